@@ -28,6 +28,8 @@ class BlockStored:
     - `lora`, `session`: LoRA adapter and session of the request that computed or hit the blocks.
     - `extra_keys`: one entry per hash block of `hash_block_size` tokens, either a tuple of keys or
       None. The whole field is None if no block has keys.
+    - `lookahead_token_ids`: int32[n, num_hash_lookahead_tokens], the tokens after each block that
+      its hash also covers, or None if hashes cover only their blocks.
 
     A reader can compute the hashes from the event:
 
@@ -55,6 +57,7 @@ class BlockStored:
     session: str | None = None
     extra_keys: tuple[tuple[tuple, ...] | None, ...] | None = None
     is_reused: bool = False
+    lookahead_token_ids: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.hash_block_size, int) and self.hash_block_size == 0:

@@ -229,8 +229,9 @@ EventLabels labels_of(const py::object& labels) {
 // The source of a chain's hashes. `given` is (engine's list, quoted request id), a `HashedTokens`
 // or None.
 HashScheme hash_scheme(const std::string& algorithm, const py::object& given, int64_t block_size,
-                       int64_t num_bytes) {
+                       int64_t num_bytes, int64_t num_lookahead) {
   HashScheme scheme;
+  scheme.num_lookahead = num_lookahead;
   if (given.is_none()) {
     scheme.algorithm = hash_algorithm_of(algorithm);
   } else if (py::isinstance<HashedTokens>(given)) {
@@ -351,19 +352,21 @@ void bind_hashing(py::module_& m) {
       [](std::shared_ptr<TokenIds> tokens, int64_t block_size, const std::string& parent,
          bool read_cache, bool write_cache, const py::object& lora, const py::tuple& mm_items,
          const py::object& cache_salt, const py::object& prompt_embeds, int64_t num_encoder_tokens,
-         const std::string& algorithm, const py::object& given, const py::object& labels) {
+         const std::string& algorithm, const py::object& given, int64_t num_lookahead,
+         const py::object& labels) {
         const auto num_bytes = static_cast<int64_t>(parent.size());
         return std::make_shared<TokenChain>(
             std::move(tokens), block_size, hash_of(parent, "parent", num_bytes),
             extra_keys(lora, mm_items, cache_salt, prompt_embeds, block_size), read_cache,
-            write_cache, num_encoder_tokens, hash_scheme(algorithm, given, block_size, num_bytes),
+            write_cache, num_encoder_tokens,
+            hash_scheme(algorithm, given, block_size, num_bytes, num_lookahead),
             labels_of(labels));
       },
       py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
       py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),
       py::arg("cache_salt") = py::none(), py::arg("prompt_embeds") = py::none(),
       py::arg("num_encoder_tokens") = 0, py::arg("algorithm") = "sha256_cbor",
-      py::arg("given") = py::none(), py::arg("labels") = py::none());
+      py::arg("given") = py::none(), py::arg("num_lookahead") = 0, py::arg("labels") = py::none());
 }
 
 const BlockPool& pool_argument(const py::object& value, const char* name) {

@@ -29,7 +29,7 @@ void extend(HashedTokens& self, const py::list& token_ids,
   if (extras && static_cast<int64_t>(extras->size()) != num_blocks) {
     throw py::value_error("extra_keys has " + std::to_string(extras->size()) +
                           " entries: expected " + std::to_string(num_blocks) +
-                          ", one per full block");
+                          ", one per block that is hashed");
   }
   std::vector<Hash> hashes;
   {
@@ -87,13 +87,16 @@ void bind_hashed_tokens(py::module_& m) {
       "bytes.");
   def_init(
       hashed,
-      [](const py::object& block_size, const std::string& parent, const std::string& algorithm) {
+      [](const py::object& block_size, const std::string& parent, const std::string& algorithm,
+         const py::object& num_lookahead) {
         const HashAlgorithm found = hash_algorithm_of(algorithm);
         const int64_t size = checked_size("block_size", int_argument(block_size, "block_size"), 1);
-        return std::make_shared<HashedTokens>(found, size,
-                                              hash_of(parent, "parent", digest_bytes(found)));
+        const int64_t lookahead =
+            checked_size("num_lookahead", int_argument(num_lookahead, "num_lookahead"), 0);
+        return std::make_shared<HashedTokens>(
+            found, size, hash_of(parent, "parent", digest_bytes(found)), lookahead);
       },
-      py::arg("block_size"), py::arg("parent"), py::arg("algorithm"))
+      py::arg("block_size"), py::arg("parent"), py::arg("algorithm"), py::arg("num_lookahead") = 0)
       .def("extend_to", &extend, py::arg("token_ids"), py::arg("extras") = py::none())
       .def("take_tokens",
            [](HashedTokens& self) {
@@ -101,6 +104,7 @@ void bind_hashed_tokens(py::module_& m) {
            })
       .def_property_readonly("num_tokens", &HashedTokens::num_tokens)
       .def_property_readonly("block_size", &HashedTokens::block_size)
+      .def_property_readonly("num_lookahead", &HashedTokens::num_lookahead)
       .def_property_readonly("num_bytes", &HashedTokens::num_bytes)
       .def("__len__", &HashedTokens::num_blocks)
       .def("__getitem__", &hash_at, py::arg("i"))

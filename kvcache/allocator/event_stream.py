@@ -19,7 +19,7 @@ _MEDIUMS = ("gpu", "cpu")
 
 class NativeEvents(NamedTuple):
     """Events of the native log, with one entry per event, and the tokens of blocks stored on the
-    device.
+    device, each block followed by the further tokens that its hash covers.
     """
 
     kinds: np.ndarray
@@ -39,18 +39,18 @@ class RequestLabels:
     Native code passes them through unchanged.
     """
 
-    __slots__ = ("cache_salt", "hash_block_size", "lora", "mm_items", "prompt_embeds", "session")
+    __slots__ = ("cache_salt", "key", "lora", "mm_items", "prompt_embeds", "session")
 
     def __init__(
         self,
-        hash_block_size: int,
+        key: HashKey,
         lora: tuple[str, str] | None,
         mm_items: Sequence[tuple[str, int, int]],
         cache_salt: str | None,
         prompt_embeds: np.ndarray | None,
         session: str | None,
     ) -> None:
-        self.hash_block_size = hash_block_size
+        self.key = key
         self.lora = lora
         self.mm_items = mm_items
         self.cache_salt = cache_salt
@@ -61,8 +61,9 @@ class RequestLabels:
         """Return the extra keys of each hash block (csrc/core/hashing/extra_keys.h), or None if no
         block has keys.
         """
-        size = self.hash_block_size
-        keys = tuple(self._keys_of(start, start + size) for start in range(first_token, stop, size))
+        size, covered = self.key.block_size, self.key.block_size + self.key.num_lookahead
+        starts = range(first_token, stop, size)
+        keys = tuple(self._keys_of(start, start + covered) for start in starts)
         return keys if any(keys) else None
 
     def _keys_of(self, start: int, stop: int) -> tuple[tuple, ...] | None:
@@ -114,6 +115,8 @@ def events_of(
             emitted.append(BlockStored(hashes, None, NO_IDS, **of_group))
             continue
         first_token, num_tokens = int(native.first_tokens[first]), (stop - first) * size
+        covered = size + key.num_lookahead
+        tokens = native.tokens[token : token + (stop - first) * covered].reshape(-1, covered)
         has_parent = first_token > 0 or not key.is_given
         labels = native.labels[first]
         if labels is not None:
@@ -126,12 +129,13 @@ def events_of(
             BlockStored(
                 hashes,
                 native.parents[first].tobytes() if has_parent else None,
-                native.tokens[token : token + num_tokens],
+                tokens[:, :size].reshape(-1),
+                lookahead_token_ids=tokens[:, size:] if key.num_lookahead else None,
                 is_reused=bool(native.is_reused[first]),
                 **of_group,
             )
         )
-        token += num_tokens
+        token += tokens.size
     return emitted
 
 

@@ -75,6 +75,7 @@ class HashKey(NamedTuple):
     block_size: int  # tokens per hash
     parent: bytes  # parent hash of first blocks; has the length of every hash
     algorithm: str
+    num_lookahead: int = 0  # tokens after a block that its hash also covers
 
     @property
     def is_given(self) -> bool:
@@ -82,11 +83,18 @@ class HashKey(NamedTuple):
         return self.algorithm.startswith(_ENGINE)
 
 
-def hash_key(block_size: int, seed: str, algorithm: str, hash_bytes: int | None) -> HashKey:
+def hash_key(
+    block_size: int, seed: str, algorithm: str, hash_bytes: int | None, num_lookahead: int = 0
+) -> HashKey:
     """Check the options, and create the key of a manager's hashes."""
     num_bytes = hash_bytes_of(algorithm, hash_bytes)
     if algorithm.startswith(_ENGINE):
-        return HashKey(block_size, bytes(num_bytes), algorithm)
+        return HashKey(block_size, bytes(num_bytes), algorithm, num_lookahead)
+    if num_lookahead:
+        raise ValueError(
+            f"num_hash_lookahead_tokens is {num_lookahead}: expected 0 with {algorithm}, whose hashes "
+            "cover no tokens after a block"
+        )
     return HashKey(block_size, hash_seed(seed, "hash_seed", algorithm), algorithm)
 
 

@@ -37,6 +37,7 @@ class PolicyArguments(TypedDict, total=False):
     hash_seed: str
     hash_algorithm: str
     hash_bytes: int | None
+    num_hash_lookahead_tokens: int
     eviction: str
     eviction_options: Mapping[str, float] | None
     host_eviction: str
@@ -157,6 +158,14 @@ class CacheOptions:
 
     hash_bytes: int | None = None
     """Bytes per hash, 1 to 32, for an "engine:NAME" algorithm. None: 32."""
+
+    num_hash_lookahead_tokens: int = 0
+    """Number of tokens after a block that its hash also covers, for an "engine:NAME" algorithm.
+
+    A drafter (EAGLE, MTP) writes KV at a block's last position that depends on the tokens after it.
+    With such hashes a drafting group need not drop the last block of a hit. A block is cached once
+    these tokens are known.
+    """
 
     eviction: str = "lru"
     """Policy that chooses which cached block to evict: "lru" (least recently released), or another of

@@ -56,8 +56,9 @@ class Request:
         num_encoder_tokens: Number of tokens that cross-attention groups hold for the request. A
             request with encoder tokens does not use cached blocks and is not cached.
         block_hashes: Hashes computed by the engine, one per full block (of `hash_block_size`
-            tokens) of the known tokens, each with the manager's `hash_bytes` bytes. kvcache then
-            computes no hashes. The list is not copied. Extend it before you append the tokens of a
+            tokens) of the known tokens, each with the manager's `hash_bytes` bytes. With
+            `num_hash_lookahead_tokens`, a block counts as full once so many tokens after it are
+            known. kvcache then computes no hashes. The list is not copied. Extend it before you append the tokens of a
             further block, and do not change entries. When the request is first passed to a manager,
             the number of entries must equal the number of full blocks. Afterwards, it must be at
             least the number of full blocks. Otherwise the call (`step`, `append_tokens`) raises
@@ -181,8 +182,10 @@ class Request:
         plain = (self._tokens, key.block_size, key.parent, self._read_cache, self._write_cache)
         options = {"num_encoder_tokens": self._num_encoder_tokens, "labels": self._labels(key)}
         if self._block_hashes is not None:
-            given = self._given_hashes(key.block_size)
-            return core.TokenChain(*plain, given=given, **options)
+            given = self._given_hashes(key)
+            return core.TokenChain(
+                *plain, given=given, num_lookahead=key.num_lookahead, **options
+            )
         if key.is_given:
             raise ValueError(
                 f"block_hashes of request {self.request_id!r} is None: expected its hashes, as the "
@@ -204,7 +207,7 @@ class Request:
         if not self._has_extra_keys and self._session is None:
             return None
         return RequestLabels(
-            key.block_size,
+            key,
             self._lora,
             self._mm_items,
             self._cache_salt,
@@ -212,13 +215,14 @@ class Request:
             self._session,
         )
 
-    def _given_hashes(self, block_size: int) -> tuple[list[bytes], str] | core.HashedTokens:
+    def _given_hashes(self, key: HashKey) -> tuple[list[bytes], str] | core.HashedTokens:
         """Return the engine's list of hashes and the request's name, or the engine's hashed tokens."""
-        num_blocks = self.num_tokens // block_size
+        num_blocks = max(self.num_tokens - key.num_lookahead, 0) // key.block_size
         if len(self._block_hashes) != num_blocks:
+            followed = f" followed by {key.num_lookahead} tokens" if key.num_lookahead else ""
             raise ValueError(
                 f"block_hashes of request {self.request_id!r} has {len(self._block_hashes)} entries: "
-                f"expected {num_blocks}, one per full block of {block_size} tokens"
+                f"expected {num_blocks}, one per full block of {key.block_size} tokens{followed}"
             )
         if isinstance(self._block_hashes, core.HashedTokens):
             return self._block_hashes

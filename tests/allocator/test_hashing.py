@@ -790,6 +790,64 @@ class TestHashedTokens:
         again = Request("b", [*tokens, 1], block_hashes=[*hashed, bytes(32)])
         assert manager.cache.find_prefix(again).num_tokens == 20
 
+    @pytest.mark.parametrize("num_lookahead", [1, 3, 30])
+    def test_lookahead_hashes_cover_the_tokens_after_their_block(self, num_lookahead):
+        cbor2 = pytest.importorskip("cbor2", reason="cbor2 is not installed")
+        rng, size, parent = random.Random(num_lookahead), 4, bytes(32)
+        for has_keys in (False, True):
+            tokens = [rng.choice([1, 30, 300, 70_000, 2**31 - 1, -7]) for _ in range(50)]
+            hashed, known = core.HashedTokens(size, parent, "sha256_cbor", num_lookahead), []
+            while len(known) < len(tokens):
+                known = tokens[: len(known) + rng.randint(1, 9)]
+                num_full = max(len(known) - num_lookahead, 0) // size
+                keys = [[("s", i)] if has_keys else None for i in range(len(hashed), num_full)]
+                hashed.extend_to(known, encoded_blocks(keys) if rng.random() < 0.5 or has_keys else None)
+                assert len(hashed) == num_full
+                if rng.random() < 0.2:
+                    assert hashed.take_tokens().copy().tolist() in (known, [])
+            before = parent
+            for i, found in enumerate(hashed):
+                stop = (i + 1) * size
+                covered = tokens[stop : stop + num_lookahead]
+                keys = [["s", i]] if has_keys else None
+                content = [before, tokens[stop - size : stop], [keys, *covered]]
+                before = hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+                assert found == before
+
+    def test_blocks_are_cached_once_the_tokens_that_their_hashes_cover_are_known(self):
+        manager = KVCacheManager(
+            4, 40, 100, hash_algorithm="engine:x", num_hash_lookahead_tokens=2, enable_events=True
+        )
+        tokens = list(range(12))
+        hashed = core.HashedTokens(4, bytes(32), "sha256_cbor", 2)
+        hashed.extend_to(tokens)
+        request = Request("a", tokens, block_hashes=hashed, lora=("x", "/x"))
+        manager.admit(Admit(request, num_tokens=12), ())
+        assert len(manager.cache.hashes(request)) == 2
+        for token, num_cached in ((12, 2), (13, 3), (14, 3)):
+            tokens.append(token)
+            hashed.extend_to(tokens)
+            request.append_tokens([token])
+            manager.extend(request, 1)
+            assert (manager.cache.find(list(hashed)).device > 0).sum() == num_cached == len(hashed)
+        (event,) = manager.cache.drain_events()
+        assert event.token_ids.tolist() == tokens[:12]
+        assert event.lookahead_token_ids.tolist() == [[4, 5], [8, 9], [12, 13]]
+        manager.free(request)
+        check_invariants(manager)
+        for num_tokens, num_hit in ((12, 8), (13, 8), (14, 12)):  # the last block needs 2 more
+            given = list(hashed)[: (num_tokens - 2) // 4]
+            other = Request(f"b{num_tokens}", tokens[:num_tokens], block_hashes=given)
+            assert manager.cache.find_prefix(other).num_tokens == num_hit
+
+    def test_lookahead_is_rejected_where_hashes_cover_no_further_tokens(self):
+        with pytest.raises(ValueError, match="num_hash_lookahead_tokens is 1: expected 0 with sha2"):
+            KVCacheManager(4, 40, 100, num_hash_lookahead_tokens=1)
+        manager = KVCacheManager(4, 40, 100, hash_algorithm="engine:x", num_hash_lookahead_tokens=1)
+        request = Request("r", range(8), block_hashes=[bytes(32)] * 2)
+        with pytest.raises(ValueError, match="expected 1, one per full block of 4 tokens followed"):
+            manager.step(new=[request])
+
     def test_wrong_arguments_change_nothing(self):
         hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
         hashed.extend_to(list(range(9)))

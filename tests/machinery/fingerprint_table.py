@@ -267,6 +267,9 @@ TABLE: dict[str, Row] = {
     "CacheOptions.hash_bytes": Row(
         of_build, {"hash_bytes": 16}, {"hash_algorithm": "engine:x", "hash_bytes": 32}
     ),
+    "CacheOptions.num_hash_lookahead_tokens": Row(
+        of_build, {"num_hash_lookahead_tokens": 1}, {"hash_algorithm": "engine:x"}
+    ),
     "CacheOptions.eviction": Row(of_build, {"eviction": "s3_fifo"}, same=WHEN),
     "CacheOptions.eviction_options": Row(
         of_build, {"eviction_options": {}}, {"eviction": "s3_fifo"}, same=WHEN

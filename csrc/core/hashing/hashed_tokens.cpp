@@ -4,18 +4,41 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/hashing/cbor.h"
+
 namespace kvcache {
 
 std::vector<Hash> HashedTokens::hash_behind(const std::vector<int32_t>& tokens,
                                             const std::vector<std::string>& extras) const {
   const auto first = kept_.begin() + (num_blocks() * block_size_ - first_kept_);
   const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
-  if (first == kept_.end()) {
-    return hash_blocks(algorithm_, tokens.data(), tokens.size(), block_size_, parent, extras);
+  std::vector<int32_t> unhashed;
+  const int32_t* all = tokens.data();
+  if (first != kept_.end()) {
+    unhashed.assign(first, kept_.end());
+    unhashed.insert(unhashed.end(), tokens.begin(), tokens.end());
+    all = unhashed.data();
   }
-  std::vector<int32_t> unhashed(first, kept_.end());
-  unhashed.insert(unhashed.end(), tokens.begin(), tokens.end());
-  return hash_blocks(algorithm_, unhashed.data(), unhashed.size(), block_size_, parent, extras);
+  const int64_t n = std::max(num_filled_by(static_cast<int64_t>(tokens.size())), int64_t{0});
+  return hash_blocks(algorithm_, all, static_cast<size_t>(n * block_size_), block_size_, parent,
+                     num_lookahead_ == 0 ? extras : with_lookahead(all, n, extras));
+}
+
+// Returns the CBOR of [keys of the block, token, ...] of each block.
+std::vector<std::string> HashedTokens::with_lookahead(
+    const int32_t* tokens, int64_t num_blocks, const std::vector<std::string>& extras) const {
+  std::vector<std::string> out(static_cast<size_t>(num_blocks));
+  for (size_t i = 0; i < out.size(); ++i) {
+    append_head(&out[i], kArray, static_cast<uint32_t>(1 + num_lookahead_));
+    if (extras.empty() || extras[i].empty()) {
+      out[i].push_back(static_cast<char>(kCborNull));
+    } else {
+      out[i] += extras[i];
+    }
+    const int32_t* next = tokens + (static_cast<int64_t>(i) + 1) * block_size_;
+    for (int64_t j = 0; j < num_lookahead_; ++j) append_int(&out[i], next[j]);
+  }
+  return out;
 }
 
 void HashedTokens::append(std::vector<int32_t> tokens, std::vector<Hash> hashes) {

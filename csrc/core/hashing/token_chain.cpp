@@ -96,7 +96,7 @@ void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {
 }
 
 void TokenChain::forget_removed() {
-  const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
+  const auto num_full = static_cast<size_t>(num_hashable());
   if (hashes_.size() > num_full) hashes_.resize(num_full);
   if (variants_.size() > num_full) variants_.resize(num_full);
 }
@@ -121,7 +121,7 @@ const HashList& TokenChain::hashes() {
     TokenChain* chain;
   } const hashing(this);
 
-  const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
+  const auto num_full = static_cast<size_t>(num_hashable());
   static thread_local BlockHasher hasher;
   const int32_t* tokens = tokens_->data();
   // The hashes grow with the capacity of the tokens, so that most generated blocks cause no copy.
@@ -146,7 +146,7 @@ const HashList& TokenChain::hashes() {
 
 void TokenChain::read_given() {
   const size_t num_known = hashes_.size();
-  const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
+  const auto num_full = static_cast<size_t>(num_hashable());
   if (num_full <= num_known) return;
   hashes_.resize(num_full);  // removed with the tokens if `read` throws
   scheme_.given->read(static_cast<int64_t>(num_known), static_cast<int64_t>(num_full),

@@ -5,6 +5,7 @@
 // hashed (long_work.h). Calls that are not allowed during that time are rejected.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -80,6 +81,8 @@ class GivenHashes {
 struct HashScheme {
   HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor;
   std::shared_ptr<const GivenHashes> given;  // null: computed here
+  // Tokens after a block that its hash also covers. A block is hashed once they are known.
+  int64_t num_lookahead = 0;
 };
 
 // The caller's labels for event readers, which are opaque to the manager. Null: none.
@@ -113,8 +116,9 @@ class TokenChain {
   const EventLabels& labels() const { return labels_; }  // labels of the events of its blocks
   uint32_t tenant() const { return extra_keys_.tenant(); }
   bool is_given() const { return scheme_.given != nullptr; }  // hashes are given by the engine
+  int64_t num_lookahead() const { return scheme_.num_lookahead; }
   bool has_unhashed_blocks() const {
-    return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();
+    return static_cast<int64_t>(hashes_.size()) < num_hashable();
   }
 
   // Returns the hashes of the full blocks, computing missing ones. Throws std::runtime_error while
@@ -146,8 +150,12 @@ class TokenChain {
 
  private:
   friend class TokenIds;
+  // Number of blocks whose hashes cover only known tokens.
+  int64_t num_hashable() const {
+    return std::max(num_tokens() - scheme_.num_lookahead, int64_t{0}) / block_size_;
+  }
   void read_given();
-  void forget_removed();  // removes hashes of blocks that are no longer full
+  void forget_removed();  // removes hashes that cover tokens that are no longer known
 
   std::shared_ptr<TokenIds> tokens_;
   int64_t block_size_;

@@ -114,6 +114,7 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
     content.first_token = first_block * group.block_size;
     content.tokens = chain.tokens() + content.first_token;
     content.tokens_per_block = group.block_size;
+    content.num_lookahead = chain.num_lookahead();
     content.labels = &chain.labels();
   }
   return content;

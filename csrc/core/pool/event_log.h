@@ -33,7 +33,7 @@ class EventLog {
   };
   struct Drained {
     std::vector<Event> events;
-    std::vector<int32_t> tokens;  // of the stored blocks, concatenated
+    std::vector<int32_t> tokens;  // of the stored blocks, each with its lookahead, concatenated
   };
 
   static constexpr size_t kMostEvents = size_t{1} << 20, kMostTokens = size_t{1} << 24;
@@ -51,7 +51,7 @@ class EventLog {
     waiting_.events.push_back(std::move(event));
     if (content.tokens != nullptr) {
       const int32_t* tokens = content.tokens + i * num_tokens;
-      waiting_.tokens.insert(waiting_.tokens.end(), tokens, tokens + num_tokens);
+      waiting_.tokens.insert(waiting_.tokens.end(), tokens, tokens + num_tokens + content.num_lookahead);
     }
   }
   void stored_on_host(const Hash& hash, uint8_t group) {

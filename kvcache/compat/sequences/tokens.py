@@ -98,7 +98,7 @@ class TokenSource:
         if extra is None:
             chain = core.TokenChain(*plain, algorithm=algorithm)
             return Tokens(ids, are_read, extra, chain)
-        labels = RequestLabels(block_size, None, (), extra, None, None)
+        labels = RequestLabels(self.key, None, (), extra, None, None)
         chain = core.TokenChain(*plain, None, (), extra, algorithm=algorithm, labels=labels)
         return Tokens(ids, are_read, extra, chain)
 

@@ -80,6 +80,8 @@ def fingerprint(
         ],
         "groups": [[_plain(spec), size] for spec, size in zip(manager.groups, manager.block_sizes)],
     }
+    if manager.options.num_hash_lookahead_tokens:
+        described["hash_lookahead"] = manager.options.num_hash_lookahead_tokens
     if pages is not None:
         described["contents"] = _contents(pages, contents, len(manager.groups))
         if manager.cache.context_parallel.world_size > 1:

@@ -254,6 +254,7 @@ void StateRules::keep(Publisher* publisher, int32_t row, const CacheGroup& group
   const int64_t hash_block_size = group.block_size / group.num_hashes;
   const int64_t num_hashed = r.num_computed / hash_block_size;
   if (r.num_drafts > 0) return;  // not a step of a prompt
+  if (num_hashed > static_cast<int64_t>(r.chain->known_hashes().size())) return;
   if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
   each.num_partial = static_cast<int32_t>(num_hashed);
   if (r.num_computed % hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
