@@ -215,7 +215,7 @@ class KVCacheManager:
             options.hash_seed,
             options.hash_algorithm,
             options.hash_bytes,
-            integer(options.num_hash_lookahead_tokens, "num_hash_lookahead_tokens", 0),
+            options.num_hash_lookahead_tokens,
         )
         # Maps requests to rows. Native code changes it together with the manager.
         self._requests = core.RequestRows(self._chain_key, max_encoder_tokens)

@@ -278,6 +278,7 @@ class CacheOptions:
         if self.hash_block_size is not None:
             native.hash_block_size = self._integer("hash_block_size")
         native.hash_bytes = hash_bytes_of(self.hash_algorithm, self.hash_bytes)
+        self._integer("num_hash_lookahead_tokens")
         native.fence_frees = flag(self.fence_frees, "fence_frees")
         native.engine_copies_states = flag(self.engine_copies_states, "engine_copies_states")
         native.enable_events = flag(self.enable_events, "enable_events")

@@ -35,7 +35,7 @@ OTHERS = {
     "prefault": False,
     "stats_window": 9,
     "hash_seed": "other",
-    "hash_algorithm": "xxh3_128_cbor",
+    "hash_algorithm": "engine:x",
     "hash_bytes": 16,
     "num_hash_lookahead_tokens": 2,
     "eviction": "segmented_lru",
