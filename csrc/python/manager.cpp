@@ -436,14 +436,15 @@ void bind_manager(py::module_& m) {
       .def(
           "lookup",
           [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache,
-             bool with_partial) {
-            const PrefixHit& hit =
-                self.lookup(chain, /*with_host=*/false, with_partial, read_cache);
+             bool with_partial, const std::optional<int64_t>& most_tokens) {
+            const PrefixHit& hit = self.lookup(chain, /*with_host=*/false, with_partial, read_cache,
+                                               most_tokens.value_or(kUnbounded));
             std::vector<std::vector<BlockId>> blocks;
             for (const CacheGroup& group : self.groups()) blocks.push_back(hit.ids(group));
             return py::make_tuple(per_group(blocks), hit.num_tokens, hit.num_shared_tokens);
           },
-          py::arg("chain"), py::arg("read_cache") = py::none(), py::arg("with_partial") = false)
+          py::arg("chain"), py::arg("read_cache") = py::none(), py::arg("with_partial") = false,
+          py::arg("most_tokens") = py::none())
       .def("take_copies", [](Manager& self) { return list_of_pairs(self.take_copies()); })
       .def(
           // Returns (tokens on the device only, tokens with the host, blocks from the host).

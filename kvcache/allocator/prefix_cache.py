@@ -13,7 +13,7 @@ from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.options import checked_seconds, checked_session
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import flag, instance, num_entries, shown
+from kvcache.checks import flag, instance, integer, num_entries, shown
 from kvcache.events import CacheEvent
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec
@@ -191,7 +191,12 @@ class PrefixCache:
         return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
     def find_prefix(
-        self, request: Request, *, read_cache: bool | None = None, whole_blocks: bool = False
+        self,
+        request: Request,
+        *,
+        read_cache: bool | None = None,
+        whole_blocks: bool = False,
+        max_tokens: int | None = None,
     ) -> CachedPrefix:
         """Find the longest cached prefix on the device. Does not change the cache.
 
@@ -206,6 +211,8 @@ class PrefixCache:
             read_cache: Whether the request uses cached blocks. None: the request's own
                 `read_cache`.
             whole_blocks: Whether to find whole blocks only.
+            max_tokens: Maximum length of the prefix, for example if the outputs of later tokens are
+                needed. None: unlimited.
 
         Returns:
             The prefix, with at most `num_tokens - 1` tokens, because the last token must be
@@ -223,6 +230,7 @@ class PrefixCache:
             self._chain(request),
             _choice(read_cache, "read_cache"),
             not flag(whole_blocks, "whole_blocks"),
+            None if max_tokens is None else integer(max_tokens, "max_tokens", 0),
         )
         return CachedPrefix(by_group(ids), num_tokens, num_shared_tokens)
 

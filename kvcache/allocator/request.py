@@ -183,9 +183,7 @@ class Request:
         options = {"num_encoder_tokens": self._num_encoder_tokens, "labels": self._labels(key)}
         if self._block_hashes is not None:
             given = self._given_hashes(key)
-            return core.TokenChain(
-                *plain, given=given, num_lookahead=key.num_lookahead, **options
-            )
+            return core.TokenChain(*plain, given=given, num_lookahead=key.num_lookahead, **options)
         if key.is_given:
             raise ValueError(
                 f"block_hashes of request {self.request_id!r} is None: expected its hashes, as the "

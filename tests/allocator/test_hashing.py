@@ -801,7 +801,9 @@ class TestHashedTokens:
                 known = tokens[: len(known) + rng.randint(1, 9)]
                 num_full = max(len(known) - num_lookahead, 0) // size
                 keys = [[("s", i)] if has_keys else None for i in range(len(hashed), num_full)]
-                hashed.extend_to(known, encoded_blocks(keys) if rng.random() < 0.5 or has_keys else None)
+                hashed.extend_to(
+                    known, encoded_blocks(keys) if rng.random() < 0.5 or has_keys else None
+                )
                 assert len(hashed) == num_full
                 if rng.random() < 0.2:
                     assert hashed.take_tokens().copy().tolist() in (known, [])
@@ -841,7 +843,9 @@ class TestHashedTokens:
             assert manager.cache.find_prefix(other).num_tokens == num_hit
 
     def test_lookahead_is_rejected_where_hashes_cover_no_further_tokens(self):
-        with pytest.raises(ValueError, match="num_hash_lookahead_tokens is 1: expected 0 with sha2"):
+        with pytest.raises(
+            ValueError, match="num_hash_lookahead_tokens is 1: expected 0 with sha2"
+        ):
             KVCacheManager(4, 40, 100, num_hash_lookahead_tokens=1)
         manager = KVCacheManager(4, 40, 100, hash_algorithm="engine:x", num_hash_lookahead_tokens=1)
         request = Request("r", range(8), block_hashes=[bytes(32)] * 2)

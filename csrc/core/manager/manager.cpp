@@ -123,11 +123,11 @@ const Hash* Manager::hash_of(BlockId id, bool on_host, int32_t* group) const {
 }
 
 const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host, bool with_partial,
-                                 std::optional<bool> read_cache) {
+                                 std::optional<bool> read_cache, int64_t most_tokens) {
   const Call call(this);
   const bool reads = chain.reads(read_cache);
   if (reads) intake_.hash_ahead(chain, /*reads=*/true);
-  return finder_.find(chain, with_partial && copies_hits_, with_host, reads);
+  return finder_.find(chain, with_partial && copies_hits_, with_host, reads, most_tokens);
 }
 
 std::vector<BlockId> Manager::take_copies() {

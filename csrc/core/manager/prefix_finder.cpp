@@ -117,11 +117,11 @@ bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) con
 }
 
 const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host,
-                                    bool reads) {
+                                    bool reads, int64_t most_tokens) {
   static const HashList kNone;
   reads = reads && is_enabled_ && chain.num_tokens() > 0;
   const HashList& hashes = reads ? chain.known_hashes() : kNone;
-  const int64_t max_tokens = std::max<int64_t>(chain.num_tokens() - 1, 0);
+  const int64_t max_tokens = std::max<int64_t>(std::min(chain.num_tokens() - 1, most_tokens), 0);
   hashes_ = &hashes;
   variants_ = reads ? chain.variants() : nullptr;
   num_hashed_ = static_cast<int64_t>(hashes.size()) * hash_block_size_;

@@ -75,8 +75,9 @@ class PrefixFinder {
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host) {
     return find(chain, with_partial, with_host, chain.read_cache());
   }
-  // Overrides the setting of the chain with `reads`.
-  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads);
+  // Overrides the setting of the chain with `reads`. The hit has at most `most_tokens` tokens.
+  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads,
+                        int64_t most_tokens = kUnbounded);
 
   // Hits end at multiples of this number of tokens: `unit` for all hits, `whole_unit` for hits of
   // whole blocks.

@@ -37,9 +37,8 @@ class Ahead:
         native: KVCacheManager,
         states: StateGroups,
         held: Mapping[str, HeldRequest],
-        hash_size: int,
     ) -> None:
-        self._native, self._states, self._held, self._hash_size = native, states, held, hash_size
+        self._native, self._states, self._held = native, states, held
         self._block_sizes = [group.block_size for group in native.groups]
         kinds = {group.kind for group in native.groups}
         self._has_windows = not kinds.isdisjoint({"sliding_window", "chunked_local"})
@@ -165,14 +164,14 @@ class Ahead:
         """
         start = request.num_computed_tokens
         if start < held.num_computed and not self._states.are_copied:
-            start = max(start, held.num_published(self._hash_size) * self._hash_size)
+            start = max(start, held.num_published)
         if (
             not self._has_windows
             or not request.num_in_flight_tokens
             or self._states.are_copied  # such models have no drafts
         ):
             return start
-        num_hits = held.num_published(self._hash_size) * self._hash_size
+        num_hits = held.num_published
         return max(start - request.num_in_flight_tokens, num_hits, held.start)
 
     def quiet_until(self, rows: list[int]) -> list[int]:
@@ -192,7 +191,6 @@ class Ahead:
 
         `step` is the step that the scheduler is about to plan, or None after a step.
         """
-        size = self._hash_size
         calls: _Calls = [], [], []
         are_past = []
         for held in self._held.values():
@@ -208,8 +206,9 @@ class Ahead:
                 start = max(start, held.num_computed)
                 if start >= stop:
                     continue
-            num_full = min(stop, len(request._all_token_ids)) // size
-            if num_full > held.num_published(size) and stop > held.start:
+            size = held.hashed.block_size
+            num_full = min(held.hashed.num_blocks(len(request._all_token_ids)), stop // size)
+            if num_full * size > held.num_published and stop > held.start:
                 calls[0].append(held)
                 calls[1].append(start)
                 calls[2].append(stop)

@@ -63,6 +63,9 @@ class VllmEventTranslator:
 
     def _stored(self, event: BlockStored) -> kv_events.BlockStored:
         kind, window = self._kinds[event.group]
+        lookahead = {}
+        if event.lookahead_token_ids is not None:
+            lookahead["lookahead_token_ids"] = event.lookahead_token_ids.tolist()
         is_first = event.parent_hash in (None, kv_cache_utils.NONE_HASH)
         return kv_events.BlockStored(
             block_hashes=_hashes(event),
@@ -77,6 +80,7 @@ class VllmEventTranslator:
             group_idx=event.group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
+            **lookahead,
         )
 
 

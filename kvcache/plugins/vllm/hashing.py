@@ -21,12 +21,18 @@ class RequestHashes(core.HashedTokens):
 
     __slots__ = ("num_hashed",)
 
-    def __init__(self, block_size: int, parent: bytes, algorithm: str) -> None:
-        super().__init__(block_size, parent, algorithm)
+    def __init__(
+        self, block_size: int, parent: bytes, algorithm: str, num_lookahead: int = 0
+    ) -> None:
+        super().__init__(block_size, parent, algorithm, num_lookahead)
         self.num_hashed = 0
 
     def extend(self, hashes: Sequence[bytes]) -> None:
         """Do nothing: the native hasher has already added the hashes that vLLM appends here."""
+
+    def clear(self) -> None:
+        """Remove all hashes."""
+        del self[:]
 
     def __eq__(self, other: object) -> bool:
         return list(self) == (other if isinstance(other, list) else list(other))
@@ -54,23 +60,29 @@ def hash_bytes_of(name: str) -> int:
     return _HASH_BYTES[name]
 
 
-def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Callable) -> Hasher:
+def get_request_block_hasher(
+    hash_block_size: int, caching_hash_fn: Callable, num_hash_lookahead_tokens: int = 0
+) -> Hasher:
     """Replace vLLM's function of this name: native for CBOR, vLLM's own for pickled tokens."""
     algorithm = _ALGORITHMS.get(caching_hash_fn.__name__)
+    num_lookahead = num_hash_lookahead_tokens
     if algorithm is None:
-        return kv_cache_utils.get_request_block_hasher(hash_block_size, caching_hash_fn)
+        lookahead = (num_lookahead,) if num_lookahead else ()  # vLLM 0.32 has no such parameter
+        return kv_cache_utils.get_request_block_hasher(hash_block_size, caching_hash_fn, *lookahead)
 
     def hash_new_blocks(request: Request) -> tuple[()]:
         """Hash the full blocks that `request.block_hashes` lacks."""
         known = request.block_hashes
         if type(known) is not RequestHashes:
             parent = kv_cache_utils.NONE_HASH
-            known = request.block_hashes = RequestHashes(hash_block_size, parent, algorithm)
-        stop = len(request._all_token_ids) // hash_block_size
+            known = request.block_hashes = RequestHashes(
+                hash_block_size, parent, algorithm, num_lookahead
+            )
+        stop = max(len(request._all_token_ids) - num_lookahead, 0) // hash_block_size
         if known.num_hashed < stop:
             known.extend_to(
                 request._all_token_ids,
-                _extra_keys(request, known.num_hashed, stop, hash_block_size),
+                _extra_keys(request, known.num_hashed, stop, hash_block_size, num_lookahead),
             )
             known.num_hashed = stop
         return ()
@@ -78,9 +90,11 @@ def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Callable) ->
     return hash_new_blocks
 
 
-def _extra_keys(request: Request, start: int, stop: int, size: int) -> list[bytes] | None:
+def _extra_keys(
+    request: Request, start: int, stop: int, size: int, num_lookahead: int
+) -> list[bytes] | None:
     """Return the extra keys of blocks `start` to `stop - 1` as CBOR, by vLLM's rules; None if there are
-    none.
+    none. They cover the `num_lookahead` tokens after each block.
     """
     if not (
         request.lora_request
@@ -91,8 +105,12 @@ def _extra_keys(request: Request, start: int, stop: int, size: int) -> list[byte
         return None
     keys, item = [], 0
     for first in range(start * size, stop * size, size):
-        own, item = kv_cache_utils.generate_block_hash_extra_keys(
-            request, first, first + size, item
-        )
+        last = first + size + num_lookahead
+        if num_lookahead:
+            own, item = kv_cache_utils.generate_lookahead_block_hash_extra_keys(
+                request, first, first + size, last, item
+            )
+        else:
+            own, item = kv_cache_utils.generate_block_hash_extra_keys(request, first, last, item)
         keys.append(own)
     return encoded_blocks(keys)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from vllm.v1.request import Request
 
 from kvcache import allocator
 from kvcache.plugins.vllm.blocks import BlockIds
+
+
+class HashSpan(NamedTuple):
+    """The tokens that a block's hash covers: those of the block, and `num_lookahead` after it."""
+
+    block_size: int
+    num_lookahead: int
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks whose hashes cover only the first `num_tokens` tokens."""
+        return max(num_tokens - self.num_lookahead, 0) // self.block_size
 
 
 class HeldRequest:
@@ -15,6 +28,7 @@ class HeldRequest:
         "copied_states",
         "due",
         "engine_request",
+        "hashed",
         "is_receiving",
         "num_computed",
         "num_external",
@@ -28,9 +42,12 @@ class HeldRequest:
         "stop",
     )
 
-    def __init__(self, engine_request: Request, request: allocator.Request) -> None:
+    def __init__(
+        self, engine_request: Request, request: allocator.Request, hashed: HashSpan
+    ) -> None:
         self.engine_request = engine_request
         self.request = request
+        self.hashed = hashed
         self.row = -1
         self.start = 0  # start of the request's last native call
         self.num_computed = 0  # tokens with slots in the native manager
@@ -45,6 +62,8 @@ class HeldRequest:
         # (group, column, id) of the states from which the admission step continues.
         self.copied_states: list[tuple[int, int, int]] = []
 
-    def num_published(self, block_size: int) -> int:
-        """Return the number of published blocks: known and computed at the last native call."""
-        return min(self.num_known, self.num_computed) // block_size
+    @property
+    def num_published(self) -> int:
+        """Tokens of published blocks: known and computed at the last native call."""
+        size = self.hashed.block_size
+        return min(self.hashed.num_blocks(self.num_known), self.num_computed // size) * size

