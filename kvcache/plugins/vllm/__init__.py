@@ -7,7 +7,7 @@
     --additional-config '{"kvcache": {"eviction": "learned"}}'
 """
 
-from kvcache.plugins.vllm.versions import check_version
+from kvcache.plugins.vllm.compatibility import check_version
 
 check_version()  # before imports from vLLM that may fail in other versions
 

@@ -30,6 +30,7 @@ class Ahead:
         step: Number of the current step.
         busy: Due requests that the scheduler has not served yet, by request id.
         num_lookahead: Lookahead tokens of the last call.
+        num_native_calls: Number of calls of `advance` that reached native code.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Ahead:
         kinds = {group.kind for group in native.groups}
         self._has_windows = not kinds.isdisjoint({"sliding_window", "chunked_local"})
         self._due: defaultdict[int, list[HeldRequest]] = defaultdict(list)  # requests by due step
-        self.step = self.num_lookahead = 0
+        self.step = self.num_lookahead = self.num_native_calls = 0
         self.busy: dict[str, HeldRequest] = {}
 
     def begin_step(self) -> None:
@@ -126,6 +127,7 @@ class Ahead:
             told = request._all_token_ids[num_known : max(last, num_known)]
             counts.append(len(told))
             token_ids += told
+        self.num_native_calls += 1
         row_ids = [held.row for held in rows]
         answers = self._native.advance(
             row_ids,

@@ -117,9 +117,23 @@ class VllmCacheManager:
         self._hashed = HashSpan(hash_block_size, num_hash_lookahead_tokens)
         self._held: dict[str, HeldRequest] = {}
         self._ahead = Ahead(self.native, self._states, self._held)
+        self._num_admit_calls = self._num_loads = self._num_failed_loads = 0
         self._has_waiting = lambda: True
         self._may_look = True  # whether this step may look up hits
         self._step_of_lookup = -1
+
+    def described(self) -> str:
+        """Return the policy, the number of blocks, the groups and the hashes in one line."""
+        groups = ", ".join(
+            f"{group.kind} of {group.block_size} tokens"
+            + "".join(f" ({name} {value})" for name, value in group.options.items())
+            for group in self.native.groups
+        )
+        return (
+            f"eviction {self.native.options.eviction}, {self.native.pool.num_total} blocks, "
+            f"{len(self.native.groups)} group{'s' * (len(self.native.groups) > 1)} ({groups}), "
+            + ("prefix caching" if self.enable_caching else "no prefix caching")
+        )
 
     def held(self, request_id: str) -> HeldRequest | None:
         """Return the record of a request, or None if it has no blocks."""
@@ -293,6 +307,7 @@ class VllmCacheManager:
             computed = hits[0] if hits else ()
         else:
             computed = hits or ()
+        self._num_admit_calls += 1
         ids = native.admit(ask, computed)
         if ids is None:
             return None
@@ -324,6 +339,8 @@ class VllmCacheManager:
         num_missing = held.num_computed - num_computed_tokens
         num_arrived = None if num_missing <= 0 else max(held.num_external - num_missing, 0)
         held.num_computed = self.native.finish_receiving(held.request, num_arrived)
+        self._num_loads += 1
+        self._num_failed_loads += num_missing > 0
         held.start = held.stop = held.num_computed
         held.num_known = held.request.num_tokens
         self._ahead.busy[request.request_id] = held
@@ -351,6 +368,7 @@ class VllmCacheManager:
         if held is None:
             return None
         if held.is_receiving:  # the load failed or was aborted, and no longer writes to its blocks
+            self._num_failed_loads += 1
             self.native.finish_receiving(held.request, 0)
             return held
         held.due = -1
@@ -428,6 +446,22 @@ class VllmCacheManager:
         if stats is not None:
             self.prefix_cache_stats = PrefixCacheStats()
         return stats
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts of `kvcache.plugins.vllm.metrics`, by key."""
+        stats, pool = self.native.cache.stats, self.native.pool
+        found = {
+            "native_calls": self._ahead.num_native_calls + self._num_admit_calls,
+            "loads": self._num_loads,
+            "failed_loads": self._num_failed_loads,
+            "broken_pins": stats.num_pins_broken,
+            "cached_blocks": pool.num_cached,
+            "free_blocks": pool.num_free,
+        }
+        for group, counts in enumerate(stats.groups):
+            found[f"stored_blocks {group}"] = counts.stored_blocks
+            found[f"evicted_blocks {group}"] = counts.evicted_blocks
+        return found
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the events since the last call, as vLLM's classes."""

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import core as engine_core
+from vllm.v1.metrics.stats import SchedulerStats
 
+from kvcache import __version__
+from kvcache.plugins.vllm.comparison import compare_managers
+from kvcache.plugins.vllm.compatibility import (
+    TESTED,
+    accept_new_parameters,
+    check_version,
+    is_tested,
+    missing_attributes,
+)
 from kvcache.plugins.vllm.hashing import get_request_block_hasher, hash_bytes_of
 from kvcache.plugins.vllm.manager import VllmCacheManager
+from kvcache.plugins.vllm.metrics import add_counts
 
 _OPTIONS = ("eviction", "eviction_options")
+_log = init_logger("vllm.kvcache")
 
 
 def _each(connector: Any) -> list[Any]:
@@ -54,16 +68,28 @@ class _WithManager:
                     f"additional_config has the option {name!r} for kvcache: expected "
                     f"{' or '.join(_OPTIONS)}; vLLM decides the others"
                 )
+        aux_outputs = getattr(vllm_config, "aux_output_config", None)
+        if aux_outputs is not None and aux_outputs.enabled:
+            raise ValueError(
+                "aux_output_config is enabled: kvcache's scheduler for vLLM does not support auxiliary "
+                "outputs, which read vLLM's own block pool; leave them out, or serve with vLLM's own "
+                "scheduler"
+            )
+        accept_new_parameters(VllmCacheManager, KVCacheManager)
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        arguments: dict[str, Any] = {}
+
+        def make_manager(**given: Any) -> VllmCacheManager:
+            arguments.update(given)
+            return VllmCacheManager(**given, hash_bytes=hash_bytes_of(algorithm), options=own)
+
         theirs = vllm_scheduler.KVCacheManager
-        vllm_scheduler.KVCacheManager = functools.partial(
-            VllmCacheManager,
-            hash_bytes=hash_bytes_of(vllm_config.cache_config.prefix_caching_hash_algo),
-            options=own,
-        )
+        vllm_scheduler.KVCacheManager = make_manager
         try:
             super().__init__(vllm_config, *args, **options)
         finally:
             vllm_scheduler.KVCacheManager = theirs
+        self._check_start(make_manager, dict(arguments), algorithm)
         # Prefill chunks end where a state is kept. States that the worker keeps inside a chunk go
         # to the null block.
         self.mamba_has_prefill_checkpoint_blocks = False
@@ -80,6 +106,42 @@ class _WithManager:
                     "vLLM has none; choose another connector, or serve with vLLM's own scheduler"
                 )
         self.kv_cache_manager.ask_who_waits(lambda: bool(self.waiting))
+
+    def make_stats(self, *args: Any, **options: Any) -> SchedulerStats | None:
+        """Add the counts of kvcache's manager to vLLM's statistics."""
+        stats = super().make_stats(*args, **options)
+        if stats is not None:
+            add_counts(stats, self.kv_cache_manager.counts())
+        return stats
+
+    def _check_start(
+        self, make_manager: Callable[..., Any], arguments: dict[str, Any], algorithm: str
+    ) -> None:
+        """Check the interfaces that vLLM's schedulers use, and compare both managers. Log the result.
+
+        Raises:
+            ValueError: An interface is missing, or the managers differ.
+        """
+        found, manager = check_version(), self.kv_cache_manager
+        missing = missing_attributes(manager, (vllm_scheduler, async_scheduler))
+        if missing:
+            raise ValueError(
+                f"vLLM {found} uses {', '.join(missing)} of its KV cache manager, which kvcache "
+                f"{__version__} does not have: serve with vLLM's own scheduler, or update kvcache"
+            )
+        compared = compare_managers(KVCacheManager, make_manager, arguments, algorithm)
+        _log.info(
+            "kvcache %s manages the KV cache of vLLM %s: %s. Compared with vLLM's manager: %d requests "
+            "in %d steps, %d hit tokens, no difference (%.2f s)",
+            *(__version__, found, manager.described(), compared.num_requests),
+            *(compared.num_steps, compared.num_hit_tokens, compared.seconds),
+        )
+        if not is_tested(found):
+            _log.warning(
+                "kvcache %s is tested with vLLM %s, and this is %s. All interfaces are there, and the "
+                "comparison found no difference",
+                *(__version__, " and ".join(TESTED), found),
+            )
 
 
 class VllmScheduler(_WithManager, vllm_scheduler.Scheduler):

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import types
 import weakref
 
 import pytest
@@ -26,7 +27,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvcache.plugins.vllm import VllmAsyncScheduler, VllmCacheManager, VllmScheduler, versions
+from kvcache.plugins.vllm import VllmAsyncScheduler, VllmCacheManager, VllmScheduler, compatibility
+from kvcache.plugins.vllm import scheduler as ours_scheduler
 from tests.machinery import vllm_schedulers
 from tests.machinery.vllm_models import write_config
 from tests.machinery.vllm_schedulers import (
@@ -342,10 +344,99 @@ class TestRefusals:
         ):
             make_scheduler(VllmAsyncScheduler, config, ("full",), 100)
 
-    def test_a_version(self, monkeypatch):
-        monkeypatch.setattr(versions, "version", lambda name: "0.20.1")
-        with pytest.raises(ImportError, match=r"vLLM is 0.20.1: .* supports 0.32, 0.33 "):
-            versions.check_version()
+    def test_an_old_version(self, monkeypatch):
+        monkeypatch.setattr(compatibility, "version", lambda name: "0.20.1")
+        with pytest.raises(ImportError, match=r"vLLM is 0.20.1: .* needs 0.32 or later"):
+            compatibility.check_version()
+
+    def test_auxiliary_outputs(self, models):
+        config = engine_config(models["llama"])
+        config.aux_output_config.enable_return_routed_experts = True
+        with pytest.raises(ValueError, match="aux_output_config is enabled: kvcache's scheduler"):
+            make_scheduler(VllmScheduler, config, ("full",), 100)
+
+
+class TestLaterVersions:
+    """A version of vLLM that kvcache does not know is judged by its interfaces and its decisions."""
+
+    @staticmethod
+    def later(method):
+        """Return a vLLM manager with another method."""
+        return type("KVCacheManager", (KVCacheManager,), {method.__name__: method})
+
+    @pytest.fixture
+    def ours(self):
+        """Return a subclass, so that adapting it changes no other test."""
+        return type("Ours", (VllmCacheManager,), {})
+
+    def test_a_new_parameter_is_accepted_with_vllms_default(self, ours):
+        def usage_of(self, request_id, *, unit="blocks", fast=False):
+            raise NotImplementedError
+
+        ours.usage_of = lambda self, request_id: request_id
+        ours.usage_of.__name__ = "usage_of"
+        compatibility.accept_new_parameters(ours, self.later(usage_of))
+        manager = object.__new__(ours)
+        assert manager.usage_of("r") == manager.usage_of(request_id="r", unit="blocks") == "r"
+        with pytest.raises(
+            ValueError, match="fast is True: kvcache's usage_of supports only vLLM's"
+        ):
+            manager.usage_of("r", fast=True)
+
+    def test_a_new_parameter_without_a_default_is_rejected_by_name(self, ours):
+        def free(self, request, reason):
+            raise NotImplementedError
+
+        with pytest.raises(ValueError, match=r"KVCacheManager\.free has the parameter 'reason'"):
+            compatibility.accept_new_parameters(ours, self.later(free))
+
+    def test_this_version_has_no_parameter_that_ours_lacks(self):
+        before = dict(vars(VllmCacheManager))
+        compatibility.accept_new_parameters(VllmCacheManager, KVCacheManager)
+        assert dict(vars(VllmCacheManager)) == before
+
+    def test_a_new_call_of_the_scheduler_is_rejected_by_name(self, models, monkeypatch):
+        module = types.ModuleType("later")
+        monkeypatch.setattr(
+            compatibility.inspect,
+            "getsource",
+            lambda each: "self.kv_cache_manager.block_pool.shrink() or self.kv_cache_manager.usage",
+        )
+        scheduler = make_scheduler(PAIRS[False][0], engine_config(models["llama"]), ("full",), 99)
+        found = compatibility.missing_attributes(scheduler.kv_cache_manager, [module])
+        assert found == ["block_pool.shrink"]
+        with pytest.raises(ValueError, match=r"uses block_pool\.shrink of its KV cache manager"):
+            make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
+
+    @pytest.mark.parametrize("found,is_warned", [("0.33.1", False), ("0.99.0", True)])
+    def test_an_unknown_version_is_a_warning(self, found, is_warned, models, monkeypatch):
+        warnings = []
+        monkeypatch.setattr(compatibility, "version", lambda name: found)
+        monkeypatch.setattr(
+            ours_scheduler._log, "warning", lambda *args: warnings.append(args[0] % args[1:])
+        )
+        make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
+        assert len(warnings) == is_warned
+        assert not is_warned or "this is 0.99.0. All interfaces are there" in warnings[0]
+
+    def test_managers_that_differ_are_rejected(self, models, monkeypatch):
+        def too_few(self, request, *args):
+            return self.empty_kv_cache_blocks, 0, find(self, request, *args)[2]
+
+        find = VllmCacheManager.get_computed_blocks
+        monkeypatch.setattr(VllmCacheManager, "get_computed_blocks", too_few)
+        with pytest.raises(
+            ValueError, match=r"differ at startup \(hit tokens of a request .*: 0, vLLM"
+        ):
+            make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
+
+    def test_a_manager_that_fails_is_rejected(self, models, monkeypatch):
+        def fail(self, *args, **options):
+            raise KeyError("r1")
+
+        monkeypatch.setattr(VllmCacheManager, "allocate_slots", fail)
+        with pytest.raises(ValueError, match=r"differ at startup \(KeyError: 'r1'\); serve with"):
+            make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
 
 
 def test_the_eviction_policy_is_an_option(models):

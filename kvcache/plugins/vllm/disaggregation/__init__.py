@@ -7,7 +7,7 @@ The other engine has `"kv_role": "kv_consumer"`. Pass options with `kv_connector
 the fields of `Options`.
 """
 
-from kvcache.plugins.vllm.versions import check_version
+from kvcache.plugins.vllm.compatibility import check_version
 
 check_version()  # before imports from vLLM that may fail in other versions
 

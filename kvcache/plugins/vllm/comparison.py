@@ -1,0 +1,231 @@
+"""Compares kvcache's manager with vLLM's own at startup, on the model's groups in a small pool.
+
+Both managers serve the same random requests without a model. Their hits, new blocks and pool usage
+must be equal in each step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from vllm import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, MambaSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvcache.plugins.vllm.hashing import get_request_block_hasher
+
+_Pair = tuple[Request, Request]
+_Scheduled = tuple[_Pair, int]  # and the number of tokens of the step
+NUM_STEPS = 50
+_MOST_RUNNING = 4
+_MOST_PROMPT_TOKENS = 4096
+_NUM_ENCODER_TOKENS = 10
+
+
+class Comparison(NamedTuple):
+    """What was compared at startup."""
+
+    num_steps: int
+    num_requests: int
+    num_hit_tokens: int
+    seconds: float
+
+
+class _Difference(Exception):
+    pass
+
+
+def _shown(error: Exception) -> str:
+    if isinstance(error, _Difference):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def compare_managers(
+    own: Callable[..., Any],
+    ours: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    hash_algorithm: str,
+) -> Comparison:
+    """Run the same requests in vLLM's manager and in kvcache's.
+
+    Args:
+        own: vLLM's class of managers.
+        ours: The same for kvcache.
+        arguments: Arguments with which vLLM's scheduler creates the manager.
+        hash_algorithm: vLLM's `prefix_caching_hash_algo`.
+
+    Raises:
+        ValueError: The managers differ. The message names the first difference.
+    """
+    started = time.perf_counter()
+    seed = getattr(kv_cache_utils, "NONE_HASH", None)
+    hash_function = get_hash_fn_by_name(hash_algorithm)
+    try:
+        kv_cache_utils.init_none_hash(hash_function)
+        sides = _Sides(own, ours, arguments, hash_function)
+        for _ in range(NUM_STEPS):
+            sides.step()
+        sides.end()
+    except Exception as error:
+        raise ValueError(
+            f"kvcache's manager and vLLM's own differ at startup ({_shown(error)}); serve with vLLM's "
+            "own scheduler, and report the model and the versions of both"
+        ) from (None if isinstance(error, _Difference) else error)
+    finally:
+        if seed is not None:
+            kv_cache_utils.NONE_HASH = seed
+    seconds = time.perf_counter() - started
+    return Comparison(NUM_STEPS, sides.num_requests, sides.num_hit_tokens, seconds)
+
+
+class _Sides:
+    """vLLM's manager and kvcache's, each with its own copy of every request."""
+
+    def __init__(
+        self,
+        own: Callable[..., Any],
+        ours: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        hash_function: Callable,
+    ) -> None:
+        self._rng = random.Random(0)
+        config: KVCacheConfig = arguments["kv_cache_config"]
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._unit = arguments["scheduler_block_size"]
+        self._has_encoder = any(isinstance(each, CrossAttentionSpec) for each in specs)
+        # A state becomes a hit at another step than in vLLM, so such requests run one by one.
+        has_states = any(isinstance(each, MambaSpec) for each in specs)
+        self._most_running = 1 if has_states else _MOST_RUNNING
+        most_tokens = min(_MOST_PROMPT_TOKENS, arguments["max_model_len"] - 64)
+        self._num_prompt_tokens = max(min(8 * self._unit + self._unit // 2, most_tokens), 1)
+        small = dataclasses.replace(config, num_blocks=self._num_blocks(specs), kv_cache_tensors=[])
+        options = dict(arguments) | {"kv_cache_config": small, "watermark": 0.0}
+        options |= {"log_stats": False, "enable_kv_cache_events": False, "metrics_collector": None}
+        hashed = arguments["hash_block_size"], hash_function
+        lookahead = arguments.get("num_hash_lookahead_tokens", 0)
+        more = (lookahead,) if lookahead else ()
+        self._managers = own(**options), ours(**options)
+        self._hashers = (
+            kv_cache_utils.get_request_block_hasher(*hashed, *more),
+            get_request_block_hasher(*hashed, lookahead),
+        )
+        self._heads = [self._tokens(self._num_prompt_tokens) for _ in range(2)]
+        self._running: list[_Pair] = []
+        self.num_requests = self.num_hit_tokens = self._step = 0
+
+    def _num_blocks(self, specs: list[Any]) -> int:
+        """Return a number of blocks in which nothing is evicted."""
+        most = self._num_prompt_tokens + 2 * NUM_STEPS
+        return 2 + NUM_STEPS * sum(-(-most // each.block_size) + 4 for each in specs)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(1000) for _ in range(count)]
+
+    def step(self) -> None:
+        """Compute one step of the running requests, and admit another request."""
+        self._step += 1
+        for manager in self._managers:
+            manager.new_step_starts()
+        scheduled = [self._advance(pair) for pair in self._running]
+        if len(self._running) < self._most_running:
+            scheduled += self._admit()
+        for pair, count in scheduled:  # the scheduler counts the tokens after the step is complete
+            self._compute(pair, count)
+        usages = [manager.usage for manager in self._managers]
+        if abs(usages[0] - usages[1]) > 1e-9:
+            raise _Difference(f"pool usage in step {self._step}: {usages[1]}, vLLM's {usages[0]}")
+
+    def end(self) -> None:
+        """Free all requests. Nothing may remain in use."""
+        for pair in list(self._running):
+            self._free(pair)
+        for manager in self._managers:
+            if manager.usage > 1e-9:
+                raise _Difference(f"{manager.usage:.1%} of the pool stays in use")
+
+    def _admit(self) -> list[_Scheduled]:
+        rng = self._rng
+        head = rng.choice(self._heads)
+        tokens = head[: rng.randrange(len(head))] + self._tokens(rng.randrange(1, 20))
+        pair = tuple(
+            Request(
+                request_id=f"kvcache-startup-{self.num_requests}",
+                prompt_token_ids=list(tokens),
+                sampling_params=SamplingParams(max_tokens=16),
+                pooling_params=None,
+                block_hasher=hasher,
+            )
+            for hasher in self._hashers
+        )
+        found = []
+        for manager, request in zip(self._managers, pair):
+            blocks, num_hit_tokens, boundary = manager.get_computed_blocks(request)
+            request.shared_prefix_boundary = boundary
+            found.append((num_hit_tokens, blocks))
+        hits = [each[0] for each in found]
+        self._check("hit tokens", pair, hits)
+        count = self._chunk(pair[0], hits[0])
+        encoder = {"num_encoder_tokens": _NUM_ENCODER_TOKENS} if self._has_encoder else {}
+        answers = [
+            manager.allocate_slots(
+                request, count, num_new_computed_tokens=hit, new_computed_blocks=blocks, **encoder
+            )
+            for manager, request, (hit, blocks) in zip(self._managers, pair, found)
+        ]
+        self._check_blocks(pair, answers)
+        self.num_requests += 1
+        self.num_hit_tokens += hits[0]
+        if answers[0] is None:
+            return []
+        self._running.append(pair)
+        for request in pair:
+            request.status = RequestStatus.RUNNING
+            request.num_computed_tokens = hits[0]
+        return [(pair, count)]
+
+    def _advance(self, pair: _Pair) -> _Scheduled:
+        count = self._chunk(pair[0], pair[0].num_computed_tokens)
+        answers = [
+            manager.allocate_slots(request, count) for manager, request in zip(self._managers, pair)
+        ]
+        self._check_blocks(pair, answers)
+        return pair, count
+
+    def _chunk(self, request: Request, start: int) -> int:
+        """Return the number of tokens of the next step, which ends at a block boundary or at the last
+        token.
+        """
+        return min((start // self._unit + 1) * self._unit, request.num_tokens) - start
+
+    def _compute(self, pair: _Pair, count: int) -> None:
+        token = self._rng.randrange(1000)
+        for request in pair:
+            request.num_computed_tokens += count
+            if request.num_computed_tokens == request.num_tokens:
+                request.append_output_token_ids(token)
+        if pair[0].num_output_tokens >= 2 + self.num_requests % 12:
+            self._free(pair)
+
+    def _free(self, pair: _Pair) -> None:
+        for manager, request in zip(self._managers, pair):
+            manager.free(request)
+        self._running.remove(pair)
+
+    def _check_blocks(self, pair: _Pair, answers: list[Any]) -> None:
+        counts = [answer and [len(ids) for ids in answer.get_block_ids()] for answer in answers]
+        counts = [each if each is None or any(each) else [] for each in counts]
+        self._check("new blocks of each group", pair, counts)
+
+    def _check(self, what: str, pair: _Pair, values: list[Any]) -> None:
+        if values[0] != values[1]:
+            raise _Difference(
+                f"{what} of a request of {pair[0].num_tokens} tokens in step {self._step}: "
+                f"{values[1]}, vLLM's {values[0]}"
+            )
