@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
             "doctor",
             "show installed packages, native libraries and devices",
             _doctor,
-            lambda sub: None,
+            add_doctor_options,
         ),
     ):
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -110,10 +110,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def add_doctor_options(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `kvcache doctor`."""
+    sub.add_argument(
+        "--vllm",
+        nargs=argparse.REMAINDER,
+        metavar="MODEL [OPTION ...]",
+        help="check whether vLLM would serve this model, or folder with a config.json, with kvcache's "
+        "scheduler; options as of vllm serve",
+    )
+
+
+def _doctor(options: argparse.Namespace) -> int:
     from kvcache.cli import doctor
 
-    rows = doctor.diagnosis()
+    rows = doctor.diagnosis() if options.vllm is None else doctor.of_vllm(options.vllm)
     if importlib.util.find_spec("rich") is None:
         with writing():
             for name, found, _ in rows:

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcache.cli.errors import MissingError, UsageError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -56,6 +58,17 @@ def diagnosis() -> list[tuple[str, str, bool]]:
     tools = (("C++ compiler", _compiler), ("ninja", _ninja), ("nvcc", _nvcc))
     extras = ((name, partial(_version, name, *of)) for name, of in _EXTRAS.items())
     return [*rows, *(_asked(name, ask) for name, ask in (*tools, *extras))]
+
+
+def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
+    """Return the same for a model in vLLM with kvcache's scheduler."""
+    if not arguments:
+        raise UsageError("--vllm: expected a model, or a folder with its config.json")
+    try:
+        from kvcache.plugins.vllm.diagnosis import diagnose
+    except ImportError as error:
+        raise MissingError(str(error)) from None
+    return diagnose(arguments)
 
 
 def _asked(name: str, ask: Callable[[], str], needed: bool = False) -> tuple[str, str, bool]:

@@ -38,13 +38,19 @@ def _each(connector: Any) -> list[Any]:
     return [connector] if inner is None else [each for one in inner for each in _each(one)]
 
 
-def _asked_of_vllms_pool(connector: Any) -> str:
-    """Return the vLLM internals that a connector reads outside the manager's interface, or ""."""
+def what_connector_lacks(connector: type) -> str:
+    """Return why a class of connectors cannot be used with kvcache's manager, or ""."""
     base = KVConnectorBase_V1
     for name in ("bind_gpu_block_pool", "bind_kv_cache_manager"):
-        own = getattr(type(connector), name, None)
-        if own is not getattr(base, name, None):
+        if getattr(connector, name, None) is not getattr(base, name, None):
             return f"reads vLLM's own block pool ({name})"
+    return ""
+
+
+def _asked_of_vllms_pool(connector: Any) -> str:
+    """Return the vLLM internals that a connector reads outside the manager's interface, or ""."""
+    if lacks := what_connector_lacks(type(connector)):
+        return lacks
     if getattr(connector, "_bounding_group_ids", ()):
         return "looks up groups that it does not load, in vLLM's own coordinator"
     return ""
@@ -130,6 +136,7 @@ class _WithManager:
                 f"{__version__} does not have: serve with vLLM's own scheduler, or update kvcache"
             )
         compared = compare_managers(KVCacheManager, make_manager, arguments, algorithm)
+        self.compared = compared
         _log.info(
             "kvcache %s manages the KV cache of vLLM %s: %s. Compared with vLLM's manager: %d requests "
             "in %d steps, %d hit tokens, no difference (%.2f s)",
