@@ -89,6 +89,12 @@ TEST(nested_ones_are_independent) {
   CHECK_EQ(outer.num_bytes(), static_cast<int64_t>(kNumBytes));
 }
 
+TEST(small_pages_are_committed_one_by_one) {
+  ZeroedArray<char> array(size_t{8} << 20, kvcache::Pages::kSmall);
+  array[size_t{4} << 20] = 1;
+  CHECK_EQ(num_resident(array), static_cast<size_t>(sysconf(_SC_PAGESIZE)));
+}
+
 TEST(all_arrays_of_a_pool_are_committed) {
   Prefault prefault(/*is_enabled=*/true);
   const BlockPool pool(1000);
