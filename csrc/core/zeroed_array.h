@@ -18,7 +18,8 @@ namespace kvcache {
 // blocks that were used take up memory. A Prefault commits the pages at construction.
 enum class Pages {
   kHuge,   // for random access over many megabytes, which TLB misses limit
-  kSmall,  // if the memory is not committed at construction: clearing a huge page takes milliseconds
+  kSmall,  // if the memory is not committed at construction: clearing a huge page takes
+           // milliseconds
 };
 
 template <class T>
