@@ -204,6 +204,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100_000, help="decode steps per pool")
     parser.add_argument("--blocks", type=int, choices=FULL, help="one pool (default: all)")
     args = parser.parse_args()
+    if args.steps < 100:
+        parser.error(f"--steps is {args.steps}: expected 100 or more, for percentiles")
     pools = FULL if args.blocks is None else {args.blocks: FULL[args.blocks]}
     for result in results(pools, args.steps):
         print("\n".join(lines_of(result)), flush=True)

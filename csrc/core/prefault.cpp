@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <fstream>
 #include <limits>
@@ -17,9 +18,12 @@ namespace {
 // Arrays of this total size are committed without a look at the available memory.
 constexpr size_t kSmall = size_t{64} << 20;
 
-void commit_pages(char* data, size_t num_bytes) {
+// Returns whether the kernel has committed the pages.
+bool commit_pages(char* data, size_t num_bytes) {
 #ifdef MADV_POPULATE_WRITE
-  if (madvise(data, num_bytes, MADV_POPULATE_WRITE) == 0) return;
+  if (madvise(data, num_bytes, MADV_POPULATE_WRITE) == 0) return true;
+  // Where memory runs out, writing to the pages would end the process.
+  if (errno != EINVAL) return false;
 #endif
   // Kernels before 5.14 lack the request.
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -27,6 +31,7 @@ void commit_pages(char* data, size_t num_bytes) {
     volatile char* byte = data + at;
     *byte = *byte;
   }
+  return true;
 }
 
 // Returns the number in a file, or the largest number if the file is missing or contains "max".
@@ -36,14 +41,35 @@ int64_t number_in(const std::string& path) {
   return file >> number ? number : std::numeric_limits<int64_t>::max();
 }
 
-// Returns the unused part of the limits of a control group and the groups that contain it.
-int64_t left_in(const std::string& root, std::string group, const char* limit, const char* used) {
+// Returns the value in a line "name value" of a file, or 0 if there is none.
+int64_t value_in(const std::string& path, const std::string& name) {
+  std::ifstream file(path);
+  std::string key;
+  for (int64_t value = 0; file >> key >> value;) {
+    if (key == name) return value;
+  }
+  return 0;
+}
+
+struct GroupFiles {
+  const char *limit, *used;
+  const char* reclaimable;  // name in memory.stat
+};
+constexpr GroupFiles kFirstVersion = {"memory.limit_in_bytes", "memory.usage_in_bytes",
+                                      "total_inactive_file"};
+constexpr GroupFiles kSecondVersion = {"memory.max", "memory.current", "inactive_file"};
+
+// Returns the unused part of the limits of a control group and the groups that contain it. The
+// kernel reclaims cached files, such as a model's weights, before a group exceeds its limit.
+int64_t left_in(const std::string& root, std::string group, const GroupFiles& files) {
   int64_t left = std::numeric_limits<int64_t>::max();
   for (;; group.erase(group.rfind('/'))) {
     const std::string folder = root + group + "/";
-    const int64_t most = number_in(folder + limit);
+    const int64_t most = number_in(folder + files.limit);
     if (most != std::numeric_limits<int64_t>::max()) {
-      left = std::min(left, std::max<int64_t>(most - number_in(folder + used), 0));
+      const int64_t used =
+          number_in(folder + files.used) - value_in(folder + "memory.stat", files.reclaimable);
+      left = std::min(left, std::max<int64_t>(most - used, 0));
     }
     if (group.find('/') == std::string::npos) return left;
   }
@@ -51,27 +77,27 @@ int64_t left_in(const std::string& root, std::string group, const char* limit, c
 
 }  // namespace
 
-int64_t available_memory() {
+int64_t available_memory(const std::string& root) {
   int64_t available = 0;
-  std::ifstream info("/proc/meminfo");
+  std::ifstream info(root + "/proc/meminfo");
   for (std::string line; std::getline(info, line);) {
     std::istringstream words(line);
     std::string name;
     int64_t kib = 0;
     if (words >> name >> kib && name == "MemAvailable:") available = kib << 10;
   }
-  std::ifstream groups("/proc/self/cgroup");
+  std::ifstream groups(root + "/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {  // "number:controllers:/path"
-    const size_t path = line.rfind(":/");
-    if (path == std::string::npos) continue;
-    std::string group = line.substr(path + 1);
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    std::string group = line.substr(second + 1);
     if (group == "/") group.clear();
-    if (line.compare(0, 3, "0::") == 0) {
+    if (controllers == ",,") {
+      available = std::min(available, left_in(root + "/sys/fs/cgroup", group, kSecondVersion));
+    } else if (controllers.find(",memory,") != std::string::npos) {
       available =
-          std::min(available, left_in("/sys/fs/cgroup", group, "memory.max", "memory.current"));
-    } else if (line.find(":memory:") != std::string::npos) {
-      available = std::min(available, left_in("/sys/fs/cgroup/memory", group,
-                                              "memory.limit_in_bytes", "memory.usage_in_bytes"));
+          std::min(available, left_in(root + "/sys/fs/cgroup/memory", group, kFirstVersion));
     }
   }
   return available;
@@ -110,9 +136,10 @@ void Prefault::commit() {
   for (size_t i = 0; i < num_ranges_; ++i) num_bytes += ranges_[i].num_bytes;
   if (num_bytes > kSmall && static_cast<int64_t>(num_bytes) > available_memory() / 2) return;
   for (size_t i = 0; i < num_ranges_; ++i) {
-    commit_pages(static_cast<char*>(ranges_[i].data), ranges_[i].num_bytes);
+    const Range& range = ranges_[i];
+    if (!commit_pages(static_cast<char*>(range.data), range.num_bytes)) break;
+    num_committed_ += static_cast<int64_t>(range.num_bytes);
   }
-  num_committed_ = static_cast<int64_t>(num_bytes);
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace kvcache {
 
@@ -52,7 +53,7 @@ class Prefault {
 };
 
 // Returns the bytes that this process can commit without exceeding the memory of the machine or of
-// its control groups; 0 if unknown.
-int64_t available_memory();
+// its control groups; 0 if unknown. `root` is the folder of /proc and /sys.
+int64_t available_memory(const std::string& root = "");
 
 }  // namespace kvcache

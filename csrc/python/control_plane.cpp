@@ -72,9 +72,11 @@ void append_token_to_each(const py::list& requests_tokens, const py::object& tok
   }
 }
 
+using Int64Values = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+
 // Returns the last token of each entry, or None if an entry does not have exactly one token more
 // than `num_computed`.
-py::object last_tokens(const py::list& requests_tokens, const py::array_t<int64_t>& num_computed) {
+py::object last_tokens(const py::list& requests_tokens, const Int64Values& num_computed) {
   const std::vector<TokenIds*> each = each_of(requests_tokens);
   if (num_computed.size() != static_cast<py::ssize_t>(each.size())) {
     throw py::value_error("num_computed has " + std::to_string(num_computed.size()) +

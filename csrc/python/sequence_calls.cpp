@@ -306,6 +306,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
     }
     ends.push_back(all.size());
   }
+  py::list pairs;
   begin_change(since);
   // A group with a sequence that is too long does not fit and ends the batch.
   const auto too_long = std::find_if(all.begin(), all.end(), [&](const Growing& each) {
@@ -320,7 +321,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
         {value_of(all[i].owner).row, tokens.size, lookahead, tokens.data(), tokens.size});
   }
   TakenTokens taken(native_, std::move(asks));
-  py::list pairs;
+  const NoCollection no_collection;
   std::optional<Soundness::Change> change;  // set from the first served sequence on
   size_t num_served = 0, first = 0;
   for (; num_served < ends.size(); first = ends[num_served++]) {
@@ -371,6 +372,7 @@ void SequenceCalls::refresh_table(AllocatedSequence* known, int64_t first_writte
 }
 
 py::list SequenceCalls::list_of(const std::vector<BlockId>& blocks, size_t size) const {
+  const NoCollection no_collection;
   py::list out(size);
   for (size_t b = 0; b < size; ++b) {
     PyObject* const id = ids_.at(blocks[b]);

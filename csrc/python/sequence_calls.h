@@ -87,7 +87,8 @@ struct NewTokens {
 // another reference to it takes a fraction of that time.
 class BlockIds {
  public:
-  explicit BlockIds(int64_t num_blocks) : objects_(static_cast<size_t>(num_blocks)) {}
+  explicit BlockIds(int64_t num_blocks)
+      : objects_(static_cast<size_t>(num_blocks), Pages::kSmall) {}
   BlockIds(const BlockIds&) = delete;
   ~BlockIds() {
     for (BlockId id = 0; id < stop_; ++id) Py_XDECREF(objects_[id]);

@@ -13,6 +13,20 @@
 
 namespace kvcache::sequences {
 
+// While it exists, no allocation starts a garbage collection, whose finalizers may call the manager
+// in the middle of a change.
+class NoCollection {
+ public:
+  NoCollection() : was_enabled_(PyGC_Disable() != 0) {}
+  ~NoCollection() {
+    if (was_enabled_) PyGC_Enable();
+  }
+  NoCollection(const NoCollection&) = delete;
+
+ private:
+  bool was_enabled_;
+};
+
 // The names of attributes of sequences and groups.
 struct Names {
   static const Names& get() {

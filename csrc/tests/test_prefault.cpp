@@ -3,7 +3,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/pool/block_pool.h"
@@ -66,6 +70,81 @@ TEST(more_than_half_of_the_available_memory_is_left_uncommitted) {
   CHECK_EQ(num_resident(small), 0);
 }
 
+// A folder with the files of /proc and /sys that say how much memory is available.
+class System {
+ public:
+  System() { put("/proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 1000 kB\n"); }
+  ~System() { std::filesystem::remove_all(root_); }
+  System(const System&) = delete;
+
+  void put(const std::string& path, const std::string& text) const {
+    std::filesystem::create_directories(std::filesystem::path(root_ + path).parent_path());
+    std::ofstream(root_ + path) << text;
+  }
+  int64_t num_kib() const { return kvcache::available_memory(root_) / 1024; }
+
+ private:
+  static std::string made() {
+    std::string name = (std::filesystem::temp_directory_path() / "system-XXXXXX").string();
+    CHECK(mkdtemp(name.data()) != nullptr);
+    return name;
+  }
+  std::string root_ = made();
+};
+
+TEST(without_control_groups_the_memory_of_the_machine_is_available) {
+  const System system;
+  CHECK_EQ(system.num_kib(), 1000);
+  system.put("/proc/self/cgroup", "0::/\n");
+  CHECK_EQ(system.num_kib(), 1000);
+}
+
+TEST(the_smallest_limit_of_a_group_and_those_around_it_counts) {
+  const System system;
+  system.put("/proc/self/cgroup", "0::/outer/inner\n");
+  system.put("/sys/fs/cgroup/outer/inner/memory.max", "max\n");
+  system.put("/sys/fs/cgroup/outer/inner/memory.current", "1024\n");
+  CHECK_EQ(system.num_kib(), 1000);
+  system.put("/sys/fs/cgroup/outer/memory.max", "819200\n");
+  system.put("/sys/fs/cgroup/outer/memory.current", "409600\n");
+  CHECK_EQ(system.num_kib(), 400);
+  system.put("/sys/fs/cgroup/memory.max", "102400\n");  // of a container with its own root
+  system.put("/sys/fs/cgroup/memory.current", "92160\n");
+  CHECK_EQ(system.num_kib(), 10);
+  system.put("/sys/fs/cgroup/memory.current", "112640\n");
+  CHECK_EQ(system.num_kib(), 0);
+}
+
+TEST(cached_files_of_a_group_are_available) {
+  const System system;
+  system.put("/proc/self/cgroup", "0::/g\n");
+  system.put("/sys/fs/cgroup/g/memory.max", "819200\n");
+  system.put("/sys/fs/cgroup/g/memory.current", "819200\n");
+  system.put("/sys/fs/cgroup/g/memory.stat", "anon 409600\nfile 409600\ninactive_file 307200\n");
+  CHECK_EQ(system.num_kib(), 300);
+}
+
+TEST(groups_of_the_first_version_count_where_they_limit_memory) {
+  const System system;
+  system.put("/proc/self/cgroup", "5:cpu:/g\n4:hugetlb,memory:/g:/h\n1:name=memory:/\n0::/\n");
+  system.put("/sys/fs/cgroup/memory/g:/h/memory.limit_in_bytes", "9223372036854771712\n");
+  CHECK_EQ(system.num_kib(), 0);  // the usage is unknown
+  system.put("/sys/fs/cgroup/memory/g:/h/memory.usage_in_bytes", "409600\n");
+  CHECK_EQ(system.num_kib(), 1000);
+  system.put("/sys/fs/cgroup/memory/g:/h/memory.limit_in_bytes", "512000\n");
+  CHECK_EQ(system.num_kib(), 100);
+  system.put("/sys/fs/cgroup/memory/g:/h/memory.stat", "total_inactive_file 102400\n");
+  CHECK_EQ(system.num_kib(), 200);
+}
+
+TEST(memory_that_the_kernel_refuses_to_commit_is_not_counted) {
+  Prefault prefault(/*is_enabled=*/true);
+  ZeroedArray<char> array(kNumBytes), refused(kNumBytes);
+  CHECK_EQ(munmap(refused.data(), kNumBytes), 0);  // the request fails with ENOMEM
+  prefault.commit();
+  CHECK_EQ(prefault.num_bytes(), static_cast<int64_t>(kNumBytes));
+}
+
 TEST(a_destroyed_array_is_forgotten) {
   Prefault prefault(/*is_enabled=*/true);
   std::make_unique<ZeroedArray<char>>(kNumBytes).reset();
@@ -87,6 +166,12 @@ TEST(nested_ones_are_independent) {
   ZeroedArray<char> array(kNumBytes);
   outer.commit();
   CHECK_EQ(outer.num_bytes(), static_cast<int64_t>(kNumBytes));
+}
+
+TEST(small_pages_are_committed_one_by_one) {
+  ZeroedArray<char> array(size_t{8} << 20, kvcache::Pages::kSmall);
+  array[size_t{4} << 20] = 1;
+  CHECK_EQ(num_resident(array), static_cast<size_t>(sysconf(_SC_PAGESIZE)));
 }
 
 TEST(all_arrays_of_a_pool_are_committed) {

@@ -49,6 +49,8 @@ def test_no_request_changes_if_given_hashes_are_missing():
 def test_last_tokens_are_returned_only_if_all_else_is_computed():
     requests = [Request("a", [1, 2, 3]), Request("b", [9])]
     assert last_tokens(requests, np.array([2, 0])).tolist() == [3, 9]
+    assert last_tokens(requests, np.array([0, 2])[::-1]).tolist() == [3, 9]
+    assert last_tokens(requests, np.array([2, 7, 0, 7])[::2]).tolist() == [3, 9]
     for computed in ([1, 0], [3, 0], [2, 1], [2, -1]):
         assert last_tokens(requests, np.array(computed)) is None
     assert last_tokens([], np.zeros(0, np.int64)).tolist() == []

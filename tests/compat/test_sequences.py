@@ -4,9 +4,12 @@ sequence_driver.py makes random calls.
 """
 
 import collections
+import gc
 import inspect
 import itertools
+import re
 import threading
+import weakref
 from enum import Enum
 
 import numpy as np
@@ -1532,4 +1535,48 @@ def test_a_length_that_changes_the_manager_ends_append_slots():
 
     with pytest.raises(RuntimeError, match="another call changed the manager"):
         manager.append_slots(Changes(), 0)
+    manager.check_invariants()
+
+
+class FreesWhenCollected:
+    """Part of a reference cycle whose finalizer frees sequences while `is_armed`."""
+
+    is_armed = False
+
+    def __init__(self, manager, seqs):
+        self.manager, self.seqs, self.cycle = manager, seqs, self
+
+    def __del__(self):
+        for each in self.seqs if self.is_armed else ():
+            self.manager.free(each)
+
+
+@pytest.mark.parametrize("num_allocations", range(1, 30))
+def test_a_finalizer_that_frees_sequences_never_runs_within_a_decode_step(num_allocations):
+    # CPython before 3.12 collects garbage in the middle of an allocation.
+    manager = make(40, enable_caching=True)
+    parent = admitted(manager, 10).seqs[0]
+    children = [child_of(manager, parent, i) for i in range(5)]
+    for each in children:
+        each.tokens.append(100)
+    groups = [Group(f"r{each.seq_id}", [each]) for each in children]
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    garbage = FreesWhenCollected(manager, [parent, *children])
+    garbage.is_armed = True
+    ended = weakref.ref(garbage)
+    del garbage
+    try:
+        gc.set_threshold(num_allocations, 1000, 1000)
+        gc.enable()
+        num_served, pairs = manager.append_group_slots(groups, 0)
+        assert (num_served, len(pairs)) == (5, 5)
+    except (RuntimeError, ValueError) as error:
+        assert re.search("during this call|has no blocks", str(error))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        if ended():
+            ended().is_armed = False
     manager.check_invariants()
