@@ -570,6 +570,14 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         SERVING + "engine.py",
         "engine_failures engine serve",
         [
+            ("        self.scheduler.fail(step)\n", ""),
+            ("len(tokens) + params.max_tokens > most", "len(tokens) > most"),
+        ],
+    ),
+    (
+        SERVING + "output_processor.py",
+        "engine_failures engine serve",
+        [
             (
                 "if reason or i == len(drafts) or drafts[i] != token:",
                 "if reason or i == len(drafts):",
@@ -580,7 +588,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if any(sample.finish_reason for sample in samples):", "if False:"),
             ("or has_forks or generation.free is not None", "or has_forks"),
             ("drawn = [i for i in range(num) if i not in errors]", "drawn = [*range(num)]"),
-            ("        self.scheduler.fail(step)\n", ""),
             ("if count == 0 or has_changed:", "if count == 0:"),
             (
                 "goes_on = self._fork(parent) if parent in parents[i + 1 :] else parent",
@@ -588,7 +595,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ),
             ("if each not in parents:", "if False:"),
             ("cache_salt=generation.cache_salt", "cache_salt=None"),
-            ("len(tokens) + params.max_tokens > most", "len(tokens) > most"),
             ("(*self.scheduler.admitted, *self.scheduler.waiting)", "(*self.scheduler.waiting,)"),
         ],
     ),
