@@ -25,13 +25,13 @@ from kvcache.checks import (
     shown,
     text,
 )
-from kvcache.engine.batch import Batch
+from kvcache.engine.batch import Batch, following
 from kvcache.engine.beams import Beams
 from kvcache.engine.drafters import Drafter
 from kvcache.engine.generation import Delta, Generation
-from kvcache.engine.metrics import Metrics
+from kvcache.engine.metrics import Metrics, Timer
 from kvcache.engine.output_processor import OutputProcessor
-from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.sampling import SamplingParams, most_likely
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import State
 from kvcache.engine.signals import SignalHold
@@ -57,22 +57,6 @@ class Model(Protocol):
 
         Returns logits [len(logits_indices), vocab_size].
         """
-
-
-class _Timed:
-    """Adds the seconds of its ``with`` block to a metric."""
-
-    __slots__ = ("_metrics", "_name", "_start")
-
-    def __init__(self, metrics: Metrics, name: str) -> None:
-        self._metrics, self._name = metrics, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        taken = time.perf_counter() - self._start
-        setattr(self._metrics, self._name, getattr(self._metrics, self._name) + taken)
 
 
 class Engine:
@@ -148,6 +132,12 @@ class Engine:
         self.metrics = Metrics()
         self._outputs = OutputProcessor(self.scheduler, self.metrics)
         self._num_added = 0
+        # The rows of the last step in which all sequences decoded, and its batch.
+        self._last_decode: tuple[np.ndarray | None, Batch | None] = (None, None)
+        self._scheduling = Timer(self.metrics, "schedule_seconds")
+        self._computing = Timer(self.metrics, "model_seconds")
+        self._sampling = Timer(self.metrics, "sample_seconds")
+        self._inference_mode = torch.inference_mode()
 
     @property
     def num_unfinished(self) -> int:
@@ -362,42 +352,50 @@ class Engine:
         return deltas
 
     def _run_step(self) -> None:
-        """Compute one step and append its results to `_deltas`."""
-        with self._timed("schedule_seconds"):
-            if self.drafter is not None:
-                self._draft()
-            self._save()
-            step = self.scheduler.schedule()
-            if step is None:
-                if self.is_busy:
-                    time.sleep(_IDLE_S)
-                return
-            self._count(step)
-            try:
-                report = self.cache.worker.apply(step.plan)
-            except BaseException:
-                self._undo(step)
-                raise
-            self._count_pages(step.plan)
-            for sample in step.refused:
-                self._outputs.deltas.append(self._outputs.end(sample, "refused"))
-            if report.failed_pages or report.failed_host_pages:
-                self.scheduler.complete(step, report)
-                self.metrics.failed_steps += 1
-                return
-            self.scheduler.begin_loads(step)
+        """Compute one step and append its results to the outputs."""
+        with self._scheduling:
+            step = self._begin_step()
+        if step is None:
+            return
         try:
-            logits = self._forward(step)
-            best, are_finite = self._best(step, logits)
+            logits = self._forward(step) if step.sequences else None
+            tokens = None if logits is None else most_likely(logits)
         except BaseException:
             self._undo(step)
             raise
-        with self._timed("sample_seconds"):
+        with self._sampling:
             self._last_report, self._is_saved = StepReport(step.plan.step_id, True), False
             self.scheduler.complete(step, self._last_report)
-            self._outputs.take(step, logits, best, are_finite)
+            if tokens is not None:
+                self._outputs.take(step, logits, *tokens)
         if not step.sequences and self.scheduler.is_waiting_for_sources:
             time.sleep(_IDLE_S)
+
+    def _begin_step(self) -> ScheduledStep | None:
+        """Schedule a step and apply its plan. Returns None if there is nothing to compute."""
+        if self.drafter is not None:
+            self._draft()
+        self._save()
+        step = self.scheduler.schedule()
+        if step is None:
+            if self.is_busy:
+                time.sleep(_IDLE_S)
+            return None
+        self._count(step)
+        try:
+            report = self.cache.worker.apply(step.plan)
+        except BaseException:
+            self._undo(step)
+            raise
+        self._count_pages(step.plan)
+        for sample in step.refused:
+            self._outputs.deltas.append(self._outputs.end(sample, "refused"))
+        if report.failed_pages or report.failed_host_pages:
+            self.scheduler.complete(step, report)
+            self.metrics.failed_steps += 1
+            return None
+        self.scheduler.begin_loads(step)
+        return step
 
     def _save(self) -> None:
         """Pass the blocks of the last step to the sources.
@@ -413,41 +411,37 @@ class Engine:
         self.scheduler.fail(step)
         self.metrics.failed_steps += 1
 
-    @torch.inference_mode()
-    def _forward(self, step: ScheduledStep) -> torch.Tensor | None:
-        if not step.sequences:
-            return None
-        is_decode = len(step.decoding) == len(step.sequences)
-        with self._timed("schedule_seconds"):
-            batch = Batch(
-                self.cache,
-                step.rows,
-                step.starts,
-                step.token_ids,
-                num_drafts=None if is_decode else step.num_drafts,
-                num_logits=None if is_decode else step.num_logits,
-            )
-        with self._timed("model_seconds"):
-            return self.model.forward(batch)
-
-    def _best(
-        self, step: ScheduledStep, logits: torch.Tensor | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most likely token of each row, int64[n], and whether a token can be chosen
-        from the row, bool[n].
-
-        The largest logit is sufficient for this check, because it is NaN or inf if any logit is,
-        and -inf if all logits are.
-        """
-        if logits is None:
-            return np.zeros(0, np.int64), np.zeros(0, bool)
-        wanted = (int(np.add.reduce(step.num_logits)), self.model.vocab_size)
-        if tuple(logits.shape) != wanted:
+    def _forward(self, step: ScheduledStep) -> torch.Tensor:
+        with self._inference_mode:
+            with self._scheduling:
+                batch = self._batch(step)
+            with self._computing:
+                logits = self.model.forward(batch)
+        wanted = (len(batch.logits_indices), self.model.vocab_size)
+        if logits.shape != wanted:
             raise ValueError(
                 f"model.forward returned logits of shape {list(logits.shape)}: expected {list(wanted)}"
             )
-        largest, best = logits.max(-1)
-        return best.cpu().numpy(), largest.isfinite().cpu().numpy()
+        return logits
+
+    def _batch(self, step: ScheduledStep) -> Batch:
+        """Return the inputs of the model. While the same sequences decode, only the inputs that
+        change are computed.
+        """
+        rows, last = self._last_decode
+        if step.rows is rows:
+            return following(last, step.starts, step.token_ids[:, 0])
+        batch = Batch(
+            self.cache,
+            step.rows,
+            step.starts,
+            step.token_ids,
+            num_drafts=step.num_drafts,
+            num_logits=step.num_logits,
+        )
+        if step.rows is step.decoding.rows:
+            self._last_decode = step.rows, batch
+        return batch
 
     def _unsent(self, generation: Generation, sent: list[int | None]) -> Iterator[Delta]:
         """Yield the tokens that were added to the samples since `sent`, and update `sent`."""
@@ -489,13 +483,12 @@ class Engine:
 
     def _count_pages(self, plan: StepPlan) -> None:
         """Count the pages of an applied plan. A plan whose arrays were read is slower to apply."""
+        if plan.is_empty:
+            return
         metrics = self.metrics
         metrics.swapped_out_pages += len(plan.swap_out)
         metrics.swapped_in_pages += len(plan.swap_in)
         metrics.copied_pages += len(plan.copy)
-
-    def _timed(self, name: str) -> _Timed:
-        return _Timed(self.metrics, name)
 
     def _checked_id(self, request_id: str | None) -> str:
         if request_id is None:

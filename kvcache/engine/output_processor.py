@@ -88,15 +88,18 @@ class OutputProcessor:
         )
 
     def take(
-        self,
-        step: ScheduledStep,
-        logits: torch.Tensor | None,
-        best: np.ndarray,
-        are_finite: np.ndarray,
+        self, step: ScheduledStep, logits: torch.Tensor, best: np.ndarray, largest: np.ndarray
     ) -> None:
-        """Choose tokens from logits for each sequence whose known tokens are all computed."""
-        if logits is None:
-            return
+        """Choose tokens from logits for each sequence whose known tokens are all computed.
+
+        Args:
+            step: The completed step.
+            logits: [n, vocab_size], where n is the sum of `step.num_logits`.
+            best: int64[n]. The most likely token of each row.
+            largest: float[n]. Its logit, which is NaN or inf if any logit of the row is, and -inf
+                if all are.
+        """
+        are_finite = np.isfinite(largest)
         at = self._take_decoding(step, logits, best, are_finite)
         if at == len(step.sequences):
             return

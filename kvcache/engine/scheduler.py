@@ -25,7 +25,7 @@ class Decoding:
 
     The scheduler keeps these arrays from step to step, so that a decode step does no work per
     sequence in Python. `num_computed[i]` is the number of computed tokens of `sequences[i]`, and
-    `max_tokens[i]` the number of known tokens at which it ends.
+    `max_tokens[i]` the number of known tokens at which it ends. All other arrays stay unchanged.
     """
 
     sequences: list[Sequence]
@@ -34,6 +34,8 @@ class Decoding:
     num_computed: np.ndarray  # int64[n]
     max_tokens: np.ndarray  # int64[n]
     last_tokens: np.ndarray  # int32[n]: the tokens to compute
+    zeros: np.ndarray  # int64[n]: the number of drafts of each
+    ones: np.ndarray  # int64[n]: the numbers of tokens and of logits of each
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -41,7 +43,7 @@ class Decoding:
     @classmethod
     def nothing(cls) -> Decoding:
         none = np.zeros(0, np.int64)
-        return cls([], [], NO_IDS, none, none, NO_IDS)
+        return cls([], [], NO_IDS, none, none, NO_IDS, none, none)
 
     def first(self, count: int) -> Decoding:
         """Return the first `count` sequences, whose arrays are views of these."""
@@ -228,7 +230,7 @@ class Scheduler:
                 )
             return None
         manager = self.manager
-        rows, counts = decoding.rows, np.ones(len(decoding), np.int64)
+        rows, counts = decoding.rows, decoding.ones
         if asked:
             more = [(manager.row(sequence.request), count) for sequence, count in asked]
             more_rows, more_counts = np.array(more, np.int32).T
@@ -513,6 +515,8 @@ class Scheduler:
             num_computed,
             np.append(known.max_tokens, max_tokens)[order],
             tokens,
+            np.zeros(len(sequences), np.int64),
+            np.ones(len(sequences), np.int64),
         )
         self._others, self._has_changed = others, False
 
@@ -584,8 +588,9 @@ class Scheduler:
         new: list[tuple[Sequence, int, int]],
     ) -> ScheduledStep:
         k = len(decoding)
-        are_served = not plan.status[:k].any()  # 0 is SERVED
-        are_served &= (plan.num_computed_tokens[:k] == decoding.num_computed).all()
+        # `count_nonzero` is several times as fast as `any`.
+        has_moved = np.count_nonzero(plan.num_computed_tokens[:k] != decoding.num_computed)
+        are_served = not (np.count_nonzero(plan.status[:k]) or has_moved)  # 0 is SERVED
         if are_served and k == len(plan.status):
             self._is_short = False
             self._in_flight = step = _scheduled(plan, decoding, [], [], [])
@@ -677,11 +682,9 @@ def _scheduled(
     loading: list[Sequence],
 ) -> ScheduledStep:
     k = len(decoding)
-    token_ids = decoding.last_tokens[:, None]
-    num_drafts, num_logits = np.zeros(k, np.int64), np.ones(k, np.int64)
-    # Copies, because the scheduler changes its own in later steps.
-    sequences, rows = decoding.sequences.copy(), decoding.rows.copy()
-    starts = decoding.num_computed.copy()
+    token_ids, sequences, rows = decoding.last_tokens[:, None], decoding.sequences, decoding.rows
+    num_drafts, num_logits = decoding.zeros, decoding.ones
+    starts = decoding.num_computed.copy()  # `complete` changes the scheduler's own
     if entries or not k:
         token_ids, drafts_of, logits_of = list(token_ids), [], []
         for sequence, _, start, count in entries:
@@ -691,7 +694,7 @@ def _scheduled(
             token_ids.append(np.concatenate([tokens, drafts]) if drafts else tokens)
             drafts_of.append(len(drafts))
             logits_of.append(1 + len(drafts) if stop >= known else 0)
-        sequences += [sequence for sequence, *_ in entries]
+        sequences = sequences + [sequence for sequence, *_ in entries]
         rows = np.append(rows, np.array([row for _, row, _, _ in entries], np.int32))
         starts = np.append(starts, np.array([start for _, _, start, _ in entries], np.int64))
         num_drafts = np.append(num_drafts, np.array(drafts_of, np.int64))

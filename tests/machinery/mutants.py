@@ -557,7 +557,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "np.append(known.num_computed, num_computed)",
             ),
             ("if decoding is None or self._has_changed:", "if decoding is None:"),
-            ("are_served = not plan.status[:k].any()", "are_served = True"),
+            ("np.count_nonzero(plan.status[:k]) or has_moved", "has_moved"),
             ("most = min(most, sequence.max_tokens - 1)", "pass"),
             ("(nothing_done or each.rank >= first.rank)", "True"),
             ("queue[at - 1].rank > sequence.rank", "queue[at - 1].rank >= sequence.rank"),
@@ -572,6 +572,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             ("        self.scheduler.fail(step)\n", ""),
             ("len(tokens) + params.max_tokens > most", "len(tokens) > most"),
+            ("if step.rows is rows:", "if last and len(step.rows) == len(last):"),
         ],
     ),
     (
@@ -616,6 +617,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("order[1:][sums[:-1] >= top_p", "order[sums >= top_p"),
             ("is_in = logits > least", "is_in = logits >= least"),
             ("/ self._params.temperature", "* self._params.temperature"),
+            ("logits.float() if logits.itemsize < 4 else logits", "logits.float()"),
         ],
     ),
     (
