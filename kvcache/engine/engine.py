@@ -159,8 +159,8 @@ class Engine:
         """Whether `step` has work left, that is, unfinished requests, loads in quarantine, or
         blocks to store.
         """
-        is_saved = self._is_saved or not self.sources
-        return self.num_unfinished > 0 or not is_saved or any(s.is_busy for s in self.sources)
+        is_idle = self.num_unfinished == 0 and self._is_saved
+        return not is_idle or any(source.is_busy for source in self.sources)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End all requests, let a store receive the waiting blocks, and close the sources.
@@ -358,14 +358,16 @@ class Engine:
         if step is None:
             return
         try:
-            logits = self._forward(step) if step.sequences else None
-            tokens = None if logits is None else most_likely(logits)
+            with self._inference_mode:
+                logits = self._forward(step) if step.sequences else None
+                tokens = None if logits is None else most_likely(logits)
         except BaseException:
             self._undo(step)
             raise
         with self._sampling:
-            self._last_report, self._is_saved = StepReport(step.plan.step_id, True), False
-            self.scheduler.complete(step, self._last_report)
+            if self.sources:
+                self._last_report, self._is_saved = StepReport(step.plan.step_id, True), False
+            self.scheduler.complete(step)
             if tokens is not None:
                 self._outputs.take(step, logits, *tokens)
         if not step.sequences and self.scheduler.is_waiting_for_sources:
@@ -412,12 +414,11 @@ class Engine:
         self.metrics.failed_steps += 1
 
     def _forward(self, step: ScheduledStep) -> torch.Tensor:
-        with self._inference_mode:
-            with self._scheduling:
-                batch = self._batch(step)
-            with self._computing:
-                logits = self.model.forward(batch)
-        wanted = (len(batch.logits_indices), self.model.vocab_size)
+        with self._scheduling:
+            batch = self._batch(step)
+        with self._computing:
+            logits = self.model.forward(batch)
+        wanted = (batch.logits_indices.shape[0], self.model.vocab_size)
         if logits.shape != wanted:
             raise ValueError(
                 f"model.forward returned logits of shape {list(logits.shape)}: expected {list(wanted)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kvcache.engine.sequence import State
 # ID.
 _NUMBERS = itertools.count()
 _NONES = itertools.repeat(None)
+_FINISH_REASON = attrgetter("finish_reason")
 
 
 @dataclass(slots=True)
@@ -150,10 +152,10 @@ class OutputProcessor:
             self._columns = _Columns.of(decoding.sequences)
         columns, num = self._columns, len(decoding)
         samples = decoding.sequences
-        if columns.are_individual or not are_finite[:num].all():
+        if columns.are_individual or np.count_nonzero(are_finite[:num]) < num:
             return 0
         # The model may have ended a request, or appended a token to it.
-        if any(sample.finish_reason for sample in samples):
+        if any(map(_FINISH_REASON, samples)):
             return 0
         if last_tokens(decoding.requests, decoding.num_computed - 1) is None:
             return 0
@@ -166,10 +168,8 @@ class OutputProcessor:
                 tokens[i] = integer(sampler.token(logits[i]), "token", most=MAX_INT32)
             except Exception as error:
                 errors[i] = error
-        left = decoding.max_tokens - decoding.num_computed
-        reasons: dict[int, FinishReason] = {}
-        if left.min(initial=2) <= 1:
-            reasons = dict.fromkeys(np.flatnonzero(left <= 1).tolist(), "length")
+        are_full = decoding.max_tokens - decoding.num_computed <= 1
+        reasons: dict[int, FinishReason] = dict.fromkeys(are_full.nonzero()[0].tolist(), "length")
         reasons |= {i: "stop" for i, stops in columns.stops if tokens[i] in stops}
         requests = decoding.requests
         if errors:

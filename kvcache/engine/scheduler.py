@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,8 @@ from kvcache.engine.sequence import Sequence, State
 from kvcache.kinds import make_kind
 from kvcache.sources.base import KVSource
 from kvcache.step import NO_IDS, Status, StepPlan, StepReport
+
+_DRAFTS = attrgetter("drafts")
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +88,8 @@ class ScheduledStep:
     def num_tokens(self) -> int:
         """Number of tokens to compute."""
         num_decoding = len(self.decoding)
+        if num_decoding == len(self.token_ids):
+            return num_decoding
         return num_decoding + sum(map(len, self.token_ids[num_decoding:]))
 
 
@@ -206,10 +211,10 @@ class Scheduler:
             raise RuntimeError(
                 f"step {self._in_flight.plan.step_id} is under way: expected complete or fail first"
             )
-        self._poll()
-        leaving = self._leaving()
-        decoding, asked = self._running(leaving)
-        budget = self.max_num_batched_tokens - len(decoding) - sum(count for _, count in asked)
+        if self.sources:
+            self._poll()
+        leaving = [] if self._victim is None else self._leaving()
+        decoding, asked, budget = self._running(leaving)
         new: list[tuple[Sequence, int, int]] = []
         if not leaving:
             swapped, budget = self._swapped(budget)
@@ -265,14 +270,10 @@ class Scheduler:
             report: The worker's report. None: the step succeeded.
         """
         self._check_in_flight(step)
-        report = StepReport(step.plan.step_id, True) if report is None else report
-        instance(report, StepReport, "report")
-        failed = (report.failed_pages, report.failed_host_pages)
-        if any(num_entries(pages, "failed pages of the report") for pages in failed):
-            # Report the step as failed, because its tokens are not computed.
-            report = StepReport(
-                report.step_id, False, report.failed_pages, report.failed_host_pages
-            )
+        if report is None:
+            report = StepReport(step.plan.step_id, True)
+        else:
+            report = self._checked_report(report)
         self.manager.report(report)
         self._in_flight = None
         if report.completed:
@@ -280,6 +281,15 @@ class Scheduler:
         else:
             self._decoding = None
             self._cancel_loads(step)
+
+    @staticmethod
+    def _checked_report(report: StepReport) -> StepReport:
+        """Return the report of a step whose tokens are not computed if it contains failed pages."""
+        instance(report, StepReport, "report")
+        failed = (report.failed_pages, report.failed_host_pages)
+        if any(num_entries(pages, "failed pages of the report") for pages in failed):
+            return StepReport(report.step_id, False, *failed)
+        return report
 
     def begin_loads(self, step: ScheduledStep) -> None:
         """Start the loads of `step.loading`.
@@ -392,10 +402,8 @@ class Scheduler:
         return sequence in queue
 
     def _leaving(self) -> list[Sequence]:
-        """Return the sequence to swap out, if any. A sequence to recompute is freed immediately."""
+        """Return the victim if it is to be swapped out. A victim to recompute is freed immediately."""
         victim, self._victim = self._victim, None
-        if victim is None:
-            return []
         if self.preemption == "swap" and self.manager.host_pool is not None:
             return [victim]
         self._recompute(victim)
@@ -430,9 +438,9 @@ class Scheduler:
             self._loading.give_up(sequence)
             self._wait_again(sequence)
 
-    def _running(self, leaving: list[Sequence]) -> tuple[Decoding, list[tuple[Sequence, int]]]:
-        """Return the sequences that decode, and the other sequences with blocks on the device, with
-        their requested tokens.
+    def _running(self, leaving: list[Sequence]) -> tuple[Decoding, list[tuple[Sequence, int]], int]:
+        """Return the sequences that decode, the other sequences with blocks on the device and their
+        requested tokens, and the number of tokens that the step can still compute.
 
         If a sequence has drafts, all sequences are among the others. The others that have one
         known token to compute come first.
@@ -447,14 +455,12 @@ class Scheduler:
         pending = [(sequence, self._num_pending(sequence)) for sequence in self._others]
         asked = []
         for sequence, count in sorted(pending, key=lambda each: each[1] > 1):
-            if budget == 0:
-                break
-            if count:
+            if count and budget:
                 sequence.drafts = self._fitting_drafts(sequence, count, budget)
                 taken = self._chunk(sequence, min(count + len(sequence.drafts), budget))
                 asked.append((sequence, taken))
                 budget -= taken
-        return decoding, asked
+        return decoding, asked, budget
 
     def _is_current(self) -> bool:
         """Return whether the collected sequences are those that decode now, and read their last
@@ -463,7 +469,7 @@ class Scheduler:
         decoding = self._decoding
         if decoding is None or self._has_changed:
             return False
-        if any(each.drafts for each in decoding.sequences):
+        if any(map(_DRAFTS, decoding.sequences)):
             return False
         if any(each.drafts or self._num_pending(each) == 1 for each in self._others):
             return False
