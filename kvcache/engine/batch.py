@@ -101,7 +101,7 @@ class Batch:
             tokens = _joined(token_ids)
             self.query_lens = np.fromiter(map(len, token_ids), np.int64, n)
         wrong = np.maximum(self.num_drafts + 1, self.num_logits) > self.query_lens
-        if wrong.any():
+        if np.count_nonzero(wrong):
             i = int(wrong.argmax())
             raise ValueError(
                 f"token_ids[{i}] has {self.query_lens[i]} tokens, num_drafts[{i}] is "

@@ -181,7 +181,7 @@ class OutputProcessor:
         # `tuple.__new__` is twice as fast as the constructor of a named tuple.
         fields = zip(columns.ids, columns.indices, [[t] for t in tokens.tolist()], _NONES, _NONES)
         deltas = list(map(tuple.__new__, itertools.repeat(Delta), fields))
-        for i in sorted(reasons.keys() | errors.keys()):
+        for i in sorted(reasons | errors):
             if i in errors:
                 deltas[i] = self.end(samples[i], "error", errors[i])
             else:

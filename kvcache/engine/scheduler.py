@@ -239,7 +239,7 @@ class Scheduler:
         if asked:
             more = [(manager.row(sequence.request), count) for sequence, count in asked]
             more_rows, more_counts = np.array(more, np.int32).T
-            rows, counts = np.append(rows, more_rows), np.append(counts, more_counts)
+            rows, counts = np.concatenate((rows, more_rows)), np.concatenate((counts, more_counts))
         try:
             plan = manager.step(
                 rows,
@@ -452,8 +452,10 @@ class Scheduler:
         if len(decoding) > budget:
             decoding = decoding.first(budget)
         budget -= len(decoding)
+        asked: list[tuple[Sequence, int]] = []
+        if not self._others:
+            return decoding, asked, budget
         pending = [(sequence, self._num_pending(sequence)) for sequence in self._others]
-        asked = []
         for sequence, count in sorted(pending, key=lambda each: each[1] > 1):
             if count and budget:
                 sequence.drafts = self._fitting_drafts(sequence, count, budget)
@@ -508,7 +510,7 @@ class Scheduler:
         ]
         rows, num_computed, max_tokens = np.array(more, np.int64).reshape(-1, 3).T
         requests = [each.request for each in sequences]
-        num_computed = np.append(known.num_computed, num_computed)[order]
+        num_computed = np.concatenate((known.num_computed, num_computed))[order]
         tokens = last_tokens(requests, num_computed)
         if tokens is None:  # some are no longer as they were
             self._decoding = None
@@ -517,9 +519,9 @@ class Scheduler:
         self._decoding = Decoding(
             sequences,
             requests,
-            np.append(known.rows, rows.astype(np.int32))[order],
+            np.concatenate((known.rows, rows.astype(np.int32)))[order],
             num_computed,
-            np.append(known.max_tokens, max_tokens)[order],
+            np.concatenate((known.max_tokens, max_tokens))[order],
             tokens,
             np.zeros(len(sequences), np.int64),
             np.ones(len(sequences), np.int64),
@@ -701,10 +703,10 @@ def _scheduled(
             drafts_of.append(len(drafts))
             logits_of.append(1 + len(drafts) if stop >= known else 0)
         sequences = sequences + [sequence for sequence, *_ in entries]
-        rows = np.append(rows, np.array([row for _, row, _, _ in entries], np.int32))
-        starts = np.append(starts, np.array([start for _, _, start, _ in entries], np.int64))
-        num_drafts = np.append(num_drafts, np.array(drafts_of, np.int64))
-        num_logits = np.append(num_logits, np.array(logits_of, np.int64))
+        rows = np.concatenate((rows, np.array([row for _, row, _, _ in entries], np.int32)))
+        starts = np.concatenate((starts, np.array([start for _, _, start, _ in entries], np.int64)))
+        num_drafts = np.concatenate((num_drafts, np.array(drafts_of, np.int64)))
+        num_logits = np.concatenate((num_logits, np.array(logits_of, np.int64)))
     return ScheduledStep(
         plan=plan,
         sequences=sequences,

@@ -553,8 +553,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ),
             ("each.state is State.RUNNING and each not in leaving", "each not in leaving"),
             (
-                "np.append(known.num_computed, num_computed)[order]",
-                "np.append(known.num_computed, num_computed)",
+                "np.concatenate((known.num_computed, num_computed))[order]",
+                "np.concatenate((known.num_computed, num_computed))",
             ),
             ("if decoding is None or self._has_changed:", "if decoding is None:"),
             ("np.count_nonzero(plan.status[:k]) or has_moved", "has_moved"),
