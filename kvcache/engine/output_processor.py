@@ -168,9 +168,11 @@ class OutputProcessor:
                 tokens[i] = integer(sampler.token(logits[i]), "token", most=MAX_INT32)
             except Exception as error:
                 errors[i] = error
-        are_full = decoding.max_tokens - decoding.num_computed <= 1
-        reasons: dict[int, FinishReason] = dict.fromkeys(are_full.nonzero()[0].tolist(), "length")
-        reasons |= {i: "stop" for i, stops in columns.stops if tokens[i] in stops}
+        full = (decoding.max_tokens - decoding.num_computed <= 1).nonzero()[0]
+        reasons: dict[int, FinishReason] = dict.fromkeys(full.tolist(), "length")
+        for i, stops in columns.stops:
+            if tokens[i] in stops:
+                reasons[i] = "stop"
         requests = decoding.requests
         if errors:
             drawn = [i for i in range(num) if i not in errors]

@@ -473,7 +473,8 @@ class Scheduler:
             return False
         if any(map(_DRAFTS, decoding.sequences)):
             return False
-        if any(each.drafts or self._num_pending(each) == 1 for each in self._others):
+        others = self._others
+        if others and any(each.drafts or self._num_pending(each) == 1 for each in others):
             return False
         tokens = last_tokens(decoding.requests, decoding.num_computed)
         if tokens is None:
