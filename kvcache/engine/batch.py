@@ -128,7 +128,7 @@ class Batch:
         self._kinds: dict[int, KindProperties] = {}
 
     def _on_device(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return int64 arrays on the device, after one copy."""
+        """Copy arrays to the device as int64, in one copy."""
         joined = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
         return joined.to(self.cache.pages.device).split_with_sizes([len(each) for each in arrays])
 

@@ -28,7 +28,8 @@ class Decoding:
 
     The scheduler keeps these arrays from step to step, so that a decode step does no work per
     sequence in Python. `num_computed[i]` is the number of computed tokens of `sequences[i]`, and
-    `max_tokens[i]` the number of known tokens at which it ends. All other arrays stay unchanged.
+    `max_tokens[i]` the number of known tokens at which it ends. `num_computed` is updated in place
+    and `last_tokens` is replaced. Nothing else changes, so steps share it.
     """
 
     sequences: list[Sequence]
@@ -64,7 +65,8 @@ class ScheduledStep:
     Entry i of each list or array belongs to `sequences[i]`, which has row `rows[i]` and computes
     `token_ids[i]` starting at position `starts[i]`. The last `num_drafts[i]` of these tokens are
     drafts. The logits of the last `num_logits[i]` tokens are needed. `num_logits[i]` is 0 while
-    known tokens remain to be computed.
+    known tokens remain to be computed. Do not change the lists and arrays, because later steps may
+    share them.
 
     - `token_ids`: one array per sequence. If every sequence computes one token, int32[n, 1].
     - `decoding`: the first sequences of the step, if they compute one token each.
