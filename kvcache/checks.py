@@ -251,11 +251,10 @@ def check_name(value: str, name: str) -> None:
 
 def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:
     """Raise ValueError unless all ids are in [least, size)."""
-    wrong = np.flatnonzero((ids < least) | (ids >= size))
-    if len(wrong):
-        raise ValueError(
-            f"{name}[{wrong[0]}] {what} {ids[wrong[0]]}: expected {least} to {size - 1}"
-        )
+    are_wrong = (ids < least) | (ids >= size)
+    if np.count_nonzero(are_wrong):  # four times as fast as `any` for a few ids
+        i = int(are_wrong.argmax())
+        raise ValueError(f"{name}[{i}] {what} {ids[i]}: expected {least} to {size - 1}")
 
 
 def check_once(what: str, ids: np.ndarray) -> None:

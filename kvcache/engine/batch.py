@@ -32,9 +32,10 @@ class Batch:
     """Rows of a step that are computed together. Their tokens are concatenated.
 
     Create a batch after the worker has applied the plan, because it reads the tables in their
-    current state. Use one batch at a time, because slots are stored in the tables' buffers. In the
-    following, n is the number of requests and t the total number of tokens. The argument
-    `token_ids` has one sequence of tokens per request, or is int[n, k] if each request has k tokens.
+    current state. Use one batch at a time, because slots are stored in the tables' buffers. Do not
+    change its arrays, because later batches may share them. In the following, n is the number of
+    requests and t the total number of tokens. The argument `token_ids` has one sequence of tokens
+    per request, or is int[n, k] if each request has k tokens.
 
     - `rows`: int32[n]. All arrays over requests are on the host.
     - `starts`: int64[n]. Number of tokens computed before this step.
@@ -100,7 +101,7 @@ class Batch:
             tokens = _joined(token_ids)
             self.query_lens = np.fromiter(map(len, token_ids), np.int64, n)
         wrong = np.maximum(self.num_drafts + 1, self.num_logits) > self.query_lens
-        if wrong.any():
+        if np.count_nonzero(wrong):
             i = int(wrong.argmax())
             raise ValueError(
                 f"token_ids[{i}] has {self.query_lens[i]} tokens, num_drafts[{i}] is "
@@ -120,17 +121,20 @@ class Batch:
             before = self.query_start_loc[1:] - self.num_logits - _starts_of(self.num_logits)
             wanted = np.repeat(before, self.num_logits)
             wanted += np.arange(len(wanted))
-        # one copy to the device
-        inputs = torch.from_numpy(np.concatenate([positions, tokens, wanted])).to(
-            cache.pages.device
-        )
-        self.positions, self.token_ids, self.logits_indices = inputs.split(
-            [len(tokens), len(tokens), len(wanted)]
-        )
-        cache.tables.compute_slot_mapping(rows_of_tokens, positions)
-        cache.tables.commit_slot_mapping(len(positions))
+        inputs = self._on_device(positions, tokens, wanted)
+        self.positions, self.token_ids, self.logits_indices = inputs
+        self._find_slots(rows_of_tokens, positions)
         self._contexts: dict[int, Context] = {}
         self._kinds: dict[int, KindProperties] = {}
+
+    def _on_device(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """Copy arrays to the device as int64, in one copy."""
+        joined = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
+        return joined.to(self.cache.pages.device).split_with_sizes([len(each) for each in arrays])
+
+    def _find_slots(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        self.cache.tables.compute_slot_mapping(rows, positions)
+        self.cache.tables.commit_slot_mapping(len(positions))
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -194,6 +198,26 @@ class Batch:
             self.query_lens.astype(np.int32),
             self.seq_lens.astype(np.int32),
         )
+
+
+def following(batch: Batch, starts: np.ndarray, token_ids: np.ndarray) -> Batch:
+    """Return the batch of a later step in which the requests of `batch` compute one token each, as
+    they do in `batch`.
+
+    Only the arrays that change are computed, and the others are shared.
+
+    Args:
+        batch: An earlier batch.
+        starts: int64[n], not checked.
+        token_ids: int[n], not checked.
+    """
+    later = object.__new__(Batch)
+    later.__dict__.update(batch.__dict__)
+    later.starts, later.seq_lens = starts, starts + batch.query_lens
+    later.positions, later.token_ids = batch._on_device(starts, token_ids)
+    later._find_slots(batch.rows, starts)
+    later._contexts = {}
+    return later
 
 
 def _counts(name: str, values: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:

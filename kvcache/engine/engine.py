@@ -8,17 +8,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from kvcache.allocator import Request
-from kvcache.allocator.request import append_token_to_each, last_tokens
 from kvcache.assembly import KVCache
 from kvcache.checks import (
-    MAX_INT32,
     check_name,
     instance,
     integer,
@@ -28,12 +25,13 @@ from kvcache.checks import (
     shown,
     text,
 )
-from kvcache.engine.batch import Batch
+from kvcache.engine.batch import Batch, following
 from kvcache.engine.beams import Beams
 from kvcache.engine.drafters import Drafter
-from kvcache.engine.generation import Delta, FinishReason, Generation, Sample
-from kvcache.engine.metrics import Metrics
-from kvcache.engine.sampling import Sampler, SamplingParams
+from kvcache.engine.generation import Delta, Generation
+from kvcache.engine.metrics import Metrics, Timer
+from kvcache.engine.output_processor import OutputProcessor
+from kvcache.engine.sampling import SamplingParams, most_likely
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import State
 from kvcache.engine.signals import SignalHold
@@ -41,11 +39,7 @@ from kvcache.events import CacheEvent
 from kvcache.sources.base import KVSource
 from kvcache.step import StepPlan, StepReport
 
-# Counter for the prefix of request IDs in managers. These IDs are unique and never equal a caller's
-# ID.
-_NUMBERS = itertools.count()
 _MAX_PRIORITY = 2**31
-_NONES = itertools.repeat(None)
 _IDLE_S = 0.0005  # pause in seconds between steps that only wait for sources
 
 
@@ -63,56 +57,6 @@ class Model(Protocol):
 
         Returns logits [len(logits_indices), vocab_size].
         """
-
-
-class _Timed:
-    """Adds the seconds of its ``with`` block to a metric."""
-
-    __slots__ = ("_metrics", "_name", "_start")
-
-    def __init__(self, metrics: Metrics, name: str) -> None:
-        self._metrics, self._name = metrics, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        taken = time.perf_counter() - self._start
-        setattr(self._metrics, self._name, getattr(self._metrics, self._name) + taken)
-
-
-@dataclass(slots=True)
-class _Columns:
-    """What `Engine` needs of samples that decode together, collected once for many steps.
-
-    - `are_individual`: whether a sample is a beam, other samples are yet to be forked from it, or
-      its `free` may change other requests.
-    """
-
-    sequences: list[Sample]
-    ids: list[str]
-    indices: list[int]
-    samplers: list[tuple[int, Sampler]]  # only of the samples that have one, with their positions
-    stops: list[tuple[int, tuple[int, ...]]]  # likewise
-    are_individual: bool
-
-    @classmethod
-    def of(cls, samples: list[Sample]) -> _Columns:
-        ids, indices, samplers, stops = [], [], [], []
-        are_individual = False
-        for i, sample in enumerate(samples):
-            generation = sample.generation
-            params = generation.params
-            ids.append(generation.request_id)
-            indices.append(sample.index)
-            if sample.sampler is not None:
-                samplers.append((i, sample.sampler))
-            if params.stop_token_ids:
-                stops.append((i, params.stop_token_ids))
-            has_forks = len(generation.samples) < params.n
-            if generation.beams is not None or has_forks or generation.free is not None:
-                are_individual = True
-        return cls(samples, ids, indices, samplers, stops, are_individual)
 
 
 class Engine:
@@ -186,32 +130,37 @@ class Engine:
         self._last_report: StepReport | None = None
         self._is_saved = True  # whether sources have received the last report
         self.metrics = Metrics()
-        self._generations: dict[str, Generation] = {}  # unfinished requests, by ID
-        self._deltas: list[Delta] = []  # results that `step` has not returned yet
+        self._outputs = OutputProcessor(self.scheduler, self.metrics)
         self._num_added = 0
-        self._columns: _Columns | None = None  # of the last step's `decoding`
+        # The rows of the last step in which all sequences decoded, and its batch.
+        self._last_decode: tuple[np.ndarray | None, Batch | None] = (None, None)
+        self._scheduling = Timer(self.metrics, "schedule_seconds")
+        self._computing = Timer(self.metrics, "model_seconds")
+        self._sampling = Timer(self.metrics, "sample_seconds")
+        self._inference_mode = torch.inference_mode()
 
     @property
     def num_unfinished(self) -> int:
         """Number of requests that have not ended, or whose last `Delta` has not been returned by
         `step`.
         """
-        if not self._deltas:
-            return len(self._generations)
-        return len(self._generations.keys() | {delta.request_id for delta in self._deltas})
+        outputs = self._outputs
+        if not outputs.deltas:
+            return len(outputs.generations)
+        return len(outputs.generations.keys() | {delta.request_id for delta in outputs.deltas})
 
     @property
     def generations(self) -> list[Generation]:
         """The unfinished requests, in order of arrival."""
-        return list(self._generations.values())
+        return list(self._outputs.generations.values())
 
     @property
     def is_busy(self) -> bool:
         """Whether `step` has work left, that is, unfinished requests, loads in quarantine, or
         blocks to store.
         """
-        is_saved = self._is_saved or not self.sources
-        return self.num_unfinished > 0 or not is_saved or any(s.is_busy for s in self.sources)
+        is_idle = self.num_unfinished == 0 and self._is_saved
+        return not is_idle or any(source.is_busy for source in self.sources)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End all requests, let a store receive the waiting blocks, and close the sources.
@@ -285,14 +234,15 @@ class Engine:
                 "function of a request, and one sample"
             )
         generation = Generation(request_id, tokens, params, rank, cache_salt, free)
-        first = self._new_sample(generation, tokens, num_rows=max(params.n, params.beam_width))
+        num_rows = max(params.n, params.beam_width)
+        first = self._outputs.new_sample(generation, tokens, num_rows)
         if params.beam_width > 1:
             stops = params.stop_token_ids
             generation.beams = Beams(first, params.beam_width, params.max_tokens, stops)
         generation.samples.append(first)
         with SignalHold():
             self.scheduler.add(first)
-            self._generations[request_id] = generation
+            self._outputs.generations[request_id] = generation
             self._num_added += 1
             self.metrics.requests += 1
             self.metrics.prompt_tokens += len(tokens)
@@ -305,10 +255,10 @@ class Engine:
         """
         check_name(request_id, "request_id")
         with SignalHold():
-            generation = self._generations.get(request_id)
+            generation = self._outputs.generations.get(request_id)
             if generation is None:
                 return False
-            self._end_all(generation, "abort")
+            self._outputs.end_all(generation, "abort")
             self.metrics.aborted_requests += 1
             return True
 
@@ -320,11 +270,11 @@ class Engine:
         check_name(request_id, "request_id")
         index = integer(index, "index")
         with SignalHold():
-            generation = self._generations.get(request_id)
+            generation = self._outputs.generations.get(request_id)
             samples = [] if generation is None or generation.beams else generation.samples
             if index >= len(samples) or samples[index].finish_reason is not None:
                 return False
-            self._end(samples[index], "stop")
+            self._outputs.end(samples[index], "stop")
             return True
 
     def generate(
@@ -398,46 +348,56 @@ class Engine:
         with SignalHold():
             self._run_step()
         # There is no call between the next line and the return, so signal handlers cannot run here.
-        deltas, self._deltas = self._deltas, []
+        deltas, self._outputs.deltas = self._outputs.deltas, []
         return deltas
 
     def _run_step(self) -> None:
-        """Compute one step and append its results to `_deltas`."""
-        with self._timed("schedule_seconds"):
-            if self.drafter is not None:
-                self._draft()
-            self._save()
-            step = self.scheduler.schedule()
-            if step is None:
-                self._columns = None
-                if self.is_busy:
-                    time.sleep(_IDLE_S)
-                return
-            self._count(step)
-            try:
-                report = self.cache.worker.apply(step.plan)
-            except BaseException:
-                self._undo(step)
-                raise
-            self._count_pages(step.plan)
-            self._deltas += [self._end(sample, "refused") for sample in step.refused]
-            if report.failed_pages or report.failed_host_pages:
-                self.scheduler.complete(step, report)
-                self.metrics.failed_steps += 1
-                return
-            self.scheduler.begin_loads(step)
+        """Compute one step and append its results to the outputs."""
+        with self._scheduling:
+            step = self._begin_step()
+        if step is None:
+            return
         try:
-            logits = self._forward(step)
-            best, are_finite = self._best(step, logits)
+            with self._inference_mode:
+                logits = self._forward(step) if step.sequences else None
+                tokens = None if logits is None else most_likely(logits)
         except BaseException:
             self._undo(step)
             raise
-        with self._timed("sample_seconds"):
-            self._last_report, self._is_saved = StepReport(step.plan.step_id, True), False
-            self.scheduler.complete(step, self._last_report)
-            self._take(step, logits, best, are_finite)
+        with self._sampling:
+            if self.sources:
+                self._last_report, self._is_saved = StepReport(step.plan.step_id, True), False
+            self.scheduler.complete(step)
+            if tokens is not None:
+                self._outputs.take(step, logits, *tokens)
         if not step.sequences and self.scheduler.is_waiting_for_sources:
             time.sleep(_IDLE_S)
+
+    def _begin_step(self) -> ScheduledStep | None:
+        """Schedule a step and apply its plan. Returns None if there is nothing to compute."""
+        if self.drafter is not None:
+            self._draft()
+        self._save()
+        step = self.scheduler.schedule()
+        if step is None:
+            if self.is_busy:
+                time.sleep(_IDLE_S)
+            return None
+        self._count(step)
+        try:
+            report = self.cache.worker.apply(step.plan)
+        except BaseException:
+            self._undo(step)
+            raise
+        self._count_pages(step.plan)
+        for sample in step.refused:
+            self._outputs.deltas.append(self._outputs.end(sample, "refused"))
+        if report.failed_pages or report.failed_host_pages:
+            self.scheduler.complete(step, report)
+            self.metrics.failed_steps += 1
+            return None
+        self.scheduler.begin_loads(step)
+        return step
 
     def _save(self) -> None:
         """Pass the blocks of the last step to the sources.
@@ -453,240 +413,36 @@ class Engine:
         self.scheduler.fail(step)
         self.metrics.failed_steps += 1
 
-    @torch.inference_mode()
-    def _forward(self, step: ScheduledStep) -> torch.Tensor | None:
-        if not step.sequences:
-            return None
-        is_decode = len(step.decoding) == len(step.sequences)
-        with self._timed("schedule_seconds"):
-            batch = Batch(
-                self.cache,
-                step.rows,
-                step.starts,
-                step.token_ids,
-                num_drafts=None if is_decode else step.num_drafts,
-                num_logits=None if is_decode else step.num_logits,
-            )
-        with self._timed("model_seconds"):
-            return self.model.forward(batch)
-
-    def _best(
-        self, step: ScheduledStep, logits: torch.Tensor | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most likely token of each row, int64[n], and whether a token can be chosen
-        from the row, bool[n].
-
-        The largest logit is sufficient for this check, because it is NaN or inf if any logit is,
-        and -inf if all logits are.
-        """
-        if logits is None:
-            return np.zeros(0, np.int64), np.zeros(0, bool)
-        wanted = (int(np.add.reduce(step.num_logits)), self.model.vocab_size)
-        if tuple(logits.shape) != wanted:
+    def _forward(self, step: ScheduledStep) -> torch.Tensor:
+        with self._scheduling:
+            batch = self._batch(step)
+        with self._computing:
+            logits = self.model.forward(batch)
+        wanted = (batch.logits_indices.shape[0], self.model.vocab_size)
+        if logits.shape != wanted:
             raise ValueError(
                 f"model.forward returned logits of shape {list(logits.shape)}: expected {list(wanted)}"
             )
-        largest, best = logits.max(-1)
-        return best.cpu().numpy(), largest.isfinite().cpu().numpy()
+        return logits
 
-    def _take(
-        self,
-        step: ScheduledStep,
-        logits: torch.Tensor | None,
-        best: np.ndarray,
-        are_finite: np.ndarray,
-    ) -> None:
-        """Choose tokens from logits for each sequence whose known tokens are all computed."""
-        if logits is None:
-            return
-        at = self._take_decoding(step, logits, best, are_finite)
-        if at == len(step.sequences):
-            return
-        if any(sample.sampler is not None for sample in step.sequences[at:]):
-            logits = logits.cpu()  # copy once, not once per draw
-        stops = step.starts[at:] + list(map(len, step.token_ids[at:])) - step.num_drafts[at:]
-        rest = step.sequences[at:], step.num_logits[at:].tolist(), stops.tolist()
-        best, are_finite = best.tolist(), are_finite.tolist()
-        for sample, count, stop in zip(*rest):
-            rows = slice(at, at + count)
-            at += count
-            # An earlier beam in the batch may have ended this beam, or may already have appended a
-            # token to it if it was recomputed.
-            has_changed = sample.state is State.FINISHED or sample.request.num_tokens != stop
-            if count == 0 or has_changed:
-                continue
-            generation = sample.generation
-            try:
-                if not all(are_finite[rows]):
-                    raise ValueError(
-                        f"logits of request {shown(generation.request_id)} are NaN or inf, or all -inf: "
-                        "expected finite ones, and -inf only for some"
-                    )
-                if generation.beams is not None:
-                    self._deltas += self._advance_beams(sample, logits[rows][-1])
-                    continue
-                samples = self._with_new_samples(sample)
-            except Exception as error:
-                self._deltas += self._end_all(generation, "error", error)
-                continue
-            for each in samples:
-                try:
-                    delta = self._extend(each, logits, rows.start, best[rows])
-                except Exception as error:
-                    delta = self._end(each, "error", error)
-                self._deltas.append(delta)
-
-    def _take_decoding(
-        self, step: ScheduledStep, logits: torch.Tensor, best: np.ndarray, are_finite: np.ndarray
-    ) -> int:
-        """Append a token to each sequence of `step.decoding`, without work per sequence other than
-        its `Delta`.
-
-        Returns the number of these sequences, or 0 if one of them must be treated individually.
+    def _batch(self, step: ScheduledStep) -> Batch:
+        """Return the inputs of the model. While the same sequences decode, only the inputs that
+        change are computed.
         """
-        decoding = step.decoding
-        if self._columns is None or self._columns.sequences is not decoding.sequences:
-            self._columns = _Columns.of(decoding.sequences)
-        columns, num = self._columns, len(decoding)
-        samples = decoding.sequences
-        if columns.are_individual or not are_finite[:num].all():
-            return 0
-        # The model may have ended a request, or appended a token to it.
-        if any(sample.finish_reason for sample in samples):
-            return 0
-        if last_tokens(decoding.requests, decoding.num_computed - 1) is None:
-            return 0
-        if columns.samplers:
-            logits = logits[:num].cpu()  # copy once, not once per draw
-        tokens = best[:num].astype(np.int32)
-        errors: dict[int, Exception] = {}
-        for i, sampler in columns.samplers:
-            try:
-                tokens[i] = integer(sampler.token(logits[i]), "token", most=MAX_INT32)
-            except Exception as error:
-                errors[i] = error
-        left = decoding.max_tokens - decoding.num_computed
-        reasons: dict[int, FinishReason] = {}
-        if left.min(initial=2) <= 1:
-            reasons = dict.fromkeys(np.flatnonzero(left <= 1).tolist(), "length")
-        reasons |= {i: "stop" for i, stops in columns.stops if tokens[i] in stops}
-        requests = decoding.requests
-        if errors:
-            drawn = [i for i in range(num) if i not in errors]
-            append_token_to_each([requests[i] for i in drawn], tokens[drawn])
-        else:
-            append_token_to_each(requests, tokens)
-        self.metrics.generated_tokens += num - len(errors)
-        # `tuple.__new__` is twice as fast as the constructor of a named tuple.
-        fields = zip(columns.ids, columns.indices, [[t] for t in tokens.tolist()], _NONES, _NONES)
-        deltas = list(map(tuple.__new__, itertools.repeat(Delta), fields))
-        for i in sorted(reasons.keys() | errors.keys()):
-            if i in errors:
-                deltas[i] = self._end(samples[i], "error", errors[i])
-            else:
-                self._end(samples[i], reasons[i])
-                deltas[i] = deltas[i]._replace(finish_reason=reasons[i])
-        self._deltas += deltas
-        return num
-
-    def _extend(self, sample: Sample, logits: torch.Tensor, at: int, best: list[int]) -> Delta:
-        """Accept drafts as long as they equal the tokens that the sample would have drawn, and
-        append one more token.
-        """
-        params, drafts = sample.generation.params, sample.drafts
-        picks: list[int] = []
-        room = params.max_tokens - (sample.request.num_tokens - len(sample.generation.prompt))
-        reason: FinishReason | None = None
-        for i in range(len(best)):
-            token = best[i] if sample.sampler is None else sample.sampler.token(logits[at + i])
-            picks.append(token)
-            if token in params.stop_token_ids:
-                reason = "stop"
-            elif len(picks) == room:
-                reason = "length"
-            if reason or i == len(drafts) or drafts[i] != token:
-                break
-        self.metrics.generated_tokens += len(picks)
-        self.metrics.accepted_drafts += len(picks) - 1
-        self.scheduler.accept(sample, picks, num_rejected=len(best) - len(picks))
-        if reason:
-            self._end(sample, reason)
-        return Delta(sample.generation.request_id, sample.index, picks, reason)
-
-    def _with_new_samples(self, sample: Sample) -> list[Sample]:
-        """Return the sample and, directly after the prompt, the samples that are forked from it."""
-        generation = sample.generation
-        if len(generation.samples) < generation.params.n:
-            while len(generation.samples) < generation.params.n:
-                generation.samples.append(self._fork(sample))
-            return generation.samples.copy()
-        return [sample]
-
-    def _fork(self, parent: Sample) -> Sample:
-        """Create a sequence that continues from its parent's current state."""
-        child = self._new_sample(parent.generation, parent.request.token_ids)
-        self.scheduler.fork(parent, child)
-        self.metrics.forked_sequences += 1
-        return child
-
-    def _advance_beams(self, beam: Sample, logits: torch.Tensor) -> list[Delta]:
-        generation, beams = beam.generation, beam.generation.beams
-        if not beams.add_logits(beam, logits):
-            return []  # wait until the other beams catch up
-        choices = beams.choose()
-        self.metrics.generated_tokens += len(choices)
-        parents = [choice.parent for choice in choices]
-        for each in beams.scores:
-            if each not in parents:
-                self.scheduler.finish(each)  # must precede forking, because forks need rows
-        if not choices:
-            return self._end_beams(generation)
-        scores = {}
-        for i, (parent, token, score) in enumerate(choices):
-            goes_on = self._fork(parent) if parent in parents[i + 1 :] else parent
-            scores[goes_on] = (token, score)
-        for each, (token, _) in scores.items():
-            self.scheduler.accept(each, [token])
-        beams.scores = {each: score for each, (_, score) in scores.items()}
-        return []
-
-    def _end_beams(self, generation: Generation) -> list[Delta]:
-        """Replace the samples of the request by its best beams."""
-        samples = []
-        num_cached = generation.num_cached_tokens
-        for i, (token_ids, score, _) in enumerate(generation.beams.best):
-            sample = self._new_sample(generation, [*generation.prompt.tolist(), *token_ids])
-            sample.index, sample.score, sample.num_cached_tokens = i, score, num_cached
-            sample.state = State.FINISHED
-            samples.append(sample)
-        generation.samples = samples
-        return [
-            self._end(sample, ended.finish_reason)._replace(token_ids=ended.token_ids)
-            for sample, ended in zip(samples, generation.beams.best)
-        ]
-
-    def _end_all(
-        self, generation: Generation, reason: FinishReason, error: Exception | None = None
-    ) -> list[Delta]:
-        """End all unfinished samples and beams of a request."""
-        for each in (*self.scheduler.admitted, *self.scheduler.waiting):
-            if each.generation is generation:  # includes beams and forks
-                self.scheduler.finish(each)
-        running = [sample for sample in generation.samples if sample.finish_reason is None]
-        return [self._end(sample, reason, error) for sample in running]
-
-    def _end(self, sample: Sample, reason: FinishReason, error: Exception | None = None) -> Delta:
-        """Release the resources of a sample. With the last sample, the request ends."""
-        generation = sample.generation
-        is_complete = reason in ("stop", "length")
-        self.scheduler.finish(sample, free=generation.free if is_complete else None)
-        sample.finish_reason, sample.error = reason, error
-        if error is not None:
-            self.metrics.failed_sequences += 1
-        if generation.is_finished and self._generations.pop(generation.request_id, None):
-            self.metrics.finished_requests += 1
-            self.metrics.cached_prompt_tokens += generation.num_cached_tokens
-        return Delta(generation.request_id, sample.index, [], reason, error)
+        rows, last = self._last_decode
+        if step.rows is rows:
+            return following(last, step.starts, step.token_ids[:, 0])
+        batch = Batch(
+            self.cache,
+            step.rows,
+            step.starts,
+            step.token_ids,
+            num_drafts=step.num_drafts,
+            num_logits=step.num_logits,
+        )
+        if step.rows is step.decoding.rows:
+            self._last_decode = step.rows, batch
+        return batch
 
     def _unsent(self, generation: Generation, sent: list[int | None]) -> Iterator[Delta]:
         """Yield the tokens that were added to the samples since `sent`, and update `sent`."""
@@ -709,7 +465,7 @@ class Engine:
                 try:
                     sample.drafts = self._drafts_of(sample.request) if is_decoding else []
                 except Exception as error:
-                    self._deltas.append(self._end(sample, "error", error))
+                    self._outputs.deltas.append(self._outputs.end(sample, "error", error))
 
     def _drafts_of(self, request: Request) -> list[int]:
         drafts, most = list(self.drafter(request)), self.model.vocab_size - 1
@@ -728,20 +484,19 @@ class Engine:
 
     def _count_pages(self, plan: StepPlan) -> None:
         """Count the pages of an applied plan. A plan whose arrays were read is slower to apply."""
+        if plan.is_empty:
+            return
         metrics = self.metrics
         metrics.swapped_out_pages += len(plan.swap_out)
         metrics.swapped_in_pages += len(plan.swap_in)
         metrics.copied_pages += len(plan.copy)
 
-    def _timed(self, name: str) -> _Timed:
-        return _Timed(self.metrics, name)
-
     def _checked_id(self, request_id: str | None) -> str:
         if request_id is None:
             ids = (f"request-{number}" for number in itertools.count(self._num_added))
-            return next(each for each in ids if each not in self._generations)
+            return next(each for each in ids if each not in self._outputs.generations)
         check_name(request_id, "request_id")
-        if text(request_id, "request_id") in self._generations:
+        if text(request_id, "request_id") in self._outputs.generations:
             raise ValueError(
                 f"request_id is {shown(request_id)}: expected one that is not being served"
             )
@@ -787,19 +542,3 @@ class Engine:
                     "max_num_reqs of the manager"
                 )
         return tokens.astype(np.int32)
-
-    def _new_sample(
-        self, generation: Generation, token_ids: np.ndarray, num_rows: int = 1
-    ) -> Sample:
-        params, number = generation.params, generation.num_sequences
-        generation.num_sequences += 1
-        name = f"sequence-{next(_NUMBERS)}"
-        return Sample(
-            Request(name, token_ids, cache_salt=generation.cache_salt),
-            rank=generation.rank,
-            max_tokens=len(generation.prompt) + params.max_tokens,
-            num_rows=num_rows,
-            generation=generation,
-            index=number,
-            sampler=Sampler(params, number) if params.temperature else None,
-        )

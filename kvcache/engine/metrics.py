@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, fields
 
 
@@ -34,3 +35,19 @@ class Metrics:
     def as_dict(self) -> dict[str, float]:
         """Return all counters by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+class Timer:
+    """Adds the seconds of its ``with`` blocks, which must not be nested, to a metric."""
+
+    __slots__ = ("_metrics", "_name", "_start")
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self._metrics, self._name = metrics, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        taken = time.perf_counter() - self._start
+        setattr(self._metrics, self._name, getattr(self._metrics, self._name) + taken)

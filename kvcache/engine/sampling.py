@@ -66,6 +66,21 @@ class SamplingParams:
         keep("stop_token_ids", stops)
 
 
+def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the most likely token of each row of logits, int64[n], and its logit, float[n].
+
+    Requires `torch.no_grad` or `torch.inference_mode`.
+    """
+    if not logits.is_cpu:
+        largest, best = logits.max(-1)
+        return best.cpu().numpy(), largest.double().cpu().numpy()
+    # At 8 x 32,000 float32, numpy takes 17 us, `torch.max` 270 us, `torch.argmax` 440 us (one core
+    # with AVX-512). numpy has no bfloat16, and is slow for float16.
+    rows = (logits.float() if logits.itemsize < 4 else logits).numpy()
+    best = rows.argmax(-1)
+    return best, rows[np.arange(len(rows)), best]
+
+
 class Sampler:
     """Draws the tokens of one sample with its own random generator."""
 

@@ -11,7 +11,7 @@ from kvcache.cli import main
 from kvcache.cli.models import load_model
 from kvcache.demo import Course, make_chats, serve_chats
 from kvcache.demo.chats import answer_length
-from kvcache.engine.engine import Engine
+from kvcache.engine.output_processor import OutputProcessor
 from kvcache.engine.transformers.tiny_models import tiny_model_names
 from tests.machinery.dense_models import dense
 from tests.machinery.shared import sampled
@@ -43,12 +43,12 @@ def test_every_answer_is_compared_and_the_pool_is_too_small():
 
 
 def test_a_wrong_answer_is_counted(monkeypatch):
-    extend = Engine._extend
+    extend = OutputProcessor._extend
 
-    def wrong(self, sample, logits, best):
-        return extend(self, sample, logits.flip(-1), [511 - token for token in best])
+    def wrong(self, sample, logits, at, best):
+        return extend(self, sample, logits.flip(-1), at, [511 - token for token in best])
 
-    monkeypatch.setattr(Engine, "_extend", wrong)
+    monkeypatch.setattr(OutputProcessor, "_extend", wrong)
     report = serve_chats(dense("llama"), "llama", **SMALL | {"num_users": 2, "num_turns": 1})
     assert report.identical_sequences < report.sequences
 

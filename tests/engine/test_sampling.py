@@ -7,7 +7,7 @@ import torch
 from kvcache import Request
 from kvcache.engine import NgramDrafter, SamplingParams
 from kvcache.engine.beams import Beams
-from kvcache.engine.sampling import Sampler
+from kvcache.engine.sampling import Sampler, most_likely
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0, 2.5])
 
@@ -17,6 +17,32 @@ def drawn(count=2_000, **options):
     sampler = Sampler(SamplingParams(**({"temperature": 1.0, "seed": 1} | options)), 0)
     tokens = [sampler.token(LOGITS) for _ in range(count)]
     return np.bincount(tokens, minlength=len(LOGITS)) / count
+
+
+class TestMostLikely:
+    @pytest.mark.parametrize(
+        "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+    )
+    def test_rows_match_torch(self, dtype):
+        logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(3)).to(dtype)
+        logits[2] = 1.5  # of equal logits, the first wins
+        largest, best = logits.max(-1)
+        found = most_likely(logits)
+        assert found[0].tolist() == best.tolist() and found[1].tolist() == largest.tolist()
+        strided = logits.T.contiguous().T
+        assert most_likely(strided)[0].tolist() == best.tolist()
+        assert [len(each) for each in most_likely(logits[:0])] == [0, 0]
+
+    def test_float64_is_not_rounded(self):
+        logits = torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)
+        assert most_likely(logits)[0].tolist() == [1]
+
+    def test_the_logit_shows_whether_all_are_finite(self):
+        nan, inf = float("nan"), float("inf")
+        logits = torch.tensor(
+            [[0, nan, inf], [inf, 5, nan], [-inf] * 3, [-inf, 2, -inf], [0, inf, 1]]
+        )
+        assert np.isfinite(most_likely(logits)[1]).tolist() == [False, False, False, True, False]
 
 
 class TestSampler:
