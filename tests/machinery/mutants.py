@@ -180,7 +180,10 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         MANAGER + "prefix_finder.cpp",
         "groups manager tiers allocator_random",
         [
-            ("std::max<int64_t>(chain.num_tokens() - 1, 0);", "chain.num_tokens();"),
+            (
+                "std::max<int64_t>(std::min(chain.num_tokens() - 1, most_tokens), 0);",
+                "std::min(chain.num_tokens(), most_tokens);",
+            ),
             ("if (n == first) break;", "break;"),
             ("while (block >= first_token / bs &&", "while (block > first_token / bs &&"),
             ("if (group.rules->traits.updates_in_place && !with_states) continue;", ""),

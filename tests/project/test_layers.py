@@ -78,7 +78,7 @@ MAY_IMPORT = {
     },
     "kvcache.plugins": set(),
     "kvcache.plugins.vllm": {
-        *("kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.transfer"),
+        *("kvcache", "kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.transfer"),
         "kvcache.worker",
     },
     "kvcache.replay": {
@@ -93,7 +93,7 @@ MAY_IMPORT = {
         "kvcache.replay",
         *("kvcache.engine.transformers", "kvcache.router_events", "kvcache.server"),
         *("kvcache.sources", "kvcache.sources.disaggregation", "kvcache.sources.store"),
-        "kvcache.worker",
+        *("kvcache.worker", "kvcache.plugins.vllm"),
     },
     "kvcache.__main__": {"kvcache.cli"},
 }

@@ -93,13 +93,13 @@ class TokenSource:
             self._kept.pop(seq_id, None)
 
     def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
-        block_size, parent, algorithm = self.key
-        plain = (ids, block_size, parent, are_read, are_read)
+        key = self.key
+        plain = (ids, key.block_size, key.parent, are_read, are_read)
         if extra is None:
-            chain = core.TokenChain(*plain, algorithm=algorithm)
+            chain = core.TokenChain(*plain, algorithm=key.algorithm)
             return Tokens(ids, are_read, extra, chain)
-        labels = RequestLabels(self.key, None, (), extra, None, None)
-        chain = core.TokenChain(*plain, None, (), extra, algorithm=algorithm, labels=labels)
+        labels = RequestLabels(key, None, (), extra, None, None)
+        chain = core.TokenChain(*plain, None, (), extra, algorithm=key.algorithm, labels=labels)
         return Tokens(ids, are_read, extra, chain)
 
 

@@ -28,7 +28,7 @@ _MOST_PROMPT_TOKENS = 4096
 _NUM_ENCODER_TOKENS = 10
 
 
-class Comparison(NamedTuple):
+class StartupComparison(NamedTuple):
     """What was compared at startup."""
 
     num_steps: int
@@ -52,7 +52,7 @@ def compare_managers(
     ours: Callable[..., Any],
     arguments: Mapping[str, Any],
     hash_algorithm: str,
-) -> Comparison:
+) -> StartupComparison:
     """Run the same requests in vLLM's manager and in kvcache's.
 
     Args:
@@ -82,7 +82,7 @@ def compare_managers(
         if seed is not None:
             kv_cache_utils.NONE_HASH = seed
     seconds = time.perf_counter() - started
-    return Comparison(NUM_STEPS, sides.num_requests, sides.num_hit_tokens, seconds)
+    return StartupComparison(NUM_STEPS, sides.num_requests, sides.num_hit_tokens, seconds)
 
 
 class _Sides:
