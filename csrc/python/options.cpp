@@ -92,6 +92,18 @@ void bind_options(py::module_& m) {
   bind_size(options, "hash_bytes", &ManagerOptions::hash_bytes);
   bind_size(options, "num_preallocate_tokens", &ManagerOptions::num_preallocate_tokens);
   bind_optional_size(options, "max_num_reqs", &ManagerOptions::max_num_reqs);
+  options.def_property(  // None: dense
+      "retention_interval",
+      [](const ManagerOptions& self) -> py::object {
+        if (self.retention_interval < 0) return py::none();
+        return py::int_(self.retention_interval);
+      },
+      [](ManagerOptions& self, const py::object& value) {
+        self.retention_interval =
+            value.is_none() ? -1
+                            : checked_size("retention_interval",
+                                           int_argument(value, "retention_interval"), 0);
+      });
   bind_size(options, "watermark_blocks", &ManagerOptions::watermark_blocks);
   bind_size(options, "stats_window", &ManagerOptions::stats_window);
   bind_size(options, "num_host_blocks", &ManagerOptions::num_host_blocks);

@@ -32,7 +32,7 @@ class RequestRows {
       : chain_key_(std::move(chain_key)), max_encoder_tokens_(max_encoder_tokens) {}
 
   // `Admit` of Python, a NamedTuple: (request, num_tokens, external, num_lookahead_tokens,
-  // num_reserved_blocks, max_host_blocks, read_cache), where external is None or a NamedTuple
+  // num_reserved_blocks, max_host_blocks, read_cache, num_prompt_tokens, num_shared_tokens), where external is None or a NamedTuple
   // (num_tokens, delayed).
   static void use_admit_types(const py::type& admit, const py::type& external) {
     admit_type() = admit.inc_ref().ptr();  // leaked, because the types must outlive the interpreter
@@ -171,9 +171,9 @@ class RequestRows {
     const auto integer = [&](PyObject* value, const char* what) {
       return int_argument(py::handle(value), (name() + "." + what).c_str());
     };
-    if (PyTuple_GET_SIZE(asked.ptr()) != 7) {
+    if (PyTuple_GET_SIZE(asked.ptr()) != 9) {
       throw py::type_error(name() + " has " + std::to_string(PyTuple_GET_SIZE(asked.ptr())) +
-                           " fields: expected the 7 of Admit");
+                           " fields: expected the 9 of Admit");
     }
     if (PyObject* external = field(2); external != Py_None) {
       if (Py_TYPE(external) != reinterpret_cast<PyTypeObject*>(external_type())) {
@@ -195,6 +195,8 @@ class RequestRows {
     if (field(6) != Py_None) {
       row->read_cache = flag(field(6), name() + ".read_cache");
     }
+    if (field(7) != Py_None) row->num_prompt = integer(field(7), "num_prompt_tokens");
+    row->num_shared = integer(field(8), "num_shared_tokens");
   }
   // Reads a Python bool, as `flag_argument` does, or a NumPy bool.
   static bool flag(PyObject* value, const std::string& name) {

@@ -44,6 +44,12 @@ class Admit(NamedTuple):
             part of the hit on the device is used. None: no limit. See `PrefixCache.cached_tokens`.
         read_cache: Whether the request uses cached blocks. None: the request's own `read_cache`.
             Requests with encoder tokens never use cached blocks.
+        num_prompt_tokens: Number of prompt tokens, at most the known tokens, if the request also
+            has generated tokens because it was preempted. `CacheOptions.retention_interval` keeps
+            the end of the prompt. None: all known tokens.
+        num_shared_tokens: For `KVCacheManager.admit`: `CachedPrefix.num_shared_tokens` of the lookup
+            that found the hit, whose end `CacheOptions.retention_interval` keeps. `step` performs
+            the lookup itself.
 
     >>> Admit(Request("r1", range(40)), num_tokens=8).external is None
     True
@@ -56,6 +62,8 @@ class Admit(NamedTuple):
     num_reserved_blocks: int = 0
     max_host_blocks: int | None = None
     read_cache: bool | None = None
+    num_prompt_tokens: int | None = None
+    num_shared_tokens: int = 0
 
 
 core.use_admit_types(Admit, External)

@@ -24,6 +24,7 @@ HOST_WRITES = {
 class PolicyArguments(TypedDict, total=False):
     """Options of `CacheOptions` that neither a plan nor a host tier sets. Used by type checkers."""
 
+    retention_interval: int | None
     hash_block_size: int | None
     watermark: float
     fence_frees: bool
@@ -75,6 +76,17 @@ class CacheOptions:
 
     enable_caching: bool = True
     """Whether later requests can hit full blocks of known tokens."""
+
+    retention_interval: int | None = None
+    """Interval in tokens of the hits for which blocks of sliding windows and recurrent states stay
+    cached, a multiple of the tokens at whose multiples hits end.
+
+    None: all hits. 0: only the longest hit of an equal prompt, and the end of a prefix that groups
+    with full attention have cached for another request (`CachedPrefix.num_shared_tokens`). N: also
+    hits that end at multiples of N. Blocks that none of these hits reads are not cached, so other
+    blocks stay cached longer. Groups of other kinds are not affected. vLLM has the same option,
+    `prefix_cache_retention_interval`.
+    """
 
     num_preallocate_tokens: int = 64
     """Number of tokens to preallocate.
@@ -272,6 +284,8 @@ class CacheOptions:
     def _native(self) -> core.ManagerOptions:
         native = core.ManagerOptions()
         native.enable_caching = flag(self.enable_caching, "enable_caching")
+        if self.retention_interval is not None:
+            native.retention_interval = self._integer("retention_interval")
         native.num_preallocate_tokens = self._integer("num_preallocate_tokens")
         if self.max_num_reqs is not None:
             native.max_num_reqs = self._integer("max_num_reqs")

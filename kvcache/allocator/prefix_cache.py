@@ -54,7 +54,7 @@ class CachedPrefix(NamedTuple):
 
     block_ids: np.ndarray | list[np.ndarray]  # int32[k], or one array per group
     num_tokens: int
-    num_shared_tokens: int  # tokens cached in all groups except recurrent groups
+    num_shared_tokens: int  # tokens cached in the groups that keep all tokens
 
 
 class PrefixCache:

@@ -79,7 +79,7 @@ class Kind:
 def _window(window: int) -> Kind:
     return Kind(
         lambda size: GroupSpec("sliding_window", size, {"window": window}),
-        lambda size: ModelGroup(size, lambda n: max(n - window + 1, 0)),
+        lambda size: ModelGroup(size, lambda n: max(n - window + 1, 0), sparse=True),
     )
 
 
@@ -128,7 +128,7 @@ def _recurrent(num_speculative: int) -> Kind:
     return Kind(
         lambda size: GroupSpec("recurrent", size, options),
         lambda size: ModelGroup(
-            size, lambda n: max(n - 1, 0), STATE, num_speculative=num_speculative
+            size, lambda n: max(n - 1, 0), STATE, num_speculative=num_speculative, sparse=True
         ),
     )
 
@@ -214,6 +214,10 @@ class Driver:
             "enable_caching": not choose.chance(10),
             "announce_reused": choose.chance(3),
         }
+        specs, groups = groups_of(choose, kinds)
+        if choose.chance(3):
+            unit = ModelManager(groups, 2, LONGEST, hash_block_size=hash_block_size).unit
+            options["retention_interval"] = unit * choose.pick([0, 0, 1, 2, 3])
         if choose.chance(2):
             options |= {
                 "num_host_blocks": choose.integer(2, 30) * len(kinds),
@@ -223,7 +227,6 @@ class Driver:
         self.algorithm = choose.pick([DEFAULT_ALGORITHM, "xxh3_128_cbor", ENGINE])
         self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
         watermark = choose.pick([0.0, 0.0, 0.2])
-        specs, groups = groups_of(choose, kinds)
         has_state = any(spec.kind == "recurrent" for spec in specs)
         self.in_step_hits = choose.pick(["none", "none", "wait", "none" if has_state else "share"])
         prefault = choose.chance(2)
@@ -643,7 +646,8 @@ class Driver:
         request, model = pair = self.new_request()
         # The model allocates after whole-block hits. Partial-block hits are found but not used.
         inside = self.manager.cache.find_prefix(request).num_tokens
-        ids, num_hit, _ = self.manager.cache.find_prefix(request, whole_blocks=True)
+        ids, num_hit, num_shared = self.manager.cache.find_prefix(request, whole_blocks=True)
+        assert num_shared == self.model.hit_length(model, only_shared=True)
         assert num_hit == self.model.hit_length(model) <= inside
         assert inside <= self.model.hit_length(model, partial=True)
         want = [held.blocks for held in self.model.hit_blocks(model, num_hit)]
@@ -659,16 +663,22 @@ class Driver:
         count = 0 if delay else self.choose.integer(1, min(LONGEST - num_hit - external, slots))
         ahead = min(self.choose.pick([0, 0, 3]), slots - count)
         computed = ids[0] if self.num_groups == 1 else ids
+        num_prompt = self.choose.pick([None, None, self.choose.integer(1, len(model.tokens))])
+        num_shared = self.choose.pick([0, num_shared, num_shared])
         found = self.manager.admit(
             Admit(
                 request,
                 num_tokens=count,
                 external=External(external, delayed=delay),
                 num_lookahead_tokens=ahead,
+                num_prompt_tokens=num_prompt,
+                num_shared_tokens=num_shared,
             ),
             computed,
         )
-        wanted = self.model.allocate(model, count, num_hit, ahead, external, delay)
+        wanted = self.model.allocate(
+            model, count, num_hit, ahead, external, delay, num_shared, num_prompt
+        )
         assert (found is None) == (wanted is None)
         if wanted is not None:
             found = [found] if self.num_groups == 1 else found

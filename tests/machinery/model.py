@@ -29,6 +29,7 @@ class ModelGroup:
     buffer: int = 0  # CIRCULAR: token capacity of a row, before rounding up to whole blocks
     ends_caching: bool = False  # CIRCULAR: the group is declared as cached
     num_speculative: int = 0  # STATE: draft tokens of a step that may be rejected
+    sparse: bool = False  # the retention interval limits which blocks are cached
 
     def num_places(self):
         """Return the fixed number of blocks per row, or FOREVER if the number is not fixed."""
@@ -78,7 +79,8 @@ class ModelRow:
     num_computed: int
     admission: int
     num_prompt: int  # tokens known at admission
-    num_shared: int = 0  # prompt tokens that the token groups alone would have hit
+    num_shared: int = 0  # prompt tokens that the groups of `shared_groups` would have hit
+    ends: frozenset[int] = frozenset()  # additional hits for which sparse groups keep their blocks
     resend: bool = False
     stale: bool = False
     forked: bool = False
@@ -237,8 +239,10 @@ class ModelManager:
         host_write="back",
         num_hits_to_write=2,
         announce_reused=False,
+        retention_interval=None,
     ):
         self.groups = groups
+        self.retention_interval = retention_interval
         self.events: list[tuple] = []
         self.pool = ModelPool(num_blocks, "gpu", self.events)
         self.host = None
@@ -375,10 +379,16 @@ class ModelManager:
                     statuses.append(WAIT)
                     break
                 status, row = self._admit(
-                    request, num_hit, start, after, ahead, reserved, by_step=True, delay=delay
+                    request,
+                    num_hit,
+                    start,
+                    after,
+                    ahead,
+                    reserved,
+                    by_step=True,
+                    delay=delay,
+                    num_shared=shared,
                 )
-                if status == SERVED:
-                    self.rows[row].num_shared = shared
                 statuses.append(status)
                 if not self._copies(request, num_hit):
                     tried.append(start)
@@ -419,10 +429,10 @@ class ModelManager:
         return answer
 
     def _hits_to_try(self, request, cap, num_external=0):
-        """Yield the hits to try at admission, each with the length that the token groups share."""
+        """Yield the hits to try at admission, each with its `num_shared`."""
         for partial in (False,) if num_external else (True, False):
             num_hit, with_host = self.capped_hit(request, cap, partial)
-            yield num_hit, self.hit_length(request, partial, with_host, with_states=False)
+            yield num_hit, self.hit_length(request, partial, with_host, only_shared=True)
         yield 0, 0
 
     def _tries_less(self, request, num_hit, status):
@@ -461,6 +471,8 @@ class ModelManager:
             has_state = any(group.pages == STATE for group in self.groups)
             unit = self.unit if has_state else self.whole_unit
             ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
+            cached = [g for g, group in enumerate(self.groups) if group.cached]
+            ends = [n for n in ends if all(self.is_retained(other, g, n) for g in cached)]
             if has_state:  # states inside blocks are kept only for prompts
                 ends = [n for n in ends if n == decided]
                 states = [group.block_size for group in self.groups if group.pages == STATE]
@@ -480,7 +492,7 @@ class ModelManager:
             if group.pages != TOKENS or not group.cached:
                 continue
             for column in range(each.num_published, known // group.block_size):
-                if self.may_be_hit(g, column):
+                if self.may_be_hit(state, g, column):
                     self._publish_block(state, g, column)
                 if each.blocks[column]:
                     self.fills[each.blocks[column]] = row
@@ -580,11 +592,30 @@ class ModelManager:
         known = len(state.request.tokens)
         return self._serve(state, row, state.num_computed, count, lookahead, known)
 
-    def allocate(self, request, count, num_hit, lookahead, num_external=0, delay=False):
+    def allocate(
+        self,
+        request,
+        count,
+        num_hit,
+        lookahead,
+        num_external=0,
+        delay=False,
+        num_shared=0,
+        num_prompt=None,
+    ):
         """Return the row and its blocks after the hit per group, or None."""
         start = num_hit + num_external
         status, row = self._admit(
-            request, num_hit, start, start + count, lookahead, 0, by_step=False, delay=delay
+            request,
+            num_hit,
+            start,
+            start + count,
+            lookahead,
+            0,
+            by_step=False,
+            delay=delay,
+            num_shared=num_shared,
+            num_prompt=num_prompt,
         )
         if status != SERVED:
             return None
@@ -735,13 +766,42 @@ class ModelManager:
             -self.host.find(g, prefix) if with_host and self.host else 0
         )
 
-    def has_all(self, tokens, num_tokens, partial, with_host=False, with_states=True):
+    def shared_groups(self):
+        """Return the groups whose hit is `num_shared`: those that keep all tokens, if any."""
+        cached = [g for g, group in enumerate(self.groups) if group.cached]
+        whole = [g for g in cached if self.groups[g].keeps_all and self.groups[g].pages == TOKENS]
+        return whole or [g for g in cached if self.groups[g].pages == TOKENS]
+
+    def retained_ends(self, num_prompt, num_hit, num_shared):
+        """Return the hits that are retained for a request in addition to the interval."""
+        ends = set()
+        drafting = [g for g, group in enumerate(self.groups) if group.drafts and group.cached]
+        for partial, unit in ((True, self.unit), (False, self.whole_unit)):
+            redone = [
+                self.hash_size if partial and self.has_partial[g] else self.groups[g].block_size
+                for g in drafting
+            ]
+            ends.add(max(num_prompt - max(redone, default=1), 0) // unit * unit)
+            if num_shared > num_hit:
+                ends.add(num_shared // unit * unit)
+                ends.add(max(num_shared - max(redone, default=0), 0) // unit * unit)
+        return frozenset(ends - {0})
+
+    def is_retained(self, state, g, num_tokens):
+        """Whether the group caches what a hit of this length reads."""
+        if self.retention_interval is None or not self.groups[g].sparse:
+            return num_tokens > 0 and num_tokens % self.unit == 0
+        every = self.retention_interval
+        is_multiple = every > 0 and num_tokens > 0 and num_tokens % every == 0
+        return is_multiple or num_tokens in state.ends
+
+    def has_all(self, tokens, num_tokens, partial, with_host=False, only_shared=False):
         """Whether every group has the KV read after this prefix and the KV that drafters recompute."""
         for g, group in enumerate(self.groups):
             size = group.block_size
             if group.pages == ENCODER or not group.cached:
                 continue
-            if group.pages == STATE and not with_states:
+            if only_shared and g not in self.shared_groups():
                 continue
             first = group.reads_from(num_tokens)
             for column in range(first // size, num_tokens // size):
@@ -767,7 +827,7 @@ class ModelManager:
             return self.pool.find(g, prefix, partial=True)
         return self.find(g, prefix, with_host)
 
-    def hit_length(self, request, partial=False, with_host=False, with_states=True, reads=None):
+    def hit_length(self, request, partial=False, with_host=False, only_shared=False, reads=None):
         """Return the number of tokens of the longest hit.
 
         `partial`: hits may also end inside blocks.
@@ -775,16 +835,16 @@ class ModelManager:
         reads = request.reads if reads is None else reads
         if not reads or not self.caching or not self.any_cached:
             return 0
-        if not with_states and not any(g.pages == TOKENS and g.cached for g in self.groups):
+        if only_shared and not self.shared_groups():
             return 0
         lengths = range(0, len(request.tokens), self.unit if partial else self.whole_unit)
-        where = partial, with_host, with_states
+        where = partial, with_host, only_shared
         return max(n for n in lengths if self.has_all(request.tokens, n, *where))
 
     def checkpoint_tokens(self, request, row, count):
         """Limit `count` tokens so that the step ends where a state is kept."""
         start = self.hit_length(request, partial=True, with_host=True)
-        shared = self.hit_length(request, partial=True, with_host=True, with_states=False)
+        shared = self.hit_length(request, partial=True, with_host=True, only_shared=True)
         if row is not None:
             start, shared = self.rows[row].num_computed, self.rows[row].num_shared
         known = len(request.tokens)
@@ -1092,7 +1152,19 @@ class ModelManager:
             end = (column + 1) * self.groups[g].block_size
             self.events.append(("reused", "gpu", g, tuple(request.tokens[:end])))
 
-    def _admit(self, request, num_hit, start, after, lookahead, reserved, by_step, delay=False):
+    def _admit(
+        self,
+        request,
+        num_hit,
+        start,
+        after,
+        lookahead,
+        reserved,
+        by_step,
+        delay=False,
+        num_shared=0,
+        num_prompt=None,
+    ):
         held = self.hit_blocks(request, num_hit, start)
         announced = [
             (g, column)
@@ -1124,8 +1196,10 @@ class ModelManager:
             self.pool.retain(source)
             self.held_for_step.append(source)
         self.num_admissions += 1
-        known = len(request.tokens)
-        state = ModelRow(request, held, by_step, start, after, self.num_admissions, known)
+        prompt = num_prompt or len(request.tokens)
+        state = ModelRow(request, held, by_step, start, after, self.num_admissions, prompt)
+        state.num_shared = num_shared
+        state.ends = self.retained_ends(prompt, num_hit, num_shared)
         state.receiving, state.num_hit, state.hit_end = delay, num_hit, num_hit
         state.reads = request.reads  # `read_cache` of this call
         self.rows[row] = state
@@ -1391,6 +1465,7 @@ class ModelManager:
         n = parent.num_computed
         known = len(request.tokens)
         state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions, known)
+        state.ends = self.retained_ends(known, n, 0)
         state.forked, state.stale, state.resend = True, parent.stale, parent.by_step
         state.reads = request.reads
         state.hit_end = parent.hit_end
@@ -1567,21 +1642,32 @@ class ModelManager:
                     self._keep_state(state, g)
             elif group.pages == TOKENS:
                 for column in range(each.num_published, known // group.block_size):
-                    if self.may_be_hit(g, column):
+                    if self.may_be_hit(state, g, column):
                         self._publish_block(state, g, column)
                 each.num_published = max(each.num_published, known // group.block_size)
 
-    def may_be_hit(self, g, column):
-        """Whether some hit reads the whole block, or a drafter recomputes it after a hit."""
+    def may_be_hit(self, state, g, column):
+        """Whether some retained hit reads the whole block, or a drafter recomputes it after a hit."""
         group = self.groups[g]
         end = (column + 1) * group.block_size
         if group.keeps_all:
             return True
         redone = self.hash_size if self.has_partial[g] else group.block_size
-        if group.drafts and end > redone and (end - redone) % self.unit == 0:
+        if group.drafts and self.is_retained(state, g, end - redone):
             return True
-        hits = [n for n in range(end, end + self.unit) if n % self.unit == 0]
-        return any(group.reads_from(n) < end for n in hits)
+        most = end + max(self.max_model_len, self.unit, self.retention_interval or 0)
+        first = next((n for n in range(end, most + 1) if self.is_retained(state, g, n)), None)
+        return first is not None and group.reads_from(first) < end
+
+    def may_hit_part(self, state, g, num_tokens):
+        """Whether some retained hit ends inside a block after these tokens, or a drafter recomputes
+        them.
+        """
+        group = self.groups[g]
+        if self.retention_interval is None or not group.sparse:
+            return True
+        ends = [num_tokens] + [num_tokens - self.hash_size] * group.drafts
+        return any(self.is_retained(state, g, n) for n in ends)
 
     def _publish_block(self, state, g, column):
         self._publish_page(state, g, column, state.held[g].blocks[column])
@@ -1607,7 +1693,7 @@ class ModelManager:
         for i in range(each.num_partial, known // self.hash_size):
             end = (i + 1) * self.hash_size
             block = each.blocks[(end - 1) // size]
-            if end % size == 0 or not block:
+            if end % size == 0 or not block or not self.may_hit_part(state, g, end):
                 continue
             prefix = tuple(state.request.tokens[:end])
             self.pool.publish_partial(block, g, prefix)
@@ -1621,7 +1707,7 @@ class ModelManager:
         if num_tokens % size:
             each.num_published = max(each.num_published, num_tokens // size)
         elif num_tokens // size > each.num_published and num_tokens <= len(state.request.tokens):
-            if self.may_be_hit(g, num_tokens // size - 1):
+            if self.may_be_hit(state, g, num_tokens // size - 1):
                 self._publish_page(state, g, num_tokens // size - 1, page)
             each.num_published = num_tokens // size
 
@@ -1632,6 +1718,8 @@ class ModelManager:
             return
         each.num_partial = n // self.hash_size
         if n % self.hash_size or n % self.groups[g].block_size == 0 or n > state.num_prompt:
+            return
+        if not self.may_hit_part(state, g, n):
             return
         prefix = tuple(state.request.tokens[:n])
         if not self.pool.find(g, prefix, partial=True):

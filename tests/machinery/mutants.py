@@ -177,6 +177,15 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [("if (!drafts || !is_cached) return 0;", "return 0;")],
     ),
     (
+        GROUPS + "retained_hits.h",
+        "groups allocator_random",
+        [
+            ("if (num_shared <= num_hit) continue;", ""),
+            ("add(num_prompt - unit.num_redone, unit);", "add(num_prompt, unit);"),
+            ("if (has_drafts_) add(num_shared - unit.num_redone, unit);", ""),
+        ],
+    ),
+    (
         MANAGER + "prefix_finder.cpp",
         "groups manager tiers allocator_random",
         [
@@ -186,7 +195,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ),
             ("if (n == first) break;", "break;"),
             ("while (block >= first_token / bs &&", "while (block > first_token / bs &&"),
-            ("if (group.rules->traits.updates_in_place && !with_states) continue;", ""),
+            ("if (only_shared && !limits_shared(group)) continue;", ""),
             ("on_host.back().column >= n / group", "on_host.back().column > n / group"),
             ("step_ = with_partial ? unit_ : whole_unit_;", "step_ = unit_;"),
         ],
@@ -242,7 +251,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "manager groups tiers allocator_random",
         [
             ("growth.c.pool->evict(&each[each.num_dropped], 1);", ""),
-            ("if (group.may_be_hit(num_passed - 1))\n", ""),
+            ("if (group.may_be_hit(num_passed - 1, publisher->rows().info(row).retained)) {", "{"),
         ],
     ),
     (

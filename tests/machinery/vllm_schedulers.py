@@ -323,6 +323,7 @@ class SideBySide:
         drafts=False,
         context_parallel_size=1,
         sessions=False,
+        retention=None,
     ):
         self.rng = random.Random(seed)
         self.is_async = config.scheduler_config.async_scheduling
@@ -333,7 +334,7 @@ class SideBySide:
         size = BLOCK * context_parallel_size
         self.hashers = [block_hasher(size=size), block_hasher(size=size, ours=True)]
         self.pair = [
-            make_scheduler(cls, config, groups, num_blocks, context_parallel_size)
+            make_scheduler(cls, config, groups, num_blocks, context_parallel_size, retention)
             for cls in PAIRS[self.is_async]
         ]
         self.contents = [Contents(scheduler) for scheduler in self.pair]

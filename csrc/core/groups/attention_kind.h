@@ -22,6 +22,10 @@ class AttentionKind {
   // Whether first_needed_token is always 0.
   virtual bool keeps_all() const { return false; }
 
+  // Whether the retention interval limits which blocks stay cached. Otherwise, all blocks that a
+  // hit can read stay cached.
+  virtual bool is_retained_by_interval() const { return false; }
+
   // The page rules (core/groups/rules). The default is kTokenRules.
   virtual const PageRules& rules() const;
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -19,6 +20,9 @@ inline constexpr size_t kMaxGroups = 32;  // the maximum number of groups in one
 // Does not overflow for sizes up to kMaxSize.
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Ends of hits for which the blocks of a request stay cached, in tokens; 0: unused entry.
+using RetainedEnds = std::array<int64_t, 6>;
+
 struct CacheGroup {
   std::shared_ptr<const AttentionKind> kind;
   const PageRules* rules;
@@ -32,19 +36,40 @@ struct CacheGroup {
   int64_t block_size;       // tokens, over all context-parallel ranks
   int64_t num_hashes;       // per block
   int64_t hit_unit;         // tokens; hits of the manager end at multiples of this number
+  // tokens; blocks stay cached for hits that end at multiples of this number, by default hit_unit.
+  // 0: only for the ends that are retained for each request
+  int64_t retained_every;
   int64_t max_blocks;       // maximum per request; circular: the size of the buffer
   int64_t num_places;       // maximum number of tokens with slots per row, or kUnbounded
   int64_t num_prealloc;     // blocks
   int64_t num_speculative;  // for states: drafts per step that may be rejected
 
-  // Whether a hit can read this whole block, or recomputes it for a drafter. Only the shortest hit
-  // that ends after the block is checked, because longer hits read no earlier tokens.
-  bool may_be_hit(int64_t block) const {
+  // Whether the blocks stay cached for all hits.
+  bool is_dense() const { return keeps_all || retained_every == hit_unit; }
+  // Returns the shortest retained hit of at least num_tokens tokens, or kUnbounded.
+  int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends) const {
+    int64_t first = retained_every == 0 ? kUnbounded
+                                        : ceil_div(num_tokens, retained_every) * retained_every;
+    for (int64_t end : ends) {
+      if (end >= num_tokens) first = std::min(first, end);
+    }
+    return first;
+  }
+  bool is_retained(int64_t hit, const RetainedEnds& ends) const {
+    return hit > 0 && first_retained(hit, ends) == hit;
+  }
+  // Whether a retained hit can read this whole block, or recomputes it for a drafter. Only the
+  // shortest hit that ends after the block is checked, because longer hits read no earlier tokens.
+  bool may_be_hit(int64_t block, const RetainedEnds& ends) const {
     if (keeps_all) return true;
     const int64_t end = (block + 1) * block_size;
-    if (first_needed_token(ceil_div(end, hit_unit) * hit_unit) < end) return true;
-    const int64_t hit = end - (has_partial ? hit_unit : block_size);
-    return drafts && hit > 0 && hit % hit_unit == 0;
+    if (first_needed_token(first_retained(end, ends)) < end) return true;
+    return drafts && is_retained(end - (has_partial ? hit_unit : block_size), ends);
+  }
+  // The same for the part of a block that ends after num_tokens tokens.
+  bool may_hit_part(int64_t num_tokens, const RetainedEnds& ends) const {
+    return is_dense() || is_retained(num_tokens, ends) ||
+           (drafts && is_retained(num_tokens - block_size / num_hashes, ends));
   }
 
   // The number of tokens after a hit that the group must also find, and that are recomputed.

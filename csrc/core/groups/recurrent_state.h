@@ -29,6 +29,7 @@ class RecurrentState final : public AttentionKind {
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
     return std::max<int64_t>(num_computed_tokens - 1, 0);
   }
+  bool is_retained_by_interval() const override { return true; }
   const PageRules& rules() const override { return kStateRules; }
   int64_t num_speculative_blocks() const override { return num_speculative_blocks_; }
 

@@ -15,6 +15,7 @@ class SlidingWindow final : public AttentionKind {
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
     return std::max<int64_t>(num_computed_tokens - window_ + 1, 0);
   }
+  bool is_retained_by_interval() const override { return true; }
 
  private:
   int64_t window_;  // tokens

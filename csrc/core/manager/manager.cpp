@@ -276,7 +276,8 @@ Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& comp
   checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
   const int64_t start = asked.num_external == 0 ? 0 : num_computed + asked.num_external;
   checks_.check_places(start, asked.num_tokens + asked.num_lookahead, "a new request");
-  const PrefixHit hit = partial ? *partial : PrefixHit::of_device(num_computed, computed);
+  PrefixHit hit = partial ? *partial : PrefixHit::of_device(num_computed, computed);
+  hit.num_shared_tokens = asked.num_shared;
   const Soundness::Change change = this->change("admit");
   return server_.allocate(asked, hit);
 }

@@ -17,6 +17,9 @@ void check_optional(const ManagerOptions& options) {
     throw std::invalid_argument("hash_bytes is " + std::to_string(options.hash_bytes) +
                                 ": expected 1 to 32");
   }
+  if (options.retention_interval >= 0) {
+    checked_size("retention_interval", options.retention_interval, 0);
+  }
   checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
   checked_size("max_num_reqs", options.max_num_reqs, 0);
   checked_size("watermark_blocks", options.watermark_blocks, 0);
@@ -115,7 +118,17 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
         checked_size("the least common multiple of the groups' block sizes",
                      std::lcm(hit_unit, group.has_partial ? hash_block_size : group.block_size), 1);
   }
-  for (CacheGroup& group : groups) group.hit_unit = hit_unit;
+  const int64_t interval = options.retention_interval;
+  if (interval > 0 && interval % hit_unit != 0) {
+    throw std::invalid_argument("retention_interval is " + std::to_string(interval) +
+                                ": expected None, 0 or a multiple of " + std::to_string(hit_unit) +
+                                ", at which hits end");
+  }
+  for (CacheGroup& group : groups) {
+    group.hit_unit = hit_unit;
+    const bool is_dense = interval < 0 || !group.kind->is_retained_by_interval();
+    group.retained_every = is_dense ? hit_unit : interval;
+  }
   return groups;
 }
 

@@ -46,6 +46,9 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   int64_t hash_block_size = 0;
   int64_t hash_bytes = 32;  // length of each hash, 1 to 32
   bool enable_caching = true;
+  // Interval in tokens of the hits for which window blocks and states stay cached, in addition to
+  // the end of each prompt and the ends of shared prefixes. 0: only these. Negative: all hits.
+  int64_t retention_interval = -1;
   int64_t num_preallocate_tokens = 0;
   int64_t max_num_reqs = 0;  // maximum number of rows; 0: unlimited
   // Number of free blocks that admission and preallocation must leave.

@@ -36,12 +36,14 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
                               [](const CacheGroup& group) { return group.is_cached; })) {
   for (const CacheGroup& group : *groups_) {
     has_tokens_ |= group.rules->traits.appends && group.is_cached;
-    has_states_ |= group.rules->traits.updates_in_place;
+    keeps_any_ |= group.keeps_all && group.is_cached;
     if (!group.rules->traits.has_hits) continue;
     const char* name = "the least common multiple of the groups' block sizes";
     unit_ = group.hit_unit;
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
   }
+  limits_more_ = !std::all_of(groups_->begin(), groups_->end(),
+                              [this](const CacheGroup& group) { return limits_shared(group); });
   hit_.blocks.resize(groups_->size());
   hit_.on_host.resize(groups_->size());
   hit_.sources.resize(groups_->size());
@@ -134,22 +136,22 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   for (auto& on_host : hit_.on_host) on_host.clear();
   std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
 
-  hit_.num_tokens = accepted_by_all(std::min(max_tokens, num_hashed_), /*with_states=*/false);
+  hit_.num_tokens = accepted_by_all(std::min(max_tokens, num_hashed_), /*only_shared=*/true);
   hit_.num_shared_tokens = has_tokens_ ? hit_.num_tokens : 0;
-  if (has_states_) hit_.num_tokens = accepted_by_all(hit_.num_tokens, /*with_states=*/true);
+  if (limits_more_) hit_.num_tokens = accepted_by_all(hit_.num_tokens, /*only_shared=*/false);
   for (const CacheGroup& group : *groups_) collect(group);
   return hit_;
 }
 
 // Iterates to a fixed point, because shortening the hit in one group shortens it in all groups.
-int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool with_states) {
+int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool only_shared) {
   num_tokens -= num_tokens % step_;
   for (int64_t before = -1; num_tokens != before && num_tokens > 0;) {
     before = num_tokens;
     // Groups that need the whole prefix come first, so that one miss identifies a cold prompt.
     for (bool whole : {true, false}) {
       for (const CacheGroup& group : *groups_) {
-        if (group.rules->traits.updates_in_place && !with_states) continue;
+        if (only_shared && !limits_shared(group)) continue;
         if (group.keeps_all == whole && num_tokens > 0) num_tokens = accepted(group, num_tokens);
       }
     }

@@ -19,7 +19,8 @@ struct PrefixHit {
     BlockId page;
   };
   int64_t num_tokens = 0;
-  // The hit of the token groups alone, in tokens, regardless of states; 0 without such groups.
+  // The hit of the groups that keep all tokens, regardless of windows and states. Without such
+  // groups, the hit of all groups except states; 0 without these, too.
   int64_t num_shared_tokens = 0;
   // Per group: whole blocks; null if the block is no longer read, or is on the host.
   std::vector<std::vector<BlockId>> blocks;
@@ -85,7 +86,11 @@ class PrefixFinder {
   int64_t whole_unit() const { return whole_unit_; }
 
  private:
-  int64_t accepted_by_all(int64_t num_tokens, bool with_states);
+  // Whether the group limits num_shared_tokens.
+  bool limits_shared(const CacheGroup& group) const {
+    return keeps_any_ ? group.keeps_all : !group.rules->traits.updates_in_place;
+  }
+  int64_t accepted_by_all(int64_t num_tokens, bool only_shared);
   int64_t accepted(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
@@ -108,7 +113,7 @@ class PrefixFinder {
   int64_t hash_block_size_;
   // See unit() and whole_unit().
   int64_t unit_ = 1, whole_unit_ = 1;
-  bool is_enabled_, has_tokens_ = false, has_states_ = false;
+  bool is_enabled_, has_tokens_ = false, keeps_any_ = false, limits_more_ = false;
   // State of the current search.
   const HashList* hashes_ = nullptr;
   const uint64_t* variants_ = nullptr;

@@ -80,6 +80,8 @@ void RequestChecks::check_counts(const NewRow& asked) const {
   checked_size("max_host_blocks", asked.max_host_blocks, 0);
   checked_size("num_lookahead_tokens", asked.num_lookahead, 0);
   checked_size("num_reserved_blocks", asked.num_reserved_blocks, 0);
+  checked_size("num_prompt_tokens", asked.num_prompt, 0);
+  checked_size("num_shared_tokens", asked.num_shared, 0);
   checked_size("external.num_tokens", asked.num_external, 0);
   if (asked.num_external > 0) check_all_transferred(asked.num_external);
   if (!asked.receives) {

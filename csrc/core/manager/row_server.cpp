@@ -14,6 +14,7 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       has_state_(has_states(*c_.groups)),
       has_bound_(has_bound(*c_.groups)),
       max_drafts_(max_drafts(*c_.groups)),
+      retained_(*c_.groups, parts_.finder->unit(), parts_.finder->whole_unit()),
       candidate_(c_.groups->size()) {}
 
 // Inlined, because it runs for every row of a step.
@@ -158,9 +159,11 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     const Row& r = (*c_.rows)[served.row];
     if (r.next_publish == kUnbounded) continue;
     const int64_t first = std::max(served.start, num_hit);
-    // The first boundary that the row passes and the hit does not. For states, this is the end of
-    // the step.
-    const int64_t stop = has_state_ ? r.num_computed - r.num_drafts : (first / unit + 1) * unit;
+    // The first retained boundary that the row passes and the hit does not. For states, this can
+    // only be the end of the step.
+    const int64_t from = has_state_ ? r.num_computed - r.num_drafts : (first / unit + 1) * unit;
+    const int64_t stop = first_retained(served.row, from, unit);
+    if (has_state_ && stop != from) continue;
     if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
     if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
     const auto last = static_cast<size_t>(stop / parts_.hash_block_size - 1);
@@ -168,6 +171,21 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     if (last < hashes.size() && last < others.size() && hashes[last] == others[last]) return true;
   }
   return false;
+}
+
+// Returns the first multiple of `unit` from num_tokens on that ends a retained hit of all groups.
+// Returns num_tokens itself if it is no multiple.
+int64_t RowServer::first_retained(int32_t row, int64_t num_tokens, int64_t unit) const {
+  const RetainedEnds& ends = c_.rows->info(row).retained;
+  for (int64_t before = -1; num_tokens % unit == 0 && num_tokens != before;) {
+    before = num_tokens;
+    for (const CacheGroup& group : *c_.groups) {
+      if (group.is_cached) num_tokens = group.first_retained(num_tokens, ends);
+      if (num_tokens == kUnbounded) return kUnbounded;
+    }
+    num_tokens = ceil_div(num_tokens, unit) * unit;
+  }
+  return num_tokens;
 }
 
 // Whether states of the row after num_tokens tokens can be kept: inside blocks, only those of its
@@ -305,8 +323,11 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   // Received tokens do not depend on this step.
   served->safe_start = asked.receives ? served->span.start : hit.num_tokens;
   Row& r = (*c_.rows)[row];
-  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
-  c_.rows->info(row).hit_end = hit.num_tokens;
+  const int64_t num_prompt = asked.num_prompt > 0 ? asked.num_prompt : chain->num_tokens();
+  AdmissionInfo& info = c_.rows->info(row);
+  info = {num_prompt, hit.num_tokens, 0, hit.num_shared_tokens, {}};
+  info.hit_end = hit.num_tokens;
+  info.retained = retained_.ends(num_prompt, hit.num_tokens, hit.num_shared_tokens);
   r.chain = chain;
   r.start = served->span.start;
   r.num_computed = served->span.stop;
@@ -442,6 +463,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
       child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
   c_.rows->info(other).num_slots = c_.rows->info(row).num_slots;
   c_.rows->info(other).hit_end = c_.rows->info(row).hit_end;
+  c_.rows->info(other).retained = retained_.ends(child->num_tokens(), r.num_computed, 0);
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];

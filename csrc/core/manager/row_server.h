@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
+#include "core/groups/retained_hits.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/block_holders.h"
 #include "core/manager/cache_stats.h"
@@ -106,6 +107,7 @@ class RowServer {
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
   void answer(const ServedRow& served, Status status);
   bool waits_for_earlier(const TokenChain& chain, int64_t num_hit) const;
+  int64_t first_retained(int32_t row, int64_t num_tokens, int64_t unit) const;
   bool keeps_states_at(int32_t row, int64_t num_tokens) const;
   void share_filled(int32_t row);
   void publish_left_states();
@@ -122,6 +124,7 @@ class RowServer {
   bool has_state_;                    // whether a group updates pages in place
   bool has_bound_;                    // whether a group has a limited number of token slots per row
   int64_t max_drafts_;                // maximum per step and row
+  RetainedHits retained_;
   std::vector<RowBlocks> candidate_;  // scratch: blocks of a new request, by group
 };
 

@@ -28,6 +28,10 @@ struct NewRow {
   // The whole prompt is computed in one step from its own K and V. Therefore, blocks outside the
   // window at the end of the prompt are never allocated.
   bool computes_whole = false;
+  // Tokens of the prompt; 0: all known tokens. A request that was preempted also knows its output.
+  int64_t num_prompt = 0;
+  // For `admit`: `PrefixHit::num_shared_tokens` of the lookup. Steps look it up.
+  int64_t num_shared = 0;
   // Blocks are published when `mark_computed` reports that their tokens have KV, not when they are
   // filled.
   bool waits_for_marks = false;

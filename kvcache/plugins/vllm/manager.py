@@ -33,9 +33,6 @@ _NEW = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 class VllmCacheManager:
     """The `kv_cache_manager` of vLLM's `Scheduler`.
 
-    The eviction policy decides which blocks of windows and which states remain cached, so only vLLM's
-    default `prefix_cache_retention_interval` is accepted.
-
     Args:
         hash_bytes: Size of vLLM's block hashes.
         options: Fields of `CacheOptions`, for example the eviction policy.
@@ -69,10 +66,8 @@ class VllmCacheManager:
         hash_bytes: int = 32,
         options: dict[str, Any] | None = None,
     ) -> None:
-        interval = kv_cache_config.prefix_cache_retention_interval
         _refuse(
             {
-                f"prefix_cache_retention_interval {interval}": bool(interval),
                 "MTP with several modules": num_prefill_lookahead > 1,
                 "metrics of single blocks (kv_cache_metrics)": metrics_collector is not None,
             }
@@ -99,6 +94,7 @@ class VllmCacheManager:
             kv_cache_config.num_blocks,
             max_model_len,
             enable_caching=enable_caching,
+            retention_interval=kv_cache_config.prefix_cache_retention_interval,
             num_preallocate_tokens=0,
             enable_events=enable_kv_cache_events,
             engine_copies_states=self._states.are_copied,
@@ -157,7 +153,9 @@ class VllmCacheManager:
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """Return the blocks of the cached prefix, its length, and its length ignoring states."""
+        """Return the blocks of the cached prefix, its length, and the end of a longer prefix that
+        only full attention has cached, or 0.
+        """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         if self._step_of_lookup != self._ahead.step:  # running requests are scheduled first
@@ -168,9 +166,7 @@ class VllmCacheManager:
             self._native_request(request), whole_blocks=True, max_tokens=max_cache_hit_length
         )
         ids, num_tokens = found.block_ids, found.num_tokens
-        junction = found.num_shared_tokens if self._states.any else 0
-        if junction <= num_tokens:
-            junction = 0
+        junction = found.num_shared_tokens if found.num_shared_tokens > num_tokens else 0
         if num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, junction
         return BlockIds(ids if self.num_kv_cache_groups > 1 else [ids]), num_tokens, junction
@@ -298,6 +294,8 @@ class VllmCacheManager:
             lookahead,
             num_reserved,
             read_cache=bool(hits) if self.enable_caching else None,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_shared_tokens=request.shared_prefix_boundary,
         )
         if must_fit and not is_delayed:
             fits = native.would_fit(ask._replace(num_lookahead_tokens=0), whole=True)

@@ -241,8 +241,9 @@ void StateRules::publish_left(Publisher* publisher, int32_t row, const CacheGrou
   }
   const auto num_known = static_cast<int64_t>(r.chain->known_hashes().size());
   if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
-  if (group.may_be_hit(num_passed - 1))
+  if (group.may_be_hit(num_passed - 1, publisher->rows().info(row).retained)) {
     publisher->publish_run(row, group, num_passed - 1, &page, 1);
+  }
   each.num_published = num_passed;
 }
 
@@ -257,8 +258,9 @@ void StateRules::keep(Publisher* publisher, int32_t row, const CacheGroup& group
   if (num_hashed > static_cast<int64_t>(r.chain->known_hashes().size())) return;
   if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
   each.num_partial = static_cast<int32_t>(num_hashed);
+  const AdmissionInfo& info = publisher->rows().info(row);
   if (r.num_computed % hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
-      r.num_computed > publisher->rows().info(row).num_prompt) {
+      r.num_computed > info.num_prompt || !group.may_hit_part(r.num_computed, info.retained)) {
     return;
   }
   const Hash& hash = r.chain->known_hashes()[static_cast<size_t>(num_hashed - 1)];

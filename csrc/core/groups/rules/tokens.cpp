@@ -108,21 +108,24 @@ void TokenRules::publish(Publisher* publisher, int32_t row, const CacheGroup& gr
     const int64_t block = each.num_partial / group.num_hashes;
     const bool is_whole = (int64_t{each.num_partial} + 1) % group.num_hashes == 0;
     if (is_whole || block < each.num_dropped) continue;
+    const int64_t end = (int64_t{each.num_partial} + 1) * group.block_size / group.num_hashes;
+    if (!group.may_hit_part(end, publisher->rows().info(row).retained)) continue;
     publisher->publish_part(row, group, block, each.num_partial);
   }
   publish_whole(publisher, row, group, num_hashed);
 }
 
-// Blocks that no hit can read are not published, and are reused before all cached blocks.
+// Blocks that no retained hit can read are not published, and are reused before all cached blocks.
 void TokenRules::publish_whole(Publisher* publisher, int32_t row, const CacheGroup& group,
                                int64_t num_hashed) const {
   RowBlocks& each = publisher->rows().blocks(row)[group.id];
   const int64_t num_full = num_hashed / group.num_hashes;
   const int64_t first = std::max(each.num_published, each.num_dropped);
+  const RetainedEnds& retained = publisher->rows().info(row).retained;
   for (int64_t b = first; b < num_full; ++b) {
     const int64_t run = b;
     b = group.keeps_all ? num_full : b;
-    while (b < num_full && group.may_be_hit(b)) ++b;
+    while (b < num_full && group.may_be_hit(b, retained)) ++b;
     if (b > run) publisher->publish_run(row, group, run, each.blocks.data() + run, b - run);
   }
   each.num_published = std::max(each.num_published, num_full);
