@@ -133,6 +133,7 @@ class Engine:
 def main():
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     import tests.machinery.vllm_waits  # noqa: F401
 
@@ -177,6 +178,9 @@ def main():
                 say(counts.pop("tokens", 0))
             elif command == "manager":
                 say(type(scheduler.kv_cache_manager).__name__)
+            elif command == "connector":  # a method of the worker side
+                getattr(get_kv_transfer_group(), arguments[0])()
+                say(True)
             elif command == "abort":
                 engine.abort_request([request for order in orders for request in order])
                 orders.clear()

@@ -1,8 +1,10 @@
 """Compares vLLM's own scheduler with its own cache manager and with kvcache's, without a model."""
 
 import collections
+import contextlib
 import os
 import random
+from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -12,9 +14,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from vllm import SamplingParams
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched import async_scheduler
@@ -36,8 +39,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvcache.allocator import check_invariants
 from kvcache.plugins import vllm as ours
 from kvcache.plugins.vllm import hashing
+from kvcache.plugins.vllm.versions import check_version
 
 BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request
+NUM_DRAFTS = 7  # most drafts per request and step
+IS_032 = check_version().startswith("0.32")
+# vLLM 0.33 has hashes that cover tokens after their block, and no Mamba mode "all".
+HAS_LOOKAHEAD = hasattr(VllmConfig, "num_hash_lookahead_tokens")
+MAMBA_MODES = ("align", "all") if IS_032 else ("align",)
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 TINY = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
@@ -97,8 +106,14 @@ def engine_config(model, *, is_async=False, events=False, **options):
     return config
 
 
-def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1, retention=None):
-    """Make a scheduler for groups of these kinds. `num_blocks` includes the null block."""
+def make_scheduler(
+    cls, config, groups, num_blocks, context_parallel_size=1, retention=None, lookahead=0
+):
+    """Make a scheduler for groups of these kinds. `num_blocks` includes the null block.
+
+    With `lookahead`, the configuration looks like that of a drafter that reads this number of tokens
+    after a block.
+    """
     config.parallel_config.decode_context_parallel_size = context_parallel_size
     config.cache_config.num_gpu_blocks = num_blocks
     modes = {kind.partition(" ")[2] for kind in groups if kind.startswith("mamba")}
@@ -114,22 +129,40 @@ def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1, ret
     )
     block_size = max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
     is_hashed = config.cache_config.enable_prefix_caching
-    return cls(
-        vllm_config=config,
-        kv_cache_config=cache,
-        log_stats=True,
-        block_size=block_size * context_parallel_size,
-        hash_block_size=(BLOCK if is_hashed else block_size) * context_parallel_size,
-        structured_output_manager=StructuredOutputManager(config),
-    )
+    with drafter_reads(lookahead):
+        return cls(
+            vllm_config=config,
+            kv_cache_config=cache,
+            log_stats=True,
+            block_size=block_size * context_parallel_size,
+            hash_block_size=(BLOCK if is_hashed else block_size) * context_parallel_size,
+            structured_output_manager=StructuredOutputManager(config),
+        )
 
 
-def block_hasher(name="sha256_cbor", size=BLOCK, *, ours=False):
+@contextlib.contextmanager
+def drafter_reads(lookahead):
+    """Patch vLLM's configuration: a drafter reads `lookahead` tokens after a block."""
+    values = {}
+    if lookahead:
+        values = {
+            "num_hash_lookahead_tokens": lookahead,
+            # kvcache's manager rejects drafters of several modules, which read more.
+            "num_prefill_lookahead_tokens": 1,
+            "num_lookahead_tokens": NUM_DRAFTS,
+        }
+    with contextlib.ExitStack() as patches:
+        for name, value in values.items():
+            patches.enter_context(mock.patch.object(VllmConfig, name, value))
+        yield
+
+
+def block_hasher(name="sha256_cbor", size=BLOCK, *, ours=False, lookahead=0):
     """Return vLLM's or kvcache's hasher for blocks of `size` tokens."""
     function = get_hash_fn_by_name(name)
     init_none_hash(function)
     make = hashing.get_request_block_hasher if ours else get_request_block_hasher
-    return make(size, function)
+    return make(size, function, *([lookahead] if lookahead else []))
 
 
 def make_request(number, token_ids, hasher, max_tokens, **options):
@@ -144,6 +177,12 @@ def make_request(number, token_ids, hasher, max_tokens, **options):
         block_hasher=hasher,
         **options,
     )
+
+
+def image(identifier, offset, length):
+    """Return an image of a request, without data."""
+    position = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(None, "image", identifier, position, identifier)
 
 
 def answer(scheduler, scheduled):
@@ -169,10 +208,12 @@ class Contents:
 
     The KV of a token depends on all tokens up to it, so a slot's content is their digest. If a
     token is not known yet, the slot stores the request and position, which are resolved later.
+
+    With `lookahead`, KV also depends on this number of tokens after its own, like a drafter's.
     """
 
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
+    def __init__(self, scheduler, lookahead=0):
+        self.scheduler, self.lookahead = scheduler, lookahead
         self.size = scheduler.hash_block_size  # tokens per hash block
         self.specs = [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
         self.tables = {}  # request id -> block ids of each group
@@ -231,6 +272,12 @@ class Contents:
             found = hash((found, token))
         return found
 
+    def digest_of_kv(self, request, position, drafts=()):
+        """Return the digest of a token's KV. A drafter runs once the accepted tokens are known."""
+        if self.lookahead:
+            return self.digest(request, position + self.lookahead)
+        return self.digest(request, position, drafts)
+
     def slots_of(self, request, positions):
         for group, table in enumerate(self.tables[request.request_id]):
             if isinstance(self.specs[group], MambaSpec):
@@ -273,7 +320,7 @@ class Contents:
         self.write_checkpoints(request, start, stop)
         for _, position, slot in self.slots_of(request, range(start, stop)):
             assert slot[1] != 0, "a token is written to the null block"
-            self.slots[slot] = self.digest(request, position, drafts)
+            self.slots[slot] = self.digest_of_kv(request, position, drafts)
 
     def write_checkpoints(self, request, start, stop):
         """Write the states inside a chunk.
@@ -303,7 +350,7 @@ class Contents:
             chunk = getattr(spec, "attention_chunk_size", None)
             if chunk and position < start // chunk * chunk:
                 continue
-            wanted = self.digest(request, position)
+            wanted = self.digest_of_kv(request, position)
             assert self.resolved(self.slots.get(slot)) == wanted, (
                 f"{request.request_id} reads what is not there at {position}"
             )
@@ -324,6 +371,7 @@ class SideBySide:
         context_parallel_size=1,
         sessions=False,
         retention=None,
+        lookahead=0,
     ):
         self.rng = random.Random(seed)
         self.is_async = config.scheduler_config.async_scheduling
@@ -332,12 +380,20 @@ class SideBySide:
         # request id -> number, for sessions that take further parts
         self.sessions = {} if sessions else None
         size = BLOCK * context_parallel_size
-        self.hashers = [block_hasher(size=size), block_hasher(size=size, ours=True)]
+        self.hashers = [
+            block_hasher(size=size, ours=is_ours, lookahead=lookahead) for is_ours in (False, True)
+        ]
         self.pair = [
-            make_scheduler(cls, config, groups, num_blocks, context_parallel_size, retention)
+            make_scheduler(
+                *(cls, config, groups, num_blocks, context_parallel_size, retention),
+                lookahead=lookahead,
+            )
             for cls in PAIRS[self.is_async]
         ]
-        self.contents = [Contents(scheduler) for scheduler in self.pair]
+        # After a session drops a token, its KV depends on this token, as its hashes do. Drafters of
+        # several modules compute their last tokens again.
+        read = lookahead if lookahead == 1 and not sessions else 0
+        self.contents = [Contents(scheduler, read) for scheduler in self.pair]
         self.is_dense = all(type(spec) is FullAttentionSpec for spec in self.contents[0].specs)
         self.counts = collections.Counter()
         self.pending = [collections.deque(), collections.deque()]
@@ -349,24 +405,30 @@ class SideBySide:
         ]
         for number, scheduler in enumerate(self.pair):
             self._keep_events(number, scheduler)
-            scheduler.num_spec_tokens = 7 if drafts else 0
+            # Drafters have lookahead hashes. Asynchronous schedulers would plan drafts of their own.
+            has_drafter = drafts or (lookahead and not self.is_async)
+            scheduler.num_spec_tokens = NUM_DRAFTS if has_drafter else 0
 
     def run(self, num_steps):
         for _ in range(num_steps):
             self._add()
             self._step()
         self._add_parts(1)
+        most_steps = self.counts["steps"] + 5_000
         while any(scheduler.requests for scheduler in self.pair):
             self._step()
+            left = [sorted(scheduler.requests) for scheduler in self.pair]
+            assert self.counts["steps"] < most_steps, f"requests that do not end: {left}"
         for scheduler in self.pair:
             assert scheduler.kv_cache_manager.usage < 1e-9, "blocks are still held"
         live = [{key for key, count in each.items() if count > 0} for each in self.live]
-        # If drafts are accepted in a request's last step, only kvcache caches their blocks.
-        is_same = live[0] <= live[1] if self.drafts else live[0] == live[1]
+        # If drafts are accepted in a request's last step, only kvcache and vLLM 0.33 cache their
+        # blocks.
+        is_same = live[0] <= live[1] if self.drafts and IS_032 else live[0] == live[1]
         assert not self.exact or is_same, "events tell of other blocks"
         # If there are null blocks in between, vLLM's events contain tokens that belong to none of
         # their hashes.
-        if self.exact and not self.drafts and self.is_dense:
+        if self.exact and self.is_dense and not (self.drafts and IS_032):
             assert self.told[0] == self.told[1], "events tell something else of blocks"
         assert self.pair[0].reset_prefix_cache() and self.pair[1].reset_prefix_cache()
         return self.counts
@@ -392,13 +454,14 @@ class SideBySide:
         if type(event).__name__ != "BlockStored":
             return
         size, parent = event.block_size, event.parent_block_hash
+        further = getattr(event, "lookahead_token_ids", None)
         for i, block_hash in enumerate(event.block_hashes):
             yield (
                 (event.group_idx, block_hash),
                 (
                     *(parent, list(event.token_ids[i * size : (i + 1) * size]), size, event.medium),
                     *(event.lora_name, event.lora_id, event.session_id),
-                    event.extra_keys and event.extra_keys[i],
+                    *(event.extra_keys and event.extra_keys[i], further and further[i]),
                     *(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
                 ),
             )
@@ -470,7 +533,8 @@ class SideBySide:
     def _draft(self):
         running = [{request.request_id for request in each.running} for each in self.pair]
         for request_id in sorted(running[0] & running[1]):
-            tokens = [self.rng.randrange(3, 500) for _ in range(self.rng.choice([0, 0, 1, 3, 7]))]
+            num_drafts = self.rng.choice([0, 0, 1, 3, NUM_DRAFTS])
+            tokens = [self.rng.randrange(3, 500) for _ in range(num_drafts)]
             for scheduler in self.pair:
                 scheduler.update_draft_token_ids(DraftTokenIds([request_id], [tokens]))
             self.counts["drafts"] += len(tokens)

@@ -26,6 +26,7 @@ from kvcache.transfer.transport.base import TransferError
 from kvcache.transfer.transport.channel import ChannelError, receive_frame, send_frame
 from kvcache.transfer.transport.factory import make_transport
 from kvcache.transfer.transport.metadata import TRANSPORT_VERSION
+from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from tests.machinery.reconnects import curve
 from tests.machinery.shared import sampled
@@ -621,6 +622,60 @@ def test_timeout_must_be_finite_and_not_negative(timeout_s):
             with pytest.raises(ValueError, match=f"timeout_s is {timeout_s}: expected finite sec"):
                 call()
         read.wait(20)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_unregistered_memory_is_unreachable_until_it_is_registered_again(name, size):
+    with Side(name) as reader, Side(name) as source:
+        memory, metadata = [(source.address, source.pool.nbytes)], source.transport.metadata()
+        source.pool[:] = 7
+
+        def read():
+            peer = reader.transport.connect(metadata)
+            reader.read(source, 0, 0, size, name=peer, timeout_s=5).wait(5)
+
+        read()
+        source.transport.unregister(memory)
+        assert not source.transport.peers() and not source.transport.memory.regions
+        with pytest.raises(TransferError):
+            read()
+        with pytest.raises(ValueError, match=r"local has .* expected bytes of one registered"):
+            source.read(
+                reader, 0, 0, size, name=source.transport.connect(reader.transport.metadata())
+            )
+        source.transport.unregister(memory)  # has no effect
+        source.transport.register(memory)
+        for peer in source.transport.peers():
+            source.transport.disconnect(peer)
+        assert source.transport.metadata() == metadata
+        reader.pool[:] = 0
+        wait_until(lambda: not reader.transport.peers())
+        read()
+        assert (reader.pool[:size] == 7).all() and not reader.pool[size:].any()
+
+
+def test_unregistering_waits_for_copies_in_progress(monkeypatch):
+    """The memory may be unmapped as soon as `unregister` returns."""
+    begun, may_end, log = threading.Event(), threading.Event(), []
+    gather = RegisteredMemory.gather
+
+    def slow(memory, *arguments):
+        begun.set()
+        may_end.wait(10)
+        gather(memory, *arguments)
+        log.append("copied")
+
+    with Side("gloo") as reader, Side("gloo") as source:
+        monkeypatch.setattr(RegisteredMemory, "gather", slow)
+        peer = reader.transport.connect(source.transport.metadata())
+        transfer = reader.read(source, 0, 0, LARGE, name=peer)
+        assert begun.wait(10)
+        threading.Timer(0.2, may_end.set).start()
+        source.transport.unregister([(source.address, source.pool.nbytes)])
+        log.append("unregistered")
+        with pytest.raises(TransferError):
+            transfer.wait(10)
+    assert log[:2] == ["copied", "unregistered"]
 
 
 def test_fragments_are_not_merged_across_regions(name):

@@ -145,7 +145,9 @@ class Ahead:
             held.start, held.num_computed = start, stop
             held.num_known += count
             held.quiet_until = last
-            self.wait(held, stop + lookahead)
+            # Calls that only publish are for tokens before those in flight, without lookahead slots.
+            num_slots = max(stop, held.engine_request.num_computed_tokens)
+            self.wait(held, num_slots + max(lookahead, self.num_lookahead))
             if ids:
                 held.ready = NewBlocks(ids) if held.ready is None else held.ready + NewBlocks(ids)
         if self._states.any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed import kv_events
@@ -15,7 +16,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvcache.plugins.vllm.hashing import RequestHashes
 
+_MOST_DISCARDED = 4096  # blocks of sessions whose next tokens were discarded
 MEDIUM = "GPU"  # vLLM's name for the pool's memory on any device
 
 
@@ -32,6 +35,17 @@ class VllmEventTranslator:
         ]
 
         self._adapter_ids: dict[str, int] = {}  # LoRA adapters that requests have used
+        self._discarded: dict[bytes, list[int]] = {}
+
+    def follow(self, hashes: Sequence[bytes]) -> None:
+        """Let a session's hashes record the tokens that they cover and the session discards.
+
+        vLLM keeps such a hash, because KV of drafters depends on the tokens.
+        """
+        if isinstance(hashes, RequestHashes):
+            hashes.discarded = self._discarded
+            while len(self._discarded) > _MOST_DISCARDED:
+                del self._discarded[next(iter(self._discarded))]
 
     def labels_of(self, request: Request) -> dict[str, Any]:
         """Return the `Request` options that give the events of a request's blocks their extra keys.
@@ -65,7 +79,9 @@ class VllmEventTranslator:
         kind, window = self._kinds[event.group]
         lookahead = {}
         if event.lookahead_token_ids is not None:
-            lookahead["lookahead_token_ids"] = event.lookahead_token_ids.tolist()
+            own = [self._discarded.get(each.tobytes()) for each in event.block_hashes]
+            known = event.lookahead_token_ids.tolist()
+            lookahead["lookahead_token_ids"] = [a or b for a, b in zip(own, known)]
         is_first = event.parent_hash in (None, kv_cache_utils.NONE_HASH)
         return kv_events.BlockStored(
             block_hashes=_hashes(event),

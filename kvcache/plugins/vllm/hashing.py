@@ -17,15 +17,22 @@ Hasher = Callable[[Request], Sequence[bytes]]
 
 
 class RequestHashes(core.HashedTokens):
-    """The `block_hashes` of a vLLM request: packed hashes, and the tokens."""
+    """The `block_hashes` of a vLLM request: packed hashes, and the tokens.
 
-    __slots__ = ("num_hashed",)
+    Attributes:
+        discarded: Receives the tokens after a block that its hash covers, by hash, if a session discards
+            one of these tokens. None: not recorded.
+    """
+
+    __slots__ = ("_after_last", "discarded", "num_hashed")
 
     def __init__(
         self, block_size: int, parent: bytes, algorithm: str, num_lookahead: int = 0
     ) -> None:
         super().__init__(block_size, parent, algorithm, num_lookahead)
         self.num_hashed = 0
+        self.discarded: dict[bytes, list[int]] | None = None
+        self._after_last: list[int] = []
 
     def extend(self, hashes: Sequence[bytes]) -> None:
         """Do nothing: the native hasher has already added the hashes that vLLM appends here."""
@@ -46,7 +53,14 @@ class RequestHashes(core.HashedTokens):
         """Pickle and copy as a list, like vLLM's own."""
         return list, (list(self),)
 
+    def note_last(self, tokens: list[int]) -> None:
+        """Record the tokens after the last block, all of which its hash covers."""
+        self._after_last = tokens
+
     def __delitem__(self, blocks: slice) -> None:
+        if self._after_last and self.discarded is not None:
+            self.discarded[self[-1]] = self._after_last
+        self._after_last = []
         super().__delitem__(blocks)
         self.num_hashed = len(self)
 
@@ -85,6 +99,10 @@ def get_request_block_hasher(
                 _extra_keys(request, known.num_hashed, stop, hash_block_size, num_lookahead),
             )
             known.num_hashed = stop
+            # The attribute is set after the prompt is hashed.
+            if num_lookahead and getattr(request, "resumable", False):
+                after = request._all_token_ids[stop * hash_block_size :]
+                known.note_last(after if len(after) == num_lookahead else [])
         return ()
 
     return hash_new_blocks

@@ -287,6 +287,7 @@ class VllmCacheManager:
         native, ours = self.native, self._native_request(request, num_encoder_tokens)
         start = num_hit_tokens + num_external
         lookahead = max(min(num_lookahead_tokens, self.max_model_len - start - num_new_tokens), 0)
+        self._ahead.num_lookahead = max(self._ahead.num_lookahead, num_lookahead_tokens)
         ask = Admit(
             ours,
             num_new_tokens,
@@ -546,6 +547,8 @@ class VllmCacheManager:
                 num_encoder_tokens=num_encoder_tokens,
                 **(self._events.labels_of(request) if self.enable_kv_cache_events else {}),
             )
+            if self._hashed.num_lookahead and request.resumable and self.enable_kv_cache_events:
+                self._events.follow(request.block_hashes)
         else:
             self._append_known(request, ours)
         return ours

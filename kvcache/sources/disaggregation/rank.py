@@ -40,6 +40,27 @@ class _QueuedStep(NamedTuple):
     after: Event | None = None
 
 
+class _Task:
+    """Work for the thread between two passes."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._error: BaseException | None = None
+        self.is_done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:
+            self._error = error
+        self.is_done.set()
+
+    def check(self) -> None:
+        """Raise the exception of the function, if any."""
+        if self._error is not None:
+            raise self._error
+
+
 class RankThread:
     """A thread that serves readers and performs loads until `close`. Only this thread uses the
     transport.
@@ -65,7 +86,7 @@ class RankThread:
         self._leases, self._reader, self._begin_load = Leases(), reader, begin_load
         transport, slots = reader.transport, self._leases.slots
         transport.register([(slots.ctypes.data, slots.nbytes)])
-        self._steps: queue.SimpleQueue[_QueuedStep | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[_QueuedStep | _Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._results = Results()
         self._loads: dict[str, Read] = {}
@@ -119,6 +140,18 @@ class RankThread:
         instance(progress, Progress, "progress")
         self._leases.advance(request_id, progress)
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function that uses the transport in the thread, and wait for it.
+
+        Raises what the function raises. If the thread has ended, its transport is closed, and the
+        function is not called.
+        """
+        task = _Task(function)
+        self._steps.put(task)
+        while self._thread.is_alive() and not task.is_done.wait(_IDLE_S):
+            pass
+        task.check()
+
     def take_results(self) -> Results:
         """Return the results since the last call."""
         with self._lock:
@@ -165,6 +198,9 @@ class RankThread:
             asked = _QueuedStep(time.monotonic(), Step())
         if asked is None:
             return False
+        if isinstance(asked, _Task):
+            asked.run()
+            return True
         self._take(asked)
         self._step_unread()
         ended = [request_id for request_id, load in self._loads.items() if load.step()]
@@ -242,7 +278,7 @@ class RankThread:
         with self._lock:
             self._has_failed = True
             while not self._steps.empty():
-                if (asked := self._steps.get()) is not None:
+                if isinstance(asked := self._steps.get(), _QueuedStep):
                     self._refuse(asked.step)
 
     def _refuse(self, step: Step) -> None:

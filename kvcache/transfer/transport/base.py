@@ -131,6 +131,21 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def unregister(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
+        """Withdraw registered memory, which may then be freed or remapped.
+
+        All peers are disconnected, and transfers in flight fail. Peers that connect again can access only
+        the other memory. After the memory is registered again, `metadata` is as before, and peers that
+        connect from then on can access all of it.
+
+        Args:
+            memory: The argument of an earlier `register`.
+
+        Raises:
+            TimeoutError: A copy of the memory was still running after the transport's timeout.
+        """
+
+    @abstractmethod
     def metadata(self) -> bytes:
         """Return the version, agent, address and registered memory as JSON.
 

@@ -103,6 +103,19 @@ class NixlTransport(StagedTransport):
                 self._agent.register(memory)
                 self._regions += memory
 
+    def _on_unregistered(self, memory: list[Region]) -> None:
+        """Replace the agent by one with the other regions, because peers have loaded its metadata."""
+        if not self.is_direct:
+            return
+        gone = {(each.begin, each.end) for each in memory}
+        with self._agent_lock:
+            self._regions = [each for each in self._regions if (each.begin, each.end) not in gone]
+            following = Agent(self.incarnation, self._host)
+            following.register(self._regions)
+            agent, self._agent = self._agent, following
+        agent.deregister_all()
+        agent.release()
+
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
         lane = NixlLane(
             self.agent_for_connection(),

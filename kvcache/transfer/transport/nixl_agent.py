@@ -63,6 +63,7 @@ class Agent:
         self._num_users = 1
         self._peers: set[str] = set()
         self._kept: list[object] = []
+        self._registered: list[object] = []  # what NIXL returned for registered memory
         self.num_shared = 0  # number of `share` calls
 
     def share(self) -> Agent:
@@ -110,6 +111,7 @@ class Agent:
                     "expected memory that it can share, or direct_bytes=None, with which all goes "
                     "through host memory"
                 ) from error
+        self._registered += registered
         return registered
 
     def deregister(self, registered: list) -> None:
@@ -117,6 +119,13 @@ class Agent:
         for each in registered:
             with suppress(Exception):  # NIXL has already released it
                 self._agent.deregister_memory(each)
+        self._registered = [
+            each for each in self._registered if not any(each is other for other in registered)
+        ]
+
+    def deregister_all(self) -> None:
+        """Deregister all memory, after the transfers with all peers have ended."""
+        self.deregister(self._registered)
 
     def metadata(self) -> bytes:
         """Return the metadata that a peer's agent needs to access the memory registered so far."""

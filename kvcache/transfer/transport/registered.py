@@ -71,6 +71,12 @@ class RegisteredMemory:
         """Return all regions, sorted."""
         return self._known.regions
 
+    def known(self, memory: Pages | Sequence[tuple[int, int]]) -> list[Region]:
+        """Return the registered regions that `add` made of this memory."""
+        found = _of_pages(memory) if isinstance(memory, Pages) else _of_host(memory)
+        bounds = {(each.begin, each.end) for each in found}
+        return [each for each in self.regions if (each.begin, each.end) in bounds]
+
     def add(self, memory: Pages | Sequence[tuple[int, int]]) -> list[Region]:
         """Add pages, or (address, bytes) of host memory.
 

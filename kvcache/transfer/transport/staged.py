@@ -98,6 +98,7 @@ class StagedTransport(Transport):
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False
+        self._is_withdrawing = False  # whether memory is being unregistered: no peer may connect
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server(
             (host, integer(port, "port", 0, 2**16 - 1)), family=family, backlog=128
@@ -114,6 +115,9 @@ class StagedTransport(Transport):
     def _on_registered(self, memory: list[Region]) -> None:
         """Make new regions known to the transport."""
 
+    def _on_unregistered(self, memory: list[Region]) -> None:
+        """Withdraw regions, after all connections that may access them have ended."""
+
     @abstractmethod
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
         """Attach the channel and open the lane to a peer. Both sides do so at the same time."""
@@ -128,6 +132,20 @@ class StagedTransport(Transport):
         except BaseException:
             self.memory.remove(new)
             raise
+
+    def unregister(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
+        self._check_open()
+        regions = self.memory.known(memory)
+        if not regions:
+            return
+        with self._lock:
+            self._is_withdrawing = True
+        try:
+            self._disconnect_all("its memory was unregistered")
+            self._on_unregistered(regions)
+            self.memory.remove(regions)
+        finally:
+            self._is_withdrawing = False
 
     def metadata(self) -> bytes:
         self._check_open()
@@ -144,6 +162,8 @@ class StagedTransport(Transport):
         ):  # otherwise the peer could reflect this side's proof
             raise ValueError("incarnation of the metadata is this side's own: expected another's")
         with self._lock:
+            if self._is_withdrawing:
+                raise ConnectionError(f"agent {self.agent!r} is unregistering memory")
             known = connection = self._live(theirs.agent)
             if known is not None:
                 self._check_same(known, theirs)
@@ -217,6 +237,21 @@ class StagedTransport(Transport):
 
     # Connections.
 
+    def _disconnect_all(self, reason: str) -> None:
+        """Disconnect all peers, and wait until no thread copies for them."""
+        with self._lock:
+            ended = [*self._connections.values(), *(known for _, known in self._ended)]
+            for name in list(self._connections):
+                self._retire(name)
+        for connection in ended:
+            connection.fail(reason)
+        deadline = time.monotonic() + self.timeout_s
+        for thread in [thread for connection in ended for thread in connection.threads]:
+            if thread.is_alive():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+            if thread.is_alive():
+                raise TimeoutError(f"{thread.name} still copies after {self.timeout_s:g} s")
+
     def _metadata(self) -> Metadata:
         regions = [[each.begin, each.end - each.begin, each.kind] for each in self.memory.regions]
         return Metadata(
@@ -260,6 +295,8 @@ class StagedTransport(Transport):
             with self._lock:
                 if self._is_closed:
                     return f"agent {self.agent!r} is closed"
+                if self._is_withdrawing:
+                    return f"agent {self.agent!r} is unregistering memory"
                 known = self._live(theirs.agent)
                 if known is not None and known.is_calling(theirs):
                     if self.incarnation < theirs.incarnation:

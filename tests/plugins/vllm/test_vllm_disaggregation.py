@@ -224,6 +224,26 @@ def test_a_producer_that_was_killed(engines, victim):
     decode.wait_until_empty()
 
 
+def test_a_producer_that_sleeps(engines):
+    """vLLM 0.33 unmaps the caches while an engine sleeps. Requests with its offers recompute."""
+    prompts = some_prompts(20, 3, 100, 300)
+    prefill, decode = engines["tp1"], engines["tp1 ours"]
+    wanted = alone(decode, prompts)
+    for _ in range(2):
+        assert decode.decode(prompts, prefill.prefill(prompts)) == (wanted, 3 * 16)
+        decode.wait_until_empty()
+        offers = prefill.prefill(prompts)
+        for _ in range(2):  # the second call has no effect
+            assert prefill.ask("connector", "unregister_kv_caches")
+        tokens, num_computed = decode.decode(prompts, offers)
+        assert tokens == wanted and num_computed >= sum(map(len, prompts))
+        decode.wait_until_empty()
+        for _ in range(2):
+            assert prefill.ask("connector", "restore_kv_caches")
+        prefill.wait_until_empty()
+    assert decode.decode(prompts, prefill.prefill(prompts)) == (wanted, 3 * 16)
+
+
 @pytest.mark.parametrize("is_connected", [False, True])
 def test_a_producer_that_does_not_answer(is_connected, engines, victim):
     prompts = some_prompts(12, 3, 100, 300)

@@ -206,6 +206,10 @@ class TestRefusalsAtTheStart:
         connector = self.connector(folder, {"lease_s": 5})
         assert connector._vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
 
+    def test_sleep_mode_is_accepted(self, folder):
+        transfer = self.connector(folder)._vllm_config.kv_transfer_config
+        assert KVConnectorFactory.get_connector_class(transfer).supports_sleep_mode(transfer)
+
     def test_a_kind_of_group(self, folder, monkeypatch):
         mamba = MambaSpec(block_size=16, shapes=((4,),), dtypes=(vllm_schedulers.torch.float32,))
         monkeypatch.setitem(vllm_schedulers.SPECS, "mamba", lambda: mamba)

@@ -21,7 +21,7 @@ from kvcache.plugins.vllm.disaggregation.windows import check_kinds
 from kvcache.plugins.vllm.disaggregation.worker import TransferWorker
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -87,6 +87,17 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.take_handshakes(metadata)
 
     # Worker side.
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return True: the caches are withdrawn from the transport before they are unmapped."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)

@@ -19,6 +19,7 @@ from kvcache.plugins.vllm.disaggregation.steps import Handshake, TransferMetadat
 from kvcache.sources.disaggregation.layout import BY_TOKEN, GroupLayout
 from kvcache.sources.disaggregation.rank import RankThread
 from kvcache.sources.disaggregation.steps import Results
+from kvcache.transfer.transport.base import Transport
 from kvcache.transfer.transport.factory import make_transport
 from kvcache.worker.pages.pages import Pages
 
@@ -34,6 +35,9 @@ class TransferWorker:
     ) -> None:
         self._options, self._config, self._cache = options, vllm_config, kv_cache_config
         self._thread: RankThread | None = None
+        self._transport: Transport | None = None
+        self._storages: list[torch.Tensor] = []
+        self._is_registered = False
         self.handshake: Handshake | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -57,9 +61,10 @@ class TransferWorker:
             secret=os.environ.get(SECRET, "").encode(),
             digest=self._options.digest,
         )
-        storages = _storages(kv_caches.values())
-        for storage in storages:
-            transport.register(Pages.over([storage.view(1, -1)]))
+        self._transport, self._storages = transport, _storages(kv_caches.values())
+        storages = self._storages
+        self._register_storages()
+        self._is_registered = True
         addresses = tuple(tuple(each.data_ptr() for each in tensors) for tensors in chosen)
         begins = np.array(sorted(storage.data_ptr() for storage in storages))
         reader = RankReader(transport, layouts, addresses, rank, begins, storages[0].device)
@@ -71,6 +76,34 @@ class TransferWorker:
         )
         own = self._thread.handshake
         self.handshake = Handshake(own.groups, own.address)
+
+    def unregister(self) -> None:
+        """Withdraw the caches' memory from the transport, before vLLM unmaps it.
+
+        Offers remain valid addresses, but peers that read them fail until `restore`, and recompute.
+        """
+        if self._is_registered:
+            self._thread.call(self._unregister_storages)
+            self._is_registered = False
+
+    def restore(self) -> None:
+        """Register the caches again, after vLLM has mapped memory at the same addresses."""
+        if self._thread is not None and not self._is_registered:
+            self._thread.call(self._restore_storages)
+            self._is_registered = True
+
+    def _register_storages(self) -> None:
+        for storage in self._storages:
+            self._transport.register(Pages.over([storage.view(1, -1)]))
+
+    def _restore_storages(self) -> None:
+        self._register_storages()
+        for peer in self._transport.peers():  # connected without this memory
+            self._transport.disconnect(peer)
+
+    def _unregister_storages(self) -> None:
+        for storage in self._storages:
+            self._transport.unregister(Pages.over([storage.view(1, -1)]))
 
     def begin(self, step: TransferMetadata) -> None:
         """Start the transfers that the scheduler side has decided."""
