@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
+from kvcache.plugins.vllm.compatibility import check_version
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -39,7 +40,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvcache.allocator import check_invariants
 from kvcache.plugins import vllm as ours
 from kvcache.plugins.vllm import hashing
-from kvcache.plugins.vllm.versions import check_version
 
 BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request
 NUM_DRAFTS = 7  # most drafts per request and step

@@ -7,6 +7,7 @@ device, so no weights are read and no memory is needed for them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.parallel_state import (
+    destroy_model_parallel,
     ensure_model_parallel_initialized,
     init_distributed_environment,
 )
@@ -50,7 +52,7 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
     try:
         config = _config(arguments)
     except (Exception, SystemExit) as error:  # vLLM's reasons are as many as its options
-        return [*rows, ("options", f"vLLM rejects them: {_first_line(error)}", False)]
+        return [*rows, ("options", f"vLLM rejects them: {_one_line(error)}", False)]
     rows.append(("model", f"{config.model_config.architecture}, {config.model_config.dtype}", True))
     connector = config.kv_transfer_config
     config.kv_transfer_config = None  # connectors may listen on ports
@@ -68,10 +70,12 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
             )
         )
     except ValueError as error:
-        rows.append(("KV cache", _first_line(error), False))
+        rows.append(("KV cache", _one_line(error), False))
     except Exception as error:
         text = f"vLLM cannot create the model or its scheduler: {type(error).__name__}"
-        rows.append(("KV cache", f"{text}: {_first_line(error)}", False))
+        rows.append(("KV cache", f"{text}: {_one_line(error)}", False))
+    finally:
+        destroy_model_parallel()
     if connector is not None:
         rows.append(_connector_row(connector, scheduler))
     if config.speculative_config is not None:
@@ -171,15 +175,17 @@ def _connector_row(transfer: Any, scheduler: Any) -> tuple[str, str, bool]:
     try:
         lacks = what_connector_lacks(KVConnectorFactory.get_connector_class(transfer))
     except Exception as error:
-        return "connector", f"{name}: {_first_line(error)}", False
+        return "connector", f"{name}: {_one_line(error)}", False
     if not lacks and scheduler is not None and scheduler.kv_cache_manager.copies_states:
         lacks = "cannot be used with states that are copied (mamba_cache_mode 'align')"
     return "connector", f"{name} {lacks}" if lacks else name, not lacks
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__
+def _one_line(error: BaseException) -> str:
+    """Return the message without line breaks. pydantic's has a headline and a link around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in lines if not re.match(r"\d+ validation error|For further", line)]
+    return " ".join(kept or lines)[:500] or type(error).__name__
 
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

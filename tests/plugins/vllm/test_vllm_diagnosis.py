@@ -1,0 +1,76 @@
+"""`kvcache doctor --vllm` for public models, without their weights.
+
+`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+"""
+
+import json
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvcache.cli import main
+from tests.machinery import vllm_schedulers  # noqa: F401  settings of the environment
+from tests.machinery.vllm_public_models import CONFIGS
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Write the configuration of a model to a folder and return its path."""
+
+    def write(name):
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"} | CONFIGS[name]))
+        return str(folder)
+
+    return write
+
+
+def told(capsys, *arguments):
+    """Return the exit status and the output of the doctor, without line breaks."""
+    status = main(["doctor", "--vllm", *arguments])
+    return status, " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_public_models_are_served(name, folder_of, capsys):
+    arguments = folder_of(name), "--max-model-len", "4096", "--tensor-parallel-size", "8"
+    status, said = told(capsys, *arguments)
+    assert status == 0, said
+    assert CONFIGS[name]["architectures"][0] in said
+    assert "no difference from vLLM's manager" in said
+    assert "serve with --scheduler-cls kvcache.plugins.vllm.Vllm" in said
+
+
+def test_groups_are_named(folder_of, capsys):
+    _, said = told(capsys, folder_of("gpt-oss-20b"), "--max-model-len", "4096")
+    assert "2 groups (sliding_window of 128 tokens (window 128), full_attention of 128" in said
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (
+            [
+                "--kv-transfer-config",
+                '{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}',
+            ],
+            "SimpleCPUOffloadConnector reads vLLM's own block pool (bind_gpu_block_pool)",
+        ),
+        (
+            ["--kv-transfer-config", '{"kv_connector": "None", "kv_role": "kv_both"}'],
+            "Unsupported connector type: None",
+        ),
+        (["--additional-config", '{"kvcache": {"evict": "lru"}}'], "option 'evict' for kvcache"),
+        (["--no-such-option"], "vLLM rejects them"),
+    ],
+)
+def test_what_is_not_served_is_named(options, message, folder_of, capsys):
+    status, said = told(capsys, folder_of("OLMo-2-7B"), *options)
+    assert status == 1 and message in said, said
+    assert "conclusion serve with vLLM's own scheduler" in said or "rejects" in said
+
+
+def test_a_missing_model_is_a_usage_error(capsys):
+    assert main(["doctor", "--vllm"]) == 2
+    assert "--vllm: expected a model" in capsys.readouterr().err
