@@ -356,6 +356,10 @@ class Contents:
             )
 
 
+# Values of prefix_cache_retention_interval: dense, vLLM's default, and one longer than the windows.
+RETENTIONS = (None, 0, 160)
+
+
 class SideBySide:
     """Both schedulers under one random workload. Every decision of each step is compared."""
 
@@ -594,10 +598,14 @@ def main():
             groups, num_blocks, exact = mixes[seed % len(mixes)]
             is_async = bool(seed // len(mixes) % 2)
             config = engine_config(folder, is_async=is_async, events=seed % 3 == 0)
+            retention = None if groups == ("full",) else random.Random(seed).choice(RETENTIONS)
             try:
-                total += SideBySide(seed, config, groups, num_blocks, exact=exact).run(150)
+                sides = SideBySide(
+                    seed, config, groups, num_blocks, exact=exact, retention=retention
+                )
+                total += sides.run(150)
             except BaseException:
-                print(f"seed {seed}, {groups}, {num_blocks} blocks")
+                print(f"seed {seed}, {groups}, {num_blocks} blocks, retention {retention}")
                 raise
             seed += 1
     print(f"seeds {first} to {seed - 1}: {dict(total)}")
