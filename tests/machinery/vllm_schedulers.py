@@ -13,13 +13,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-from kvcache.plugins.vllm.compatibility import check_version
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched import scheduler as vllm_scheduler
@@ -40,9 +40,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvcache.allocator import check_invariants
 from kvcache.plugins import vllm as ours
 from kvcache.plugins.vllm import hashing
+from kvcache.plugins.vllm.compatibility import check_version
 
 BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request
 NUM_DRAFTS = 7  # most drafts per request and step
+MOST_ENCODER_TOKENS = 100_000
 IS_032 = check_version().startswith("0.32")
 # vLLM 0.33 has hashes that cover tokens after their block, and no Mamba mode "all".
 HAS_LOOKAHEAD = hasattr(VllmConfig, "num_hash_lookahead_tokens")
@@ -107,12 +109,12 @@ def engine_config(model, *, is_async=False, events=False, **options):
 
 
 def make_scheduler(
-    cls, config, groups, num_blocks, context_parallel_size=1, retention=None, lookahead=0
+    cls, config, groups, num_blocks, context_parallel_size=1, retention=None, slots=0, lookahead=0
 ):
     """Make a scheduler for groups of these kinds. `num_blocks` includes the null block.
 
-    With `lookahead`, the configuration looks like that of a drafter that reads this number of tokens
-    after a block.
+    With `slots`, the configuration looks like that of a drafter (EAGLE, MTP) that writes to so many slots
+    after a step's tokens, and whose KV at a block's last position depends on `lookahead` later tokens.
     """
     config.parallel_config.decode_context_parallel_size = context_parallel_size
     config.cache_config.num_gpu_blocks = num_blocks
@@ -129,7 +131,7 @@ def make_scheduler(
     )
     block_size = max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
     is_hashed = config.cache_config.enable_prefix_caching
-    with drafter_reads(lookahead):
+    with with_drafter(slots, lookahead):
         return cls(
             vllm_config=config,
             kv_cache_config=cache,
@@ -141,16 +143,15 @@ def make_scheduler(
 
 
 @contextlib.contextmanager
-def drafter_reads(lookahead):
-    """Patch vLLM's configuration: a drafter reads `lookahead` tokens after a block."""
+def with_drafter(slots, lookahead):
+    """Patch vLLM's configuration; see `make_scheduler`."""
     values = {}
+    if slots:
+        values["num_lookahead_tokens"] = slots
+        # kvcache's manager rejects drafters of several modules, which read more.
+        values["num_prefill_lookahead_tokens"] = 1
     if lookahead:
-        values = {
-            "num_hash_lookahead_tokens": lookahead,
-            # kvcache's manager rejects drafters of several modules, which read more.
-            "num_prefill_lookahead_tokens": 1,
-            "num_lookahead_tokens": NUM_DRAFTS,
-        }
+        values["num_hash_lookahead_tokens"] = lookahead
     with contextlib.ExitStack() as patches:
         for name, value in values.items():
             patches.enter_context(mock.patch.object(VllmConfig, name, value))
@@ -171,6 +172,7 @@ def make_request(number, token_ids, hasher, max_tokens, **options):
     params.update_from_generation_config({}, None)
     return Request(
         request_id=f"r{number}",
+        arrival_time=float(number),
         prompt_token_ids=list(token_ids),
         sampling_params=params,
         pooling_params=None,
@@ -185,6 +187,15 @@ def image(identifier, offset, length):
     return MultiModalFeatureSpec(None, "image", identifier, position, identifier)
 
 
+def image_at(request, position):
+    """Return the image at a token and the token's place in it, or None."""
+    for each in request.mm_features:
+        place = position - each.mm_position.offset
+        if 0 <= place < each.mm_position.length:
+            return each.identifier, place
+    return None
+
+
 def answer(scheduler, scheduled):
     """Return a model's output: one token per request past its prompt, plus accepted drafts."""
     ids, sampled = list(scheduled.num_scheduled_tokens), []
@@ -194,6 +205,8 @@ def answer(scheduler, scheduled):
         tokens = [(request.num_tokens * 7919 + len(request_id)) % 500 + 3] if is_done else []
         drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
         if is_done and drafts:
+            if drafts[0] < 0:  # only the worker knows them
+                drafts = [(request.num_tokens * 13 + i) % 500 + 3 for i in range(len(drafts))]
             tokens = drafts[: request.num_tokens * 31 % (len(drafts) + 1)] + tokens
         sampled.append(tokens)
     return ModelRunnerOutput(
@@ -261,15 +274,16 @@ class Contents:
         while tokens and (len(tokens) > len(now) or tokens[-1] != now[len(tokens) - 1]):
             tokens.pop(), digests.pop()  # a session drops its last tokens
         for token in request._all_token_ids[len(tokens) :]:
+            item = image_at(request, len(tokens))
             tokens.append(token)
-            digests.append(hash((digests[-1] if digests else 0, token)))
+            digests.append(hash((digests[-1] if digests else 0, token, item)))
         if position < known:
             return digests[position]
         if position - known >= len(drafts) or min(drafts) < 0:
             return request.request_id, position
         found = digests[-1]
         for token in drafts[: position - known + 1]:
-            found = hash((found, token))
+            found = hash((found, token, None))
         return found
 
     def digest_of_kv(self, request, position, drafts=()):
@@ -375,12 +389,16 @@ class SideBySide:
         context_parallel_size=1,
         sessions=False,
         retention=None,
+        slots=0,
         lookahead=0,
+        images=False,
+        resets=False,
+        priorities=False,
     ):
         self.rng = random.Random(seed)
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
-        self.drafts = drafts
+        self.drafts, self.images, self.resets, self.priorities = drafts, images, resets, priorities
         # request id -> number, for sessions that take further parts
         self.sessions = {} if sessions else None
         size = BLOCK * context_parallel_size
@@ -390,6 +408,7 @@ class SideBySide:
         self.pair = [
             make_scheduler(
                 *(cls, config, groups, num_blocks, context_parallel_size, retention),
+                slots=slots or (NUM_DRAFTS if lookahead else 0),
                 lookahead=lookahead,
             )
             for cls in PAIRS[self.is_async]
@@ -409,9 +428,14 @@ class SideBySide:
         ]
         for number, scheduler in enumerate(self.pair):
             self._keep_events(number, scheduler)
-            # Drafters have lookahead hashes. Asynchronous schedulers would plan drafts of their own.
-            has_drafter = drafts or (lookahead and not self.is_async)
+            # With a drafter, an asynchronous scheduler plans drafts that it does not know.
+            has_drafter = drafts or ((slots or lookahead) and not self.is_async)
             scheduler.num_spec_tokens = NUM_DRAFTS if has_drafter else 0
+            if self.is_async and drafts:
+                scheduler._spec_token_placeholders = [-1] * NUM_DRAFTS
+            if images:
+                scheduler.max_num_encoder_input_tokens = MOST_ENCODER_TOKENS
+                scheduler.encoder_cache_manager = EncoderCacheManager(MOST_ENCODER_TOKENS)
 
     def run(self, num_steps):
         for _ in range(num_steps):
@@ -485,6 +509,10 @@ class SideBySide:
                 options["cache_salt"] = rng.choice(["one", "two"])
             elif head is self.heads[1]:
                 options["lora_request"] = LoRARequest("adapter", 7, "/no/such")
+            if self.images and rng.random() < 0.5:
+                options["mm_features"] = self._some_images(len(tokens))
+            if self.priorities:
+                options["priority"] = rng.randrange(3)
             number = self.counts["requests"]
             if self.sessions is not None and rng.random() < 0.6:
                 options["resumable"] = True
@@ -498,9 +526,22 @@ class SideBySide:
                 scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
             self.counts["aborts"] += 1
 
+    def _some_images(self, num_tokens):
+        """Return images at random places of a prompt, often the same for the same place."""
+        found, first = [], self.rng.choice([0, 16, 20])
+        while first < num_tokens and len(found) < 3:
+            length = min(self.rng.choice([1, 16, 40]), num_tokens - first)
+            found.append(image(self.rng.choice(["cat", "dog"]), first, length))
+            first += length + self.rng.choice([0, 12])
+        return found
+
     def _add_to_both(self, number, tokens, max_tokens, **options):
+        features = options.pop("mm_features", None)
         for scheduler, hasher in zip(self.pair, self.hashers):
-            scheduler.add_request(make_request(number, tokens, hasher, max_tokens, **options))
+            own = {"mm_features": list(features)} if features else {}
+            scheduler.add_request(
+                make_request(number, tokens, hasher, max_tokens, **own, **options)
+            )
 
     def _add_parts(self, share):
         """Add further parts to sessions, or end them."""
@@ -519,7 +560,17 @@ class SideBySide:
                     del self.sessions[request_id]
                 self.counts["parts"] += 1
 
+    def _reset(self):
+        """Reset the prefix cache, sometimes with all running requests."""
+        if self.rng.random() < 0.03:
+            with_running = self.rng.random() < 0.5
+            done = [scheduler.reset_prefix_cache(with_running) for scheduler in self.pair]
+            assert done[0] == done[1] or not self.exact, "only one cache was reset"
+            self.counts["resets"] += done[1]
+
     def _step(self):
+        if self.resets:
+            self._reset()
         theirs, ours = outputs = [scheduler.schedule() for scheduler in self.pair]
         if self.exact:
             self._compare(theirs, ours)
@@ -529,8 +580,11 @@ class SideBySide:
             queue.append((scheduled, answer(scheduler, scheduled)))
             if len(queue) > self.is_async or not scheduled.num_scheduled_tokens:
                 scheduler.update_from_output(*queue.popleft())
-        if self.drafts:
+        if self.drafts and not self.is_async:
             self._draft()
+        for scheduled in outputs[:1]:
+            tokens = scheduled.scheduled_spec_decode_tokens.values()
+            self.counts["scheduled drafts"] += sum(map(len, tokens))
         check_invariants(self.pair[1].kv_cache_manager.native)
         self.counts["steps"] += 1
 
@@ -570,12 +624,52 @@ class SideBySide:
         assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"
 
 
+# Kinds of groups, blocks, and whether decisions are equal.
+MIXES = [
+    *((("full",), num_blocks, True) for num_blocks in (40, 90, 300)),
+    (("window", "full"), 3_000, True),
+    # vLLM waits for a state that another request recomputes. A state whose tokens arrive late becomes a
+    # hit a few steps later than with vLLM's manager.
+    (("mamba align", "full"), 3_000, False),
+    *((groups, 150, False) for groups in (("window", "full"), ("mamba align", "full"))),
+]
+
+
+def random_sides(seed, folder):
+    """Return a random `SideBySide`, and a line that describes it."""
+    rng = random.Random(f"mix {seed}")
+    groups, num_blocks, is_exact = MIXES[seed % len(MIXES)]
+    is_async, has_room = bool(seed // len(MIXES) % 2), num_blocks > 1_000
+    has_states = any(kind.startswith("mamba") for kind in groups)
+    options = {name: rng.random() < 0.25 for name in ("images", "resets", "priorities")}
+    # Models with states have no drafts.
+    options["drafts"] = not has_states and rng.random() < 0.25
+    options["sessions"] = not options["priorities"] and rng.random() < 0.25
+    if not has_states and rng.random() < 0.3:
+        options["slots"] = NUM_DRAFTS
+        options["lookahead"] = rng.choice([0, 1, 1, 3]) if HAS_LOOKAHEAD else 0
+    if options["sessions"] and not has_room and groups == ("window", "full"):
+        # With vLLM's own manager, sessions that wait for input hold all blocks for which others wait.
+        options["sessions"] = False
+    if options["sessions"] and not has_room and (is_async or options.get("slots")):
+        options["sessions"] = False  # see `test_decisions_are_the_same_with_sessions`
+    if options["drafts"] and not has_room and IS_032:
+        is_exact = False  # see `test_drafts_in_a_tight_pool_end_whole`
+    if groups != ("full",):
+        options["retention"] = rng.choice(RETENTIONS)
+    policy = {"scheduling_policy": "priority"} if options["priorities"] else {}
+    config = engine_config(folder, is_async=is_async, events=rng.random() < 0.5, **policy)
+    sides = SideBySide(seed, config, groups, num_blocks, exact=is_exact, **options)
+    chosen = {name: value for name, value in options.items() if value}
+    return sides, f"seed {seed}, {groups}, {num_blocks} blocks, async {is_async}, {chosen}"
+
+
 def main():
     """Run random requests.
 
     `python -m tests.machinery.vllm_environment -m tests.machinery.vllm_schedulers REQUESTS [SEED]`
 
-    Pool sizes and kinds of groups alternate. Decisions are compared where they must be equal.
+    Pool sizes, kinds of groups and options alternate. Decisions are compared where they must be equal.
     """
     import json
     import sys
@@ -583,29 +677,15 @@ def main():
     from pathlib import Path
 
     wanted, seed = int(sys.argv[1]), int((sys.argv[2:] or ["1000"])[0])
-    mixes = [
-        *((("full",), num_blocks, True) for num_blocks in (40, 90, 300)),
-        (("window", "full"), 3_000, True),
-        # vLLM waits for a state that another request recomputes. A state whose tokens arrive late
-        # becomes a hit a few steps later than with vLLM's manager.
-        (("mamba align", "full"), 3_000, False),
-        *((groups, 150, False) for groups in (("window", "full"), ("mamba align", "full"))),
-    ]
     total, first = collections.Counter(), seed
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY_LLAMA))
         while total["requests"] < wanted:
-            groups, num_blocks, exact = mixes[seed % len(mixes)]
-            is_async = bool(seed // len(mixes) % 2)
-            config = engine_config(folder, is_async=is_async, events=seed % 3 == 0)
-            retention = None if groups == ("full",) else random.Random(seed).choice(RETENTIONS)
+            sides, description = random_sides(seed, folder)
             try:
-                sides = SideBySide(
-                    seed, config, groups, num_blocks, exact=exact, retention=retention
-                )
                 total += sides.run(150)
             except BaseException:
-                print(f"seed {seed}, {groups}, {num_blocks} blocks, retention {retention}")
+                print(description, flush=True)
                 raise
             seed += 1
     print(f"seeds {first} to {seed - 1}: {dict(total)}")

@@ -224,6 +224,11 @@ class VllmCacheManager:
         if held is not None:
             held.stop = stop = request.num_computed_tokens + num_new_tokens
             held.step = self._ahead.step
+            if self._states.are_copied and request.status is not RequestStatus.RUNNING:
+                # A session goes on. The worker gets all of its blocks again.
+                held.copied_states = self._states.last_held(
+                    self.native, held.request, request.num_computed_tokens
+                )
             if stop + num_lookahead_tokens > held.quiet_until:
                 return self._extend(held, stop, num_lookahead_tokens)
             if num_new_tokens > 1 or request_id in self._ahead.busy:

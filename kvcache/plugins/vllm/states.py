@@ -88,6 +88,15 @@ class StateGroups:
             return []
         return [(g, len(hits[g]) - 1, int(hits[g][-1])) for g in self._copied if len(hits[g])]
 
+    def last_held(
+        self, native: KVCacheManager, request: allocator.Request, num_computed: int
+    ) -> list[tuple[int, int, int]]:
+        """Return (group, column, block) of the request's states after `num_computed` tokens."""
+        if num_computed == 0:
+            return []
+        columns = [(g, (num_computed - 1) // self._sizes[g]) for g in self._copied]
+        return [(g, at, int(native.block_ids(request, g)[at])) for g, at in columns]
+
     def note_new(self, ids: Sequence[list[int]], skipped: Sequence[int] = ()) -> None:
         """Record newly allocated blocks by group. `skipped` groups need no clearing."""
         if ids:

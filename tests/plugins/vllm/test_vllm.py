@@ -195,6 +195,15 @@ def test_decisions_are_the_same_with_sessions(seed, num_blocks, is_async, models
     assert (counts["preemptions"] > 0) == (num_blocks == 60)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_blocks", [60, 3_000])
+def test_decisions_are_the_same_with_slots_of_drafters(num_blocks, is_async, models):
+    """Drafters (EAGLE, MTP) write to slots after each step's tokens, which need blocks earlier."""
+    config = engine_config(models["llama"], is_async=is_async, events=True)
+    counts = SideBySide(4, config, ("full",), num_blocks, slots=7).run(120)
+    assert counts["hit tokens"] > 0 and (counts["preemptions"] > 0) == (num_blocks == 60)
+
+
 @pytest.mark.skipif(not HAS_LOOKAHEAD, reason="vLLM 0.32 has no lookahead hashes")
 class TestLookahead:
     """Hashes also cover the tokens after their block. Drafters (EAGLE, MTP) need no last block again."""
@@ -229,6 +238,15 @@ class TestLookahead:
         config = engine_config(models["llama"], events=True)
         sides = SideBySide(7, config, tuple(groups.split(", ")), 3_000, lookahead=lookahead)
         assert sides.run(100)["hit tokens"] > 0
+
+
+@pytest.mark.parametrize("seed,num_blocks", [(0, 3_000), (1000, 150), (1014, 150)])
+def test_a_session_goes_on_from_its_own_states(seed, num_blocks, models):
+    """vLLM sends all blocks of a session again, and the worker copies its last state from them."""
+    config = engine_config(models["llama"])
+    groups = ("mamba align", "full")
+    counts = SideBySide(seed, config, groups, num_blocks, exact=False, sessions=True).run(120)
+    assert counts["parts"] > 20
 
 
 class FakeConnector:
