@@ -97,7 +97,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned/reuse_model.h",
         "eviction",
         [
-            ("    record->is_used = true;\n", ""),
+            ("    record->bucket = GhostRing::kDone;\n", ""),
             ("    hazards_.fade();\n", ""),
         ],
     ),

@@ -119,7 +119,9 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
 }
 
 void BlockPool::check_ids(const BlockId* ids, int64_t n) const {
-  for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
+  for (int64_t i = 0; i < n; ++i) {
+    if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) at(ids[i], "ids");
+  }
 }
 
 void BlockPool::notify_hit(const BlockId* ids, int64_t n) {

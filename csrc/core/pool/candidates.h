@@ -13,8 +13,11 @@ namespace kvcache {
 
 class Candidates {
  public:
-  Candidates(std::unique_ptr<EvictionPolicy> policy, const Block* blocks, int64_t num_blocks)
-      : policy_(std::move(policy)), tree_(blocks, num_blocks) {}
+  Candidates(std::unique_ptr<EvictionPolicy> policy, const Block* blocks, const uint16_t* epoch,
+             int64_t num_blocks)
+      : policy_(std::move(policy)), tree_(blocks, num_blocks) {
+    policy_->attach({blocks, epoch});
+  }
 
   EvictionPolicy& policy() { return *policy_; }
   CacheTree& tree() { return tree_; }
