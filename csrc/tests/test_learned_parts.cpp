@@ -1,4 +1,5 @@
 // Unit tests of the parts of the learned policy.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <deque>
@@ -243,6 +244,39 @@ TEST(segments_are_listed_by_class_and_blocks_within_them_in_order) {
   CHECK(again == old && segments[again].number > number);
   segments.clear();
   CHECK(segments.oldest(1) == Segments::kNone && segments.of(4) == Segments::kNone);
+}
+
+TEST(blocks_leave_a_long_segment_from_any_side) {
+  for (const bool joins : {false, true}) {  // whether they join another segment
+    constexpr BlockId kBlocks = 5'000;
+    Segments segments(kBlocks + 2);
+    const int32_t s = segments.open(1, 1), other = segments.open(1, 2);
+    for (BlockId id = 1; id <= kBlocks; ++id) segments.assign(id, s);
+    segments.assign(kBlocks + 1, other);
+    const auto leave = [&](BlockId id) { segments.assign(id, joins ? other : Segments::kNone); };
+    for (BlockId id = kBlocks; id > 3'500; --id) leave(id);  // from the end
+    for (BlockId id = 1'000; id <= 2'000; ++id) leave(id);   // from the middle, forwards
+    for (BlockId id = 3'000; id > 2'500; --id) leave(id);    // and backwards
+    for (BlockId id = 1; id < 1'000; id += 2) leave(id);     // every other block
+    for (BlockId id : {1'500, kBlocks}) segments.assign(id, s);
+    std::vector<BlockId> expected;
+    for (BlockId id = 2; id < 1'000; id += 2) expected.push_back(id);
+    for (BlockId id = 2'001; id <= 2'500; ++id) expected.push_back(id);
+    for (BlockId id = 3'001; id <= 3'500; ++id) expected.push_back(id);
+    expected.insert(expected.end(), {1'500, kBlocks});
+    CHECK_EQ(segments[s].num_blocks, expected.size());
+    for (BlockId id : expected) segments.insert(id);
+    for (BlockId id : expected) {
+      CHECK_EQ(segments.first_candidate(s), id);
+      segments.remove(id);
+      segments.assign(id, Segments::kNone);
+    }
+    CHECK_EQ(segments.open(2, 1), s);  // the segment has ended
+    for (BlockId id = 1; id <= kBlocks; ++id) {
+      CHECK_EQ(segments.of(id) == Segments::kNone,
+               !joins || std::count(expected.begin(), expected.end(), id) > 0);
+    }
+  }
 }
 
 TEST(any_order_of_calls_agrees_with_plain_lists) {

@@ -57,6 +57,7 @@ class Learned : public EvictionPolicy {
     if (chain_.size() < static_cast<size_t>(n)) chain_.resize(n);
     num_in_chain_ = 0;
     bool is_sorted = true;
+    int64_t end = 0;  // of the previous block
     for (int64_t i = n - 1; i >= 0; --i) {
       if (i >= kPrefetchBlocks) prefetch(ids[i - kPrefetchBlocks]);
       const Block* block = blocks_.find(ids[i]);
@@ -64,7 +65,8 @@ class Learned : public EvictionPolicy {
       if (block == nullptr || levels_.of(ids[i]).segments.is_candidate(ids[i])) continue;
       Released& last = chain_[num_in_chain_];
       last = {prefix_tokens[i], ids[i], ReuseModel::key_of(block->hash, block->group)};
-      is_sorted &= num_in_chain_ == 0 || !(last < *(&last - 1));
+      is_sorted &= last.prefix_tokens > end;
+      end = prefix_tokens[i];
       ++num_in_chain_;
     }
     if (num_in_chain_ == 0) return;
@@ -164,7 +166,7 @@ class Learned : public EvictionPolicy {
         last = &level;
         s = level.segments.open(model_->clock(), reuse_class, num_forks, cost_of(first, stop));
       }
-      level.segments.assign(id, s);
+      level.segments.release(id, s);
       levels_.told().set_told(id);
       model_->note_release(chain_[i].key, reuse_class, turn, i + 1 == stop, i + 1 == num_in_chain_);
     }

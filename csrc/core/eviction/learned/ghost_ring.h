@@ -75,19 +75,22 @@ class GhostRing {
   const Record& at(int64_t number) const { return records_[place_of(number)]; }
   size_t num_bytes() const {
     return records_.capacity() * sizeof(Record) +
-           (heads_.capacity() + next_.capacity()) * sizeof(uint16_t) +
-           num_unsampled_.capacity() * sizeof(uint16_t);
+           (heads_.capacity() + next_.capacity()) * sizeof(uint16_t) + num_unsampled_.capacity();
   }
 
  private:
   static constexpr uint16_t kNone = UINT16_MAX;
-  static constexpr uint32_t kNumCounts = 16'384;
+  // If half of 32,768 records are unsampled, one of four counts is not 0. With 16,384 counts, two
+  // of three were not, and a release took 6 ns more per block.
+  static constexpr uint32_t kNumCounts = 65'536;
+  static constexpr uint8_t kMostCount = UINT8_MAX;  // stays, because it may stand for more
 
   size_t place_of(int64_t number) const {
     return static_cast<size_t>(number) & (records_.size() - 1);
   }
   void count(const Record& record, int change) {
-    if (!record.is_sample) num_unsampled_[record.key / 2 % kNumCounts] += change;
+    uint8_t& num = num_unsampled_[record.key / 2 % kNumCounts];
+    if (!record.is_sample && num != kMostCount) num = static_cast<uint8_t>(num + change);
   }
   int64_t num() const { return static_cast<int64_t>(records_.size()); }
   size_t slot_of(uint32_t key) const {
@@ -104,7 +107,7 @@ class GhostRing {
 
   std::vector<Record> records_;
   std::vector<uint16_t> heads_, next_;
-  std::vector<uint16_t> num_unsampled_;  // number of records, by key
+  std::vector<uint8_t> num_unsampled_;  // number of records, by key
   int64_t num_added_ = 0;
 };
 

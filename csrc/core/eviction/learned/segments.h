@@ -20,7 +20,8 @@ namespace kvcache {
 // A block takes 8 bytes, because members are linked in one direction. Blocks usually leave from the
 // front: the deepest block is assigned first, and evicted or released again first. Otherwise the
 // predecessor is searched from the front. The search remembers the members that it passed, because
-// the next block to leave is usually a neighbor.
+// the next block to leave is usually a neighbor. A block that joins no other segment stays linked
+// until the next search, so that the blocks of a long segment can be forgotten in any order.
 class Segments {
  public:
   static constexpr int32_t kNone = 0;
@@ -41,7 +42,7 @@ class Segments {
   explicit Segments(int64_t num_blocks) : places_(static_cast<size_t>(num_blocks)), all_(1) {}
 
   const Segment& operator[](int32_t s) const { return all_[s]; }
-  int32_t of(BlockId id) const { return static_cast<int32_t>(places_[id].segment & ~kFlag); }
+  int32_t of(BlockId id) const { return has_left(id) ? kNone : linked_in(id); }
   bool is_candidate(BlockId id) const { return (places_[id].next & kFlag) != 0; }
   bool has_candidate(int32_t s) const { return all_[s].num_candidates > 0; }
   // Returns the first candidate of a segment that has one.
@@ -99,9 +100,17 @@ class Segments {
   // Assigns a block that is not a candidate; kNone: to no segment.
   void assign(BlockId id, int32_t s) {
     const int32_t before = of(id);
-    if (before != kNone) unlink(id, &all_[before]);
+    if (before != kNone) leave(id, &all_[before], /*joins=*/s != kNone);
     if (s != kNone) append(id, s);
     if (before != kNone && --all_[before].num_blocks == 0) close(before);
+  }
+  // Assigns a block of a request that releases it.
+  void release(BlockId id, int32_t s) {
+    if (of(id) == kNone) {
+      append(id, s);
+    } else {
+      assign(id, s);
+    }
   }
   void insert(BlockId id) {
     const int32_t s = of(id);
@@ -125,10 +134,12 @@ class Segments {
   }
 
  private:
-  static constexpr uint32_t kFlag = uint32_t{1} << 31;
+  static constexpr uint32_t kFlag = uint32_t{1} << 31, kLeft = uint32_t{1} << 30;
   struct Place {
-    uint32_t segment;  // with kFlag: a request has released the block
-    uint32_t next;     // member that was assigned next; with kFlag: the block is a candidate
+    // With kFlag: a request has released the block. With kLeft: the block has left the segment, but
+    // is still linked.
+    uint32_t segment;
+    uint32_t next;  // member that was assigned next; with kFlag: the block is a candidate
   };
   static_assert(sizeof(Place) == 8, "every byte here is paid once per block");
   struct List {
@@ -139,8 +150,13 @@ class Segments {
   void set_next(BlockId id, BlockId next) {
     places_[id].next = (places_[id].next & kFlag) | static_cast<uint32_t>(next);
   }
+  bool has_left(BlockId id) const { return (places_[id].segment & kLeft) != 0; }
+  int32_t linked_in(BlockId id) const {
+    return static_cast<int32_t>(places_[id].segment & ~(kFlag | kLeft));
+  }
   // Appends a block that is in no segment.
   void append(BlockId id, int32_t s) {
+    if (has_left(id)) unlink_left(&all_[linked_in(id)], kNullBlock);
     places_[id].segment |= static_cast<uint32_t>(s);
     Segment& segment = all_[s];
     if (segment.first == kNullBlock) {
@@ -151,35 +167,60 @@ class Segments {
     segment.last = id;
     ++segment.num_blocks;
   }
-  void close(int32_t s) {
+  [[gnu::noinline]] void close(int32_t s) {
+    unlink_left(&all_[s], kNullBlock);
     if (all_[s].is_listed) unlist(s);
     all_[s].younger = unused_;
     unused_ = s;
   }
-  // Removes a block that is not a candidate from the list of its segment.
-  void unlink(BlockId id, Segment* segment) {
+  // Removes a block that is not a candidate from its segment.
+  void leave(BlockId id, Segment* segment, bool joins) {
+    if (segment->first == id) {
+      unlink(id, kNullBlock, segment);
+    } else {
+      leave_from_middle(id, segment, joins);
+    }
+  }
+  [[gnu::noinline]] void leave_from_middle(BlockId id, Segment* segment, bool joins) {
+    if (passed() == id) --num_passed_;
+    BlockId before = passed();
+    if (next(before) != id || of(before) != of(id)) {
+      if (!joins && segment->last != id) {
+        places_[id].segment |= kLeft;
+        return;
+      }
+      before = unlink_left(segment, id);
+    }
+    unlink(id, before, segment);
+  }
+  // `before`: the block that is linked before this one; the null block if it is the first.
+  void unlink(BlockId id, BlockId before, Segment* segment) {
     Place& place = places_[id];
     const auto after = static_cast<BlockId>(place.next);
     if (segment->scanned == id) segment->scanned = after;
-    if (segment->first == id) {
+    if (before == kNullBlock) {
       segment->first = after;
     } else {
-      const BlockId before = previous(id, *segment);
       set_next(before, after);
       if (segment->last == id) segment->last = before;
     }
     place.segment &= kFlag;
     place.next = kNullBlock;
   }
-  // Returns the member before one that is not the first.
-  BlockId previous(BlockId id, const Segment& segment) {
-    if (passed() == id) --num_passed_;
-    if (next(passed()) != id || of(passed()) != of(id)) {
-      for (BlockId at = segment.first; at != id; at = next(at)) {
-        passed_[++num_passed_ % kNumPassed] = at;
+  // Unlinks the blocks that have left a segment, up to `stop` (the null block: all of them).
+  // Returns the member before `stop`; the null block if there is none.
+  BlockId unlink_left(Segment* segment, BlockId stop) {
+    BlockId before = kNullBlock;
+    for (BlockId at = segment->first; at != stop;) {
+      const BlockId after = next(at);
+      if (has_left(at)) {
+        unlink(at, before, segment);
+      } else {
+        before = passed_[++num_passed_ % kNumPassed] = at;
       }
+      at = after;
     }
-    return passed();
+    return before;
   }
   BlockId passed() const { return passed_[num_passed_ % kNumPassed]; }
   // Removes segments without candidates from the end of a list and returns the end. Such segments
@@ -221,8 +262,8 @@ class Segments {
   }
 
   ZeroedArray<Place> places_;
-  std::vector<Segment> all_;                        // segment 0 means no segment
-  std::array<List, ReuseClass::kNum + 1> lists_{};  // including kLoaded
+  std::vector<Segment> all_;                                  // segment 0 means no segment
+  std::array<List, ReuseClass::kNum + 1> lists_{};            // including kLoaded
   std::array<uint64_t, ReuseClass::kNum / 64 + 1> listed_{};  // classes with a list, one bit each
   int32_t unused_ = kNone;
   int64_t num_opened_ = 0;
