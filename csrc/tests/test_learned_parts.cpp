@@ -1,4 +1,5 @@
 // Unit tests of the parts of the learned policy.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <deque>
@@ -62,19 +63,19 @@ TEST(of_one_key_the_youngest_record_is_found_as_long_as_it_is_there) {
     for (int64_t number = 0; number < 200; ++number) {
       GhostRing::Record record{};
       record.key = 1 + random() % 30;
-      record.time = number;
+      record.set_time(number);
       ring.add(record);
       model.push_back(record);
       if (static_cast<int>(model.size()) > size) model.pop_front();
       CHECK_EQ(ring.is_full(), static_cast<int>(model.size()) == size);
-      CHECK_EQ(ring.first(), model.front().time);
+      CHECK_EQ(ring.first(), model.front().time());
       CHECK_EQ(ring.num_added(), number + 1);
       CHECK_EQ(ring.at(ring.first()).key, model.front().key);
       for (uint32_t key = 1; key <= 31; ++key) {
         const GhostRing::Record* found = ring.find(key);
         int64_t youngest = -1;
-        for (const auto& each : model) youngest = each.key == key ? each.time : youngest;
-        CHECK_EQ(found == nullptr ? -1 : found->time, youngest);
+        for (const auto& each : model) youngest = each.key == key ? each.time() : youngest;
+        CHECK_EQ(found == nullptr ? -1 : found->time(), youngest);
       }
     }
   }
@@ -152,7 +153,7 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
     CHECK(record != nullptr || i % 4 != 0);
     num_sampled += record != nullptr && record->is_sample;
     if (record == nullptr) continue;
-    CHECK(record->turn == 255 && record->is_end == (i % 8 == 0) && record->time == model.clock());
+    CHECK(record->turn == 3 && record->is_end == (i % 8 == 0) && record->time() == model.clock());
   }
   CHECK(num_sampled > kKeys / 15 && num_sampled < kKeys / 7);
   // All samples reached bucket 0.
@@ -220,18 +221,18 @@ TEST(segments_are_listed_by_class_and_blocks_within_them_in_order) {
   for (BlockId id : {1, 2, 3}) segments.assign(id, old);
   segments.assign(4, young);
   segments.assign(5, other);
-  CHECK(!segments.is_listed(2) && !segments.has_candidate(old));
+  CHECK(!segments.is_candidate(2) && !segments.has_candidate(old));
   segments.insert(4);
   segments.insert(3);
   segments.insert(1);
   segments.insert(2);
   segments.insert(5);
-  CHECK(segments.is_listed(2) && segments.is_listed(5));
+  CHECK(segments.is_candidate(2) && segments.is_candidate(5));
   CHECK(segments.oldest(1) == old && segments.youngest(1) == young && segments.oldest(2) == other);
   for (BlockId id : {1, 2, 3}) {  // in the order of assignment
-    CHECK_EQ(segments[old].first, id);
+    CHECK_EQ(segments.first_candidate(old), id);
     segments.remove(id);
-    CHECK(!segments.is_listed(id));
+    CHECK(!segments.is_candidate(id));
   }
   CHECK(segments.oldest(1) == young && segments.youngest(1) == young);
   segments.insert(2);
@@ -243,6 +244,39 @@ TEST(segments_are_listed_by_class_and_blocks_within_them_in_order) {
   CHECK(again == old && segments[again].number > number);
   segments.clear();
   CHECK(segments.oldest(1) == Segments::kNone && segments.of(4) == Segments::kNone);
+}
+
+TEST(blocks_leave_a_long_segment_from_any_side) {
+  for (const bool joins : {false, true}) {  // whether they join another segment
+    constexpr BlockId kBlocks = 5'000;
+    Segments segments(kBlocks + 2);
+    const int32_t s = segments.open(1, 1), other = segments.open(1, 2);
+    for (BlockId id = 1; id <= kBlocks; ++id) segments.assign(id, s);
+    segments.assign(kBlocks + 1, other);
+    const auto leave = [&](BlockId id) { segments.assign(id, joins ? other : Segments::kNone); };
+    for (BlockId id = kBlocks; id > 3'500; --id) leave(id);  // from the end
+    for (BlockId id = 1'000; id <= 2'000; ++id) leave(id);   // from the middle, forwards
+    for (BlockId id = 3'000; id > 2'500; --id) leave(id);    // and backwards
+    for (BlockId id = 1; id < 1'000; id += 2) leave(id);     // every other block
+    for (BlockId id : {1'500, kBlocks}) segments.assign(id, s);
+    std::vector<BlockId> expected;
+    for (BlockId id = 2; id < 1'000; id += 2) expected.push_back(id);
+    for (BlockId id = 2'001; id <= 2'500; ++id) expected.push_back(id);
+    for (BlockId id = 3'001; id <= 3'500; ++id) expected.push_back(id);
+    expected.insert(expected.end(), {1'500, kBlocks});
+    CHECK_EQ(segments[s].num_blocks, expected.size());
+    for (BlockId id : expected) segments.insert(id);
+    for (BlockId id : expected) {
+      CHECK_EQ(segments.first_candidate(s), id);
+      segments.remove(id);
+      segments.assign(id, Segments::kNone);
+    }
+    CHECK_EQ(segments.open(2, 1), s);  // the segment has ended
+    for (BlockId id = 1; id <= kBlocks; ++id) {
+      CHECK_EQ(segments.of(id) == Segments::kNone,
+               !joins || std::count(expected.begin(), expected.end(), id) > 0);
+    }
+  }
 }
 
 TEST(any_order_of_calls_agrees_with_plain_lists) {
@@ -296,7 +330,7 @@ TEST(any_order_of_calls_agrees_with_plain_lists) {
           if (!model[each].is_in || model[each].number != oldest) continue;
           if (first == kNullBlock || model[each].order < model[first].order) first = each;
         }
-        CHECK_EQ(segments[segments.oldest(c)].first, first);
+        CHECK_EQ(segments.first_candidate(segments.oldest(c)), first);
       }
     }
   }

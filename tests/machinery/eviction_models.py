@@ -679,7 +679,7 @@ class Learned(ByWorth):
             if is_sample or k + 1 == stop:
                 is_end = k + 1 == len(chain)
                 ghost = Ghost(
-                    self.keys[i], self.clock, reuse_class, min(turn, 255), is_sample, is_end
+                    self.keys[i], self.clock, reuse_class, min(turn, 3), is_sample, is_end
                 )
                 self.ghosts.append(ghost)
                 self.youngest[ghost.key] = ghost

@@ -63,7 +63,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         POOL + "block_pool_eviction.cpp",
         "eviction pinning",
         [
-            ("for (BlockId other : changed_) update_candidate(other);\n}\n\nvoid", "}\n\nvoid"),
+            ("for (BlockId other : changed_) update_candidate_of(other, candidates_.get());", ""),
             ("return id != kNullBlock ? id : passed_.head();", "return passed_.head();"),
             ("for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);", ""),
             ("std::swap(passed_, cached_free_);", ""),
@@ -90,14 +90,14 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "for (int64_t i = stop - 1; i >= first; --i) {",
                 "for (int64_t i = first; i < stop; ++i) {",
             ),
-            ("if (levels_.keys().take_told(id)) return;", "levels_.keys().take_told(id);"),
+            ("if (levels_.told().take_told(id)) return;", "levels_.told().take_told(id);"),
         ],
     ),
     (
         EVICTION + "learned/reuse_model.h",
         "eviction",
         [
-            ("    record->is_used = true;\n", ""),
+            ("    record->bucket = GhostRing::kDone;\n", ""),
             ("    hazards_.fade();\n", ""),
         ],
     ),

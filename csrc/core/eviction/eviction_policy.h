@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/hash.h"
+#include "core/pool/published_blocks.h"
 
 namespace kvcache {
 
@@ -56,6 +57,10 @@ struct Access {
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
+
+  // Called once, before all other calls. The policy may read the hashes of the pool's blocks at any
+  // time; a block has its hash from before `on_publish` until after `on_forget`.
+  virtual void attach(const PublishedBlocks&) {}
 
   // The block becomes a candidate: it is cached, not held and not pinned, and has no cached child.
   // Called again after a child or pin is removed, so the rank must not depend on the time of the

@@ -38,41 +38,51 @@ class Learned : public EvictionPolicy {
   // Shared with the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<ReuseModel>& model() const { return model_; }
 
+  void attach(const PublishedBlocks& blocks) override { blocks_ = blocks; }
   void insert(BlockId id) override { levels_.of(id).segments.insert(id); }
   void remove(BlockId id) override { levels_.of(id).segments.remove(id); }
   BlockId victim() override { return levels_.victim(); }
 
-  void on_publish(BlockId id, const Hash* hash, uint8_t group) override {
-    if (hash == nullptr) return;
-    const uint32_t key = ReuseModel::key_of(*hash, group);
-    levels_.keys().set_key(id, key);
-    model_->note_use(key);
+  void on_publish(BlockId, const Hash* hash, uint8_t group) override {
+    if (hash != nullptr) model_->note_use(ReuseModel::key_of(*hash, group));
   }
   void on_hit(const BlockId* ids, int64_t n) override {
-    for (int64_t i = 0; i < n; ++i) model_->note_use(levels_.keys().key(ids[i]));
+    for (int64_t i = 0; i < n; ++i) {
+      const Block* block = blocks_.find(ids[i]);
+      if (block != nullptr) model_->note_use(ReuseModel::key_of(block->hash, block->group));
+    }
   }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                   const ReleaseFeatures& features) override {
-    chain_.clear();
+    if (chain_.size() < static_cast<size_t>(n)) chain_.resize(n);
+    num_in_chain_ = 0;
+    bool is_sorted = true;
+    int64_t end = 0;  // of the previous block
     for (int64_t i = n - 1; i >= 0; --i) {
-      const bool is_free =
-          levels_.of(ids[i]).segments.is_listed(ids[i]);  // a listed block is not held
-      if (levels_.keys().key(ids[i]) != 0 && !is_free) chain_.push_back({prefix_tokens[i], ids[i]});
+      if (i >= kPrefetchBlocks) prefetch(ids[i - kPrefetchBlocks]);
+      const Block* block = blocks_.find(ids[i]);
+      // A candidate is not held, so it is not released.
+      if (block == nullptr || levels_.of(ids[i]).segments.is_candidate(ids[i])) continue;
+      Released& last = chain_[num_in_chain_];
+      last = {prefix_tokens[i], ids[i], ReuseModel::key_of(block->hash, block->group)};
+      is_sorted &= last.prefix_tokens > end;
+      end = prefix_tokens[i];
+      ++num_in_chain_;
     }
-    if (chain_.empty()) return;
-    if (!std::is_sorted(chain_.begin(), chain_.end())) std::sort(chain_.begin(), chain_.end());
-    model_->advance(num_in_chain() * features.tokens_per_block);
+    if (num_in_chain_ == 0) return;
+    if (!is_sorted) std::sort(chain_.begin(), chain_.begin() + num_in_chain_);
+    model_->advance(num_in_chain_ * features.tokens_per_block);
     release_chain(features);
     model_->learn();
   }
   void on_idle(BlockId id) override {
-    if (levels_.keys().take_told(id)) return;
+    if (levels_.told().take_told(id)) return;
     Levels::Level& level = levels_.of(id);
     level.segments.assign(id, level.loose.at(model_->clock(), &level.segments));
   }
   void on_forget(BlockId id, const Hash*, uint8_t, bool) override {
     levels_.forget(id);
-    levels_.keys().set_key(id, 0);
+    levels_.told().take_told(id);
   }
   void set_now(int64_t ms) override { levels_.set_now(ms); }
   void clear() override { levels_.clear(); }
@@ -86,18 +96,23 @@ class Learned : public EvictionPolicy {
 
  private:
   static constexpr int32_t kNone = Segments::kNone;
+  static constexpr int64_t kPrefetchBlocks = 8;
   struct Released {  // a block with a hash
     int64_t prefix_tokens;
     BlockId id;
+    uint32_t key;  // of its hash
     bool operator<(const Released& other) const {
       return std::make_pair(prefix_tokens, id) < std::make_pair(other.prefix_tokens, other.id);
     }
   };
 
-  int64_t num_in_chain() const { return static_cast<int64_t>(chain_.size()); }
+  void prefetch(BlockId id) const {
+    blocks_.prefetch(id);
+    levels_.prefetch(id);
+  }
 
   void release_chain(const ReleaseFeatures& features) {
-    const int64_t n = num_in_chain();
+    const int64_t n = num_in_chain_;
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
     // The known part of the chain, and whether this request continues an earlier request that ended
@@ -105,7 +120,7 @@ class Learned : public EvictionPolicy {
     int64_t num_known = n;
     const GhostRing::Record* last = nullptr;
     for (; num_known > 0; --num_known) {
-      last = model_->find(levels_.keys().key(chain_[num_known - 1].id));
+      last = model_->find(chain_[num_known - 1].key);
       if (last != nullptr || num_known == num_hit) break;
     }
     const bool continues = num_known > 0 && last != nullptr && last->is_end;
@@ -124,7 +139,7 @@ class Learned : public EvictionPolicy {
   // blocks.
   int64_t release_shared(int64_t num_to_fork, const ReleaseFeatures& features) {
     const auto shares = [&](int64_t i) { return ReuseClass::is_shared(segment_of(i).reuse_class); };
-    const int64_t n = num_in_chain();
+    const int64_t n = num_in_chain_;
     int64_t num_shared = 0;
     while (num_shared < n && shares(num_shared)) ++num_shared;
     num_shared = std::max(num_shared, num_to_fork);
@@ -151,10 +166,9 @@ class Learned : public EvictionPolicy {
         last = &level;
         s = level.segments.open(model_->clock(), reuse_class, num_forks, cost_of(first, stop));
       }
-      level.segments.assign(id, s);
-      levels_.keys().set_told(id);
-      model_->note_release(levels_.keys().key(id), reuse_class, turn, i + 1 == stop,
-                           i + 1 == num_in_chain());
+      level.segments.release(id, s);
+      levels_.told().set_told(id);
+      model_->note_release(chain_[i].key, reuse_class, turn, i + 1 == stop, i + 1 == num_in_chain_);
     }
   }
   GivenPriority given_to(const Released& block, const ReleaseFeatures& features) const {
@@ -175,7 +189,10 @@ class Learned : public EvictionPolicy {
   double double_cost_tokens_;
   std::shared_ptr<ReuseModel> model_;
   Levels levels_;
-  std::vector<Released> chain_;  // of the current release, first block first
+  PublishedBlocks blocks_;
+  // The first `num_in_chain_` blocks are those of the current release, first block first.
+  std::vector<Released> chain_;
+  int64_t num_in_chain_ = 0;
 };
 
 }  // namespace kvcache

@@ -31,7 +31,8 @@ BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy)
       num_free_(num_blocks - 1),
       is_plain_(policy == nullptr) {
   if (policy) {
-    candidates_ = std::make_unique<Candidates>(std::move(policy), blocks_.data(), num_blocks);
+    candidates_ =
+        std::make_unique<Candidates>(std::move(policy), blocks_.data(), &epoch_, num_blocks);
   }
 }
 

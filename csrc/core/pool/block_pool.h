@@ -278,6 +278,7 @@ class BlockPool {
   BlockId least_recently_released();
   void unlist(BlockId id);
   void update_candidate(BlockId id);
+  void update_candidate_of(BlockId id, Candidates* candidates);
   void forget_place(BlockId id, bool evicted);
   void clear_places();
   void check_places() const;

@@ -20,9 +20,12 @@ namespace {
 }  // namespace
 
 void BlockPool::update_candidate(BlockId id) {
-  if (!candidates_) return;
+  if (candidates_) update_candidate_of(id, candidates_.get());
+}
+
+inline void BlockPool::update_candidate_of(BlockId id, Candidates* candidates) {
   const Block& block = blocks_[id];
-  candidates_->set_idle(id, is_cached(block) && block.ref_count == 0 && !has_pin(block));
+  candidates->set_idle(id, is_cached(block) && block.ref_count == 0 && !has_pin(block));
 }
 
 void BlockPool::unlist(BlockId id) {
@@ -69,7 +72,7 @@ void BlockPool::forget_place(BlockId id, bool evicted) {
 // Updates blocks that have become leaves, or are no longer leaves, because another block was added
 // or removed.
 void BlockPool::update_changed() {
-  for (BlockId other : changed_) update_candidate(other);
+  for (BlockId other : changed_) update_candidate_of(other, candidates_.get());
 }
 
 void BlockPool::clear_places() {
@@ -119,7 +122,9 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
 }
 
 void BlockPool::check_ids(const BlockId* ids, int64_t n) const {
-  for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
+  for (int64_t i = 0; i < n; ++i) {
+    if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) at(ids[i], "ids");
+  }
 }
 
 void BlockPool::notify_hit(const BlockId* ids, int64_t n) {
@@ -222,7 +227,7 @@ void BlockPool::notify_idle(BlockId last) {
   BlockId id = last == kNullBlock ? cached_free_.head() : links_[last].next;
   for (; id != kNullBlock; id = links_[id].next) {
     candidates_->policy().on_idle(id);
-    update_candidate(id);
+    update_candidate_of(id, candidates_.get());
   }
 }
 

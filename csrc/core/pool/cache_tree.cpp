@@ -55,6 +55,16 @@ void CacheTree::add(BlockId id, BlockId parent, const uint64_t* parent_tag,
   if (++places_[parent].num_children == 1 && is_alone(parent)) changed->push_back(parent);
 }
 
+// Any block of the ring may hold part of the count.
+inline void CacheTree::drop_child_of(BlockId parent, std::vector<BlockId>* changed) {
+  BlockId each = parent;
+  while (places_[each].num_children == 0) {
+    each = blocks_[each].younger;
+    if (each == parent) return;
+  }
+  if (--places_[each].num_children == 0 && is_alone(parent)) changed->push_back(parent);
+}
+
 void CacheTree::remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed) {
   const Block& block = blocks_[id];
   if (block.older == kNullBlock) return;  // the block is in no ring
@@ -72,7 +82,11 @@ void CacheTree::remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* ch
     entries_.erase(key_of(block));
   }
   place.num_children = 0;
-  if (place.parent != kNullBlock) drop_child(id, parent_tag, changed);
+  if (place.parent > kNullBlock && entries_.empty()) {
+    drop_child_of(place.parent, changed);
+  } else if (place.parent != kNullBlock) {
+    drop_child(id, parent_tag, changed);
+  }
   place.parent = kNullBlock;
 }
 
@@ -83,16 +97,6 @@ void CacheTree::drop_child(BlockId id, uint64_t parent_tag, std::vector<BlockId>
   if (found == entries_.end()) return;
   if (found->second.block != kNullBlock) return drop_child_of(found->second.block, changed);
   if (--found->second.num_children == 0) entries_.erase(found);
-}
-
-// Any block of the ring may hold part of the count.
-void CacheTree::drop_child_of(BlockId parent, std::vector<BlockId>* changed) {
-  BlockId each = parent;
-  while (places_[each].num_children == 0) {
-    each = blocks_[each].younger;
-    if (each == parent) return;
-  }
-  if (--places_[each].num_children == 0 && is_alone(parent)) changed->push_back(parent);
 }
 
 void CacheTree::find_by_tag(const std::vector<Member>& members) {

@@ -13,8 +13,11 @@ namespace kvcache {
 
 class Candidates {
  public:
-  Candidates(std::unique_ptr<EvictionPolicy> policy, const Block* blocks, int64_t num_blocks)
-      : policy_(std::move(policy)), tree_(blocks, num_blocks) {}
+  Candidates(std::unique_ptr<EvictionPolicy> policy, const Block* blocks, const uint16_t* epoch,
+             int64_t num_blocks)
+      : policy_(std::move(policy)), tree_(blocks, num_blocks) {
+    policy_->attach({blocks, epoch});
+  }
 
   EvictionPolicy& policy() { return *policy_; }
   CacheTree& tree() { return tree_; }
@@ -24,6 +27,7 @@ class Candidates {
   // `is_idle`: whether the block is cached, not held and not pinned. If it is also a leaf, it is a
   // candidate.
   void set_idle(BlockId id, bool is_idle) {
+    if (!is_idle && !has(id)) return;  // usual: a held block
     const bool is_in = is_idle && tree_.is_leaf(id);
     if (is_in == has(id)) return;
     tree_.mark(id, is_in);

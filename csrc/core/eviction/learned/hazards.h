@@ -25,6 +25,7 @@ class Hazards {
     counts_[reuse_class][bucket].reached += 1;
     is_counted_[reuse_class] = true;
   }
+  // The block has reached the bucket.
   void use(int reuse_class, int bucket) { counts_[reuse_class][bucket].used += 1; }
 
   // All counts by class and bucket: first the blocks that reached each bucket, then the blocks that
@@ -51,8 +52,9 @@ class Hazards {
 
   // Decays old counts.
   void fade() {
-    for (auto& of_class : counts_) {
-      for (Count& each : of_class) {
+    for (int c = 0; c < ReuseClass::kNum; ++c) {
+      if (!is_counted_[c]) continue;
+      for (Count& each : counts_[c]) {
         each.reached *= kKept;
         each.used *= kKept;
       }

@@ -56,9 +56,9 @@ class Levels {
   // The level that owns this block's segment.
   Level& of(BlockId id) { return places_.empty() ? default_ : *level_of(id); }
   const Level& of(BlockId id) const { return const_cast<Levels*>(this)->of(id); }
-  // Block keys are stored here for all levels.
-  Segments& keys() { return default_.segments; }
-  const Segments& keys() const { return default_.segments; }
+  // Whether a block was told of a release is stored here for all levels.
+  Segments& told() { return default_.segments; }
+  void prefetch(BlockId id) const { default_.segments.prefetch(id); }
 
   // Moves a block, which is being released and is not a candidate, to its level. If the release
   // assigns no priority, the block keeps its priority until it expires. `tenant`: a number for the
@@ -66,18 +66,7 @@ class Levels {
   Level& move(BlockId id, const GivenPriority& given, uint32_t tenant) {
     const int bucket = has_shares_ && tenant != 0 ? static_cast<int>(1 + tenant % kTenants) : 0;
     if (given.priority < 0 && bucket == 0 && places_.empty()) return default_;
-    Place wanted{nullptr, {kDefault, bucket}, GivenPriority::kNever};
-    const auto found = places_.find(id);
-    if (given.priority >= 0) {
-      if (given.end > now_) wanted.key.first = given.priority;
-    } else if (found != places_.end() && found->second.end > now_) {
-      wanted.key.first = found->second.key.first;
-    }
-    if (wanted.key.first != kDefault) {
-      wanted.end = given.priority >= 0 ? given.end : found->second.end;
-    }
-    leave(id);
-    return enter(id, wanted);
+    return move_apart(id, given, bucket);
   }
   void forget(BlockId id) { leave(id); }  // drops segment, priority and tenant
   void set_now(int64_t ms) { now_ = std::max(now_, ms); }
@@ -158,6 +147,20 @@ class Levels {
     }
     return level;
   }
+  Level& move_apart(BlockId id, const GivenPriority& given, int bucket) {
+    Place wanted{nullptr, {kDefault, bucket}, GivenPriority::kNever};
+    const auto found = places_.find(id);
+    if (given.priority >= 0) {
+      if (given.end > now_) wanted.key.first = given.priority;
+    } else if (found != places_.end() && found->second.end > now_) {
+      wanted.key.first = found->second.key.first;
+    }
+    if (wanted.key.first != kDefault) {
+      wanted.end = given.priority >= 0 ? given.end : found->second.end;
+    }
+    leave(id);
+    return enter(id, wanted);
+  }
   Level& enter(BlockId id, Place place) {
     if (place.key == Key{kDefault, 0}) return default_;
     place.level = level_at(place.key);
@@ -182,7 +185,7 @@ class Levels {
     while (!ends_.empty() && ends_.begin()->first <= now_) {
       const BlockId id = ends_.begin()->second;
       Segments& before = of(id).segments;
-      const bool is_listed = before.is_listed(id);
+      const bool is_listed = before.is_candidate(id);
       const ReleasedAs as = released_as(id);
       const int bucket = places_.at(id).key.second;
       if (is_listed) before.remove(id);

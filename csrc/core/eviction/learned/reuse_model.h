@@ -52,26 +52,19 @@ class ReuseModel {
   void note_use(uint32_t key) {
     if (!is_sampled(key)) return;
     GhostRing::Record* record = ghosts_.find(key);
-    if (record == nullptr || !record->is_sample || record->is_used) return;
-    record->is_used = true;
-    const int bucket = ages_.of(clock_ - record->time);
-    while (record->bucket < bucket) hazards_.reach(record->reuse_class, ++record->bucket);
+    if (record == nullptr || record->bucket == GhostRing::kDone) return;
+    const int bucket = ages_.of(clock_ - record->time());
+    for (int b = static_cast<int>(record->bucket); b < bucket;) {
+      hazards_.reach(record->reuse_class, ++b);
+    }
+    record->bucket = GhostRing::kDone;
     hazards_.use(record->reuse_class, bucket);
   }
 
   // Records the release of a block, if it is sampled or the last block of its segment. The last
   // blocks reveal turns and forks.
   void note_release(uint32_t key, int reuse_class, int64_t turn, bool is_last, bool is_end) {
-    GhostRing::Record record{};
-    record.is_sample = is_sampled(key);
-    if (!record.is_sample && !is_last) return;
-    record.is_end = is_end;
-    record.time = clock_;
-    record.key = key;
-    record.reuse_class = static_cast<uint8_t>(reuse_class);
-    record.turn = static_cast<uint8_t>(std::min<int64_t>(turn, UINT8_MAX));
-    ghosts_.add(record);
-    if (record.is_sample) hazards_.reach(reuse_class, 0);
+    if (is_sampled(key) || is_last) add_record(key, reuse_class, turn, is_end);
   }
 
   // Ends a release. Values are recomputed every 32 releases, because after the first thousand they
@@ -93,7 +86,7 @@ class ReuseModel {
   }
   // Whether records reach back at least twice as far as this time.
   bool knows_since(int64_t time) const {
-    return !ghosts_.is_full() || clock_ - ghosts_.at(ghosts_.first()).time >= 2 * (clock_ - time);
+    return !ghosts_.is_full() || clock_ - ghosts_.at(ghosts_.first()).time() >= 2 * (clock_ - time);
   }
 
   const Hazards& hazards() const { return hazards_; }
@@ -109,6 +102,19 @@ class ReuseModel {
   }
   bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
 
+  void add_record(uint32_t key, int reuse_class, int64_t turn, bool is_end) {
+    GhostRing::Record record{};
+    record.is_sample = is_sampled(key);
+    record.bucket = record.is_sample ? 0 : GhostRing::kDone;
+    record.is_end = is_end;
+    record.set_time(clock_);
+    record.key = key;
+    record.reuse_class = static_cast<uint32_t>(reuse_class);
+    record.turn = static_cast<uint32_t>(std::min<int64_t>(turn, GhostRing::kMostTurn));
+    ghosts_.add(record);
+    if (record.is_sample) hazards_.reach(reuse_class, 0);
+  }
+
   // Counts each sample that reached an age bucket unused.
   void age_samples() {
     for (int b = 1; b < AgeBuckets::kNum; ++b) {
@@ -116,9 +122,9 @@ class ReuseModel {
       number = std::max(number, ghosts_.first());
       for (; number < ghosts_.num_added(); ++number) {
         GhostRing::Record& record = ghosts_.at(number);
-        if (clock_ - record.time < ages_.first(b)) break;
-        if (!record.is_sample || record.is_used || record.bucket >= b) continue;
-        record.bucket = static_cast<int8_t>(b);
+        if (clock_ - record.time() < ages_.first(b)) break;
+        if (static_cast<int>(record.bucket) >= b) continue;  // usually those that are done
+        record.bucket = static_cast<uint32_t>(b);
         hazards_.reach(record.reuse_class, b);
       }
     }

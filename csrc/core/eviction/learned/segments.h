@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "core/eviction/eviction_policy.h"
@@ -15,8 +14,14 @@
 
 namespace kvcache {
 
-// A segment exists while it contains a block. Segments with eviction candidates are listed by
-// class, oldest first. Within a segment, candidates are ordered by assignment.
+// A segment exists while it contains a block. Its members are linked in the order of assignment,
+// candidates for eviction or not. Segments with candidates are listed by class, oldest first.
+//
+// A block takes 8 bytes, because members are linked in one direction. Blocks usually leave from the
+// front: the deepest block is assigned first, and evicted or released again first. Otherwise the
+// predecessor is searched from the front. The search remembers the members that it passed, because
+// the next block to leave is usually a neighbor. A block that joins no other segment stays linked
+// until the next search, so that the blocks of a long segment can be forgotten in any order.
 class Segments {
  public:
   static constexpr int32_t kNone = 0;
@@ -24,8 +29,9 @@ class Segments {
   struct Segment {
     int64_t number;  // number of the segment in the order of `open`
     int64_t time;    // release time; never decreases from one segment to the next
-    int32_t num_blocks;
-    BlockId first, last;     // first and last candidate
+    int32_t num_blocks, num_candidates;
+    BlockId first, last;     // members
+    BlockId scanned;         // no member before this one is a candidate, if there are candidates
     int32_t older, younger;  // neighbors in the class list; `younger` also links unused segments
     float cost;              // of recomputing a block, relative to a first block
     uint16_t num_forks;
@@ -36,25 +42,34 @@ class Segments {
   explicit Segments(int64_t num_blocks) : places_(static_cast<size_t>(num_blocks)), all_(1) {}
 
   const Segment& operator[](int32_t s) const { return all_[s]; }
-  int32_t of(BlockId id) const { return places_[id].segment; }
-  bool is_listed(BlockId id) const {  // as a candidate
-    const Place& place = places_[id];
-    return place.prev != kNullBlock || place.next != kNullBlock ||
-           (place.segment != kNone && all_[place.segment].first == id);
+  int32_t of(BlockId id) const { return has_left(id) ? kNone : linked_in(id); }
+  bool is_candidate(BlockId id) const { return (places_[id].next & kFlag) != 0; }
+  bool has_candidate(int32_t s) const { return all_[s].num_candidates > 0; }
+  // Returns the first candidate of a segment that has one.
+  BlockId first_candidate(int32_t s) {
+    BlockId& id = all_[s].scanned;
+    while (!is_candidate(id)) id = next(id);
+    return id;
   }
-  bool has_candidate(int32_t s) const { return all_[s].first != kNullBlock; }
+  // Calls a function with each class that may have a candidate, in ascending order.
+  template <class Visit>
+  void for_each_class(Visit visit) const {
+    for (size_t word = 0; word < listed_.size(); ++word) {
+      for (uint64_t left = listed_[word]; left != 0; left &= left - 1) {
+        visit(static_cast<int>(64 * word) + __builtin_ctzll(left));
+      }
+    }
+  }
   int32_t oldest(int reuse_class) { return end(&lists_[reuse_class].oldest); }
   int32_t youngest(int reuse_class) { return end(&lists_[reuse_class].youngest); }
   size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
+  void prefetch(BlockId id) const { __builtin_prefetch(&places_[id], 1); }
 
-  // Returns the key of a block, or 0 if it has no hash.
-  uint32_t key(BlockId id) const { return places_[id].key & ~kTold; }
-  void set_key(BlockId id, uint32_t key) { places_[id].key = key; }
   // Whether a request has released the block since the last `take_told`.
-  void set_told(BlockId id) { places_[id].key |= kTold; }
+  void set_told(BlockId id) { places_[id].segment |= kFlag; }
   bool take_told(BlockId id) {
-    const bool is_told = (places_[id].key & kTold) != 0;
-    places_[id].key &= ~kTold;
+    const bool is_told = (places_[id].segment & kFlag) != 0;
+    places_[id].segment &= ~kFlag;
     return is_told;
   }
 
@@ -84,39 +99,30 @@ class Segments {
   }
   // Assigns a block that is not a candidate; kNone: to no segment.
   void assign(BlockId id, int32_t s) {
-    Place& place = places_[id];
-    const int32_t before = std::exchange(place.segment, s);
-    if (s != kNone) {
-      place.order = ++num_assigned_;
-      ++all_[s].num_blocks;
+    const int32_t before = of(id);
+    if (before != kNone) leave(id, &all_[before], /*joins=*/s != kNone);
+    if (s != kNone) append(id, s);
+    if (before != kNone && --all_[before].num_blocks == 0) close(before);
+  }
+  // Assigns a block of a request that releases it.
+  void release(BlockId id, int32_t s) {
+    if (of(id) == kNone) {
+      append(id, s);
+    } else {
+      assign(id, s);
     }
-    if (before == kNone || --all_[before].num_blocks > 0) return;
-    if (all_[before].is_listed) unlist(before);
-    all_[before].younger = unused_;
-    unused_ = before;
   }
   void insert(BlockId id) {
-    Place& place = places_[id];
-    Segment& s = all_[place.segment];
-    // Searches from the end, because a block is usually the last candidate unless its last child or
-    // a pin was removed.
-    BlockId before = s.last, after = kNullBlock;
-    while (before != kNullBlock && is_before(place, places_[before])) {
-      after = before;
-      before = places_[before].prev;
-    }
-    place.prev = before;
-    place.next = after;
-    (before == kNullBlock ? s.first : places_[before].next) = id;
-    (after == kNullBlock ? s.last : places_[after].prev) = id;
-    if (!s.is_listed) list(place.segment);
+    const int32_t s = of(id);
+    Segment& segment = all_[s];
+    places_[id].next |= kFlag;
+    // Usually this is the only candidate, unless blocks are no chain or a pin was removed.
+    segment.scanned = segment.num_candidates++ == 0 ? id : segment.first;
+    if (!segment.is_listed) list(s);
   }
   void remove(BlockId id) {
-    Place& place = places_[id];
-    Segment& s = all_[place.segment];
-    (place.prev == kNullBlock ? s.first : places_[place.prev].next) = place.next;
-    (place.next == kNullBlock ? s.last : places_[place.next].prev) = place.prev;
-    place.prev = place.next = kNullBlock;
+    places_[id].next &= ~kFlag;
+    --all_[of(id)].num_candidates;
   }
   void clear() {
     places_.zero();
@@ -124,30 +130,105 @@ class Segments {
     all_[kNone] = {};
     unused_ = kNone;
     lists_ = {};
+    listed_ = {};
   }
 
  private:
-  static constexpr uint32_t kTold = 1;  // bit that no key uses
-
+  static constexpr uint32_t kFlag = uint32_t{1} << 31, kLeft = uint32_t{1} << 30;
   struct Place {
-    int32_t segment;
-    uint32_t order;      // modulo 2**32, unique among the few blocks of a segment
-    BlockId prev, next;  // neighboring candidates
-    uint32_t key;        // key of the block, with the bit kTold
+    // With kFlag: a request has released the block. With kLeft: the block has left the segment, but
+    // is still linked.
+    uint32_t segment;
+    uint32_t next;  // member that was assigned next; with kFlag: the block is a candidate
   };
+  static_assert(sizeof(Place) == 8, "every byte here is paid once per block");
   struct List {
     int32_t oldest, youngest;
   };
 
+  BlockId next(BlockId id) const { return static_cast<BlockId>(places_[id].next & ~kFlag); }
+  void set_next(BlockId id, BlockId next) {
+    places_[id].next = (places_[id].next & kFlag) | static_cast<uint32_t>(next);
+  }
+  bool has_left(BlockId id) const { return (places_[id].segment & kLeft) != 0; }
+  int32_t linked_in(BlockId id) const {
+    return static_cast<int32_t>(places_[id].segment & ~(kFlag | kLeft));
+  }
+  // Appends a block that is in no segment.
+  void append(BlockId id, int32_t s) {
+    if (has_left(id)) unlink_left(&all_[linked_in(id)], kNullBlock);
+    places_[id].segment |= static_cast<uint32_t>(s);
+    Segment& segment = all_[s];
+    if (segment.first == kNullBlock) {
+      segment.first = id;
+    } else {
+      set_next(segment.last, id);
+    }
+    segment.last = id;
+    ++segment.num_blocks;
+  }
+  [[gnu::noinline]] void close(int32_t s) {
+    unlink_left(&all_[s], kNullBlock);
+    if (all_[s].is_listed) unlist(s);
+    all_[s].younger = unused_;
+    unused_ = s;
+  }
+  // Removes a block that is not a candidate from its segment.
+  void leave(BlockId id, Segment* segment, bool joins) {
+    if (segment->first == id) {
+      unlink(id, kNullBlock, segment);
+    } else {
+      leave_from_middle(id, segment, joins);
+    }
+  }
+  [[gnu::noinline]] void leave_from_middle(BlockId id, Segment* segment, bool joins) {
+    if (passed() == id) --num_passed_;
+    BlockId before = passed();
+    if (next(before) != id || of(before) != of(id)) {
+      if (!joins && segment->last != id) {
+        places_[id].segment |= kLeft;
+        return;
+      }
+      before = unlink_left(segment, id);
+    }
+    unlink(id, before, segment);
+  }
+  // `before`: the block that is linked before this one; the null block if it is the first.
+  void unlink(BlockId id, BlockId before, Segment* segment) {
+    Place& place = places_[id];
+    const auto after = static_cast<BlockId>(place.next);
+    if (segment->scanned == id) segment->scanned = after;
+    if (before == kNullBlock) {
+      segment->first = after;
+    } else {
+      set_next(before, after);
+      if (segment->last == id) segment->last = before;
+    }
+    place.segment &= kFlag;
+    place.next = kNullBlock;
+  }
+  // Unlinks the blocks that have left a segment, up to `stop` (the null block: all of them).
+  // Returns the member before `stop`; the null block if there is none.
+  BlockId unlink_left(Segment* segment, BlockId stop) {
+    BlockId before = kNullBlock;
+    for (BlockId at = segment->first; at != stop;) {
+      const BlockId after = next(at);
+      if (has_left(at)) {
+        unlink(at, before, segment);
+      } else {
+        before = passed_[++num_passed_ % kNumPassed] = at;
+      }
+      at = after;
+    }
+    return before;
+  }
+  BlockId passed() const { return passed_[num_passed_ % kNumPassed]; }
   // Removes segments without candidates from the end of a list and returns the end. Such segments
   // are not removed earlier, because the parent of the last candidate usually becomes the next
   // candidate.
   int32_t end(const int32_t* s) {
     while (*s != kNone && !has_candidate(*s)) unlist(*s);
     return *s;
-  }
-  static bool is_before(const Place& a, const Place& b) {
-    return static_cast<int32_t>(a.order - b.order) < 0;
   }
   // The segment is usually the youngest of its class. It may be older if a block's last child was
   // removed.
@@ -165,6 +246,7 @@ class Segments {
     all_[s].older = older;
     all_[s].younger = younger;
     all_[s].is_listed = true;
+    listed_[all_[s].reuse_class / 64] |= uint64_t{1} << all_[s].reuse_class % 64;
     (older == kNone ? list.oldest : all_[older].younger) = s;
     (younger == kNone ? list.youngest : all_[younger].older) = s;
   }
@@ -174,14 +256,21 @@ class Segments {
     (older == kNone ? list.oldest : all_[older].younger) = younger;
     (younger == kNone ? list.youngest : all_[younger].older) = older;
     all_[s].is_listed = false;
+    if (list.oldest == kNone) {
+      listed_[all_[s].reuse_class / 64] &= ~(uint64_t{1} << all_[s].reuse_class % 64);
+    }
   }
 
   ZeroedArray<Place> places_;
-  std::vector<Segment> all_;                        // segment 0 means no segment
-  std::array<List, ReuseClass::kNum + 1> lists_{};  // including kLoaded
+  std::vector<Segment> all_;                                  // segment 0 means no segment
+  std::array<List, ReuseClass::kNum + 1> lists_{};            // including kLoaded
+  std::array<uint64_t, ReuseClass::kNum / 64 + 1> listed_{};  // classes with a list, one bit each
   int32_t unused_ = kNone;
-  uint32_t num_assigned_ = 0;
   int64_t num_opened_ = 0;
+  // Members that the last search passed, youngest last. Entries may be outdated.
+  static constexpr uint32_t kNumPassed = 1'024;
+  std::array<BlockId, kNumPassed> passed_{};
+  uint32_t num_passed_ = 0;
 };
 
 }  // namespace kvcache

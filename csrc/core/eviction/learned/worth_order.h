@@ -26,7 +26,7 @@ class WorthOrder {
       chosen_ = next;
       number_ = all[chosen_].number;
     }
-    return all[chosen_].first;
+    return segments_->first_candidate(chosen_);
   }
   // Returns the value of keeping a segment's blocks, in hits per released token.
   double worth(int32_t s) const {
@@ -46,23 +46,23 @@ class WorthOrder {
   }
   int32_t oldest() const {
     int32_t found = Segments::kNone;
-    for (int c = 0; c < ReuseClass::kNum; ++c) {
+    segments_->for_each_class([&](int c) {
       const int32_t s = segments_->oldest(c);
-      if (s == Segments::kNone) continue;
+      if (s == Segments::kNone) return;
       if (found == Segments::kNone || (*segments_)[s].time < (*segments_)[found].time) found = s;
-    }
+    });
     return found;
   }
   int32_t least_worth() const {
     int32_t found = Segments::kNone;
     double least = 0;
-    for (int c = 0; c < ReuseClass::kNum; ++c) {
+    segments_->for_each_class([&](int c) {
       for (const int32_t s : {segments_->oldest(c), segments_->youngest(c)}) {
         if (s == Segments::kNone) continue;
         const double worth = this->worth(s);
         if (found == Segments::kNone || worth < least) found = s, least = worth;
       }
-    }
+    });
     return found;
   }
 
