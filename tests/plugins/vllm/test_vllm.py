@@ -105,7 +105,9 @@ def test_decisions_are_the_same_with_chunked_local_attention(retention, models):
 
 
 @pytest.mark.parametrize("retention", RETENTIONS)
-def test_only_the_order_of_a_requests_blocks_differs_in_a_tight_pool(retention, models, monkeypatch):
+def test_only_the_order_of_a_requests_blocks_differs_in_a_tight_pool(
+    retention, models, monkeypatch
+):
     """vLLM releases a request's blocks group by group, so it evicts all blocks of a window before
     those of full attention. kvcache releases the tails of all groups first. With this order,
     vLLM's manager makes the same decisions.
