@@ -100,9 +100,9 @@ void bind_options(py::module_& m) {
       },
       [](ManagerOptions& self, const py::object& value) {
         self.retention_interval =
-            value.is_none() ? -1
-                            : checked_size("retention_interval",
-                                           int_argument(value, "retention_interval"), 0);
+            value.is_none()
+                ? -1
+                : checked_size("retention_interval", int_argument(value, "retention_interval"), 0);
       });
   bind_size(options, "watermark_blocks", &ManagerOptions::watermark_blocks);
   bind_size(options, "stats_window", &ManagerOptions::stats_window);

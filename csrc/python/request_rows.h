@@ -32,8 +32,8 @@ class RequestRows {
       : chain_key_(std::move(chain_key)), max_encoder_tokens_(max_encoder_tokens) {}
 
   // `Admit` of Python, a NamedTuple: (request, num_tokens, external, num_lookahead_tokens,
-  // num_reserved_blocks, max_host_blocks, read_cache, num_prompt_tokens, num_shared_tokens), where external is None or a NamedTuple
-  // (num_tokens, delayed).
+  // num_reserved_blocks, max_host_blocks, read_cache, num_prompt_tokens, num_shared_tokens), where
+  // external is None or a NamedTuple (num_tokens, delayed).
   static void use_admit_types(const py::type& admit, const py::type& external) {
     admit_type() = admit.inc_ref().ptr();  // leaked, because the types must outlive the interpreter
     external_type() = external.inc_ref().ptr();

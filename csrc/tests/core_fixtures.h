@@ -42,6 +42,7 @@ inline CacheGroup group_of(std::shared_ptr<const AttentionKind> kind, int64_t bl
   group.block_size = block_size;
   group.num_hashes = hash_block_size == 0 ? 1 : block_size / hash_block_size;
   group.hit_unit = hash_block_size == 0 ? block_size : hash_block_size;
+  group.retained_every = group.hit_unit;
   group.max_blocks = 1000;
   group.num_places = kUnbounded;
   return group;

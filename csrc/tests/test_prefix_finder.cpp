@@ -169,7 +169,7 @@ TEST(a_state_is_found_where_it_was_kept) {
   CHECK(f.find().blocks == std::vector<Ids>({{kNullBlock, second}}));
 }
 
-TEST(what_is_shared_is_the_hit_without_states) {
+TEST(what_is_shared_is_the_hit_of_the_groups_that_keep_all_tokens) {
   Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
              group_of(std::make_shared<RecurrentState>(), 4, 1)});
   for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block, 0);
@@ -180,6 +180,12 @@ TEST(what_is_shared_is_the_hit_without_states) {
   CHECK_EQ(f.find().num_shared_tokens, 12);
   Fixture alone({group_of(std::make_shared<RecurrentState>(), 4)});
   CHECK_EQ(alone.find().num_shared_tokens, 0);
+  Fixture windows({group_of(std::make_shared<SlidingWindow>(6), 4, 0),
+                   group_of(std::make_shared<FullAttention>(), 4, 1)});
+  for (size_t block = 0; block < 3; ++block) windows.cache(&windows.pool, block, 1);
+  windows.cache(&windows.pool, 0, 0);
+  CHECK_EQ(windows.find().num_tokens, 4);
+  CHECK_EQ(windows.find().num_shared_tokens, 12);
 }
 
 TEST(a_hit_may_end_inside_a_block_that_is_copied) {

@@ -121,7 +121,7 @@ TEST(what_has_left_a_window_is_not_published) {
 TEST(what_no_hit_can_read_is_not_published) {
   // Hits end at multiples of 16. After them, a window of 4 tokens reads the last block of 4 tokens.
   CacheGroup group = group_of(std::make_shared<SlidingWindow>(4), 4);
-  group.hit_unit = 16;
+  group.hit_unit = group.retained_every = 16;
   Fixture f({group});
   f.compute(34, 34);
   f.publish();

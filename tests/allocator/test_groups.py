@@ -262,6 +262,62 @@ def test_only_blocks_that_a_hit_can_read_are_cached_and_others_are_reused_first(
     check_invariants(manager)
 
 
+def cached_columns(manager, request, group):
+    """Return the columns whose blocks in this group are cached, by the lookup of their hashes."""
+    found = manager.cache.find(manager.cache.hashes(request), group).device
+    return np.flatnonzero(found >= 0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("interval", "window", "states"),
+    [
+        (None, [*range(10)], [3, 7, 9]),
+        (0, [8, 9], [9]),
+        (16, [2, 3, 6, 7, 8, 9], [3, 7, 9]),
+        (32, [6, 7, 8, 9], [7, 9]),
+    ],
+)
+def test_the_retention_interval_selects_window_blocks_and_states(interval, window, states):
+    manager = make(FULL, WINDOW, STATE, num_blocks=81, retention_interval=interval)
+    request = Request("a", range(43))
+    run(manager, request, 16, 16, 8, 3, 1)
+    cached = [cached_columns(manager, request, group) for group in range(3)]
+    assert cached == [[*range(10)], window, states]
+    assert hit_length(manager, range(43)) == 40
+    check_invariants(manager)
+
+
+def test_a_shared_prefix_is_retained_when_a_second_request_reads_it():
+    manager = make(FULL, WINDOW, num_blocks=81, retention_interval=0)
+    hits = []
+    for i in range(3):  # prompts that share 22 tokens
+        request = Request(f"r{i}", [*range(22), *range(100 * i + 100, 100 * i + 120)])
+        hits += manager.step(new=[request]).num_computed_tokens.tolist()
+        manager.free(request)
+    assert hits == [0, 0, 20]
+    found = manager.cache.find_prefix(Request("q", [*range(12), *range(900, 910)]))
+    assert (found.num_tokens, found.num_shared_tokens) == (0, 12)
+
+
+def test_admit_retains_the_shared_prefix_and_the_prompt_that_it_names():
+    manager = make(FULL, WINDOW, retention_interval=0)
+    request = Request("a", range(43))
+    manager.admit(Admit(request, num_prompt_tokens=31, num_shared_tokens=12))
+    assert cached_columns(manager, request, 1) == [1, 2, 5, 6]  # hits of 12 and 28 tokens
+
+
+def test_a_request_waits_for_retained_blocks_only():
+    manager = make(FULL, WINDOW, num_blocks=81, in_step_hits="wait", retention_interval=0)
+    first, second = (Request(name, range(43)) for name in "ab")
+    plan = manager.step(new=[Admit(first, 20), second])
+    assert plan.status.tolist() == [Status.SERVED] * 2  # the step fills nothing that is retained
+    manager.free(second)
+    manager.free(first)
+    assert manager.cache.reset()
+    plan = manager.step(new=[first, second])
+    assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
+
+
 def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     manager = make(WINDOW, num_blocks=9)
     request = Request("a", range(40))
@@ -1034,6 +1090,12 @@ def test_kind_that_calls_back_is_rejected_and_an_inconsistent_one_is_called_once
         ([GroupSpec("sliding_window", 4, {"window": 0})], {}, ValueError, "window is 0: expected"),
         ([FULL], {"hash_block_size": 3}, ValueError, "hash_block_size is 3: expected a divisor"),
         ([FULL], {"hash_block_size": 0}, ValueError, "hash_block_size is 0"),
+        (
+            [FULL, WINDOW],
+            {"retention_interval": 6},
+            ValueError,
+            "retention_interval is 6: expected None, 0 or a multiple of 4, at which hits end",
+        ),
         ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a share"),
         ([FULL], {"watermark": "x"}, TypeError, "watermark is 'x'"),
         ([FULL], {"watermark": math.nan}, ValueError, "watermark is nan"),

@@ -22,6 +22,7 @@ from kvcache.replay import Replayer
 # A non-default value for each option.
 OTHERS = {
     "enable_caching": False,
+    "retention_interval": 32,
     "num_preallocate_tokens": 5,
     "max_num_reqs": 7,
     "hash_block_size": 2,
@@ -150,6 +151,8 @@ def test_an_unknown_option_is_named_with_the_known_ones(make):
         ),
         ("max_num_reqs", 0, ValueError, "max_num_reqs is 0: expected 1 to"),
         ("hash_block_size", 0, ValueError, "hash_block_size is 0: expected 1 to"),
+        ("retention_interval", -1, ValueError, "retention_interval is -1: expected 0 to"),
+        ("retention_interval", "x", TypeError, "retention_interval is 'x': expected an integer"),
         ("stats_window", 0, ValueError, "stats_window is 0: expected 1 to"),
         ("num_preallocate_tokens", -1, ValueError, "num_preallocate_tokens is -1: expected 0 to"),
         ("num_host_blocks", 2**31, ValueError, "num_host_blocks is 2147483648: expected 2 to"),

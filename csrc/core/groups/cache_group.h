@@ -29,13 +29,13 @@ struct CacheGroup {
   bool keeps_all;
   // false: its blocks are never hit, and it does not limit the hits of other groups
   bool is_cached;
-  bool is_transferred;      // false: no connector reads or writes its blocks
-  bool drafts;              // the last block of a hit is recomputed
-  bool has_partial;         // hits may end inside a block, which is then copied
-  uint8_t id;               // index of the group, also stored with its blocks in the pool
-  int64_t block_size;       // tokens, over all context-parallel ranks
-  int64_t num_hashes;       // per block
-  int64_t hit_unit;         // tokens; hits of the manager end at multiples of this number
+  bool is_transferred;  // false: no connector reads or writes its blocks
+  bool drafts;          // the last block of a hit is recomputed
+  bool has_partial;     // hits may end inside a block, which is then copied
+  uint8_t id;           // index of the group, also stored with its blocks in the pool
+  int64_t block_size;   // tokens, over all context-parallel ranks
+  int64_t num_hashes;   // per block
+  int64_t hit_unit;     // tokens; hits of the manager end at multiples of this number
   // tokens; blocks stay cached for hits that end at multiples of this number, by default hit_unit.
   // 0: only for the ends that are retained for each request
   int64_t retained_every;
@@ -48,8 +48,8 @@ struct CacheGroup {
   bool is_dense() const { return keeps_all || retained_every == hit_unit; }
   // Returns the shortest retained hit of at least num_tokens tokens, or kUnbounded.
   int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends) const {
-    int64_t first = retained_every == 0 ? kUnbounded
-                                        : ceil_div(num_tokens, retained_every) * retained_every;
+    int64_t first =
+        retained_every == 0 ? kUnbounded : ceil_div(num_tokens, retained_every) * retained_every;
     for (int64_t end : ends) {
       if (end >= num_tokens) first = std::min(first, end);
     }

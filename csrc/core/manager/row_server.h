@@ -121,9 +121,9 @@ class RowServer {
   DemandRules rules_;
   RowGrowth growth_;
   StepFills fills_;
-  bool has_state_;                    // whether a group updates pages in place
-  bool has_bound_;                    // whether a group has a limited number of token slots per row
-  int64_t max_drafts_;                // maximum per step and row
+  bool has_state_;      // whether a group updates pages in place
+  bool has_bound_;      // whether a group has a limited number of token slots per row
+  int64_t max_drafts_;  // maximum per step and row
   RetainedHits retained_;
   std::vector<RowBlocks> candidate_;  // scratch: blocks of a new request, by group
 };

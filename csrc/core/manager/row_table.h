@@ -58,11 +58,11 @@ struct AdmissionInfo {     // data of the admission that is needed later
   int64_t num_marked = 0;  // tokens marked as computed
   // Prompt tokens that groups which keep all tokens would hit, regardless of windows and states.
   int64_t num_shared = 0;
-  Access access;           // last access that is not yet recorded for the row's blocks
+  Access access;                   // last access that is not yet recorded for the row's blocks
   int64_t num_valid = kUnbounded;  // maximum number of valid tokens while the row receives
   int64_t num_slots = 0;           // slots allocated so far, which may have been written
   int64_t hit_end = 0;  // end of the hit; tokens before it are held only if later tokens read them
-  RetainedEnds retained{};         // ends of hits for which its blocks stay cached
+  RetainedEnds retained{};  // ends of hits for which its blocks stay cached
 };
 
 class RowTable {
