@@ -53,7 +53,41 @@ MODELS = {
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
         "attention_multiplier": 0.17,
     },
+    # Layers with windows and without take turns; logits are capped.
+    "gemma2": {
+        **{**TINY, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
+        **{"query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    },
+    # Each head has a sink, a logit that only takes weight.
+    "gpt_oss": {
+        **{**TINY, "num_hidden_layers": 4, "tie_word_embeddings": False},
+        **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
+        **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"hidden_act": "silu", "swiglu_limit": 7.0, "rope_theta": 150000.0},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"truncate": False, "original_max_position_embeddings": 1024},
+        },
+    },
+    # All layers have windows.
+    "mistral": {
+        **{**TINY_LLAMA, "sliding_window": 128, "hidden_act": "silu"},
+        **{"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+    },
+    "olmo2": {
+        **{**TINY_LLAMA, "num_key_value_heads": 4, "attention_bias": False, "hidden_act": "silu"},
+        **{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    },
+    "phi3": {
+        **{**TINY_LLAMA, "original_max_position_embeddings": 4096, "hidden_act": "silu"},
+        **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0},
+    },
 }
+FEW = 12  # number of requests in a tight pool, for models that run only a few
 # Options of vLLM's `LLM`. Each pool holds at most 3 requests of a batch of 16.
 OPTIONS = {
     "llama": {"num_gpu_blocks_override": 40},
@@ -64,6 +98,11 @@ OPTIONS = {
         "attention_config": {"backend": "CPU_MLA"},
     },
     "granite4": {"num_gpu_blocks_override": 40},
+    "gemma2": {"num_gpu_blocks_override": 50},
+    "gpt_oss": {"num_gpu_blocks_override": 50},
+    "mistral": {"num_gpu_blocks_override": 20},
+    "olmo2": {"num_gpu_blocks_override": 40},
+    "phi3": {"num_gpu_blocks_override": 40},
 }
 OURS = "kvcache.plugins.vllm."
 DRAFTS = {
@@ -90,15 +129,18 @@ def write_config(folder, name):
     return str(folder)
 
 
-def behaviours(model, engines, **options):
+def behaviours(model, engines, *, is_short=False, **options):
     """Run the requests in a separate process.
 
-    Return the results by engine. `options` are those of vLLM's `LLM`.
+    Return the results by engine. `options` are those of vLLM's `LLM`. With `is_short`, only a few
+    requests run, in the roomy and the tight pool.
     """
     done = subprocess.run(
         [
             *(sys.executable, "-m", __name__),
-            json.dumps({"model": model, "engines": engines, "options": options}),
+            json.dumps(
+                {"model": model, "engines": engines, "options": options, "is_short": is_short}
+            ),
         ],
         capture_output=True,
         text=True,
@@ -110,7 +152,7 @@ def behaviours(model, engines, **options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run(model, engines, options):
+def run(model, engines, options, is_short=False):
     """Run the requests in this process and return the results by engine."""
     from vllm import LLM
 
@@ -125,7 +167,7 @@ def run(model, engines, options):
     found = {}
     for name in engines:
         llm = LLM(model, **defaults | options | ENGINES[name])
-        found[name] = Requests(llm).all(has_drafts="drafts" in name)
+        found[name] = Requests(llm).all(has_drafts="drafts" in name, is_short=is_short)
         llm.llm_engine.engine_core.shutdown()
         llm = None
         make_room()
@@ -154,20 +196,21 @@ class Requests:
         self.numbers = iter(range(10**6))
         self.last = {}
 
-    def all(self, has_drafts):
+    def all(self, has_drafts, is_short):
         rng = random.Random(1)
         shared = [tokens(rng, 200) for _ in range(3)]
-        heads = [rng.choice(shared)[: rng.randrange(200)] for _ in range(24)]
+        heads = [rng.choice(shared)[: rng.randrange(200)] for _ in range(FEW if is_short else 24)]
         requests = [
             (head + tokens(rng, rng.randrange(50, 250)), rng.randrange(16, 48)) for head in heads
         ]
         found = {"manager": type(self.scheduler.kv_cache_manager).__name__}
         found["roomy"] = self.roomy(rng)
         found["tight"] = self.told(lambda: self.generate(requests))
-        if not has_drafts:  # sampling depends on the drafts
-            found["samples"] = self.samples(rng)
-        found["aborts"] = self.aborts(requests)
-        found["resets"] = self.resets(requests)
+        if not is_short:
+            if not has_drafts:  # sampling depends on the drafts
+                found["samples"] = self.samples(rng)
+            found["aborts"] = self.aborts(requests)
+            found["resets"] = self.resets(requests)
         native = getattr(self.scheduler.kv_cache_manager, "native", None)
         if native is not None:
             check_invariants(native)

@@ -357,17 +357,27 @@ class Contents:
                 self.slots[group, block] = self.digest(request, position - 1)
 
     def read(self, request, start):
-        for group, position, slot in self.slots_of(request, range(start)):
-            spec = self.specs[group]
-            if position <= start - (getattr(spec, "sliding_window", None) or start + 1):
+        self.digest(request, 0)  # updates the digests
+        _, digests = self.digests[request.request_id]
+        slots, size, known = self.slots, self.size, len(digests) - self.lookahead
+        for group, table in enumerate(self.tables[request.request_id]):
+            if isinstance(self.specs[group], MambaSpec):
                 continue
-            chunk = getattr(spec, "attention_chunk_size", None)
-            if chunk and position < start // chunk * chunk:
-                continue
-            wanted = self.digest_of_kv(request, position)
-            assert self.resolved(self.slots.get(slot)) == wanted, (
-                f"{request.request_id} reads what is not there at {position}"
-            )
+            for position in range(self.first_read(self.specs[group], start), start):
+                content = slots.get((group, table[position // size], position % size))
+                if position < known and content == digests[position + self.lookahead]:
+                    continue
+                assert self.resolved(content) == self.digest_of_kv(request, position), (
+                    f"{request.request_id} reads what is not there at {position}"
+                )
+
+    @staticmethod
+    def first_read(spec, start):
+        """Return the first token that is read when the token at `start` is computed."""
+        if chunk := getattr(spec, "attention_chunk_size", None):
+            return start // chunk * chunk
+        window = getattr(spec, "sliding_window", None)
+        return max(start - window + 1, 0) if window else 0
 
 
 # Values of prefix_cache_retention_interval: dense, vLLM's default, and one longer than the windows.

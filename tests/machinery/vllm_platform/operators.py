@@ -134,6 +134,20 @@ def cpu_attention_with_kv_cache(
         output[first:last] = found.transpose(0, 1).to(output.dtype)
 
 
+# --- MLA ---
+
+
+@operator
+def mla_decode_kvcache(output, query, kv_cache, scale, block_table, seq_lens):
+    """Compute one token per request, whose values are the first elements of the keys."""
+    size, width = kv_cache.shape[1], output.shape[-1]
+    for row, length in enumerate(seq_lens.tolist()[: len(query)]):
+        ids = block_table[row, : -(-length // size)].long()
+        keys = kv_cache[ids].flatten(0, 1)[:length].float()
+        weights = (query[row].float() @ keys.T * scale).softmax(-1)
+        output[row] = (weights @ keys[:, :width]).to(output.dtype)
+
+
 # --- layers that vLLM calls as operators on CPUs ---
 
 
@@ -165,6 +179,39 @@ def rms_norm(out, x, weight, epsilon):
 def fused_add_rms_norm(x, residual, weight, epsilon):
     residual.add_(x)
     rms_norm(x, residual, weight, epsilon)
+
+
+# --- experts ---
+
+
+@operator
+def prepack_moe_weight(weight, output, _isa):
+    """Keep the layout of the weights."""
+    output.copy_(weight)
+
+
+@operator
+def cpu_fused_moe(
+    out, x, w13, w2, w13_bias, w2_bias, weights, ids, skip_weighted, activation, *_more
+):
+    """Compute the chosen experts token by token, so that no result depends on other tokens."""
+    for token, (row, chosen) in enumerate(zip(x, ids.tolist())):
+        found = torch.zeros_like(row, dtype=torch.float32)
+        for place, expert in enumerate(chosen):
+            hidden = F.linear(row, w13[expert], None if w13_bias is None else w13_bias[expert])
+            hidden = _gated(hidden, activation)
+            each = F.linear(hidden, w2[expert], None if w2_bias is None else w2_bias[expert])
+            found += each.float() * (1.0 if skip_weighted else weights[token, place].float())
+        out[token] = found.to(out.dtype)
+
+
+def _gated(x, activation):
+    if activation == "swigluoai":
+        gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+    half = x.shape[-1] // 2
+    assert activation == "silu", f"the activation is {activation}"
+    return F.silu(x[..., :half]) * x[..., half:]
 
 
 # --- sampling ---

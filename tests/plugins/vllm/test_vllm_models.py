@@ -10,14 +10,17 @@ pytest.importorskip("vllm")
 
 from tests.machinery.vllm_models import ENGINES, OPTIONS, behaviours, write_config
 
+SHORT = ["gemma2", "gpt_oss", "mistral", "olmo2", "phi3"]  # only a few requests in both pools
 NAMES = {
     "llama": list(ENGINES),
     "qwen3": ["vllm", "ours async", "ours drafts"],
     "gemma3": ["vllm", "ours", "ours async", "ours drafts"],
     "deepseek_v3": ["vllm", "ours", "vllm async", "ours async"],
     "granite4": ["vllm", "ours", "ours async"],
+    **{name: ["vllm", "ours"] for name in SHORT},
 }
 CASES = [(model, engine) for model, engines in NAMES.items() for engine in engines]
+LONG_CASES = [case for case in CASES if case[0] not in SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,8 @@ def of_model(tmp_path_factory):
     def of(name):
         if name not in known:
             folder = write_config(tmp_path_factory.mktemp(name), name)
-            known[name] = behaviours(folder, NAMES[name], **OPTIONS[name])
+            is_short = name in SHORT
+            known[name] = behaviours(folder, NAMES[name], is_short=is_short, **OPTIONS[name])
         return known[name]
 
     return of
@@ -37,7 +41,17 @@ def of_model(tmp_path_factory):
 @pytest.fixture(params=CASES, ids=[" ".join(case) for case in CASES])
 def case(request, of_model):
     """(model, engine, results, results with vLLM's own manager)."""
-    model, engine = request.param
+    return results(of_model, *request.param)
+
+
+@pytest.fixture(params=LONG_CASES, ids=[" ".join(case) for case in LONG_CASES])
+def long_case(request, of_model):
+    """The case of a model that runs all phases."""
+    return results(of_model, *request.param)
+
+
+def results(of_model, model, engine):
+    """Return the case of a model and an engine."""
     found = of_model(model)
     assert found[engine]["manager"] == (
         "VllmCacheManager" if engine.startswith("ours") else "KVCacheManager"
@@ -72,8 +86,8 @@ def test_in_a_tight_pool(case):
         assert 0 < found["tight"]["accepted"] < found["tight"]["drafts"]
 
 
-def test_several_samples_of_a_prompt(case):
-    _, engine, found, own = case
+def test_several_samples_of_a_prompt(long_case):
+    _, engine, found, own = long_case
     if "drafts" in engine:
         return  # sampling depends on the drafts
     samples = found["samples"]["answers"]
@@ -81,8 +95,8 @@ def test_several_samples_of_a_prompt(case):
     assert all(len({tuple(each) for each in of_prompt}) == 3 for of_prompt in samples)
 
 
-def test_aborts_in_every_phase(case):
-    model, engine, found, own = case
+def test_aborts_in_every_phase(long_case):
+    model, engine, found, own = long_case
     phases = {"waiting", "running"}
     if has_prefix_cache(model):
         phases.add("prompt")
@@ -93,8 +107,8 @@ def test_aborts_in_every_phase(case):
     check_tokens(model, found, own, "aborts")
 
 
-def test_the_prefix_cache_is_reset_as_requests_run(case):
-    model, _, found, own = case
+def test_the_prefix_cache_is_reset_as_requests_run(long_case):
+    model, _, found, own = long_case
     resets = found["resets"]
     assert resets["answers"] == [False, True, True, True, True]
     check_tokens(model, found, own, "resets")
