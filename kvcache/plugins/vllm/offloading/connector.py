@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as of_vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -13,6 +16,15 @@ from kvcache.plugins.vllm.offloading.options import HostTierOptions
 
 _MODULE = "kvcache.plugins.vllm.offloading"
 _SPEC = "KVCacheOffloadingSpec"
+
+
+def _choose_spec(extra: dict[str, Any]) -> None:
+    for name, own in ("spec_name", _SPEC), ("spec_module_path", _MODULE):
+        if extra.setdefault(name, own) != own:
+            raise ValueError(
+                f"{name} is {extra[name]!r}: expected {own!r} with {_MODULE}, or "
+                "kv_transfer_config without kv_connector_module_path"
+            )
 
 
 class OffloadingConnector(of_vllm.OffloadingConnector):
@@ -27,14 +39,8 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         transfer = vllm_config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config
-        for name, own in ("spec_name", _SPEC), ("spec_module_path", _MODULE):
-            if extra.setdefault(name, own) != own:
-                raise ValueError(
-                    f"{name} is {extra[name]!r}: expected {own!r} with {_MODULE}, or "
-                    "kv_transfer_config without kv_connector_module_path"
-                )
-        HostTierOptions.of(extra)
+        _choose_spec(transfer.kv_connector_extra_config)
+        HostTierOptions.of(transfer.kv_connector_extra_config)
         transfer.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
@@ -46,6 +52,17 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
                 if isinstance(each.kv_cache_spec, FullAttentionSpec)
                 and each.kv_cache_spec.sliding_window is None
             )
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, *args: Any, **options: Any
+    ) -> KVConnectorPromMetrics:
+        """Create the metrics of kvcache's spec.
+
+        The API server calls this in a process without a connector, so its configuration names no spec.
+        """
+        _choose_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return super().build_prom_metrics(vllm_config, *args, **options)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the completed transfers and the failed loads."""
