@@ -302,7 +302,7 @@ def test_a_shared_prefix_is_retained_when_a_second_request_reads_it():
 def test_admit_retains_the_shared_prefix_and_the_prompt_that_it_names():
     manager = make(FULL, WINDOW, retention_interval=0)
     request = Request("a", range(43))
-    manager.admit(Admit(request, num_prompt_tokens=31, num_shared_tokens=12))
+    manager.admit(Admit(request, num_prompt_tokens=32, num_shared_tokens=12))
     assert cached_columns(manager, request, 1) == [1, 2, 5, 6]  # hits of 12 and 28 tokens
 
 

@@ -925,6 +925,8 @@ class Driver:
             lambda: manager.step(new=[Request("none yet", [])]),
             lambda: manager.step(swap_out=[len(self.tables) + 50]),
             lambda: manager.step(new=[Admit(stranger, max_host_blocks=-1)]),
+            lambda: manager.step(new=[Admit(stranger, num_prompt_tokens=-1)]),
+            lambda: manager.step(new=[Admit(stranger, num_shared_tokens=-1)]),
             lambda: manager.fork(stranger, Request("child", [1, 2])),
             lambda: manager.state(stranger) is RequestState.SWAPPED_OUT,
             lambda: manager.finish_receiving(stranger),

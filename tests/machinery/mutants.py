@@ -180,9 +180,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         GROUPS + "retained_hits.h",
         "groups allocator_random",
         [
-            ("if (num_shared <= num_hit) continue;", ""),
             ("add(num_prompt - unit.num_redone, unit);", "add(num_prompt, unit);"),
-            ("if (has_drafts_) add(num_shared - unit.num_redone, unit);", ""),
+            ("add(num_shared, unit);", ""),
         ],
     ),
     (
