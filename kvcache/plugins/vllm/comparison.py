@@ -37,14 +37,8 @@ class StartupComparison(NamedTuple):
     seconds: float
 
 
-class _Difference(Exception):
-    pass
-
-
-def _shown(error: Exception) -> str:
-    if isinstance(error, _Difference):
-        return str(error)
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+class DecisionsDiffer(ValueError):
+    """The managers decide differently about hits or blocks. The message names the first difference."""
 
 
 def compare_managers(
@@ -62,7 +56,8 @@ def compare_managers(
         hash_algorithm: vLLM's `prefix_caching_hash_algo`.
 
     Raises:
-        ValueError: The managers differ. The message names the first difference.
+        DecisionsDiffer: The managers decide differently.
+        ValueError: kvcache's manager fails.
     """
     started = time.perf_counter()
     seed = getattr(kv_cache_utils, "NONE_HASH", None)
@@ -70,14 +65,18 @@ def compare_managers(
     try:
         kv_cache_utils.init_none_hash(hash_function)
         sides = _Sides(own, ours, arguments, hash_function)
-        for _ in range(NUM_STEPS):
-            sides.step()
-        sides.end()
-    except Exception as error:
-        raise ValueError(
-            f"kvcache's manager and vLLM's own differ at startup ({_shown(error)}); serve with vLLM's "
-            "own scheduler, and report the model and the versions of both"
-        ) from (None if isinstance(error, _Difference) else error)
+        try:
+            for _ in range(NUM_STEPS):
+                sides.step()
+            sides.end()
+        except DecisionsDiffer:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise ValueError(
+                f"kvcache's manager fails at startup ({what}); serve with vLLM's own scheduler, and "
+                "report the model and the versions of both"
+            ) from error
     finally:
         if seed is not None:
             kv_cache_utils.NONE_HASH = seed
@@ -140,7 +139,9 @@ class _Sides:
             self._compute(pair, count)
         usages = [manager.usage for manager in self._managers]
         if abs(usages[0] - usages[1]) > 1e-9:
-            raise _Difference(f"pool usage in step {self._step}: {usages[1]}, vLLM's {usages[0]}")
+            raise DecisionsDiffer(
+                f"pool usage in step {self._step}: {usages[1]}, vLLM's {usages[0]}"
+            )
 
     def end(self) -> None:
         """Free all requests. Nothing may remain in use."""
@@ -148,7 +149,7 @@ class _Sides:
             self._free(pair)
         for manager in self._managers:
             if manager.usage > 1e-9:
-                raise _Difference(f"{manager.usage:.1%} of the pool stays in use")
+                raise DecisionsDiffer(f"{manager.usage:.1%} of the pool stays in use")
 
     def _admit(self) -> list[_Scheduled]:
         rng = self._rng
@@ -225,7 +226,7 @@ class _Sides:
 
     def _check(self, what: str, pair: _Pair, values: list[Any]) -> None:
         if values[0] != values[1]:
-            raise _Difference(
+            raise DecisionsDiffer(
                 f"{what} of a request of {pair[0].num_tokens} tokens in step {self._step}: "
                 f"{values[1]}, vLLM's {values[0]}"
             )

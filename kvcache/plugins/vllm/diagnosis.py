@@ -29,6 +29,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
+from kvcache.plugins.vllm.comparison import StartupComparison
 from kvcache.plugins.vllm.compatibility import check_version, is_tested
 from kvcache.plugins.vllm.scheduler import what_connector_lacks
 
@@ -60,15 +61,7 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
     try:
         scheduler = _scheduler(config)
         rows.append(("KV cache", scheduler.kv_cache_manager.described(), True))
-        compared = scheduler.compared
-        rows.append(
-            (
-                "comparison",
-                f"{compared.num_requests} requests in {compared.num_steps} steps, "
-                f"{compared.num_hit_tokens} hit tokens: no difference from vLLM's manager",
-                True,
-            )
-        )
+        rows.append(("comparison", _described(scheduler.compared), True))
     except ValueError as error:
         rows.append(("KV cache", _one_line(error), False))
     except Exception as error:
@@ -83,6 +76,15 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
         rows.append(("drafts", f"{method}; layers of a drafter are not included here", True))
     rows.append(_conclusion(config, all(ok for _, _, ok in rows)))
     return rows
+
+
+def _described(compared: StartupComparison | str) -> str:
+    if isinstance(compared, str):
+        return f"hits and evictions can differ from those with vLLM's manager: {compared}"
+    return (
+        f"{compared.num_requests} requests in {compared.num_steps} steps, {compared.num_hit_tokens} "
+        "hit tokens: no difference from vLLM's manager"
+    )
 
 
 def _conclusion(config: VllmConfig, is_served: bool) -> tuple[str, str, bool]:

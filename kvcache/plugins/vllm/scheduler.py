@@ -14,7 +14,7 @@ from vllm.v1.engine import core as engine_core
 from vllm.v1.metrics.stats import SchedulerStats
 
 from kvcache import __version__
-from kvcache.plugins.vllm.comparison import compare_managers
+from kvcache.plugins.vllm.comparison import DecisionsDiffer, compare_managers
 from kvcache.plugins.vllm.compatibility import (
     TESTED,
     accept_new_parameters,
@@ -135,7 +135,22 @@ class _WithManager:
                 f"vLLM {found} uses {', '.join(missing)} of its KV cache manager, which kvcache "
                 f"{__version__} does not have: serve with vLLM's own scheduler, or update kvcache"
             )
-        compared = compare_managers(KVCacheManager, make_manager, arguments, algorithm)
+        try:
+            compared = compare_managers(KVCacheManager, make_manager, arguments, algorithm)
+        except DecisionsDiffer as error:
+            if not is_tested(found):
+                raise ValueError(
+                    f"kvcache's manager and vLLM's own differ at startup ({error}), and kvcache "
+                    f"{__version__} is not tested with vLLM {found}: serve with vLLM's own scheduler, "
+                    "or update kvcache"
+                ) from None
+            _log.warning(
+                "kvcache %s manages the KV cache of vLLM %s: %s. Hits and evictions of this model can "
+                "differ from those with vLLM's manager, answers do not (%s)",
+                *(__version__, found, manager.described(), error),
+            )
+            self.compared = str(error)
+            return
         self.compared = compared
         _log.info(
             "kvcache %s manages the KV cache of vLLM %s: %s. Compared with vLLM's manager: %d requests "

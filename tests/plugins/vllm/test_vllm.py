@@ -535,12 +535,17 @@ class TestLaterVersions:
         assert len(warnings) == is_warned
         assert not is_warned or "this is 0.99.0. All interfaces are there" in warnings[0]
 
-    def test_managers_that_differ_are_rejected(self, models, monkeypatch):
+    def test_managers_that_differ_are_rejected_in_an_unknown_version(self, models, monkeypatch):
         def too_few(self, request, *args):
             return self.empty_kv_cache_blocks, 0, find(self, request, *args)[2]
 
         find = VllmCacheManager.get_computed_blocks
         monkeypatch.setattr(VllmCacheManager, "get_computed_blocks", too_few)
+        scheduler = make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
+        assert scheduler.compared.startswith(
+            "hit tokens of a request"
+        )  # a tested version: a warning
+        monkeypatch.setattr(compatibility, "version", lambda name: "0.99.0")
         with pytest.raises(
             ValueError, match=r"differ at startup \(hit tokens of a request .*: 0, vLLM"
         ):
@@ -551,7 +556,7 @@ class TestLaterVersions:
             raise KeyError("r1")
 
         monkeypatch.setattr(VllmCacheManager, "allocate_slots", fail)
-        with pytest.raises(ValueError, match=r"differ at startup \(KeyError: 'r1'\); serve with"):
+        with pytest.raises(ValueError, match=r"fails at startup \(KeyError: 'r1'\); serve with"):
             make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
 
 
