@@ -361,8 +361,7 @@ void bind_hashing(py::module_& m) {
             std::move(tokens), block_size, hash_of(parent, "parent", num_bytes),
             extra_keys(lora, mm_items, cache_salt, prompt_embeds, block_size), read_cache,
             write_cache, num_encoder_tokens,
-            hash_scheme(algorithm, given, block_size, num_bytes, num_lookahead),
-            labels_of(labels));
+            hash_scheme(algorithm, given, block_size, num_bytes, num_lookahead), labels_of(labels));
       },
       py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
       py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),

@@ -12,7 +12,8 @@
 namespace kvcache {
 
 // Keeps all tokens until the manager's request takes them, and then only the tokens of blocks that
-// are not hashed yet. Used by one thread at a time; only `hash_behind` may run concurrently with readers.
+// are not hashed yet. Used by one thread at a time; only `hash_behind` may run concurrently with
+// readers.
 class HashedTokens : public GivenHashes {
  public:
   // `parent`: parent hash of the first block. `num_lookahead`: tokens after a block that its hash

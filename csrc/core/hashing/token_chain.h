@@ -117,9 +117,7 @@ class TokenChain {
   uint32_t tenant() const { return extra_keys_.tenant(); }
   bool is_given() const { return scheme_.given != nullptr; }  // hashes are given by the engine
   int64_t num_lookahead() const { return scheme_.num_lookahead; }
-  bool has_unhashed_blocks() const {
-    return static_cast<int64_t>(hashes_.size()) < num_hashable();
-  }
+  bool has_unhashed_blocks() const { return static_cast<int64_t>(hashes_.size()) < num_hashable(); }
 
   // Returns the hashes of the full blocks, computing missing ones. Throws std::runtime_error while
   // an earlier call computes them, and rethrows the error of an interruption. Already computed

@@ -98,9 +98,9 @@ class Manager {
   const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
 
   // Returns the longest cached prefix, in whole blocks unless `with_partial`. It has at most
-  // `most_tokens` and num_tokens - 1 tokens, because the last token must be computed. Returns an empty prefix if the
-  // request does not read the cache. `read_cache` overrides the setting of the chain. Changes
-  // nothing. The result is valid until the next call.
+  // `most_tokens` and num_tokens - 1 tokens, because the last token must be computed. Returns an
+  // empty prefix if the request does not read the cache. `read_cache` overrides the setting of the
+  // chain. Changes nothing. The result is valid until the next call.
   const PrefixHit& lookup(TokenChain& chain, bool with_host = false, bool with_partial = false,
                           std::optional<bool> read_cache = std::nullopt,
                           int64_t most_tokens = kUnbounded);

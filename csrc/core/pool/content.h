@@ -32,7 +32,7 @@ struct Content {
   const int32_t* tokens = nullptr;     // tokens_per_block tokens for each block
   int64_t tokens_per_block = 0;
   int64_t num_lookahead = 0;  // tokens after each block that its hash also covers
-  int64_t first_token = 0;                              // position of the first of `tokens`
+  int64_t first_token = 0;    // position of the first of `tokens`
   const std::shared_ptr<const void>* labels = nullptr;  // labels for events; null: none
   bool is_chain = true;         // whether a block is useless without its parent
   bool begins_chain = false;    // the first block has no parent

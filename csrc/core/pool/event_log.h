@@ -51,7 +51,8 @@ class EventLog {
     waiting_.events.push_back(std::move(event));
     if (content.tokens != nullptr) {
       const int32_t* tokens = content.tokens + i * num_tokens;
-      waiting_.tokens.insert(waiting_.tokens.end(), tokens, tokens + num_tokens + content.num_lookahead);
+      waiting_.tokens.insert(waiting_.tokens.end(), tokens,
+                             tokens + num_tokens + content.num_lookahead);
     }
   }
   void stored_on_host(const Hash& hash, uint8_t group) {
