@@ -40,7 +40,7 @@ class _QueuedStep(NamedTuple):
     after: Event | None = None
 
 
-class _Task:
+class _QueuedTask:
     """Work for the thread between two passes."""
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ class RankThread:
         self._leases, self._reader, self._begin_load = Leases(), reader, begin_load
         transport, slots = reader.transport, self._leases.slots
         transport.register([(slots.ctypes.data, slots.nbytes)])
-        self._steps: queue.SimpleQueue[_QueuedStep | _Task | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[_QueuedStep | _QueuedTask | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._results = Results()
         self._loads: dict[str, Read] = {}
@@ -146,7 +146,7 @@ class RankThread:
         Raises what the function raises. If the thread has ended, its transport is closed, and the
         function is not called.
         """
-        task = _Task(function)
+        task = _QueuedTask(function)
         self._steps.put(task)
         while self._thread.is_alive() and not task.is_done.wait(_IDLE_S):
             pass
@@ -198,7 +198,7 @@ class RankThread:
             asked = _QueuedStep(time.monotonic(), Step())
         if asked is None:
             return False
-        if isinstance(asked, _Task):
+        if isinstance(asked, _QueuedTask):
             asked.run()
             return True
         self._take(asked)
