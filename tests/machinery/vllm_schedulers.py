@@ -45,6 +45,7 @@ from kvcache.plugins.vllm.versions import check_version
 BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request
 NUM_DRAFTS = 7  # most drafts per request and step
 MOST_ENCODER_TOKENS = 100_000
+IMAGES = {"cat": 16, "dog": 40, "dot": 1}  # tokens of each image
 IS_032 = check_version().startswith("0.32")
 # vLLM 0.33 has hashes that cover tokens after their block, and no Mamba mode "all".
 HAS_LOOKAHEAD = hasattr(VllmConfig, "num_hash_lookahead_tokens")
@@ -534,10 +535,12 @@ class SideBySide:
     def _some_images(self, num_tokens):
         """Return images at random places of a prompt, often the same for the same place."""
         found, first = [], self.rng.choice([0, 16, 20])
-        while first < num_tokens and len(found) < 3:
-            length = min(self.rng.choice([1, 16, 40]), num_tokens - first)
-            found.append(image(self.rng.choice(["cat", "dog"]), first, length))
-            first += length + self.rng.choice([0, 12])
+        while len(found) < 3:
+            name = self.rng.choice(sorted(IMAGES))
+            if first + IMAGES[name] > num_tokens:
+                break
+            found.append(image(name, first, IMAGES[name]))
+            first += IMAGES[name] + self.rng.choice([0, 12])
         return found
 
     def _add_to_both(self, number, tokens, max_tokens, **options):
@@ -568,7 +571,9 @@ class SideBySide:
     def _reset(self):
         """Reset the prefix cache, sometimes with all running requests."""
         if self.rng.random() < 0.03:
-            with_running = self.rng.random() < 0.5
+            # With running requests, sessions that wait for input keep their blocks, and the call fails with
+            # either manager.
+            with_running = self.rng.random() < 0.5 and self.sessions is None
             done = [scheduler.reset_prefix_cache(with_running) for scheduler in self.pair]
             assert done[0] == done[1] or not self.exact, "only one cache was reset"
             self.counts["resets"] += done[1]
