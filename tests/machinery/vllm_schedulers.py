@@ -571,7 +571,7 @@ class SideBySide:
     def _reset(self):
         """Reset the prefix cache, sometimes with all running requests."""
         if self.rng.random() < 0.03:
-            # With running requests, sessions that wait for input keep their blocks, and the call fails with
+            # Sessions that wait for input keep their blocks, so resetting running requests fails with
             # either manager.
             with_running = self.rng.random() < 0.5 and self.sessions is None
             done = [scheduler.reset_prefix_cache(with_running) for scheduler in self.pair]
