@@ -663,6 +663,9 @@ def random_sides(seed, folder):
         options["sessions"] = False
     if options["sessions"] and not has_room and (is_async or options.get("slots")):
         options["sessions"] = False  # see `test_decisions_are_the_same_with_sessions`
+    if options["drafts"] and IS_032:
+        # vLLM 0.32 does not take back accepted drafts after a session's last token.
+        options["sessions"] = False
     if options["drafts"] and not has_room and IS_032:
         is_exact = False  # see `test_drafts_in_a_tight_pool_end_whole`
     policy = {"scheduling_policy": "priority"} if options["priorities"] else {}
