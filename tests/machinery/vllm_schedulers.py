@@ -45,6 +45,7 @@ from kvcache.plugins.vllm.compatibility import check_version
 BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request
 NUM_DRAFTS = 7  # most drafts per request and step
 MOST_ENCODER_TOKENS = 100_000
+IMAGES = {"cat": 16, "dog": 40, "dot": 1}  # tokens of each image
 IS_032 = check_version().startswith("0.32")
 # vLLM 0.33 has hashes that cover tokens after their block, and no Mamba mode "all".
 HAS_LOOKAHEAD = hasattr(VllmConfig, "num_hash_lookahead_tokens")
@@ -539,10 +540,12 @@ class SideBySide:
     def _some_images(self, num_tokens):
         """Return images at random places of a prompt, often the same for the same place."""
         found, first = [], self.rng.choice([0, 16, 20])
-        while first < num_tokens and len(found) < 3:
-            length = min(self.rng.choice([1, 16, 40]), num_tokens - first)
-            found.append(image(self.rng.choice(["cat", "dog"]), first, length))
-            first += length + self.rng.choice([0, 12])
+        while len(found) < 3:
+            name = self.rng.choice(sorted(IMAGES))
+            if first + IMAGES[name] > num_tokens:
+                break
+            found.append(image(name, first, IMAGES[name]))
+            first += IMAGES[name] + self.rng.choice([0, 12])
         return found
 
     def _add_to_both(self, number, tokens, max_tokens, **options):
@@ -573,7 +576,9 @@ class SideBySide:
     def _reset(self):
         """Reset the prefix cache, sometimes with all running requests."""
         if self.rng.random() < 0.03:
-            with_running = self.rng.random() < 0.5
+            # Sessions that wait for input keep their blocks, so resetting running requests fails with
+            # either manager.
+            with_running = self.rng.random() < 0.5 and self.sessions is None
             done = [scheduler.reset_prefix_cache(with_running) for scheduler in self.pair]
             assert done[0] == done[1] or not self.exact, "only one cache was reset"
             self.counts["resets"] += done[1]
@@ -663,6 +668,9 @@ def random_sides(seed, folder):
         options["sessions"] = False
     if options["sessions"] and not has_room and (is_async or options.get("slots")):
         options["sessions"] = False  # see `test_decisions_are_the_same_with_sessions`
+    if options["drafts"] and IS_032:
+        # vLLM 0.32 does not take back accepted drafts after a session's last token.
+        options["sessions"] = False
     if options["drafts"] and not has_room and IS_032:
         is_exact = False  # see `test_drafts_in_a_tight_pool_end_whole`
     if groups != ("full",):
