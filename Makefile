@@ -95,8 +95,8 @@ soak: setup
 	build/soak/soak_manager $(SECONDS)
 	$(BIN)/python -m tests.machinery.growth
 
-# Run the tests in vLLM's schedulers, in a separate virtual environment with vLLM (VLLM selects the
-# version). Creating the environment takes a few minutes.
+# Run the tests in vLLM's schedulers, in a separate virtual environment with vLLM. VLLM=0.32.0 selects
+# a version, and VLLM=newest the newest one on PyPI. Creating the environment takes a few minutes.
 test-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %)
 

@@ -2,6 +2,7 @@
 
     python -m tests.machinery.vllm_environment [--vllm 0.32.0] [-m MODULE] [ARGUMENT ...]
 
+`--vllm newest` selects the newest version on PyPI; if it cannot be found or installed, the script fails.
 The environment is created once, which takes some minutes. It has vLLM's build for CPUs if there is
 one for this version. Otherwise it has the Python files of vLLM's build for CUDA, whose operators are
 replaced by PyTorch (`tests.machinery.vllm_platform`). If neither can be installed, the script prints
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from tests.machinery.shared import REPO
 
-NEWEST = "0.33.0"
+NEWEST = "0.33.0"  # of the versions that the tests cover
 FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
 TESTS = sorted(
     str(each.relative_to(REPO)) for each in (REPO / "tests" / "plugins" / "vllm").glob("test_*.py")
@@ -53,9 +54,13 @@ def main() -> int:
     parser.add_argument("--vllm", default=NEWEST, metavar="VERSION")
     parser.add_argument("-m", dest="module", default="pytest")
     options, arguments = parser.parse_known_args()
+    is_newest = options.vllm == "newest"
     try:
-        python = _install(options.vllm)
+        python = _install(newest_on_pypi() if is_newest else options.vllm)
     except Unavailable as missing:
+        if is_newest:  # whoever asks for it wants to know about it
+            print(f"FAILED: tests with the newest vLLM: {missing}")
+            return 1
         print(f"SKIPPED: tests with vLLM: {missing}")
         return 0
     if options.module == "pytest":
@@ -64,6 +69,17 @@ def main() -> int:
     command = [str(python), "-m", options.module, *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=REPO, env=environment).returncode
+
+
+def newest_on_pypi() -> str:
+    """Return the newest version of vLLM on the configured package index, without pre-releases.
+
+    Raises Unavailable if there is none.
+    """
+    said = _call([sys.executable, "-m", "pip", "index", "versions", "vllm"])
+    if found := re.search(r"^vllm \(([\w.]+)\)$", said, re.MULTILINE):
+        return found[1]
+    raise Unavailable(f"pip index versions vllm names no version: {said.strip()[:200]!r}")
 
 
 def _install(vllm_version: str) -> Path:

@@ -40,6 +40,20 @@ def write_llama(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_tokenizer(folder, vocab_size):
+    """Write a tokenizer with a token per byte, and further tokens that no text contains."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = alphabet + [f"token{number}" for number in range(len(alphabet), vocab_size)]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 def fill_at_random():
     """Make vLLM's `dummy` weights large enough that answers depend on more than the last token."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader

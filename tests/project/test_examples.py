@@ -46,7 +46,12 @@ DOCUMENTED = [
 ]
 
 
-@pytest.mark.parametrize("path", sorted((REPO / "examples").glob("*.py")), ids=lambda p: p.name)
+# Servers, which run elsewhere: vllm_proxy.py in tests/plugins/vllm/test_vllm_docs.py.
+SERVERS = {"vllm_proxy.py"}
+EXAMPLES = [path for path in sorted((REPO / "examples").glob("*.py")) if path.name not in SERVERS]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path, tmp_path):
     program = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
     code, errors = run_code(program, tmp_path / "stderr")

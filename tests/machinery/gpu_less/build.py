@@ -38,7 +38,7 @@ TORCH_INDEX = os.environ.get(
 )
 PACKAGES = ["setuptools>=77", "wheel", "numpy", "pybind11>=2.13", "ninja", "pytest", "hypothesis"]
 # Optional packages. Tests that need one are skipped without it.
-EXTRAS = ["transformers>=5.23,<6", "msgspec>=0.18", "pyzmq>=25", "prometheus-client>=0.20"]
+EXTRAS = ["transformers>=5.16.1,<6", "msgspec>=0.18", "pyzmq>=25", "prometheus-client>=0.20"]
 
 
 class Unavailable(Exception):
