@@ -270,6 +270,7 @@ TABLE: dict[str, Row] = {
     "CacheOptions.num_hash_lookahead_tokens": Row(
         of_build, {"num_hash_lookahead_tokens": 1}, {"hash_algorithm": "engine:x"}
     ),
+    "CacheOptions.retention_interval": Row(of_build, {"retention_interval": 0}, same=WHEN),
     "CacheOptions.eviction": Row(of_build, {"eviction": "s3_fifo"}, same=WHEN),
     "CacheOptions.eviction_options": Row(
         of_build, {"eviction_options": {}}, {"eviction": "s3_fifo"}, same=WHEN

@@ -431,9 +431,9 @@ class VllmCacheManager:
         """Return how many of the request's tokens can be hits for other requests."""
         if not self.enable_caching or request.request_id not in self._held:
             return 0
-        num_tokens = min(request.num_computed_tokens, request.num_tokens)
         size = self._hashed.block_size
-        return num_tokens // size * size
+        num_hashed = self._hashed.num_blocks(request.num_tokens)
+        return min(request.num_computed_tokens // size, num_hashed) * size
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Record a prefix-cache lookup of a request and its hit tokens."""
