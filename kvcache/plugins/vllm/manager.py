@@ -427,7 +427,9 @@ class VllmCacheManager:
         """Return how many of the request's tokens can be hits for other requests."""
         if not self.enable_caching or request.request_id not in self._held:
             return 0
-        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        # Tokens of steps in flight are not computed yet.
+        num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+        num_tokens = min(num_computed, request.num_tokens)
         size = self._hashed.block_size
         return num_tokens // size * size
 
