@@ -6,7 +6,7 @@ In the common case, the blocks of a request do not change, and its calls return 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,7 @@ class VllmCacheManager:
         self._has_waiting = lambda: True
         self._may_look = True  # whether this step may look up hits
         self._step_of_lookup = -1
+        self._has_begun = False  # the current step, before vLLM's scheduler begins it
 
     def described(self) -> str:
         """Return the policy, the number of blocks, the groups and the hashes in one line."""
@@ -253,8 +254,29 @@ class VllmCacheManager:
 
     def new_step_starts(self) -> None:
         """Begin a step: serve the requests that need a block in this step with one native call."""
+        if self._has_begun:
+            self._has_begun = False
+            return
         self._may_look = self._has_waiting()
         self._ahead.begin_step()
+
+    def begin_decode_step(self, request_ids: Container[str]) -> dict[str, KVCacheBlocks] | None:
+        """Begin a step that computes one token of each of these running requests.
+
+        Return the new blocks by request. None: a request needs a native call of its own, which may
+        fail. The step has begun nevertheless: the next `new_step_starts` does nothing, and
+        `allocate_slots` serves the requests.
+        """
+        self.new_step_starts()
+        due = [each for each in self._ahead.busy.values() if each.request.request_id in request_ids]
+        if self._may_look or any(
+            each.engine_request.num_computed_tokens >= each.quiet_until for each in due
+        ):
+            self._has_begun = True
+            return None
+        return {
+            each.request.request_id: self.allocate_slots(each.engine_request, 1) for each in due
+        }
 
     def _extend(
         self, held: HeldRequest, stop: int, num_lookahead_tokens: int

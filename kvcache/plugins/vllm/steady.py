@@ -1,0 +1,521 @@
+"""Steady decode steps of vLLM's scheduler, built from columns instead of one request at a time.
+
+In a steady step nothing waits and each running request computes one token, so `schedule()` repeats
+the previous step with other numbers, and `update_from_output` appends one token to each request.
+Both change the same state as vLLM's methods. Every condition is checked before anything changes, and
+the methods return None where one fails; the caller then runs vLLM's own code.
+
+The code follows vLLM's line by line, so it is only used if the sources of vLLM's methods have a known
+digest (`has_known_sources`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.sched import scheduler as vllm_scheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+# Digests of vLLM's sources that this file repeats: the scheduler's, and the asynchronous scheduler's.
+KNOWN_SOURCES = {
+    "0.32.0": (
+        "3b6b7482096f33d126d1ed869752d24af91f5202231efe2195d53918b6bbfee4",
+        "3278d7dd11533d8c7a223d3c057e28fe82a671e58e3a13f73daea22d3a304aef",
+    ),
+    "0.33.0": (
+        "9530b0280fc27ff51ced88acad15dd061dab8f491fdb50f75c310793441d737a",
+        "e1bcbf2d9540cceb871be8e07a51f30c83d4dc203d33a55b58f5d7f2ba36f598",
+    ),
+}
+_METHODS = (
+    "schedule",
+    "update_from_output",
+    "get_request_counts",
+    "make_stats",
+    "_drafts_unused",
+    "_free_blocks",
+    "_free_request",
+    "_free_request_blocks",
+    "_get_encoder_input_updates",
+    "_get_new_block_ids_to_zero",
+    "_handle_stopped_request",
+    "_make_cached_request_data",
+    "_make_scheduled_encoder_input_stats",
+    "_mamba_block_aligned_split",
+    "_reserve_prefill_lookahead",
+    "_try_schedule_encoder_inputs",
+    "_update_after_schedule",
+    "_update_request_with_output",
+)
+_OTHERS = (
+    *(vllm_scheduler.check_stop, vllm_scheduler.remove_all, StructuredOutputManager.accept_tokens),
+    *(Request, ModelRunnerOutput, SchedulerOutput, CachedRequestData),
+    *(EngineCoreOutput, EngineCoreOutputs),
+)
+_MOST_IN_FLIGHT = 64  # steps whose outputs have not arrived; vLLM has two, or one per pipeline stage
+
+def sources_digest(scheduler: type, without: type) -> str:
+    """Return the digest of all sources that this file repeats, as `scheduler` resolves them.
+
+    `without`: the class whose methods call this file's. Methods of other subclasses count.
+    """
+    classes = [each for each in scheduler.__mro__ if each is not without]
+    found = [vars(each)[name] for name in _METHODS for each in classes if name in vars(each)]
+    sources = [inspect.getsource(each) for each in (*found, *_OTHERS)]
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()
+
+
+def has_known_sources(scheduler: type, without: type) -> bool:
+    """Return whether steady steps may replace vLLM's code in this class of schedulers."""
+    try:
+        digest = sources_digest(scheduler, without)
+    except (OSError, TypeError):  # no sources, or no functions
+        return False
+    return any(digest in each for each in KNOWN_SOURCES.values())
+
+
+class _Facts(NamedTuple):
+    """What does not change while a request runs. Streaming sessions change it, and have none."""
+
+    request: Request
+    request_id: str
+    all_token_ids: list[int]
+    output_token_ids: list[int]
+    num_prompt_tokens: int
+    most_tokens: int  # the request stops at this number of tokens
+    client_index: int
+    hash_span: tuple[int, int] | None  # tokens per hashed block, and lookahead; None: unknown hasher
+    stops: tuple[int | None, ...]  # tokens at which the request may stop
+    is_watched: bool  # every token may stop the request (repetition detection)
+
+
+def _facts_of(request: Request) -> _Facts | None:
+    """Return the facts of a request, or None if it needs vLLM's own code."""
+    params, hasher = request.sampling_params, request._block_hasher
+    if (
+        type(request) is not Request
+        or params is None
+        or request.pooling_params is not None
+        or request.structured_output_request is not None
+        or request.mm_features
+        or request.resumable
+        or request.streaming_queue is not None
+        or request.trace_headers is not None
+        or request.spec_decode_metrics is not None
+    ):
+        return None
+    return _Facts(
+        request,
+        request.request_id,
+        request._all_token_ids,
+        request._output_token_ids,
+        request.num_prompt_tokens,
+        request.num_prompt_tokens + request.max_tokens,
+        request.client_index,
+        (0, 0) if hasher is None else getattr(hasher, "span", None),
+        (params.eos_token_id, *(params.stop_token_ids or ())),
+        params.repetition_detection is not None,
+    )
+
+
+class _Batch:
+    """The requests of a step, and their facts in columns."""
+
+    def __init__(self, columns: Sequence[list[Any]]) -> None:
+        self.columns = columns
+        self.requests, self.ids, self.all_ids, self.output_ids, prompts, limits, *rest = columns
+        self.num_prompt_tokens = np.array(prompts, np.int64)
+        self.most_tokens = np.array(limits, np.int64)
+        self.client_indices, spans, stops, watched = rest
+        self.is_one_client = len(set(self.client_indices)) == 1
+        self.hash_span = spans[0] if len(set(spans)) == 1 else None
+        self.stops = frozenset(chain.from_iterable(set(stops)))
+        self.watched = [i for i, is_watched in enumerate(watched) if is_watched]
+        self.num_scheduled = dict.fromkeys(self.ids, 1)
+
+    def where(self, mask: Iterable[bool]) -> _Batch:
+        """Return the batch of the requests that `mask` marks."""
+        return _Batch([list(compress(column, mask)) for column in self.columns])
+
+    def extended(self, facts: Sequence[_Facts]) -> _Batch:
+        """Return the batch with further requests at its end."""
+        return _Batch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
+
+    def num_tokens(self) -> np.ndarray:
+        """Return the known tokens of each request as int64[n]."""
+        return np.fromiter(map(len, self.all_ids), np.int64, len(self.ids))
+
+
+_MOST_TOKENS = _Facts._fields.index("most_tokens")
+_NOBODY = _Batch([[] for _ in _Facts._fields])
+
+
+class SteadySteps:
+    """The steady steps of a scheduler.
+
+    Attributes:
+        num_scheduled: Steps that `schedule` has built.
+        num_updated: Steps whose outputs `update` has processed.
+    """
+
+    def __init__(self, scheduler: Any, *, is_async: bool) -> None:
+        self._scheduler, self._is_async = scheduler, is_async
+        self._batch = _NOBODY
+        self._refused: Request | None = None  # a running request that needs vLLM's code
+        self._in_flight: deque[tuple[SchedulerOutput, _Batch]] = deque(maxlen=_MOST_IN_FLIGHT)
+        self._has_nans = False  # requests keep their number of NaNs
+        self.num_scheduled = self.num_updated = 0
+
+    # --- schedule() ---
+
+    def schedule(self, throttle_prefills: bool) -> SchedulerOutput | None:
+        """Schedule one token of each running request, or return None if vLLM's code must run."""
+        scheduler = self._scheduler
+        if throttle_prefills or not scheduler.running or not self._is_plain():
+            return None
+        batch = self._batch_of(scheduler.running)
+        if batch is None:
+            return None
+        if self._is_async:
+            batch = self._without_done(batch)
+        num_computed = self._num_computed(batch)
+        if num_computed is None:
+            return None
+        new_blocks = scheduler.kv_cache_manager.begin_decode_step(batch.num_scheduled)
+        if new_blocks is None:
+            return None
+        output = self._output(batch, num_computed, new_blocks)
+        self._advance(batch)
+        self._in_flight.append((output, batch))
+        self.num_scheduled += 1
+        return output
+
+    def _is_plain(self) -> bool:
+        """Return whether nothing but the running requests' next tokens can be scheduled."""
+        scheduler = self._scheduler
+        config, num_running = scheduler.scheduler_config, len(scheduler.running)
+        return not (
+            scheduler.waiting
+            or scheduler.kv_holding_waiting
+            or scheduler.deferred_waiting
+            or scheduler._pause_state is not PauseState.UNPAUSED
+            or num_running > scheduler.max_num_scheduled_tokens
+            or num_running > config.max_num_batched_tokens
+            or num_running > scheduler.max_num_running_reqs
+            or scheduler.num_sampled_tokens_per_step != 1
+            # drafts
+            or scheduler.vllm_config.speculative_config is not None
+            or scheduler.num_spec_tokens
+            or scheduler.num_lookahead_tokens
+            or scheduler.dynamic_sd_lookup is not None
+            # connectors, pipeline stages, and the cadence of prefills
+            or scheduler.connector is not None
+            or scheduler.ec_connector is not None
+            or scheduler.aux_output_connector is not None
+            or scheduler.defer_block_free
+            or scheduler.use_pp
+            or getattr(scheduler, "decode_stagger", 1) != 1
+            or getattr(scheduler, "local_prefill_interval", 1) > 1
+        )
+
+    def _batch_of(self, requests: list[Request]) -> _Batch | None:
+        """Return the batch of these requests, or None if one of them needs vLLM's code."""
+        last = self._batch
+        if last.requests == requests:
+            return last
+        if self._refused is not None and self._refused in requests:
+            return None
+        wanted = set(requests)
+        last = last.where([each in wanted for each in last.requests])
+        new = requests[len(last.requests) :]
+        if last.requests + new != requests:  # in another order
+            last, new = _NOBODY, requests
+        facts = [_facts_of(each) for each in new]
+        self._refused = next((each for each, own in zip(new, facts) if own is None), None)
+        if self._refused is not None:
+            self._batch = _NOBODY
+            return None
+        self._batch = last.extended(facts) if facts else last
+        return self._batch
+
+    def _without_done(self, batch: _Batch) -> _Batch:
+        """Return the batch without the requests that get their last token from a step in flight."""
+        are_left = [
+            not request.num_output_placeholders
+            or request.num_computed_tokens + 2 - request.num_output_placeholders < most
+            for request, most in zip(batch.requests, batch.columns[_MOST_TOKENS])
+        ]
+        return batch if all(are_left) else batch.where(are_left)
+
+    def _num_computed(self, batch: _Batch) -> np.ndarray | None:
+        """Return the computed tokens of each request as int64[n].
+
+        None: the next step of a request is not one token, or the batch is empty.
+        """
+        scheduler, found = self._scheduler, []
+        for request, all_ids in zip(batch.requests, batch.all_ids):
+            num_computed = request.num_computed_tokens
+            if (
+                len(all_ids) + request.num_output_placeholders - num_computed != 1
+                or request.is_prefill_chunk
+                or request.spec_token_ids
+            ):
+                return None
+            found.append(num_computed)
+        if (
+            not found
+            or max(found) + 2 > scheduler.max_model_len
+            # vLLM's first model runner receives all tokens of the other requests.
+            or not (
+                scheduler.use_v2_model_runner
+                or scheduler.prev_step_scheduled_req_ids.issuperset(batch.ids)
+            )
+        ):
+            return None
+        num_computed_tokens = np.array(found, np.int64)
+        # Chunks of prompts end where a state is kept.
+        if (
+            scheduler.need_mamba_block_aligned_split
+            and (num_computed_tokens < batch.num_prompt_tokens).any()
+        ):
+            return None
+        return num_computed_tokens
+
+    def _output(
+        self, batch: _Batch, num_computed: np.ndarray, new_blocks: dict[str, Any]
+    ) -> SchedulerOutput:
+        """Return vLLM's description of the step."""
+        scheduler, num_requests = self._scheduler, len(batch.ids)
+        new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
+        if new_blocks:
+            rows = dict(zip(batch.ids, range(num_requests)))
+            for request_id, blocks in new_blocks.items():
+                new_block_ids[rows[request_id]] = blocks.get_block_ids(allow_none=True)
+        encoder_stats = None
+        if (
+            scheduler.log_stats
+            and scheduler.observability_config.enable_logging_iteration_details
+        ):
+            encoder_stats = scheduler._make_scheduled_encoder_input_stats({})
+        return SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=batch.ids.copy(),
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=new_block_ids,
+                num_computed_tokens=num_computed.tolist(),
+                # known outputs and placeholders
+                num_output_tokens=(num_computed + 1 - batch.num_prompt_tokens).tolist(),
+            ),
+            num_scheduled_tokens=batch.num_scheduled.copy(),
+            total_num_scheduled_tokens=num_requests,
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            scheduled_encoder_input_stats=encoder_stats,
+            preempted_req_ids=scheduler.reset_preempted_req_ids,
+            finished_req_ids=scheduler.finished_req_ids,
+            free_encoder_mm_hashes=scheduler.encoder_cache_manager.get_freed_mm_hashes(),
+            new_block_ids_to_zero=scheduler._get_new_block_ids_to_zero(),
+            num_spec_tokens_to_schedule=scheduler.num_spec_tokens,
+            ec_manager_metadata=scheduler.encoder_cache_manager.get_manager_metadata(),
+        )
+
+    def _advance(self, batch: _Batch) -> None:
+        """Change the scheduler's and the requests' state as vLLM does after a step."""
+        scheduler, requests = self._scheduler, batch.requests
+        scheduler.current_step += 1
+        scheduler.prefill_capacity_bound = False
+        if hasattr(scheduler, "num_executed_steps"):  # since vLLM 0.33
+            scheduler.num_executed_steps += 1
+        if not scheduler.use_v2_model_runner:
+            before = scheduler.prev_step_scheduled_req_ids
+            if len(before) != len(batch.ids):
+                before.clear()
+                before.update(batch.ids)
+        if scheduler._inflight_prefills:
+            scheduler._inflight_prefills.difference_update(requests)
+        scheduler.finished_req_ids = set()
+        scheduler.reset_preempted_req_ids = set()
+        if not self._is_async:
+            for request in requests:
+                request.num_computed_tokens += 1
+                request.num_in_flight_tokens += 1
+            return
+        scheduler._spec_token_placeholders = []
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += 1
+        if scheduler.use_v2_model_runner:
+            next_step = scheduler.current_step + 1
+            for request in requests:
+                request.next_decode_eligible_step = next_step
+
+    # --- update_from_output ---
+
+    def update(
+        self, scheduled: SchedulerOutput, answered: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs] | None:
+        """Append the sampled token of each request, or return None if vLLM's code must run."""
+        self._has_nans = self._has_nans or bool(answered.num_nans_in_logits)
+        batch = self._taken(scheduled)
+        if batch is None or self._has_nans or not self._is_plain_answer(answered):
+            return None
+        sampled = self._sampled(batch, scheduled, answered)
+        if sampled is None:
+            return None
+        self._append(batch, sampled)
+        outputs = list(map(EngineCoreOutput, batch.ids, sampled))
+        self._stop(batch, sampled, outputs)
+        self.num_updated += 1
+        return self._outputs(batch, outputs, answered)
+
+    def _taken(self, scheduled: SchedulerOutput) -> _Batch | None:
+        """Remove and return the batch of a step, with those before it; None if vLLM built the step."""
+        for i, (output, batch) in enumerate(self._in_flight):
+            if output is scheduled:
+                for _ in range(i + 1):
+                    self._in_flight.popleft()
+                return batch
+        return None
+
+    def _is_plain_answer(self, answered: ModelRunnerOutput) -> bool:
+        """Return whether a model's output consists of tokens only."""
+        scheduler = self._scheduler
+        return bool(answered.sampled_token_ids) and not (
+            answered.logprobs is not None
+            or answered.prompt_logprobs_dict
+            or answered.prompt_token_id_logprobs_dict
+            or answered.pooler_output
+            or answered.kv_connector_output is not None
+            or answered.ec_connector_output is not None
+            or answered.aux_output_connector_output
+            or scheduler.connector is not None
+            or scheduler.ec_connector is not None
+            or scheduler.aux_output_connector is not None
+            or scheduler.defer_block_free
+            or scheduler.num_spec_tokens
+            or scheduler.return_sampling_mask
+            or scheduler.perf_metrics is not None
+            or scheduler.grammar_compile_error_reqs
+            or scheduler.encoder_cache_mismatch_reqs
+        )
+
+    def _sampled(
+        self, batch: _Batch, scheduled: SchedulerOutput, answered: ModelRunnerOutput
+    ) -> list[list[int]] | None:
+        """Return the sampled token of each request, or None if vLLM's code must process one."""
+        if (
+            scheduled.num_scheduled_tokens != batch.num_scheduled
+            or scheduled.scheduled_spec_decode_tokens
+        ):
+            return None
+        found, running, least = [], RequestStatus.RUNNING, int(self._is_async)
+        sampled, at = answered.sampled_token_ids, answered.req_id_to_index
+        for request, request_id in zip(batch.requests, batch.ids):
+            if (
+                request.status is not running  # aborted or preempted since the step was scheduled
+                or request.num_stale_output_tokens  # preempted, and resumed
+                or request.num_output_placeholders < least
+                or request.prefill_stats is not None  # the first token since the prompt
+                or request.events
+                or request_id not in at
+            ):
+                return None
+            token_ids = sampled[at[request_id]]
+            if len(token_ids) != 1 or type(token_ids[0]) is not int:
+                return None
+            found.append(token_ids)
+        return found
+
+    def _append(self, batch: _Batch, sampled: list[list[int]]) -> None:
+        """Append a token to each request, and hash the blocks that became full."""
+        requests = batch.requests
+        for request, all_ids, output_ids, token_ids in zip(
+            requests, batch.all_ids, batch.output_ids, sampled
+        ):
+            output_ids += token_ids
+            all_ids += token_ids
+            request.num_in_flight_tokens -= 1
+        if self._is_async:
+            for request in requests:
+                request.num_output_placeholders -= 1
+        if batch.hash_span is None:
+            for request in requests:
+                request.update_block_hashes()
+            return
+        size, num_lookahead = batch.hash_span
+        if size:
+            for i in np.flatnonzero((batch.num_tokens() - num_lookahead) % size == 0).tolist():
+                requests[i].update_block_hashes()
+
+    def _stop(
+        self, batch: _Batch, sampled: list[list[int]], outputs: list[EngineCoreOutput]
+    ) -> None:
+        """Free the requests that stop, and write their outputs. vLLM's `check_stop` decides."""
+        scheduler = self._scheduler
+        limits = np.minimum(batch.most_tokens, scheduler.max_model_len)
+        may_stop = set(np.flatnonzero(batch.num_tokens() >= limits).tolist())
+        may_stop.update(batch.watched)
+        if not batch.stops.isdisjoint(chain.from_iterable(sampled)):
+            may_stop.update(i for i, (token_id,) in enumerate(sampled) if token_id in batch.stops)
+        stopped = []
+        for i in sorted(may_stop):
+            request = batch.requests[i]
+            if not vllm_scheduler.check_stop(request, scheduler.max_model_len):
+                continue
+            finish_reason = request.get_finished_reason()
+            scheduler._handle_stopped_request(request)
+            kv_transfer_params, ec_transfer_params = scheduler._free_request(request)
+            stopped.append(request)
+            outputs[i] = EngineCoreOutput(
+                request.request_id,
+                outputs[i].new_token_ids,
+                finish_reason=finish_reason,
+                stop_reason=request.stop_reason,
+                kv_transfer_params=kv_transfer_params,
+                ec_transfer_params=ec_transfer_params,
+            )
+        if stopped:
+            scheduler.running = vllm_scheduler.remove_all(scheduler.running, set(stopped))
+            if not scheduler.running:
+                self._batch = _NOBODY  # which holds no requests
+
+    def _outputs(
+        self, batch: _Batch, outputs: list[EngineCoreOutput], answered: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Return the outputs by client, and publish the events."""
+        scheduler = self._scheduler
+        by_client: dict[int, list[EngineCoreOutput]] = {batch.client_indices[0]: outputs}
+        if not batch.is_one_client:
+            by_client = {}
+            for client_index, output in zip(batch.client_indices, outputs):
+                by_client.setdefault(client_index, []).append(output)
+        if events := scheduler.kv_cache_manager.take_events():
+            scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
+        found = {index: EngineCoreOutputs(outputs=each) for index, each in by_client.items()}
+        if finished := scheduler.finished_req_ids_dict:
+            for client_index, request_ids in finished.items():
+                found.setdefault(client_index, EngineCoreOutputs()).finished_requests = request_ids
+            finished.clear()
+        stats = scheduler.make_stats(
+            None, None, answered.cudagraph_stats, None, ec_connector_stats=None
+        )
+        if stats is not None:
+            next(iter(found.values())).scheduler_stats = stats
+        return found
