@@ -268,15 +268,19 @@ class VllmCacheManager:
         `allocate_slots` serves the requests.
         """
         self.new_step_starts()
-        due = [each for each in self._ahead.busy.values() if each.request.request_id in request_ids]
+        ahead, found = self._ahead, {}
+        due = [each for request_id, each in ahead.busy.items() if request_id in request_ids]
         if self._may_look or any(
             each.engine_request.num_computed_tokens >= each.quiet_until for each in due
         ):
             self._has_begun = True
             return None
-        return {
-            each.request.request_id: self.allocate_slots(each.engine_request, 1) for each in due
-        }
+        for held in due:
+            held.stop, held.step = held.engine_request.num_computed_tokens + 1, ahead.step
+            if held.due != ahead.next_due(held, held.stop):  # not registered, or too late
+                ahead.wait(held, held.stop)
+            found[held.engine_request.request_id] = self._take_ready(held)
+        return found
 
     def _extend(
         self, held: HeldRequest, stop: int, num_lookahead_tokens: int
@@ -290,7 +294,7 @@ class VllmCacheManager:
 
     def _take_ready(self, held: HeldRequest) -> KVCacheBlocks:
         """Return the new blocks that the scheduler has not received yet."""
-        self._ahead.busy.pop(held.request.request_id, None)
+        self._ahead.busy.pop(held.engine_request.request_id, None)
         ready, held.ready = held.ready, None
         return self.empty_kv_cache_blocks if ready is None else ready
 

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +67,8 @@ _OTHERS = (
     *(EngineCoreOutput, EngineCoreOutputs),
 )
 _MOST_IN_FLIGHT = 64  # steps whose outputs have not arrived; vLLM has two, or one per pipeline stage
+_status = attrgetter("status")
+
 
 def sources_digest(scheduler: type, without: type) -> str:
     """Return the digest of all sources that this file repeats, as `scheduler` resolves them.
@@ -132,14 +135,20 @@ def _facts_of(request: Request) -> _Facts | None:
 
 
 class _Batch:
-    """The requests of a step, and their facts in columns."""
+    """The requests of a step, and their facts in columns.
 
-    def __init__(self, columns: Sequence[list[Any]]) -> None:
-        self.columns = columns
-        self.requests, self.ids, self.all_ids, self.output_ids, prompts, limits, *rest = columns
-        self.num_prompt_tokens = np.array(prompts, np.int64)
-        self.most_tokens = np.array(limits, np.int64)
-        self.client_indices, spans, stops, watched = rest
+    `checked`: the epoch in which all attributes of all requests were checked.
+    """
+
+    def __init__(self, columns: Sequence[list[Any]], checked: int = -1) -> None:
+        self.columns, self.checked = columns, checked
+        self.requests, self.ids, self.all_ids, self.output_ids, *rest = columns
+        self.num_prompt_tokens, self.most_tokens, self.client_indices, *rest = rest
+        spans, stops, watched = rest
+        self.limits = np.array(self.most_tokens, np.int64)
+        self.from_outputs = 1 - np.array(self.num_prompt_tokens, np.int64)
+        self.statuses = [RequestStatus.RUNNING] * len(self.ids)
+        self.positions = list(range(len(self.ids)))
         self.is_one_client = len(set(self.client_indices)) == 1
         self.hash_span = spans[0] if len(set(spans)) == 1 else None
         self.stops = frozenset(chain.from_iterable(set(stops)))
@@ -148,7 +157,7 @@ class _Batch:
 
     def where(self, mask: Iterable[bool]) -> _Batch:
         """Return the batch of the requests that `mask` marks."""
-        return _Batch([list(compress(column, mask)) for column in self.columns])
+        return _Batch([list(compress(column, mask)) for column in self.columns], self.checked)
 
     def extended(self, facts: Sequence[_Facts]) -> _Batch:
         """Return the batch with further requests at its end."""
@@ -159,7 +168,6 @@ class _Batch:
         return np.fromiter(map(len, self.all_ids), np.int64, len(self.ids))
 
 
-_MOST_TOKENS = _Facts._fields.index("most_tokens")
 _NOBODY = _Batch([[] for _ in _Facts._fields])
 
 
@@ -177,30 +185,39 @@ class SteadySteps:
         self._refused: Request | None = None  # a running request that needs vLLM's code
         self._in_flight: deque[tuple[SchedulerOutput, _Batch]] = deque(maxlen=_MOST_IN_FLIGHT)
         self._has_nans = False  # requests keep their number of NaNs
+        # Only vLLM's schedule() preempts, resumes and admits requests. Between two calls, requests that
+        # were checked need fewer checks.
+        self._epoch = 0
         self.num_scheduled = self.num_updated = 0
 
     # --- schedule() ---
 
     def schedule(self, throttle_prefills: bool) -> SchedulerOutput | None:
         """Schedule one token of each running request, or return None if vLLM's code must run."""
+        output = self._schedule(throttle_prefills)
+        if output is None:
+            self._epoch += 1
+        else:
+            self.num_scheduled += 1
+        return output
+
+    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput | None:
         scheduler = self._scheduler
         if throttle_prefills or not scheduler.running or not self._is_plain():
             return None
         batch = self._batch_of(scheduler.running)
         if batch is None:
             return None
-        if self._is_async:
-            batch = self._without_done(batch)
-        num_computed = self._num_computed(batch)
-        if num_computed is None:
+        found = self._steady_part(batch)
+        if found is None:
             return None
+        batch, num_computed = found
         new_blocks = scheduler.kv_cache_manager.begin_decode_step(batch.num_scheduled)
         if new_blocks is None:
             return None
         output = self._output(batch, num_computed, new_blocks)
         self._advance(batch)
         self._in_flight.append((output, batch))
-        self.num_scheduled += 1
         return output
 
     def _is_plain(self) -> bool:
@@ -251,30 +268,37 @@ class SteadySteps:
         self._batch = last.extended(facts) if facts else last
         return self._batch
 
-    def _without_done(self, batch: _Batch) -> _Batch:
-        """Return the batch without the requests that get their last token from a step in flight."""
-        are_left = [
-            not request.num_output_placeholders
-            or request.num_computed_tokens + 2 - request.num_output_placeholders < most
-            for request, most in zip(batch.requests, batch.columns[_MOST_TOKENS])
-        ]
-        return batch if all(are_left) else batch.where(are_left)
+    def _steady_part(self, batch: _Batch) -> tuple[_Batch, list[int]] | None:
+        """Return the requests that compute one token, and their numbers of computed tokens.
 
-    def _num_computed(self, batch: _Batch) -> np.ndarray | None:
-        """Return the computed tokens of each request as int64[n].
-
-        None: the next step of a request is not one token, or the batch is empty.
+        Requests that get their last token from a step in flight are left out. None: vLLM's code must run.
         """
         scheduler, found = self._scheduler, []
-        for request, all_ids in zip(batch.requests, batch.all_ids):
-            num_computed = request.num_computed_tokens
+        is_unchecked, is_async = batch.checked != self._epoch, self._is_async
+        are_done, is_done = [], False
+        for request, all_ids, most in zip(batch.requests, batch.all_ids, batch.most_tokens):
+            num_computed, num_known = request.num_computed_tokens, len(all_ids)
+            if is_async or is_unchecked:
+                num_pending = request.num_output_placeholders
+                if num_pending:
+                    if not is_async:
+                        return None
+                    if num_computed + 2 - num_pending >= most:
+                        is_done = True
+                    num_known += num_pending
             if (
-                len(all_ids) + request.num_output_placeholders - num_computed != 1
-                or request.is_prefill_chunk
+                num_known - num_computed != 1
                 or request.spec_token_ids
+                or (is_unchecked and request.is_prefill_chunk)
             ):
                 return None
             found.append(num_computed)
+        if is_done:
+            are_left = [
+                not request.num_output_placeholders or len(all_ids) + 1 < most
+                for request, all_ids, most in zip(batch.requests, batch.all_ids, batch.most_tokens)
+            ]
+            batch, found = batch.where(are_left), list(compress(found, are_left))
         if (
             not found
             or max(found) + 2 > scheduler.max_model_len
@@ -283,19 +307,17 @@ class SteadySteps:
                 scheduler.use_v2_model_runner
                 or scheduler.prev_step_scheduled_req_ids.issuperset(batch.ids)
             )
+            # Chunks of prompts end where a state is kept.
+            or (
+                scheduler.need_mamba_block_aligned_split
+                and any(map(int.__lt__, found, batch.num_prompt_tokens))
+            )
         ):
             return None
-        num_computed_tokens = np.array(found, np.int64)
-        # Chunks of prompts end where a state is kept.
-        if (
-            scheduler.need_mamba_block_aligned_split
-            and (num_computed_tokens < batch.num_prompt_tokens).any()
-        ):
-            return None
-        return num_computed_tokens
+        return batch, found
 
     def _output(
-        self, batch: _Batch, num_computed: np.ndarray, new_blocks: dict[str, Any]
+        self, batch: _Batch, num_computed: list[int], new_blocks: dict[str, Any]
     ) -> SchedulerOutput:
         """Return vLLM's description of the step."""
         scheduler, num_requests = self._scheduler, len(batch.ids)
@@ -318,9 +340,9 @@ class SteadySteps:
                 new_token_ids=[],
                 all_token_ids={},
                 new_block_ids=new_block_ids,
-                num_computed_tokens=num_computed.tolist(),
+                num_computed_tokens=num_computed,
                 # known outputs and placeholders
-                num_output_tokens=(num_computed + 1 - batch.num_prompt_tokens).tolist(),
+                num_output_tokens=(np.array(num_computed) + batch.from_outputs).tolist(),
             ),
             num_scheduled_tokens=batch.num_scheduled.copy(),
             total_num_scheduled_tokens=num_requests,
@@ -379,9 +401,9 @@ class SteadySteps:
         sampled = self._sampled(batch, scheduled, answered)
         if sampled is None:
             return None
-        self._append(batch, sampled)
+        num_tokens = self._append(batch, sampled)
         outputs = list(map(EngineCoreOutput, batch.ids, sampled))
-        self._stop(batch, sampled, outputs)
+        self._stop(batch, sampled, num_tokens, outputs)
         self.num_updated += 1
         return self._outputs(batch, outputs, answered)
 
@@ -425,52 +447,68 @@ class SteadySteps:
             or scheduled.scheduled_spec_decode_tokens
         ):
             return None
-        found, running, least = [], RequestStatus.RUNNING, int(self._is_async)
+        if list(map(_status, batch.requests)) != batch.statuses:  # aborted or preempted
+            return None
+        if batch.checked != self._epoch:
+            for request in batch.requests:
+                if (
+                    request.num_stale_output_tokens  # preempted and resumed
+                    or request.prefill_stats is not None  # the first token since the prompt
+                    or request.events
+                    or request.is_prefill_chunk
+                    or bool(request.num_output_placeholders) is not self._is_async
+                ):
+                    return None
+            batch.checked = self._epoch
         sampled, at = answered.sampled_token_ids, answered.req_id_to_index
-        for request, request_id in zip(batch.requests, batch.ids):
-            if (
-                request.status is not running  # aborted or preempted since the step was scheduled
-                or request.num_stale_output_tokens  # preempted, and resumed
-                or request.num_output_placeholders < least
-                or request.prefill_stats is not None  # the first token since the prompt
-                or request.events
-                or request_id not in at
-            ):
+        if list(at) != batch.ids or list(at.values()) != batch.positions:  # in another order
+            if not all(map(at.__contains__, batch.ids)):
                 return None
-            token_ids = sampled[at[request_id]]
-            if len(token_ids) != 1 or type(token_ids[0]) is not int:
-                return None
-            found.append(token_ids)
-        return found
+            sampled = list(map(sampled.__getitem__, map(at.__getitem__, batch.ids)))
+        if len(sampled) != len(batch.ids) or set(map(len, sampled)) != {1}:
+            return None
+        return sampled if set(map(type, chain.from_iterable(sampled))) == {int} else None
 
-    def _append(self, batch: _Batch, sampled: list[list[int]]) -> None:
-        """Append a token to each request, and hash the blocks that became full."""
+    def _append(self, batch: _Batch, sampled: list[list[int]]) -> np.ndarray:
+        """Append a token to each request, and hash the blocks that became full.
+
+        Return the known tokens of each request as int64[n].
+        """
         requests = batch.requests
-        for request, all_ids, output_ids, token_ids in zip(
-            requests, batch.all_ids, batch.output_ids, sampled
-        ):
-            output_ids += token_ids
-            all_ids += token_ids
-            request.num_in_flight_tokens -= 1
+        rows = zip(requests, batch.all_ids, batch.output_ids, chain.from_iterable(sampled))
         if self._is_async:
-            for request in requests:
+            for request, all_ids, output_ids, token_id in rows:
+                output_ids.append(token_id)
+                all_ids.append(token_id)
+                request.num_in_flight_tokens -= 1
                 request.num_output_placeholders -= 1
+        else:
+            for request, all_ids, output_ids, token_id in rows:
+                output_ids.append(token_id)
+                all_ids.append(token_id)
+                request.num_in_flight_tokens -= 1
+        num_tokens = batch.num_tokens()
         if batch.hash_span is None:
             for request in requests:
                 request.update_block_hashes()
-            return
+            return num_tokens
         size, num_lookahead = batch.hash_span
         if size:
-            for i in np.flatnonzero((batch.num_tokens() - num_lookahead) % size == 0).tolist():
+            for i in np.flatnonzero((num_tokens - num_lookahead) % size == 0).tolist():
                 requests[i].update_block_hashes()
+        return num_tokens
 
     def _stop(
-        self, batch: _Batch, sampled: list[list[int]], outputs: list[EngineCoreOutput]
+        self,
+        batch: _Batch,
+        sampled: list[list[int]],
+        num_tokens: np.ndarray,
+        outputs: list[EngineCoreOutput],
     ) -> None:
         """Free the requests that stop, and write their outputs. vLLM's `check_stop` decides."""
         scheduler = self._scheduler
-        limits = np.minimum(batch.most_tokens, scheduler.max_model_len)
-        may_stop = set(np.flatnonzero(batch.num_tokens() >= limits).tolist())
+        limits = np.minimum(batch.limits, scheduler.max_model_len)
+        may_stop = set(np.flatnonzero(num_tokens >= limits).tolist())
         may_stop.update(batch.watched)
         if not batch.stops.isdisjoint(chain.from_iterable(sampled)):
             may_stop.update(i for i, (token_id,) in enumerate(sampled) if token_id in batch.stops)
