@@ -96,9 +96,7 @@ class SteadySides(SideBySide):
         if kind == "lora":
             options["lora_request"] = LoRARequest("adapter", 7, "/no/such")
         for scheduler, hasher in zip(self.pair, self.hashers):
-            params = SamplingParams(
-                temperature=0, max_tokens=max_tokens, detokenize=False, **given
-            )
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, **given)
             params.update_from_generation_config({}, EOS)
             request = Request(
                 f"r{number}",
@@ -132,6 +130,6 @@ class SteadySides(SideBySide):
         return answered
 
     def _step(self):
-        before = {each for each in self.pair[0].requests}
+        before = set(self.pair[0].requests)
         super()._step()
         self.counts["ended"] += len(before - set(self.pair[0].requests))

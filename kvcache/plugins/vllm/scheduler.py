@@ -26,9 +26,10 @@ from kvcache.plugins.vllm.compatibility import (
     missing_attributes,
 )
 from kvcache.plugins.vllm.hashing import get_request_block_hasher, hash_bytes_of
+from kvcache.plugins.vllm.known_sources import has_known_sources
 from kvcache.plugins.vllm.manager import VllmCacheManager
 from kvcache.plugins.vllm.metrics import add_counts
-from kvcache.plugins.vllm.steady import SteadySteps, has_known_sources
+from kvcache.plugins.vllm.steady import SteadySteps
 
 _OPTIONS = ("eviction", "eviction_options")
 _log = init_logger("vllm.kvcache")
@@ -121,7 +122,9 @@ class _WithManager:
             is_async = isinstance(self, async_scheduler.AsyncScheduler)
             self.steady = SteadySteps(self, is_async=is_async)
         else:
-            _log.debug("The sources of vLLM's scheduler are not known: it schedules every step itself")
+            _log.debug(
+                "The sources of vLLM's scheduler are not known: it schedules every step itself"
+            )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step. Steady decode steps do not run vLLM's code."""

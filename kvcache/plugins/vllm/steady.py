@@ -5,20 +5,16 @@ the previous step with other numbers, and `update_from_output` appends one token
 Both change the same state as vLLM's methods. Every condition is checked before anything changes, and
 the methods return None where one fails; the caller then runs vLLM's own code.
 
-The code follows vLLM's line by line, so it is only used if the sources of vLLM's methods have a known
-digest (`has_known_sources`).
+The code follows vLLM's line by line, so it runs only with versions of `known_sources.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_events import KVEventBatch
@@ -27,148 +23,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.request import Request
 
-# Digests of vLLM's sources that this file repeats: the scheduler's, and the asynchronous scheduler's.
-KNOWN_SOURCES = {
-    "0.32.0": (
-        "3b6b7482096f33d126d1ed869752d24af91f5202231efe2195d53918b6bbfee4",
-        "3278d7dd11533d8c7a223d3c057e28fe82a671e58e3a13f73daea22d3a304aef",
-    ),
-    "0.33.0": (
-        "9530b0280fc27ff51ced88acad15dd061dab8f491fdb50f75c310793441d737a",
-        "e1bcbf2d9540cceb871be8e07a51f30c83d4dc203d33a55b58f5d7f2ba36f598",
-    ),
-}
-_METHODS = (
-    "schedule",
-    "update_from_output",
-    "get_request_counts",
-    "make_stats",
-    "_drafts_unused",
-    "_free_blocks",
-    "_free_request",
-    "_free_request_blocks",
-    "_get_encoder_input_updates",
-    "_get_new_block_ids_to_zero",
-    "_handle_stopped_request",
-    "_make_cached_request_data",
-    "_make_scheduled_encoder_input_stats",
-    "_mamba_block_aligned_split",
-    "_reserve_prefill_lookahead",
-    "_try_schedule_encoder_inputs",
-    "_update_after_schedule",
-    "_update_request_with_output",
+from kvcache.plugins.vllm.batches import NOBODY, Batch, facts_of
+
+_MOST_IN_FLIGHT = (
+    64  # steps whose outputs have not arrived; vLLM has two, or one per pipeline stage
 )
-_OTHERS = (
-    *(vllm_scheduler.check_stop, vllm_scheduler.remove_all, StructuredOutputManager.accept_tokens),
-    *(Request, ModelRunnerOutput, SchedulerOutput, CachedRequestData),
-    *(EngineCoreOutput, EngineCoreOutputs),
-)
-_MOST_IN_FLIGHT = 64  # steps whose outputs have not arrived; vLLM has two, or one per pipeline stage
+
 _status = attrgetter("status")
-
-
-def sources_digest(scheduler: type, without: type) -> str:
-    """Return the digest of all sources that this file repeats, as `scheduler` resolves them.
-
-    `without`: the class whose methods call this file's. Methods of other subclasses count.
-    """
-    classes = [each for each in scheduler.__mro__ if each is not without]
-    found = [vars(each)[name] for name in _METHODS for each in classes if name in vars(each)]
-    sources = [inspect.getsource(each) for each in (*found, *_OTHERS)]
-    return hashlib.sha256("\n".join(sources).encode()).hexdigest()
-
-
-def has_known_sources(scheduler: type, without: type) -> bool:
-    """Return whether steady steps may replace vLLM's code in this class of schedulers."""
-    try:
-        digest = sources_digest(scheduler, without)
-    except (OSError, TypeError):  # no sources, or no functions
-        return False
-    return any(digest in each for each in KNOWN_SOURCES.values())
-
-
-class _Facts(NamedTuple):
-    """What does not change while a request runs. Streaming sessions change it, and have none."""
-
-    request: Request
-    request_id: str
-    all_token_ids: list[int]
-    output_token_ids: list[int]
-    num_prompt_tokens: int
-    most_tokens: int  # the request stops at this number of tokens
-    client_index: int
-    hash_span: tuple[int, int] | None  # tokens per hashed block, and lookahead; None: unknown hasher
-    stops: tuple[int | None, ...]  # tokens at which the request may stop
-    is_watched: bool  # every token may stop the request (repetition detection)
-
-
-def _facts_of(request: Request) -> _Facts | None:
-    """Return the facts of a request, or None if it needs vLLM's own code."""
-    params, hasher = request.sampling_params, request._block_hasher
-    if (
-        type(request) is not Request
-        or params is None
-        or request.pooling_params is not None
-        or request.structured_output_request is not None
-        or request.mm_features
-        or request.resumable
-        or request.streaming_queue is not None
-        or request.trace_headers is not None
-        or request.spec_decode_metrics is not None
-    ):
-        return None
-    return _Facts(
-        request,
-        request.request_id,
-        request._all_token_ids,
-        request._output_token_ids,
-        request.num_prompt_tokens,
-        request.num_prompt_tokens + request.max_tokens,
-        request.client_index,
-        (0, 0) if hasher is None else getattr(hasher, "span", None),
-        (params.eos_token_id, *(params.stop_token_ids or ())),
-        params.repetition_detection is not None,
-    )
-
-
-class _Batch:
-    """The requests of a step, and their facts in columns.
-
-    `checked`: the epoch in which all attributes of all requests were checked.
-    """
-
-    def __init__(self, columns: Sequence[list[Any]], checked: int = -1) -> None:
-        self.columns, self.checked = columns, checked
-        self.requests, self.ids, self.all_ids, self.output_ids, *rest = columns
-        self.num_prompt_tokens, self.most_tokens, self.client_indices, *rest = rest
-        spans, stops, watched = rest
-        self.limits = np.array(self.most_tokens, np.int64)
-        self.from_outputs = 1 - np.array(self.num_prompt_tokens, np.int64)
-        self.statuses = [RequestStatus.RUNNING] * len(self.ids)
-        self.positions = list(range(len(self.ids)))
-        self.is_one_client = len(set(self.client_indices)) == 1
-        self.hash_span = spans[0] if len(set(spans)) == 1 else None
-        self.stops = frozenset(chain.from_iterable(set(stops)))
-        self.watched = [i for i, is_watched in enumerate(watched) if is_watched]
-        self.num_scheduled = dict.fromkeys(self.ids, 1)
-
-    def where(self, mask: Iterable[bool]) -> _Batch:
-        """Return the batch of the requests that `mask` marks."""
-        return _Batch([list(compress(column, mask)) for column in self.columns], self.checked)
-
-    def extended(self, facts: Sequence[_Facts]) -> _Batch:
-        """Return the batch with further requests at its end."""
-        return _Batch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
-
-    def num_tokens(self) -> np.ndarray:
-        """Return the known tokens of each request as int64[n]."""
-        return np.fromiter(map(len, self.all_ids), np.int64, len(self.ids))
-
-
-_NOBODY = _Batch([[] for _ in _Facts._fields])
 
 
 class SteadySteps:
@@ -181,9 +44,9 @@ class SteadySteps:
 
     def __init__(self, scheduler: Any, *, is_async: bool) -> None:
         self._scheduler, self._is_async = scheduler, is_async
-        self._batch = _NOBODY
+        self._batch = NOBODY
         self._refused: Request | None = None  # a running request that needs vLLM's code
-        self._in_flight: deque[tuple[SchedulerOutput, _Batch]] = deque(maxlen=_MOST_IN_FLIGHT)
+        self._in_flight: deque[tuple[SchedulerOutput, Batch]] = deque(maxlen=_MOST_IN_FLIGHT)
         self._has_nans = False  # requests keep their number of NaNs
         # Only vLLM's schedule() preempts, resumes and admits requests. Between two calls, requests that
         # were checked need fewer checks.
@@ -248,7 +111,7 @@ class SteadySteps:
             or getattr(scheduler, "local_prefill_interval", 1) > 1
         )
 
-    def _batch_of(self, requests: list[Request]) -> _Batch | None:
+    def _batch_of(self, requests: list[Request]) -> Batch | None:
         """Return the batch of these requests, or None if one of them needs vLLM's code."""
         last = self._batch
         if last.requests == requests:
@@ -259,23 +122,23 @@ class SteadySteps:
         last = last.where([each in wanted for each in last.requests])
         new = requests[len(last.requests) :]
         if last.requests + new != requests:  # in another order
-            last, new = _NOBODY, requests
-        facts = [_facts_of(each) for each in new]
+            last, new = NOBODY, requests
+        facts = [facts_of(each) for each in new]
         self._refused = next((each for each, own in zip(new, facts) if own is None), None)
         if self._refused is not None:
-            self._batch = _NOBODY
+            self._batch = NOBODY
             return None
         self._batch = last.extended(facts) if facts else last
         return self._batch
 
-    def _steady_part(self, batch: _Batch) -> tuple[_Batch, list[int]] | None:
+    def _steady_part(self, batch: Batch) -> tuple[Batch, list[int]] | None:
         """Return the requests that compute one token, and their numbers of computed tokens.
 
         Requests that get their last token from a step in flight are left out. None: vLLM's code must run.
         """
         scheduler, found = self._scheduler, []
         is_unchecked, is_async = batch.checked != self._epoch, self._is_async
-        are_done, is_done = [], False
+        is_done = False
         for request, all_ids, most in zip(batch.requests, batch.all_ids, batch.most_tokens):
             num_computed, num_known = request.num_computed_tokens, len(all_ids)
             if is_async or is_unchecked:
@@ -317,7 +180,7 @@ class SteadySteps:
         return batch, found
 
     def _output(
-        self, batch: _Batch, num_computed: list[int], new_blocks: dict[str, Any]
+        self, batch: Batch, num_computed: list[int], new_blocks: dict[str, Any]
     ) -> SchedulerOutput:
         """Return vLLM's description of the step."""
         scheduler, num_requests = self._scheduler, len(batch.ids)
@@ -327,10 +190,7 @@ class SteadySteps:
             for request_id, blocks in new_blocks.items():
                 new_block_ids[rows[request_id]] = blocks.get_block_ids(allow_none=True)
         encoder_stats = None
-        if (
-            scheduler.log_stats
-            and scheduler.observability_config.enable_logging_iteration_details
-        ):
+        if scheduler.log_stats and scheduler.observability_config.enable_logging_iteration_details:
             encoder_stats = scheduler._make_scheduled_encoder_input_stats({})
         return SchedulerOutput(
             scheduled_new_reqs=[],
@@ -357,7 +217,7 @@ class SteadySteps:
             ec_manager_metadata=scheduler.encoder_cache_manager.get_manager_metadata(),
         )
 
-    def _advance(self, batch: _Batch) -> None:
+    def _advance(self, batch: Batch) -> None:
         """Change the scheduler's and the requests' state as vLLM does after a step."""
         scheduler, requests = self._scheduler, batch.requests
         scheduler.current_step += 1
@@ -407,7 +267,7 @@ class SteadySteps:
         self.num_updated += 1
         return self._outputs(batch, outputs, answered)
 
-    def _taken(self, scheduled: SchedulerOutput) -> _Batch | None:
+    def _taken(self, scheduled: SchedulerOutput) -> Batch | None:
         """Remove and return the batch of a step, with those before it; None if vLLM built the step."""
         for i, (output, batch) in enumerate(self._in_flight):
             if output is scheduled:
@@ -439,7 +299,7 @@ class SteadySteps:
         )
 
     def _sampled(
-        self, batch: _Batch, scheduled: SchedulerOutput, answered: ModelRunnerOutput
+        self, batch: Batch, scheduled: SchedulerOutput, answered: ModelRunnerOutput
     ) -> list[list[int]] | None:
         """Return the sampled token of each request, or None if vLLM's code must process one."""
         if (
@@ -469,7 +329,7 @@ class SteadySteps:
             return None
         return sampled if set(map(type, chain.from_iterable(sampled))) == {int} else None
 
-    def _append(self, batch: _Batch, sampled: list[list[int]]) -> np.ndarray:
+    def _append(self, batch: Batch, sampled: list[list[int]]) -> np.ndarray:
         """Append a token to each request, and hash the blocks that became full.
 
         Return the known tokens of each request as int64[n].
@@ -500,7 +360,7 @@ class SteadySteps:
 
     def _stop(
         self,
-        batch: _Batch,
+        batch: Batch,
         sampled: list[list[int]],
         num_tokens: np.ndarray,
         outputs: list[EngineCoreOutput],
@@ -532,10 +392,10 @@ class SteadySteps:
         if stopped:
             scheduler.running = vllm_scheduler.remove_all(scheduler.running, set(stopped))
             if not scheduler.running:
-                self._batch = _NOBODY  # which holds no requests
+                self._batch = NOBODY  # which holds no requests
 
     def _outputs(
-        self, batch: _Batch, outputs: list[EngineCoreOutput], answered: ModelRunnerOutput
+        self, batch: Batch, outputs: list[EngineCoreOutput], answered: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Return the outputs by client, and publish the events."""
         scheduler = self._scheduler

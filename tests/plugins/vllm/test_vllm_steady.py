@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvcache.plugins.vllm import VllmAsyncScheduler, VllmScheduler, steady
+from kvcache.plugins.vllm import VllmAsyncScheduler, VllmScheduler, known_sources
 from kvcache.plugins.vllm import scheduler as ours_scheduler
 from kvcache.plugins.vllm.compatibility import TESTED
 from tests.machinery.vllm_models import write_config
@@ -26,7 +26,7 @@ def llama(tmp_path_factory):
 def test_most_steps_of_long_answers_are_steady(is_async, is_second_runner, policy, llama):
     config = engine_config(llama, is_async=is_async, events=True, scheduling_policy=policy)
     sides = SteadySides(7, config, ("full",), 3_000, is_second_runner=is_second_runner)
-    counts = sides.run(500)
+    counts = sides.run(250)
     assert counts["steady"] > counts["steps"] / 2
     assert counts["steady updates"] > counts["steps"] / 3
     assert min(counts[each] for each in ("stops", "repeats", "logprobs", "structured", "lora")) > 0
@@ -35,8 +35,8 @@ def test_most_steps_of_long_answers_are_steady(is_async, is_second_runner, polic
 @pytest.mark.parametrize("is_async", [False, True])
 def test_steady_steps_in_a_tight_pool(is_async, llama):
     config = engine_config(llama, is_async=is_async, max_model_len=300)
-    counts = SteadySides(3, config, ("full",), 60, share=0.1).run(400)
-    assert counts["preemptions"] > 0 and counts["steady"] > counts["steps"] / 5
+    counts = SteadySides(3, config, ("full",), 60, share=0.1).run(200)
+    assert counts["preemptions"] > 0 and counts["steady"] > 30  # requests wait in most steps
 
 
 @pytest.mark.parametrize("groups", ["window full", "mamba align, full"])
@@ -49,9 +49,9 @@ def test_steady_steps_with_other_groups(groups, is_async, llama):
 
 
 def test_the_sources_of_tested_versions_are_known():
-    assert [each.rpartition(".")[0] for each in steady.KNOWN_SOURCES] == list(TESTED)
+    assert [each.rpartition(".")[0] for each in known_sources.KNOWN_SOURCES] == list(TESTED)
     for scheduler in (VllmScheduler, VllmAsyncScheduler):
-        assert steady.has_known_sources(scheduler, ours_scheduler._WithManager)
+        assert known_sources.has_known_sources(scheduler, ours_scheduler._WithManager)
 
 
 @pytest.mark.parametrize("name", ["_update_after_schedule", "_free_request"])
