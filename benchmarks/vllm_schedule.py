@@ -48,10 +48,10 @@ class NoManager(KVCacheManager):
     is_armed = False
     num_hits: Callable[[], int] = lambda: 0
 
-    def get_computed_blocks(self, request: Any) -> tuple[Any, int, int]:
+    def get_computed_blocks(self, request: Any, *args: Any) -> tuple[Any, int, int]:
         if NoManager.is_armed:
             return self.empty_kv_cache_blocks, NoManager.num_hits(), 0
-        return super().get_computed_blocks(request)
+        return super().get_computed_blocks(request, *args)
 
     def allocate_slots(self, request: Any, *args: Any, **options: Any) -> Any:
         if NoManager.is_armed:

@@ -27,9 +27,7 @@ from vllm.v1.request import Request
 
 from kvcache.plugins.vllm.batches import NOBODY, Batch, facts_of
 
-_MOST_IN_FLIGHT = (
-    64  # steps whose outputs have not arrived; vLLM has two, or one per pipeline stage
-)
+_MOST_IN_FLIGHT = 64  # steps whose outputs have not arrived; vLLM has at most two
 
 _status = attrgetter("status")
 
@@ -66,7 +64,10 @@ class SteadySteps:
 
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput | None:
         scheduler = self._scheduler
-        if throttle_prefills or not scheduler.running or not self._is_plain():
+        if not scheduler.running:
+            self._batch = NOBODY  # which holds no requests
+            return None
+        if throttle_prefills or not self._is_plain():
             return None
         batch = self._batch_of(scheduler.running)
         if batch is None:
@@ -392,7 +393,7 @@ class SteadySteps:
         if stopped:
             scheduler.running = vllm_scheduler.remove_all(scheduler.running, set(stopped))
             if not scheduler.running:
-                self._batch = NOBODY  # which holds no requests
+                self._batch = NOBODY
 
     def _outputs(
         self, batch: Batch, outputs: list[EngineCoreOutput], answered: ModelRunnerOutput
