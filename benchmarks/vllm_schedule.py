@@ -2,7 +2,9 @@
 
 `python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment with vLLM
 (`make bench-vllm`). The managers take turns of 16 steps with the same requests. Times are median
-CPU times of the thread. A manager's share is the difference from the no-op manager.
+CPU times of the thread. A manager's share is the difference from the no-op manager, with vLLM's own
+loops over the requests. The whole `schedule()` and `update_from_output()` are also measured with
+kvcache's steady decode steps.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from tests.machinery.vllm_schedulers import (
     make_scheduler,
 )
 
+STEADY = "kvcache, steady steps"
 IN_A_ROW = 16  # consecutive steps per scheduler, because an engine has only one scheduler
 GROUPS = {"1 full": ("full",), "5 windows + 1 full": ("window",) * 5 + ("full",)}
 
@@ -45,10 +48,10 @@ class NoManager(KVCacheManager):
     is_armed = False
     num_hits: Callable[[], int] = lambda: 0
 
-    def get_computed_blocks(self, request: Any) -> tuple[Any, int, int]:
+    def get_computed_blocks(self, request: Any, *args: Any) -> tuple[Any, int, int]:
         if NoManager.is_armed:
             return self.empty_kv_cache_blocks, NoManager.num_hits(), 0
-        return super().get_computed_blocks(request)
+        return super().get_computed_blocks(request, *args)
 
     def allocate_slots(self, request: Any, *args: Any, **options: Any) -> Any:
         if NoManager.is_armed:
@@ -83,17 +86,26 @@ def scheduler_with(manager: type, *args: Any) -> Any:
         vllm_scheduler.KVCacheManager = theirs
 
 
+def without_steady_steps(scheduler: Any) -> Any:
+    """Return kvcache's scheduler with vLLM's own code for every step."""
+    scheduler.steady = None
+    return scheduler
+
+
 SCHEDULERS: dict[str, Callable[..., Any]] = {
     "vLLM": lambda *args: scheduler_with(KVCacheManager, *args),
     "vLLM behind a short cut": lambda *args: scheduler_with(ShortCut, *args),
-    "kvcache": lambda *args: make_scheduler(ours.VllmScheduler, *args),
+    "kvcache": lambda *args: without_steady_steps(make_scheduler(ours.VllmScheduler, *args)),
+    STEADY: lambda *args: make_scheduler(ours.VllmScheduler, *args),
     "no manager": lambda *args: scheduler_with(NoManager, *args),
 }
 
 
-def decode(folder: str, num_requests: int, groups: str, num_steps: int = 160) -> dict[str, float]:
-    """Return milliseconds of `schedule()` in decode steps of `num_requests` requests, by
-    manager."""
+def decode(
+    folder: str, num_requests: int, groups: str, num_steps: int = 160
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return milliseconds of `schedule()`, and of `update_from_output()`, in decode steps of
+    `num_requests` requests, by manager."""
     prompt = 256
     config = engine_config(
         folder, max_model_len=4096, max_num_seqs=1024, max_num_batched_tokens=8192
@@ -104,7 +116,7 @@ def decode(folder: str, num_requests: int, groups: str, num_steps: int = 160) ->
         name: make(config, GROUPS[groups], num_blocks) for name, make in SCHEDULERS.items()
     }
     for name, scheduler in schedulers.items():
-        hasher = block_hasher(ours=name == "kvcache")
+        hasher = block_hasher(ours=name.startswith("kvcache"))
         rng = random.Random(0)
         for i in range(num_requests):
             tokens = [rng.randrange(3, 500) for _ in range(prompt + i % 16)]
@@ -115,6 +127,7 @@ def decode(folder: str, num_requests: int, groups: str, num_steps: int = 160) ->
             scheduled = scheduler.schedule()
             scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
     rows: dict[str, list[float]] = {name: [] for name in schedulers}
+    updates: dict[str, list[float]] = {name: [] for name in schedulers}
     gc.collect()
     gc.freeze()
     order = random.Random(0)
@@ -126,8 +139,18 @@ def decode(folder: str, num_requests: int, groups: str, num_steps: int = 160) ->
                 start = time.thread_time()
                 scheduled = scheduler.schedule()
                 rows[name].append(time.thread_time() - start)
-                scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
-    return {name: statistics.median(times) * 1e3 for name, times in rows.items()}
+                answered = answer(scheduler, scheduled)
+                start = time.thread_time()
+                scheduler.update_from_output(scheduled, answered)
+                updates[name].append(time.thread_time() - start)
+    steady = schedulers[STEADY].steady
+    if steady is None or steady.num_scheduled < num_steps:
+        raise RuntimeError("not all steps were steady: are the sources of this vLLM known?")
+    schedule, update = (
+        {name: statistics.median(times) * 1e3 for name, times in each.items()}
+        for each in (rows, updates)
+    )
+    return schedule, update
 
 
 PROMPTS = {
@@ -167,7 +190,7 @@ def prompts(folder: str, case: str) -> dict[str, list[float]]:
             if NoManager.is_armed:  # measured last
                 NoManager.num_hits = iter(min(hits)).__next__
             hasher = block_hasher(algorithm, ours=name == "kvcache") if algorithm else None
-            make = SCHEDULERS["vLLM" if name.startswith("vLLM") else name]
+            make = SCHEDULERS[{NO_MANAGER: NO_MANAGER, "kvcache": STEADY}.get(name, "vLLM")]
             scheduler = make(config, GROUPS[groups], num_blocks * len(GROUPS[groups]))
             rows, num_hits = _conversations(scheduler, hasher, prompt, turn, num_chats, num_turns)
             found[name] += rows
@@ -221,16 +244,22 @@ def main() -> None:
         if options.what != "prompts":
             for groups in GROUPS:
                 for num_requests in (64, 256, 1024):
-                    times = decode(folder, num_requests, groups)
-                    floor = times["no manager"]
-                    parts = {name: ms - floor for name, ms in times.items() if name != "no manager"}
+                    times, updates = decode(folder, num_requests, groups)
+                    floor, whole = times["no manager"], (NO_MANAGER, STEADY)
+                    parts = {name: ms - floor for name, ms in times.items() if name not in whole}
                     results[f"{num_requests} running, {groups}"] = times
+                    results[f"{num_requests} running, {groups}, update"] = updates
                     print(
                         f"{num_requests} running, {groups}: schedule() {floor:.2f} ms without a manager"
                     )
                     for name, part in parts.items():
                         less = parts["vLLM"] / part
                         print(f"  {name}: the manager's part {part:.3f} ms ({less:.1f}x less)")
+                    for what, found in (("schedule()", times), ("update_from_output()", updates)):
+                        print(
+                            f"  whole {what}: vLLM {found['vLLM']:.2f} ms, {STEADY} "
+                            f"{found[STEADY]:.2f} ms ({found['vLLM'] / found[STEADY]:.1f}x less)"
+                        )
         if options.what != "decode":
             for case in PROMPTS:
                 results[case] = found = prompts(folder, case)

@@ -187,8 +187,12 @@ class Ahead:
 
     def wait(self, held: HeldRequest, num_slots: int) -> None:
         """Register the request for the step in which it needs a block at one token per step."""
-        held.due = self.step + 1 + max(held.quiet_until - num_slots, 0)
+        held.due = self.next_due(held, num_slots)
         self._due[held.due].append(held)
+
+    def next_due(self, held: HeldRequest, num_slots: int) -> int:
+        """Return the step in which the request needs a block at one token per step."""
+        return self.step + 1 + max(held.quiet_until - num_slots, 0)
 
     def publish_filled(self, step: int | None) -> None:
         """Publish the blocks that quiet requests have filled, or will fill in this step.

@@ -82,7 +82,10 @@ def get_request_block_hasher(
     num_lookahead = num_hash_lookahead_tokens
     if algorithm is None:
         lookahead = (num_lookahead,) if num_lookahead else ()  # vLLM 0.32 has no such parameter
-        return kv_cache_utils.get_request_block_hasher(hash_block_size, caching_hash_fn, *lookahead)
+        make = kv_cache_utils.get_request_block_hasher
+        theirs = make(hash_block_size, caching_hash_fn, *lookahead)
+        theirs.span = hash_block_size, num_lookahead
+        return theirs
 
     def hash_new_blocks(request: Request) -> tuple[()]:
         """Hash the full blocks that `request.block_hashes` lacks."""
@@ -105,6 +108,8 @@ def get_request_block_hasher(
                 known.note_last(after if len(after) == num_lookahead else [])
         return ()
 
+    # A token can complete a block only at multiples of the block size plus the lookahead.
+    hash_new_blocks.span = hash_block_size, num_lookahead
     return hash_new_blocks
 
 

@@ -6,7 +6,7 @@ In the common case, the blocks of a request do not change, and its calls return 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,7 @@ class VllmCacheManager:
         self._has_waiting = lambda: True
         self._may_look = True  # whether this step may look up hits
         self._step_of_lookup = -1
+        self._has_begun = False  # the current step, before vLLM's scheduler begins it
 
     def described(self) -> str:
         """Return the policy, the number of blocks, the groups and the hashes in one line."""
@@ -254,8 +255,33 @@ class VllmCacheManager:
 
     def new_step_starts(self) -> None:
         """Begin a step: serve the requests that need a block in this step with one native call."""
+        if self._has_begun:
+            self._has_begun = False
+            return
         self._may_look = self._has_waiting()
         self._ahead.begin_step()
+
+    def begin_decode_step(self, request_ids: Container[str]) -> dict[str, KVCacheBlocks] | None:
+        """Begin a step that computes one token of each of these running requests.
+
+        Return the new blocks by request. None: a request needs a native call of its own, which may
+        fail. The step has begun nevertheless: the next `new_step_starts` does nothing, and
+        `allocate_slots` serves the requests.
+        """
+        self.new_step_starts()
+        ahead, found = self._ahead, {}
+        due = [each for request_id, each in ahead.busy.items() if request_id in request_ids]
+        if self._may_look or any(
+            each.engine_request.num_computed_tokens >= each.quiet_until for each in due
+        ):
+            self._has_begun = True
+            return None
+        for held in due:
+            held.stop, held.step = held.engine_request.num_computed_tokens + 1, ahead.step
+            if held.due != ahead.next_due(held, held.stop):  # not registered, or too late
+                ahead.wait(held, held.stop)
+            found[held.engine_request.request_id] = self._take_ready(held)
+        return found
 
     def _extend(
         self, held: HeldRequest, stop: int, num_lookahead_tokens: int
@@ -269,7 +295,7 @@ class VllmCacheManager:
 
     def _take_ready(self, held: HeldRequest) -> KVCacheBlocks:
         """Return the new blocks that the scheduler has not received yet."""
-        self._ahead.busy.pop(held.request.request_id, None)
+        self._ahead.busy.pop(held.engine_request.request_id, None)
         ready, held.ready = held.ready, None
         return self.empty_kv_cache_blocks if ready is None else ready
 
@@ -431,9 +457,11 @@ class VllmCacheManager:
         """Return how many of the request's tokens can be hits for other requests."""
         if not self.enable_caching or request.request_id not in self._held:
             return 0
+        # Tokens of steps in flight are not computed yet.
+        num_computed = request.num_computed_tokens - request.num_in_flight_tokens
         size = self._hashed.block_size
         num_hashed = self._hashed.num_blocks(request.num_tokens)
-        return min(request.num_computed_tokens // size, num_hashed) * size
+        return min(num_computed // size, num_hashed) * size
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Record a prefix-cache lookup of a request and its hit tokens."""

@@ -10,8 +10,11 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched import scheduler as vllm_scheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine import core as engine_core
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 
 from kvcache import __version__
 from kvcache.plugins.vllm.comparison import DecisionsDiffer, compare_managers
@@ -23,8 +26,10 @@ from kvcache.plugins.vllm.compatibility import (
     missing_attributes,
 )
 from kvcache.plugins.vllm.hashing import get_request_block_hasher, hash_bytes_of
+from kvcache.plugins.vllm.known_sources import has_known_sources
 from kvcache.plugins.vllm.manager import VllmCacheManager
 from kvcache.plugins.vllm.metrics import add_counts
+from kvcache.plugins.vllm.steady import SteadySteps
 
 _OPTIONS = ("eviction", "eviction_options")
 _log = init_logger("vllm.kvcache")
@@ -112,6 +117,32 @@ class _WithManager:
                     "vLLM has none; choose another connector, or serve with vLLM's own scheduler"
                 )
         self.kv_cache_manager.ask_who_waits(lambda: bool(self.waiting))
+        self.steady: SteadySteps | None = None
+        if has_known_sources(type(self), _WithManager):
+            is_async = isinstance(self, async_scheduler.AsyncScheduler)
+            self.steady = SteadySteps(self, is_async=is_async)
+        else:
+            _log.debug(
+                "The sources of vLLM's scheduler are not known: it schedules every step itself"
+            )
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step. Steady decode steps do not run vLLM's code."""
+        if self.steady is not None:
+            scheduled = self.steady.schedule(throttle_prefills)
+            if scheduled is not None:
+                return scheduled
+        return super().schedule(throttle_prefills)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process a step's output. Plain tokens of steady decode steps do not run vLLM's code."""
+        if self.steady is not None:
+            outputs = self.steady.update(scheduler_output, model_runner_output)
+            if outputs is not None:
+                return outputs
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_stats(self, *args: Any, **options: Any) -> SchedulerStats | None:
         """Add the counts of kvcache's manager to vLLM's statistics."""

@@ -1,0 +1,93 @@
+"""The running requests of a step in columns, for steady decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.v1.request import Request, RequestStatus
+
+
+class Facts(NamedTuple):
+    """What does not change while a request runs. Streaming sessions change it, and have none."""
+
+    request: Request
+    request_id: str
+    all_token_ids: list[int]
+    output_token_ids: list[int]
+    num_prompt_tokens: int
+    most_tokens: int  # the request stops at this number of tokens
+    client_index: int
+    hash_span: (
+        tuple[int, int] | None
+    )  # tokens per hashed block, and lookahead; None: unknown hasher
+    stops: tuple[int | None, ...]  # tokens at which the request may stop
+    is_watched: bool  # every token may stop the request (repetition detection)
+
+
+def facts_of(request: Request) -> Facts | None:
+    """Return the facts of a request, or None if it needs vLLM's own code."""
+    params, hasher = request.sampling_params, request._block_hasher
+    if (
+        type(request) is not Request
+        or params is None
+        or request.pooling_params is not None
+        or request.structured_output_request is not None
+        or request.mm_features
+        or request.resumable
+        or request.streaming_queue is not None
+        or request.trace_headers is not None
+        or request.spec_decode_metrics is not None
+    ):
+        return None
+    return Facts(
+        request,
+        request.request_id,
+        request._all_token_ids,
+        request._output_token_ids,
+        request.num_prompt_tokens,
+        request.num_prompt_tokens + request.max_tokens,
+        request.client_index,
+        (0, 0) if hasher is None else getattr(hasher, "span", None),
+        (params.eos_token_id, *(params.stop_token_ids or ())),
+        params.repetition_detection is not None,
+    )
+
+
+class Batch:
+    """The requests of a step, and their facts in columns.
+
+    `checked`: the epoch in which all attributes of all requests were checked.
+    """
+
+    def __init__(self, columns: Sequence[list[Any]], checked: int = -1) -> None:
+        self.columns, self.checked = columns, checked
+        self.requests, self.ids, self.all_ids, self.output_ids, *rest = columns
+        self.num_prompt_tokens, self.most_tokens, self.client_indices, *rest = rest
+        spans, stops, watched = rest
+        self.limits = np.array(self.most_tokens, np.int64)
+        self.from_outputs = 1 - np.array(self.num_prompt_tokens, np.int64)
+        self.statuses = [RequestStatus.RUNNING] * len(self.ids)
+        self.positions = list(range(len(self.ids)))
+        self.is_one_client = len(set(self.client_indices)) == 1
+        self.hash_span = spans[0] if len(set(spans)) == 1 else None
+        self.stops = frozenset(chain.from_iterable(set(stops)))
+        self.watched = [i for i, is_watched in enumerate(watched) if is_watched]
+        self.num_scheduled = dict.fromkeys(self.ids, 1)
+
+    def where(self, mask: Iterable[bool]) -> Batch:
+        """Return the batch of the requests that `mask` marks."""
+        return Batch([list(compress(column, mask)) for column in self.columns], self.checked)
+
+    def extended(self, facts: Sequence[Facts]) -> Batch:
+        """Return the batch with further requests at its end."""
+        return Batch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
+
+    def num_tokens(self) -> np.ndarray:
+        """Return the known tokens of each request as int64[n]."""
+        return np.fromiter(map(len, self.all_ids), np.int64, len(self.ids))
+
+
+NOBODY = Batch([[] for _ in Facts._fields])
