@@ -56,7 +56,7 @@ def facts_of(request: Request) -> Facts | None:
     )
 
 
-class Batch:
+class SteadyBatch:
     """The requests of a step, and their facts in columns.
 
     `checked`: the epoch in which all attributes of all requests were checked.
@@ -77,17 +77,17 @@ class Batch:
         self.watched = [i for i, is_watched in enumerate(watched) if is_watched]
         self.num_scheduled = dict.fromkeys(self.ids, 1)
 
-    def where(self, mask: Iterable[bool]) -> Batch:
+    def where(self, mask: Iterable[bool]) -> SteadyBatch:
         """Return the batch of the requests that `mask` marks."""
-        return Batch([list(compress(column, mask)) for column in self.columns], self.checked)
+        return SteadyBatch([list(compress(column, mask)) for column in self.columns], self.checked)
 
-    def extended(self, facts: Sequence[Facts]) -> Batch:
+    def extended(self, facts: Sequence[Facts]) -> SteadyBatch:
         """Return the batch with further requests at its end."""
-        return Batch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
+        return SteadyBatch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
 
     def num_tokens(self) -> np.ndarray:
         """Return the known tokens of each request as int64[n]."""
         return np.fromiter(map(len, self.all_ids), np.int64, len(self.ids))
 
 
-NOBODY = Batch([[] for _ in Facts._fields])
+NOBODY = SteadyBatch([[] for _ in Facts._fields])

@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvcache.plugins.vllm.batches import NOBODY, Batch, facts_of
+from kvcache.plugins.vllm.batches import NOBODY, SteadyBatch, facts_of
 
 _MOST_IN_FLIGHT = 64  # steps whose outputs have not arrived; vLLM has at most two
 
@@ -44,7 +44,7 @@ class SteadySteps:
         self._scheduler, self._is_async = scheduler, is_async
         self._batch = NOBODY
         self._refused: Request | None = None  # a running request that needs vLLM's code
-        self._in_flight: deque[tuple[SchedulerOutput, Batch]] = deque(maxlen=_MOST_IN_FLIGHT)
+        self._in_flight: deque[tuple[SchedulerOutput, SteadyBatch]] = deque(maxlen=_MOST_IN_FLIGHT)
         self._has_nans = False  # requests keep their number of NaNs
         # Only vLLM's schedule() preempts, resumes and admits requests. Between two calls, requests that
         # were checked need fewer checks.
@@ -112,7 +112,7 @@ class SteadySteps:
             or getattr(scheduler, "local_prefill_interval", 1) > 1
         )
 
-    def _batch_of(self, requests: list[Request]) -> Batch | None:
+    def _batch_of(self, requests: list[Request]) -> SteadyBatch | None:
         """Return the batch of these requests, or None if one of them needs vLLM's code."""
         last = self._batch
         if last.requests == requests:
@@ -132,7 +132,7 @@ class SteadySteps:
         self._batch = last.extended(facts) if facts else last
         return self._batch
 
-    def _steady_part(self, batch: Batch) -> tuple[Batch, list[int]] | None:
+    def _steady_part(self, batch: SteadyBatch) -> tuple[SteadyBatch, list[int]] | None:
         """Return the requests that compute one token, and their numbers of computed tokens.
 
         Requests that get their last token from a step in flight are left out. None: vLLM's code must run.
@@ -181,7 +181,7 @@ class SteadySteps:
         return batch, found
 
     def _output(
-        self, batch: Batch, num_computed: list[int], new_blocks: dict[str, Any]
+        self, batch: SteadyBatch, num_computed: list[int], new_blocks: dict[str, Any]
     ) -> SchedulerOutput:
         """Return vLLM's description of the step."""
         scheduler, num_requests = self._scheduler, len(batch.ids)
@@ -218,7 +218,7 @@ class SteadySteps:
             ec_manager_metadata=scheduler.encoder_cache_manager.get_manager_metadata(),
         )
 
-    def _advance(self, batch: Batch) -> None:
+    def _advance(self, batch: SteadyBatch) -> None:
         """Change the scheduler's and the requests' state as vLLM does after a step."""
         scheduler, requests = self._scheduler, batch.requests
         scheduler.current_step += 1
@@ -268,7 +268,7 @@ class SteadySteps:
         self.num_updated += 1
         return self._outputs(batch, outputs, answered)
 
-    def _taken(self, scheduled: SchedulerOutput) -> Batch | None:
+    def _taken(self, scheduled: SchedulerOutput) -> SteadyBatch | None:
         """Remove and return the batch of a step, with those before it; None if vLLM built the step."""
         for i, (output, batch) in enumerate(self._in_flight):
             if output is scheduled:
@@ -300,7 +300,7 @@ class SteadySteps:
         )
 
     def _sampled(
-        self, batch: Batch, scheduled: SchedulerOutput, answered: ModelRunnerOutput
+        self, batch: SteadyBatch, scheduled: SchedulerOutput, answered: ModelRunnerOutput
     ) -> list[list[int]] | None:
         """Return the sampled token of each request, or None if vLLM's code must process one."""
         if (
@@ -330,7 +330,7 @@ class SteadySteps:
             return None
         return sampled if set(map(type, chain.from_iterable(sampled))) == {int} else None
 
-    def _append(self, batch: Batch, sampled: list[list[int]]) -> np.ndarray:
+    def _append(self, batch: SteadyBatch, sampled: list[list[int]]) -> np.ndarray:
         """Append a token to each request, and hash the blocks that became full.
 
         Return the known tokens of each request as int64[n].
@@ -361,7 +361,7 @@ class SteadySteps:
 
     def _stop(
         self,
-        batch: Batch,
+        batch: SteadyBatch,
         sampled: list[list[int]],
         num_tokens: np.ndarray,
         outputs: list[EngineCoreOutput],
@@ -396,7 +396,7 @@ class SteadySteps:
                 self._batch = NOBODY
 
     def _outputs(
-        self, batch: Batch, outputs: list[EngineCoreOutput], answered: ModelRunnerOutput
+        self, batch: SteadyBatch, outputs: list[EngineCoreOutput], answered: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Return the outputs by client, and publish the events."""
         scheduler = self._scheduler
