@@ -680,7 +680,8 @@ def random_sides(seed, folder):
         options["sessions"] = False
     if options["drafts"] and not has_room and IS_032:
         is_exact = False  # see `test_drafts_in_a_tight_pool_end_whole`
-    if groups != ("full",):
+    if groups != ("full",) and not options["sessions"]:
+        # In a session, vLLM keeps the end of each part of the prompt, and kvcache that of the first.
         options["retention"] = rng.choice(RETENTIONS)
     policy = {"scheduling_policy": "priority"} if options["priorities"] else {}
     config = engine_config(folder, is_async=is_async, events=rng.random() < 0.5, **policy)
