@@ -648,7 +648,10 @@ class Driver:
         inside = self.manager.cache.find_prefix(request).num_tokens
         ids, num_hit, num_shared = self.manager.cache.find_prefix(request, whole_blocks=True)
         assert num_shared == self.model.hit_length(model, only_shared=True)
-        assert num_hit == self.model.hit_length(model) <= inside
+        assert num_hit == self.model.hit_length(model)
+        # A drafting group can lose the hash block after a hit with one copy of the block, and find
+        # the whole block in another copy.
+        assert num_hit <= inside or any(each.drafts for each in self.model.groups)
         assert inside <= self.model.hit_length(model, partial=True)
         want = [held.blocks for held in self.model.hit_blocks(model, num_hit)]
         ids = [ids] if self.num_groups == 1 else ids
