@@ -16,6 +16,7 @@ RINGS = {
     "ground": {
         *("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
         *("kvcache.events", "kvcache.layouts", "kvcache.native", "kvcache.placement"),
+        "kvcache.extensions",
     },
     "embedded": {
         *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
@@ -35,6 +36,7 @@ MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.checks": set(),
     "kvcache.lazy": set(),
+    "kvcache.extensions": set(),
     "kvcache.kinds": set(),
     "kvcache.step": set(),
     "kvcache.specs": set(),
@@ -100,6 +102,7 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "kvcache",
     "kvcache.lazy",
+    "kvcache.extensions",
     "kvcache.checks",
     "kvcache.kinds",
     "kvcache.step",
