@@ -22,7 +22,7 @@ RINGS = {
         *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
         *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.router_events"),
         *("kvcache.sources.disaggregation", "kvcache.sources.store", "kvcache.sources"),
-        "kvcache.metrics",
+        *("kvcache.metrics", "kvcache.tracing"),
     },
     "compat": {"kvcache.compat"},
     "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
     "kvcache.transfer": {"kvcache.ops", "kvcache.ops_by_copies", "kvcache.worker"},
     "kvcache.metrics": {"kvcache.allocator"},
+    "kvcache.tracing": {"kvcache.allocator", "kvcache.sources", "kvcache.worker"},
     "kvcache.sources": {"kvcache.allocator"},
     "kvcache.sources.disaggregation": {
         *(
