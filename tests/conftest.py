@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter, config):
     skipped = [str(each.longrepr) for each in terminalreporter.getreports("skipped")]
     if absent := sum(any(part in each for part in REAL_PARTS) for each in skipped):
         terminalreporter.line(
-            f"{absent} tests need NIXL, Mooncake or a browser and were skipped: `make test-real` runs them"
+            f"{absent} tests that need NIXL, Mooncake or a browser were skipped: run make test-real"
         )
     if absent := sum("'vllm'" in each for each in skipped):
-        terminalreporter.line(f"{absent} files need vLLM and were skipped: `make test-vllm` runs them")
+        terminalreporter.line(f"{absent} files that need vLLM were skipped: run make test-vllm")
