@@ -31,8 +31,13 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvcache.plugins.vllm import VllmAsyncScheduler, VllmCacheManager, VllmScheduler, compatibility
-from kvcache.plugins.vllm import metrics
+from kvcache.plugins.vllm import (
+    VllmAsyncScheduler,
+    VllmCacheManager,
+    VllmScheduler,
+    compatibility,
+    metrics,
+)
 from kvcache.plugins.vllm import scheduler as ours_scheduler
 from tests.machinery import vllm_schedulers
 from tests.machinery.vllm_models import write_config

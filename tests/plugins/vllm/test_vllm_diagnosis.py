@@ -48,8 +48,9 @@ def test_groups_are_named(folder_of, capsys):
 
 
 def test_all_options_of_vllm_serve_are_taken(folder_of, capsys):
-    options = "--port 8000 --host 0.0.0.0 --api-key secret --tensor-parallel-size 8".split()
-    options += ["--decode-context-parallel-size", "2", "--max-model-len", "1024"]
+    options = ["--port", "8000", "--host", "0.0.0.0", "--api-key", "secret"]
+    options += ["--tensor-parallel-size", "8", "--decode-context-parallel-size", "2"]
+    options += ["--max-model-len", "1024"]
     status, said = told(capsys, folder_of("OLMo-2-7B"), *options)
     assert status == 0, said
 
