@@ -5,6 +5,37 @@ dictionary of integers (`num_kv_fetch_reqs_by_stage`). vLLM reads only its own k
 value is not 0, so the counts are part of the keys. In the API server, vLLM creates the logger below
 through the entry point group `vllm.stat_logger_plugins`.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
+
+_PREFIX = "kvcache:"
+# Key of the counts -> help text. "evicted_blocks 1" is the count of group 1.
+_COUNTERS = {
+    "native_calls": "Calls in which the manager changed blocks of requests.",
+    "loads": "Loads of KV from outside that have ended.",
+    "failed_loads": "Loads that did not bring all tokens, or were aborted.",
+    "broken_pins": "Pinned blocks that were evicted.",
+    "stored_blocks": "Blocks that entered the prefix cache.",
+    "evicted_blocks": "Cached blocks that were evicted.",
+}
+_GAUGES = {
+    "cached_blocks": "Cached blocks, held or free.",
+    "free_blocks": "Blocks that no request holds, cached or not.",
+}
+_LABELS = ["model_name", "engine"]
+_BY_GROUP = {"stored_blocks", "evicted_blocks"}
+_metrics: dict[str, Counter | Gauge] = {}  # created once per process
+
+
+def add_counts(stats: SchedulerStats, counts: dict[str, int]) -> None:
+    """Add the manager's counts to the statistics of a step."""
     stats.num_kv_fetch_reqs_by_stage.update(
         {f"{_PREFIX}{key}={count}": 0 for key, count in counts.items()}
     )
