@@ -322,7 +322,8 @@ class TestChat:
         ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ({"n": 100, "max_tokens": 1}, 400, "100"),
         ({"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        ({"logprobs": 3}, 400, "logprobs is 3: expected none, as this server does not support"),
+        ({"echo": True}, 400, "echo is True: not served here, expected none"),
+        ({"logprobs": 21}, 400, "logprobs: Input should be less than or equal to 20"),
         ({"extra_body": {"top_k": 0}}, 400, "top_k: Input should be greater than or equal to 1"),
         ({"extra_body": {"cache_salt": ""}}, 400, "cache_salt"),
         ({"extra_body": {"cache_salt": "\ud800"}}, 400, "cache_salt"),
@@ -344,7 +345,9 @@ def test_errors_of_wrong_requests_name_what_was_expected(served, asked, status, 
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert expected in error["message"]
-    assert error["type"] == "invalid_request_error" and error["code"] == status
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] and isinstance(error["code"], str)
+    assert error["param"].partition("[")[0] in body
     assert len(error["message"]) < 400
     served.wait_until_empty()
     assert served.state()["metrics"]["requests"] == before
@@ -498,16 +501,16 @@ def test_figures_as_prometheus_reads_them(served):
         for sample in family.samples
     }
     state = served.state()
-    assert found["kvcache_requests_total",] == state["metrics"]["requests"] > 0
-    assert found["kvcache_generated_tokens_total",] == state["metrics"]["generated_tokens"]
+    assert found["kvcache_requests_total", "llama"] == state["metrics"]["requests"] > 0
+    assert found["kvcache_generated_tokens_total", "llama"] == state["metrics"]["generated_tokens"]
     for tier, name in (("pool", "device"), ("host", "host")):
         states = state[tier]
-        assert found["kvcache_blocks", name] == sum(states.values())
-        assert found["kvcache_cached_blocks", name] == states["cached"] + states["held_cached"]
-        assert found["kvcache_free_blocks", name] == states["cached"] + states["empty"]
-    assert found["kvcache_hit_tokens_total",] <= found["kvcache_query_tokens_total",]
-    assert found["kvcache_query_tokens_total",] > 0
-    assert found["kvcache_sequences", "running"] == 0
+        assert found["kvcache_blocks", "llama", name] == sum(states.values())
+        assert found["kvcache_cached_blocks", "llama", name] == states["cached"] + states["held_cached"]
+        assert found["kvcache_free_blocks", "llama", name] == states["cached"] + states["empty"]
+    assert found["kvcache_hit_tokens_total", "llama"] <= found["kvcache_query_tokens_total", "llama"]
+    assert found["kvcache_query_tokens_total", "llama"] > 0
+    assert found["kvcache_sequences", "llama", "running"] == 0
 
 
 class TestEvents:
