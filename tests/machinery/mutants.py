@@ -719,7 +719,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("text[: self._num_read - self._stops.num_held[self._state]]", "text"),
             ("text[: self._num_read - length]", "text[: self._num_read]"),
             ('.rstrip("\\ufffd")', ""),
-            (", clean_up_tokenization_spaces=False", ""),
+            ("=True, clean_up_tokenization_spaces=False", "=True"),
             ('ends = set(_checked_tokens(end_token_ids, "end_token_ids"))', "ends = set()"),
         ],
     ),

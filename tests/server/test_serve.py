@@ -102,13 +102,14 @@ class Served:
 
 
 @contextmanager
-def serving(texts=None, publisher=None, limits=None, trust_clients=True, **options):
+def serving(texts=None, publisher=None, limits=None, trust_clients=True, api_key=None, **options):
     options = {"max_model_len": 256, "max_num_batched_tokens": 64, "host_budget": "2MiB"} | options
     engine = Engine(attach(dense("llama"), "1MiB", **options))
     loop = EngineLoop(engine, publisher)
     limits = limits or Limits(grace_seconds=0.5)
     texts = texts or ByteTexts()
-    app = make_app(loop, texts, "llama", limits=limits, trust_clients=trust_clients)
+    more = {"limits": limits, "trust_clients": trust_clients, "api_key": api_key}
+    app = make_app(loop, texts, "llama", **more)
     server = Server(app, port=0, log_level="error")
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -506,9 +507,14 @@ def test_figures_as_prometheus_reads_them(served):
     for tier, name in (("pool", "device"), ("host", "host")):
         states = state[tier]
         assert found["kvcache_blocks", "llama", name] == sum(states.values())
-        assert found["kvcache_cached_blocks", "llama", name] == states["cached"] + states["held_cached"]
+        assert (
+            found["kvcache_cached_blocks", "llama", name]
+            == states["cached"] + states["held_cached"]
+        )
         assert found["kvcache_free_blocks", "llama", name] == states["cached"] + states["empty"]
-    assert found["kvcache_hit_tokens_total", "llama"] <= found["kvcache_query_tokens_total", "llama"]
+    assert (
+        found["kvcache_hit_tokens_total", "llama"] <= found["kvcache_query_tokens_total", "llama"]
+    )
     assert found["kvcache_query_tokens_total", "llama"] > 0
     assert found["kvcache_sequences", "llama", "running"] == 0
 

@@ -118,7 +118,9 @@ def test_a_prompt_is_prefilled_by_another_server(alone):
         wait_until(lambda: num_computed(server) == 1 + 11)
         wait_until(lambda: num_computed(prefill) == 199)
         text = ask(server.port, "GET", "/metrics").body.decode()
-        assert 'kvcache_source_loaded_tokens_total{model_name="llama",source="prefill"} 199.0' in text
+        assert (
+            'kvcache_source_loaded_tokens_total{model_name="llama",source="prefill"} 199.0' in text
+        )
         assert answer(server) == (alone, 192)  # the server's own cache has nearly the whole prompt
         wait_for_counts(server, "prefill", asked_requests=1)
         for each in (prefill, server):
