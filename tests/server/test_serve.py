@@ -31,6 +31,7 @@ from kvcache.engine.transformers import attach
 from kvcache.server import ByteTexts, EngineLoop, Limits, Server, make_app
 from kvcache.server.texts import AnswerText, TokenizerTexts
 from tests.machinery.dense_models import dense, greedy
+from tests.machinery.http.process import ServeProcess, ask
 
 NUMBERS = itertools.count()
 # The default client would load the certificates for each request.
@@ -672,6 +673,9 @@ class TestTokenizers:
             "--events: endpoint is 'nowhere': expected tcp://ADDRESS:PORT",
         ),
         ([], "the following arguments are required: MODEL"),
+        (["llama", "--api-key", "é"], "--api-key: expected printable ASCII characters"),
+        (["llama", "--api-key", "k", "--prefill"], "--api-key is given with --prefill: expected"),
+        (["llama", "--log-level", "loud"], "--log-level: invalid choice: 'loud'"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
 )
@@ -698,6 +702,31 @@ def test_invalid_checkpoint_folder_is_rejected(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path)]) == 2
     assert "expected the folder of a checkpoint that transformers loads" in capsys.readouterr().err
+
+
+class TestProcess:
+    """What a server's process writes to stderr."""
+
+    def test_log_has_a_line_per_request_and_none_per_probe(self):
+        with ServeProcess("--log-level", "info") as server:
+            assert ask(server.port, "POST", "/v1/completions", b"{}").status == 400
+            assert ask(server.port, "GET", "/health").status == 200
+            assert ask(server.port, "GET", "/state?since=0").status == 200
+        loading, serving_at = server.start.splitlines()
+        assert loading.endswith(": building llama with random weights on cpu")
+        assert serving_at.startswith("kvcache: serving llama at http://127.0.0.1:")
+        lines = [line for line in server.log.splitlines() if "POST" in line]
+        assert len(lines) == 1 and '"POST /v1/completions HTTP/1.1" 400' in lines[0]
+        assert "/health" not in server.log and "/state" not in server.log
+
+    def test_open_address_without_a_key_is_warned_about(self):
+        with ServeProcess("--host", "0.0.0.0") as server:
+            pass
+        assert "warning: --host is 0.0.0.0 and no --api-key is given" in server.start
+        assert "POST" not in server.log
+        with ServeProcess("--host", "0.0.0.0", "--api-key", "k") as server:
+            pass
+        assert "warning" not in server.start
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -538,6 +538,26 @@ class TestShutdown:
         for answer in answers:
             assert "the server is shutting down" in message_of(answer, 503)
 
+    def test_new_requests_get_503_while_answers_finish(self):
+        with serving(limits=Limits(grace_seconds=30)) as running:
+            running.slow_seconds, got = 0.02, []
+            running.hold = lambda state: state["num_sequences"] == 1
+            asked = {"max_tokens": 60, "stream": True}
+            thread = threading.Thread(target=self.stream, args=(running, got), kwargs=asked)
+            thread.start()
+            running.wait_until(running.hold)
+            stopping = threading.Thread(target=running.stop)
+            stopping.start()
+            awaited(lambda: HTTP.get(f"{running.url}/health").status_code == 503)
+            for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", {})):
+                answer = HTTP.post(running.url + path, json=body)
+                assert "the server is shutting down" in message_of(answer, 503)
+                assert answer.json()["error"]["code"] == "service_unavailable"
+            running.hold = None
+            stopping.join()
+            thread.join()
+        assert [line for line in got if line][-1] == "data: [DONE]"
+
     def test_half_a_request_does_not_hold_it_up(self):
         with serving(limits=Limits(grace_seconds=0.2)) as running, connected(running) as connection:
             connection.sendall(HEAD + b"\r\n{")
