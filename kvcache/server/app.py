@@ -5,6 +5,7 @@ page.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -158,7 +159,9 @@ def make_app(
     @app.get("/state")
     async def state(since: float | None = None) -> Response:
         """Return the state of the cache, and its history after `since`, in seconds since the epoch."""
-        found = loop.state | {"model": model_name, "requests": log.timeline()}
+        found = loop.state | {
+            **{"model": model_name, "now": time.time(), "requests": log.timeline()},
+        }
         if since is not None:
             found |= {"history": loop.history.since(since)}
         return JSONResponse(found)

@@ -751,7 +751,7 @@ def test_the_page_in_a_browser(served, browser, tmp_path):
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(served.url)
-    page.wait_for_function("document.querySelectorAll('.tile').length === 8")
+    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
     served.slow_seconds = 0.02
     asking = threading.Thread(
         target=lambda: served.complete(prompt=[chr(97 + i) * 90 for i in range(9)], max_tokens=150)
@@ -760,7 +760,7 @@ def test_the_page_in_a_browser(served, browser, tmp_path):
     page.wait_for_function("document.querySelectorAll('#sequences tr').length === 9")
     page.wait_for_function("document.querySelectorAll('.swapped').length > 0")
     held = page.locator("#pool-key").inner_text()
-    assert "held by sequences" in held and "cached, free to be taken" in held
+    assert "held by sequences" in held and "cached, can be evicted" in held
     assert "KV" not in page.title() and page.title() == "kvcache"
     assert "layers of full_attention in blocks of 16" in page.locator("#plan").inner_text()
     assert "Host tier" in page.locator("#host-title").inner_text()
@@ -768,9 +768,37 @@ def test_the_page_in_a_browser(served, browser, tmp_path):
     asking.join()
     page.wait_for_function("document.querySelectorAll('#sequences tr').length === 0")
     page.screenshot(path=tmp_path / "page.png", full_page=True)
+    page.wait_for_function("history.at(-1).num_sequences === 0")
     tiles = page.locator("#tiles").inner_text()
+    assert "generated tokens/s" in tiles and "time to first token" in tiles
     assert str(served.state()["metrics"]["finished_requests"]) in tiles
     assert complaints == []
+    page.close()
+
+
+def test_a_reload_of_the_page_keeps_its_history(served, browser):
+    served.complete(max_tokens=9)
+    served.wait_until_empty()
+    page = browser.new_page()
+    page.goto(served.url)
+    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
+    times = page.evaluate("history.map(point => point.time)")
+    assert times and times == sorted(times)
+    page.reload()
+    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
+    assert page.evaluate("history.map(point => point.time)") == times
+    assert page.locator("#timeline").bounding_box()["height"] > 40
+    page.close()
+
+
+@pytest.mark.parametrize("scheme,ground", [("light", 255), ("dark", 13)])
+def test_page_follows_the_color_scheme_and_fits_a_phone(served, browser, scheme, ground):
+    page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    page.goto(served.url)
+    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert color.startswith(f"rgb({ground}, ")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.close()
 
 
@@ -778,7 +806,7 @@ def test_page_reports_that_the_server_is_gone(browser):
     with serving() as served:
         page = browser.new_page()
         page.goto(served.url)
-        page.wait_for_function("document.querySelectorAll('.tile').length === 8")
+        page.wait_for_function("document.querySelectorAll('.tile').length === 11")
         assert not page.locator("#error").is_visible()
         served.stop()
         page.locator("#error").wait_for(state="visible", timeout=10_000)
