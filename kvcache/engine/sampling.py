@@ -116,7 +116,9 @@ def penalize_repetition(
     penalized = logits.double()
     penalized = penalized.clone() if penalized is logits else penalized
     values = penalized[seen]
-    penalized[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    values = torch.where(values > 0, values / penalty, values * penalty)
+    # A tiny penalty must not make a logit infinite, because weights would be NaN.
+    penalized[seen] = values.clamp(max=torch.finfo(values.dtype).max)
     return penalized
 
 

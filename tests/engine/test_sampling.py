@@ -182,6 +182,13 @@ class TestRepetitionPenalty:
         assert found.tolist() == [0.0, 1.5, 1.0, 2.0, -2.0, 2.5]
         assert logits.tolist() == LOGITS.tolist()  # the input is unchanged
 
+    @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 100.0])
+    def test_tiny_and_huge_penalties_leave_valid_tokens(self, temperature):
+        sampler = Sampler(SamplingParams(temperature=temperature, seed=1), 0)
+        for penalty, possible in ((5e-324, {1, 2}), (1e308, {0, 1, 2, 3, 5})):
+            logits = penalize_repetition(LOGITS, [1, 2, 4], penalty)
+            assert {sampler.token(logits) for _ in range(50)} <= possible
+
     @pytest.mark.parametrize(
         "options,expected",
         [
