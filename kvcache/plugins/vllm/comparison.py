@@ -1,8 +1,9 @@
 """Compares kvcache's manager with vLLM's own at startup, on the model's groups in a small pool.
 
-Both managers serve the same random requests without a model, in a pool that evicts blocks. Some
-requests leave the model's windows, and some receive their first tokens from outside, as from a
-connector. Hits, new blocks and pool usage must be equal in each step.
+Both managers serve the same random requests without a model. Some requests leave the model's windows,
+and some receive their first tokens from outside, as from a connector. With full attention alone, the
+pool also evicts blocks; with windows and states, the managers evict in different orders (docs/vllm.md).
+Hits, new blocks and pool usage must be equal in each step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from typing import Any, NamedTuple
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from kvcache.plugins.vllm.hashing import get_request_block_hasher
@@ -108,7 +114,8 @@ class _Sides:
         self._num_lookahead = 0 if self._has_states else 3  # as for drafts
         windows = [getattr(each, "sliding_window", None) or 0 for each in specs]
         most = max(8 * self._unit + self._unit // 2, max(windows) + 4 * self._unit)
-        longest = arguments["max_model_len"] - _MOST_TOKENS_AFTER_A_PROMPT
+        self._longest = arguments["max_model_len"]
+        longest = self._longest - _MOST_TOKENS_AFTER_A_PROMPT
         self._num_prompt_tokens = max(min(most, _MOST_PROMPT_TOKENS, longest), 1)
         small = dataclasses.replace(config, num_blocks=self._num_blocks(specs), kv_cache_tensors=[])
         options = dict(arguments) | {"kv_cache_config": small, "watermark": 0.0}
@@ -126,10 +133,14 @@ class _Sides:
         self.num_requests = self.num_hit_tokens = self._step = 0
 
     def _num_blocks(self, specs: list[Any]) -> int:
-        """Return a number of blocks that the running requests never exhaust, but all requests do."""
-        most = self._num_prompt_tokens + 2 * _MOST_TOKENS_AFTER_A_PROMPT
-        held = self._most_running + 2
-        return 2 + held * sum(-(-most // each.block_size) + 4 for each in specs)
+        """Return a number of blocks that running requests never exhaust, and in which nothing is
+        evicted unless all groups have full attention.
+        """
+        num_tokens = (self._most_running + 2) * (self._num_prompt_tokens + 2 * self._unit)
+        if any(not isinstance(each, FullAttentionSpec) for each in specs):
+            num_tokens += NUM_STEPS * (3 * self._unit + 2 * _MOST_TOKENS_AFTER_A_PROMPT)
+        num_blocks = sum(-(-num_tokens // each.block_size) for each in specs)
+        return 2 + num_blocks + 4 * NUM_STEPS * len(specs)
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(1000) for _ in range(count)]
@@ -264,7 +275,8 @@ class _Sides:
             request.num_computed_tokens += count
             if request.num_computed_tokens == request.num_tokens:
                 request.append_output_token_ids(token)
-        if pair[0].num_output_tokens >= 2 + self.num_requests % 12:
+        has_all = pair[0].num_tokens >= self._longest
+        if has_all or pair[0].num_output_tokens >= 2 + self.num_requests % 12:
             self._free(pair)
 
     def _free(self, pair: _Pair) -> None:
