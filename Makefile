@@ -20,7 +20,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-vllm bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-vllm bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel cuda-library repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -127,7 +127,7 @@ gpu-less:
 # Build a source distribution and, from only that distribution, a wheel with all native libraries
 # (docs/building.md#wheels). The CUDA library is included if there is an nvcc, or according to
 # KVCACHE_CUDA.
-WHEEL_ARCHS ?= 80;90;100;110;120
+WHEEL_ARCHS := 80;90;100;110;120
 NVCC := $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc)$(shell command -v nvcc)
 wheel: setup
 	rm -rf dist build/wheel
@@ -135,6 +135,11 @@ wheel: setup
 	KVCACHE_CUDA="$${KVCACHE_CUDA:-$(if $(NVCC),1,0)}" KVCACHE_CUDA_ARCHS="$(WHEEL_ARCHS)" \
 	  $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
 	$(MAKE) repair-wheel WHEEL="$$(echo build/wheel/*.whl)" DIST=dist AUDITWHEEL=$(BIN)/auditwheel
+
+# Build the CUDA library of wheels once, for KVCACHE_CUDA=build/cuda/kvcache/libkvcache_cuda.so.
+cuda-library:
+	KVCACHE_CUDA=1 KVCACHE_CUDA_ARCHS="$(WHEEL_ARCHS)" $(BIN)/python setup.py build_ext \
+	  --build-lib build/cuda --build-temp build/cuda/objects
 
 # Tag a wheel for manylinux. The libraries of torch and CUDA stay outside: torch brings them. Also
 # called by cibuildwheel.

@@ -101,7 +101,8 @@ def _advice(error: str) -> str:
     if "undefined symbol: cu" in error or "libcudart" in error:
         return (
             f" (compiled with another CUDA than torch {torch.__version__} brings: build it again with "
-            f"a toolkit of CUDA {torch.version.cuda}, in a checkout by `{build.INSTALL_HINT}`)"
+            f"a toolkit of CUDA {torch.version.cuda}, in a checkout by `{build.INSTALL_HINT}`, or at "
+            "first use with KVCACHE_JIT=1)"
         )
     return ""
 
