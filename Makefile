@@ -20,7 +20,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-vllm bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel cuda-library repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-vllm bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -136,10 +136,11 @@ wheel: setup
 	  $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
 	$(MAKE) repair-wheel WHEEL="$$(echo build/wheel/*.whl)" DIST=dist AUDITWHEEL=$(BIN)/auditwheel
 
-# Build the CUDA library of wheels once, for KVCACHE_CUDA=build/cuda/kvcache/libkvcache_cuda.so.
-cuda-library:
+# Build all libraries once, into build/prebuilt/kvcache. The wheels of other Pythons take the
+# libraries of ops from there (KVCACHE_PREBUILT).
+prebuilt:
 	KVCACHE_CUDA=1 KVCACHE_CUDA_ARCHS="$(WHEEL_ARCHS)" $(BIN)/python setup.py build_ext \
-	  --build-lib build/cuda --build-temp build/cuda/objects
+	  --build-lib build/prebuilt --build-temp build/prebuilt/objects
 
 # Tag a wheel for manylinux. The libraries of torch and CUDA stay outside: torch brings them. Also
 # called by cibuildwheel.

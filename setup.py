@@ -1,9 +1,9 @@
 """Builds kvcache._core (pybind11, no torch) and the op libraries (LibTorch stable ABI).
 
 torch is located but never imported. The CUDA library is built if torch is a CUDA build and nvcc is
-found. KVCACHE_CUDA=0 or 1 overrides this, or names a built library to include. KVCACHE_CUDA_ARCHS
-selects the architectures (default "80;90;100", as far as the toolkit supports them), and CXX
-selects the compiler.
+found. KVCACHE_CUDA=0 or 1 overrides this. KVCACHE_CUDA_ARCHS selects the architectures (default
+"80;90;100", as far as the toolkit supports them), and CXX selects the compiler. Libraries in the
+folder KVCACHE_PREBUILT are copied instead of built.
 """
 
 import sys
@@ -86,17 +86,23 @@ class BuildNative(build_ext):
 
     def build_extensions(self):
         self.num_done = 0
-        self.num_commands = sum(len(extension.sources) + 1 for extension in self.extensions)
+        self.num_commands = sum(
+            1 if self.prebuilt(extension) else len(extension.sources) + 1
+            for extension in self.extensions
+        )
         self.lock = Lock()  # with --parallel, several libraries are built at a time
         super().build_extensions()
+
+    def prebuilt(self, extension):
+        return build.prebuilt(Path(self.get_ext_filename(extension.name)).name)
 
     def build_extension(self, extension):
         name = extension.name.split(".")[-1]
         out = Path(self.get_ext_fullpath(extension.name))
         out.parent.mkdir(parents=True, exist_ok=True)
-        if not extension.sources:
-            shutil.copyfile(build.built_cuda_library(), out)
-            self.count(f"copy {build.built_cuda_library()}")
+        if built := self.prebuilt(extension):
+            shutil.copy(built, out)
+            self.count(f"copy {built}")
             return
         folder = Path(self.build_temp) / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,8 +151,7 @@ def extensions():
     yield native("_core", build.core_sources(ROOT))
     yield native("libkvcache_cpu", build.cpu_sources(ROOT))
     if build.wants_cuda():
-        built = build.built_cuda_library() is not None
-        yield native("libkvcache_cuda", [] if built else build.cuda_sources(ROOT))
+        yield native("libkvcache_cuda", build.cuda_sources(ROOT))
 
 
 def check_requirements():
@@ -159,7 +164,7 @@ def check_requirements():
     build.pybind11_include()
     build.python_include()
     build.cxx_command()
-    if build.wants_cuda() and build.built_cuda_library() is None:
+    if build.wants_cuda() and build.prebuilt("libkvcache_cuda.so") is None:
         build.cuda_archs()
 
 

@@ -150,31 +150,38 @@ def object_name(source: Path) -> str:
 def wants_cuda() -> bool:
     """Return whether the package gets the CUDA library.
 
-    KVCACHE_CUDA decides if it is set: 0, 1, or the path of a built library. Otherwise the library is
-    built if torch has CUDA and there is a toolkit.
+    KVCACHE_CUDA=0/1 decides if it is set. Otherwise the library is included if it is prebuilt, or if
+    torch has CUDA and there is a toolkit.
 
     Raises:
         RuntimeError: KVCACHE_CUDA has another value.
     """
-    asked = os.environ.get("KVCACHE_CUDA")
+    asked = os.environ.get("KVCACHE_CUDA", "")
+    if asked not in ("", "0", "1"):
+        raise RuntimeError(f"KVCACHE_CUDA is {asked!r}: expected 0 or 1")
     if asked:
-        return asked == "1" or built_cuda_library() is not None
+        return asked == "1"
+    if prebuilt("libkvcache_cuda.so") is not None:
+        return True
     return (torch_dir() / "lib" / "libtorch_cuda.so").exists() and cuda_home() is not None
 
 
-def built_cuda_library() -> Path | None:
-    """Return the built CUDA library that KVCACHE_CUDA names, or None if it is 0, 1 or not set.
+def prebuilt(file: str) -> Path | None:
+    """Return the built library of this name in the folder KVCACHE_PREBUILT, or None.
 
-    The library does not depend on the version of Python, so one build serves the wheels of all.
+    The libraries of ops do not depend on the version of Python, so one build serves the wheels of all.
+
+    Raises:
+        RuntimeError: KVCACHE_PREBUILT is not a folder.
     """
-    asked = os.environ.get("KVCACHE_CUDA", "")
-    if asked in ("", "0", "1"):
+    folder = os.environ.get("KVCACHE_PREBUILT")
+    if not folder:
         return None
-    if not Path(asked).is_file():
+    if not Path(folder).is_dir():
         raise RuntimeError(
-            f"KVCACHE_CUDA is {asked}: expected 0, 1, or the path of a built libkvcache_cuda.so"
+            f"KVCACHE_PREBUILT is {folder!r}: expected a folder with built libraries"
         )
-    return Path(asked)
+    return path if (path := Path(folder, file)).is_file() else None
 
 
 def cuda_home() -> Path | None:
