@@ -9,8 +9,8 @@ cannot be written; 2 for wrong usage or a malformed trace; 130 after an interrup
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
+import json
 import sys
 from collections.abc import Sequence
 
@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_doctor_options(sub: argparse.ArgumentParser) -> None:
     """Add the options of `kvcache doctor`."""
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     sub.add_argument(
         "--vllm",
         nargs=argparse.REMAINDER,
@@ -125,10 +126,11 @@ def _doctor(options: argparse.Namespace) -> int:
     from kvcache.cli import doctor
 
     rows = doctor.diagnosis() if options.vllm is None else doctor.of_vllm(options.vllm)
-    if importlib.util.find_spec("rich") is None:
+    is_ok = all(ok for _, _, ok in rows)
+    if options.json:
         with writing():
-            for name, found, _ in rows:
-                print(f"{name:16} {found}")
+            found = [{"what": name, "found": text, "ok": ok} for name, text, ok in rows]
+            print(json.dumps({"ok": is_ok, "rows": found}))
     else:
         show(doctor.table(rows))
-    return 0 if all(ok for _, _, ok in rows) else 1
+    return 0 if is_ok else 1

@@ -123,8 +123,6 @@ def _error_text(error: BaseException, path: str) -> str:
 
 def _require(args: argparse.Namespace) -> None:
     """Raise MissingError before the work begins if a required module is missing."""
-    if not args.json:
-        require_module("rich", "tables (--json works without it)", "pip install 'kvcache[cli]'")
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'kvcache[cli]'")
     if args.verify:
