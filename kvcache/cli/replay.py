@@ -187,7 +187,7 @@ def _between(args: argparse.Namespace) -> Disaggregation | None:
         return None
     for option, value in (
         *(("--compare", args.compare is not None), ("--verify", args.verify)),
-        *(("--events", args.events), ("--plot", args.plot), ("--host-blocks", args.host_blocks)),
+        *(("--events", args.events), ("--host-blocks", args.host_blocks)),
         *(("--chunk-tokens", args.chunk_tokens), ("--store-blocks", args.store_blocks)),
     ):
         if value:
@@ -319,6 +319,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _disaggregate(args: argparse.Namespace) -> int:
     """Run `kvcache replay --disaggregate` and return the exit code."""
     replay = import_module("kvcache.replay")
+    series = replay.DisaggregationSeries() if args.plot is not None else None
     name, workload = _workload(args)
     try:
         replayer = replay.DisaggregatedReplayer(
@@ -329,6 +330,7 @@ def _disaggregate(args: argparse.Namespace) -> int:
             hash_block_size=args.hash_block_size,
             concurrency=args.concurrency,
             service=args.service,
+            series=series,
         )
         with _progress(args) as advance:
             report = replayer.run(workload, name, advance)
@@ -342,6 +344,8 @@ def _disaggregate(args: argparse.Namespace) -> int:
     except ValueError as error:
         given = "block size" if args.specs is None else f"--groups is {quoted(args.groups)}"
         raise UsageError(f"{given}: {error}") from None
+    if series is not None:
+        _write_plot(args.plot, lambda plots: plots.draw_disaggregation(series, report, args.plot))
     if args.json:
         with writing():
             print(json.dumps(report.to_dict()))
@@ -394,12 +398,17 @@ def _workload(args: argparse.Namespace) -> tuple[str, Iterable[WorkloadRequest]]
 def _trace(path: str, form: str | None) -> Iterator[WorkloadRequest]:
     from kvcache.replay import read_trace
 
+    is_empty = True
     try:
-        yield from read_trace(path, form)
+        for request in read_trace(path, form):
+            is_empty = False
+            yield request
     except OSError as error:
         raise UsageError(
             f"TRACE is {path!r}: expected a readable file ({error.strerror})"
         ) from None
+    if is_empty:
+        raise UsageError(f"TRACE is {path!r}: expected one request or more, the file has none")
 
 
 def _progress(

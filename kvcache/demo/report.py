@@ -69,7 +69,7 @@ def report_table(report: DemoReport) -> Table:
     instance(report, DemoReport, "report")
     from rich.table import Table
 
-    table = Table(title=f"Chats served by {report.model}", show_header=False, min_width=60)
+    table = Table(title=f"Chats served by {report.model}", show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right", style="cyan")
     table.add_column("note")

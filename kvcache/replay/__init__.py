@@ -9,6 +9,7 @@ from kvcache.replay.disaggregation import (
     DisaggregatedReplayer,
     Disaggregation,
     DisaggregationReport,
+    DisaggregationSeries,
     disaggregation_table,
 )
 from kvcache.replay.mismatch import Mismatch
@@ -25,6 +26,7 @@ __all__ = [
     "DisaggregatedReplayer",
     "Disaggregation",
     "DisaggregationReport",
+    "DisaggregationSeries",
     "Mismatch",
     "ReplayReport",
     "Replayer",
