@@ -1,7 +1,8 @@
 """The `kvcache` command: replay, bench, demo, serve and doctor.
 
-Exit codes: 0 for success; 1 if verification found wrong KV, a requirement is missing, or the output
-cannot be written; 2 for wrong usage or a malformed trace; 130 after an interrupt or a broken pipe.
+Exit codes: 0 for success; 1 if a check failed (wrong KV, answers that differ, a component that `doctor`
+rejects), a requirement is missing, or the output cannot be written; 2 for wrong usage, or an empty or
+malformed trace; 130 after an interrupt or a broken pipe.
 """
 
 # Modules that take long to import are imported on first use, here and in the other files: --help

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
 from kvcache.cli.modules import require_module
 from kvcache.cli.output import progress_bars, show, writing
@@ -114,9 +114,7 @@ def _serve(args: argparse.Namespace) -> int:
         try:
             plot.draw(course, report, args.plot)
         except OSError as error:
-            raise UsageError(
-                f"--plot is {args.plot!r}: expected a writable file ({error.strerror})"
-            ) from None
+            raise OutputError(f"{args.plot} cannot be written: {error.strerror}") from None
     if args.json:
         with writing():
             print(json.dumps(report.to_dict()))

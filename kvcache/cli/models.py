@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kvcache.cli.errors import MissingError, UsageError, quoted
+from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a tiny model in float64, so that answers do not differ by rounding, or a checkpoint.
 
-    Raises UsageError, which names `option`, or MissingError if the model cannot be loaded.
+    Raises UsageError, which names `option`, MissingError or OutputError if the model cannot be loaded.
     """
     import torch
 
@@ -90,4 +90,4 @@ def _smollm2_folder() -> str:
     except ModuleNotFoundError as error:
         raise MissingError(str(error)) from None
     except OSError as error:
-        raise UsageError(f"smollm2 cannot be converted: {error}") from None
+        raise OutputError(f"smollm2 cannot be converted: {error}") from None

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvcache.cli import replay_options as options
-from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.events import events_published, open_publisher
 from kvcache.cli.modules import check_cuda, import_module, require_module
 from kvcache.cli.output import progress, say, show, writing
@@ -448,9 +448,7 @@ def _write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
     try:
         draw(plots)
     except OSError as error:
-        raise UsageError(
-            f"--plot is {path!r}: expected a writable file ({error.strerror})"
-        ) from None
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _exit_code(report: ReplayReport) -> int:

@@ -56,7 +56,7 @@ def draw_disaggregation(
     times, label = _minutes_or_seconds(np.array(series.time_s)[order], "first token")
     title = (
         f"Disaggregated replay of {report.trace}\n{report.requests:,} requests, "
-        f"{report.loaded_requests:,} loaded from the prefill pool; speeds {report.service} tokens/s"
+        f"{report.loaded_requests:,} loaded from the prefill pool; {_speeds(report.service)}"
         f"{_overloaded(report.overload)}"
     )
     with _figure(title, 4, times, label, path) as panels:
@@ -103,7 +103,9 @@ def _figure(
             axes.yaxis.set_major_formatter("{x:,.0f}")
         yield panels
         panels[-1].set_xlabel(label)
-        panels[-1].xaxis.set_major_locator(MaxNLocator(7, integer=len(times) and times[-1] > 7))
+        panels[-1].xaxis.set_major_locator(
+            MaxNLocator(8, steps=[1, 2, 5, 10], integer=bool(len(times)) and times[-1] > 7)
+        )
         panels[-1].xaxis.set_major_formatter("{x:,.10g}")
         panels[-1].set_xlim(0, times[-1] if len(times) and times[-1] > 0 else 1)
         style = {"fontsize": 11, "linespacing": 1.5, "parse_math": False}
@@ -184,9 +186,14 @@ def _title(report: ReplayReport) -> str:
         f"Prefix cache replay of {report.trace}\n"
         f"{report.requests:,} requests{rejected}, {most}{report.concurrency} concurrent, "
         f"{report.capacity_blocks:,} blocks {shared}"
-        + (f"; speeds {report.service} tokens/s" if report.service else "")
+        + (f"; {_speeds(report.service)}" if report.service else "")
         + _overloaded(report.overload)
     )
+
+
+def _speeds(service: str) -> str:
+    prefill, decode = service.split(",")
+    return f"prefill {prefill}, decode {decode} tokens/s"
 
 
 def _overloaded(overload: str | None) -> str:

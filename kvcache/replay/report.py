@@ -162,7 +162,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         "total": "manager, total",
     }
     times = [
-        (name, f"{report.us_per_request[key]:,.1f}", "microseconds per request")
+        (name, f"{report.us_per_request[key]:,.1f}", "us per request")
         for key, name in phases.items()
     ]
     if report.eviction is not None:
@@ -236,5 +236,5 @@ def _verification(report: ReplayReport) -> list[tuple[str, str, str]]:
     return [
         ("verified tokens", f"{report.verified_tokens:,}", "written or hit, read, compared"),
         ("mismatches", f"[{style}]{report.mismatches:,}[/]", "tokens with wrong KV"),
-        ("verification", f"{report.verify_us_per_request:,.1f}", "microseconds per request"),
+        ("verification", f"{report.verify_us_per_request:,.1f}", "us per request"),
     ]

@@ -71,13 +71,13 @@ def overload(
     load = 1000 * num_computed / service.prefill_speed / span_ms
     if load > 1:
         return (
-            f"prefill needs {load:.1f} times the {span_ms / 1000:,.0f} s in which requests arrive: "
-            "waiting times grow with the length of the trace"
+            f"requests arrive within {span_ms / 1000:,.0f} s, and their prefill takes {load:.1f} times "
+            "as long"
         )
     if last_wait_ms > max(_LONG_WAIT_MS, _LONG_WAIT_SHARE * span_ms):
         return (
-            f"the last request waited {last_wait_ms / 1000:,.0f} s for blocks or a place: answers end "
-            "more slowly than requests arrive"
+            f"requests arrive within {span_ms / 1000:,.0f} s, and the last waited "
+            f"{last_wait_ms / 1000:,.0f} s for room"
         )
     return None
 
