@@ -702,7 +702,7 @@ def test_heavy_modules_are_imported_lazily(argv, unwanted):
 
 @pytest.mark.parametrize("argv", [["--json"], []])
 def test_closed_pipe_exits_quietly(argv):
-        process = spawn("replay", "--requests", "5", *argv)
+    process = spawn("replay", "--requests", "5", *argv)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(60) == 130
