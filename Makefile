@@ -19,7 +19,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-vllm bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz dist bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-vllm test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -96,9 +96,15 @@ soak: setup
 	$(BIN)/python -m tests.machinery.growth
 
 # Run the tests in vLLM's schedulers, in a separate virtual environment with vLLM. VLLM=0.32.0 selects
-# a version, and VLLM=newest the newest one on PyPI. Creating the environment takes a few minutes.
+# a version, and VLLM=newest the newest one on PyPI. ARGS go to pytest. Creating the environment takes
+# a few minutes.
 test-vllm: setup
-	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %)
+	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) $(ARGS)
+
+# Run the tests that need NIXL, Mooncake or a browser, with these installed into a folder outside the
+# checkout. Tests that are skipped count as failed.
+test-real: setup
+	$(BIN)/python -m tests.machinery.real_parts -n auto --dist worksteal
 
 # Measure vLLM's schedule() with vLLM's KV cache manager and with kvcache's, in the same
 # environment.

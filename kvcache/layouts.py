@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvcache.checks import check_name, flag, integer, listed, shown
+from kvcache.extensions import load_extensions
 from kvcache.placement import NEEDED_ROLES, ROLES
 from kvcache.specs import LAYOUTS
 
@@ -367,7 +368,7 @@ def backend(name: str) -> AttentionBackend:
         >>> backend("FLASH_ATTN").shape(100, 16, 8, 128), backend("MLA").shape(100, 16, 1, 576)
         ((2, 100, 16, 8, 128), (100, 16, 576))
     """
-    if not isinstance(name, str) or name not in _BACKENDS:
+    if not isinstance(name, str) or (name not in _BACKENDS and name not in backend_names()):
         raise ValueError(f"backend is {shown(name)}: expected one of {', '.join(backend_names())}")
     return _BACKENDS[name]
 
@@ -480,7 +481,8 @@ def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
 
 
 def backend_names() -> list[str]:
-    """Return the sorted names of all registered backends."""
+    """Return the sorted names of all registered backends, including those of extensions."""
+    load_extensions()
     return sorted(_BACKENDS)
 
 

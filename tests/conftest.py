@@ -25,6 +25,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 num_without_gpu = pytest.StashKey[int]()
+REAL_PARTS = ("NIXL", "Mooncake", "no browser")  # in the reasons of skipped tests
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,3 +74,10 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter, config):
     if left_out := config.stash.get(num_without_gpu, 0):
         terminalreporter.line(f"{left_out} tests marked gpu were not run: no CUDA device")
+    skipped = [str(each.longrepr) for each in terminalreporter.getreports("skipped")]
+    if absent := sum(any(part in each for part in REAL_PARTS) for each in skipped):
+        terminalreporter.line(
+            f"{absent} tests that need NIXL, Mooncake or a browser were skipped: run make test-real"
+        )
+    if absent := sum("'vllm'" in each for each in skipped):
+        terminalreporter.line(f"{absent} files that need vLLM were skipped: run make test-vllm")

@@ -47,8 +47,8 @@ inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& upda
 
 [[noreturn]] inline void fail_table_update(const TableUpdate& u, int64_t s) {
   if (s < 0) {
-    fail("updates[0] is no number of segments that fits in its " + std::to_string(u.num_updates) +
-         " entries");
+    fail("updates[0], the number of segments, is negative or does not fit in the " +
+         std::to_string(u.num_updates) + " entries");
   }
   fail("segment " + std::to_string(s) + " of updates lies outside the tables or the buffer");
 }

@@ -217,7 +217,8 @@ class Int32Input {
     Int32Input input(name, kMinInt32);
     input.copy_.reserve(static_cast<size_t>(PySequence_Fast_GET_SIZE(list.ptr()) - first) + 256);
     if (!input.copy_ints(list, first)) {
-      throw py::type_error(std::string(name) + " holds an entry that is no int: expected ints");
+      throw py::type_error(std::string(name) +
+                           " contains an entry that is not an int: expected ints");
     }
     return std::move(input.copy_);
   }

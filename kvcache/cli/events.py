@@ -1,4 +1,4 @@
-"""The options --events, --events-replay and --events-topic, which publish cache events for routers."""
+"""The option --events and those that belong to it, which publish cache events for routers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _SECONDS_TO_END = 60  # limit for publishing the remaining events at the end of 
 
 
 def add_events_options(sub: argparse.ArgumentParser) -> None:
-    """Add the three event options, all off by default."""
+    """Add the event options, all off by default."""
     for option, metavar, text in (
         ("--events", "ENDPOINT", "publish cache events at this address, e.g. tcp://127.0.0.1:5557"),
         ("--events-replay", "ENDPOINT", "replay missed events to readers at this address"),
         ("--events-topic", "TOPIC", "topic of the events, e.g. kv@POD@MODEL"),
+        ("--events-encoding", "map|array", "encoding of each event (default: map, as vLLM)"),
     ):
         sub.add_argument(option, metavar=metavar, help=text)
 
@@ -31,7 +32,7 @@ def add_events_options(sub: argparse.ArgumentParser) -> None:
 def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
     """Open the requested publisher. Raise UsageError, or MissingError if packages are missing."""
     if args.events is None:
-        for name in ("events_replay", "events_topic"):
+        for name in ("events_replay", "events_topic", "events_encoding"):
             if (value := getattr(args, name)) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{option} is {quoted(value)}: expected only with --events")
@@ -43,7 +44,11 @@ def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
     try:
         # The user chose the address, so it may be reachable from other machines.
         publisher = EventPublisher(
-            args.events, args.events_replay, args.events_topic or "", allow_remote=True
+            args.events,
+            args.events_replay,
+            args.events_topic or "",
+            event_encoding=args.events_encoding or "map",
+            allow_remote=True,
         )
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -24,8 +24,9 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
     """Add the options of all sources, which are off by default."""
     sub.add_argument(
         "--store",
-        metavar="DIR",
-        help="store computed KV blocks in this folder, and load them from there, also after a restart",
+        metavar="DIR|URL",
+        help="store computed KV blocks in this folder, or at the URL of a registered store, and load "
+        "them from there, also after a restart",
     )
     sub.add_argument(
         "--store-capacity",
@@ -137,13 +138,13 @@ def _connector(args: argparse.Namespace, weights: str, cache: KVCache) -> Connec
 
 
 def _store(args: argparse.Namespace, weights: str, cache: KVCache, announce: bool) -> KVSource:
-    from kvcache.sources.store import DiskStore, StoreError, StoreTier
+    from kvcache.sources.store import StoreError, StoreTier, open_store
 
     try:
         return StoreTier(
             cache.manager,
             cache.pages,
-            DiskStore(args.store, args.store_capacity or "10GiB"),
+            open_store(args.store, args.store_capacity or "10GiB"),
             model=weights,
             host_pages=cache.host_pages,
             write_from="device",

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from kvcache.checks import check_name, instance, num_entries, shown
+from kvcache.extensions import load_extensions
 from kvcache.kinds.base import AttentionKind, KindProperties
 from kvcache.kinds.contents import TOKENS
 from kvcache.native.load import core
@@ -45,13 +46,14 @@ def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]
 
 
 def kind_names() -> list[str]:
-    """Return the sorted names of all registered kinds."""
+    """Return the sorted names of all registered kinds, including those of extensions."""
+    load_extensions()
     return sorted(_KINDS)
 
 
 def kind_class(name: str) -> type[KindProperties]:
     """Return the class registered under a name. Raises ValueError for an unknown name."""
-    if not isinstance(name, str) or name not in _KINDS:
+    if not isinstance(name, str) or (name not in _KINDS and name not in kind_names()):
         raise ValueError(f"kind is {shown(name)}: expected one of {', '.join(kind_names())}")
     return _KINDS[name]
 

@@ -16,7 +16,13 @@ from kvcache.replay.mismatch import Mismatch
 from kvcache.replay.replayer import Replayer, Series
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.service import Service
-from kvcache.replay.traces import TraceError, read_mooncake, read_trace, trace_forms
+from kvcache.replay.traces import (
+    TraceError,
+    read_mooncake,
+    read_trace,
+    register_trace_form,
+    trace_forms,
+)
 from kvcache.replay.workload import WorkloadRequest
 
 __all__ = [
@@ -41,5 +47,6 @@ __all__ = [
     "optimum",
     "read_mooncake",
     "read_trace",
+    "register_trace_form",
     "trace_forms",
 ]

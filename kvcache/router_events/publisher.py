@@ -20,7 +20,14 @@ from kvcache.router_events.endpoints import bound, checked_context, checked_endp
 from kvcache.router_events.replay_buffer import ReplayBuffer
 from kvcache.router_events.replay_server import ReplayServer
 from kvcache.router_events.translator import EventTranslator, check_event
-from kvcache.router_events.wire import WireBatch, encode_batch, encode_sequence
+from kvcache.router_events.wire import (
+    EventEncoding,
+    WireBatch,
+    WireEvent,
+    checked_encoding,
+    encode_batch,
+    encode_sequence,
+)
 
 _log = logging.getLogger(__name__)
 _BUSY_POLL_MS = 5  # polling interval in ms while a reader of a replay accepts no data
@@ -55,6 +62,8 @@ class EventPublisher:
             reach such an address can read the tokens of all prompts.
         topic: Topic of the messages, "kv@POD@MODEL" for routers that expect this form.
         data_parallel_rank: Data-parallel rank that is sent with every batch.
+        event_encoding: "map", or "array" for subscribers that read only the events of vLLM before
+            0.24, or of SGLang.
         hash_seed: The manager's `hash_seed`.
         buffer_steps: Maximum number of batches kept for replay. A reader that requests older
             batches receives a snapshot of all cached blocks.
@@ -81,6 +90,7 @@ class EventPublisher:
         topic: str = "",
         *,
         data_parallel_rank: int = 0,
+        event_encoding: EventEncoding = "map",
         hash_seed: str = DEFAULT_SEED,
         buffer_steps: int = 10_000,
         buffer_bytes: int = 2**28,
@@ -95,6 +105,7 @@ class EventPublisher:
             checked_endpoint(replay_endpoint, "replay_endpoint", allow_remote)
         self._topic = text(topic, "topic").encode()
         self._rank = integer(data_parallel_rank, "data_parallel_rank")
+        self._encoding = checked_encoding(event_encoding)
         self._buffer = ReplayBuffer(
             integer(buffer_steps, "buffer_steps", least=1),
             integer(buffer_bytes, "buffer_bytes", least=1, most=MAX_INT64),
@@ -250,8 +261,7 @@ class EventPublisher:
                 seconds, events = self._waiting.get_nowait()
             except queue.Empty:
                 return True
-            translated = self._translator.translate(events)
-            payload = encode_batch(WireBatch(seconds, translated, self._rank))
+            payload = self._encoded(seconds, self._translator.translate(events))
             self._socket.send_multipart(
                 [self._topic, encode_sequence(self._buffer.stop), payload], copy=False
             )
@@ -260,4 +270,7 @@ class EventPublisher:
         return self._waiting.empty()
 
     def _snapshot(self) -> bytes:
-        return encode_batch(WireBatch(time.time(), self._translator.snapshot(), self._rank))
+        return self._encoded(time.time(), self._translator.snapshot())
+
+    def _encoded(self, seconds: float, events: list[WireEvent]) -> bytes:
+        return encode_batch(WireBatch(seconds, events, self._rank), self._encoding)

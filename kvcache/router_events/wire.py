@@ -4,20 +4,25 @@ frames.
 topic | sequence number, 8 bytes big-endian | [time, [events], data-parallel rank]
 
 An event is a map with a "type" key. Keys without a default are always present, and nil if empty.
-Keys with a default are omitted if unset. A hash is a uint64 with the low 64 bits of the digest.
-Other publishers may send complete digests.
+Keys with a default are omitted if unset. In the older encoding, an event is an array that begins
+with the type and has the values of all fields in order, without `session_id`. A hash is a uint64
+with the low 64 bits of the digest. Other publishers may send complete digests.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
+from kvcache.checks import shown
 from kvcache.events import BlockRemoved, BlockStored
 
 WireHash = int | bytes
+EventEncoding = Literal["map", "array"]  # of each event; a batch is always an array
+EVENT_ENCODINGS: tuple[EventEncoding, ...] = get_args(EventEncoding)
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # mediums
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -65,20 +70,96 @@ class WireBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
+    """The first fields of WireStored. Other publishers may end the array earlier.
+
+    SGLang sends a map of metadata instead of `lora_name` if a block has a salt.
+    """
+
+    block_hashes: list[WireHash]
+    parent_block_hash: WireHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | dict[str, Any] | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lora_name, dict):
+            self.lora_name = None
+
+
+class _RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
+    block_hashes: list[WireHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False):
+    pass
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    data_parallel_rank: int | None = None
+
+
+_ARRAYS: dict[type[WireEvent], type[msgspec.Struct]] = {
+    WireStored: _StoredArray,
+    WireRemoved: _RemovedArray,
+    WireCleared: _ClearedArray,
+}
+_MAPS = {array: event for event, array in _ARRAYS.items()}
+
+
 class WireError(ValueError):
     """Raised if a message does not conform to this format. The error message gives the reason."""
 
 
-encode_batch = msgspec.msgpack.Encoder().encode
-_decode_batch = msgspec.msgpack.Decoder(WireBatch).decode
+_encode = msgspec.msgpack.Encoder().encode
+_decode_maps = msgspec.msgpack.Decoder(WireBatch).decode
+_decode_arrays = msgspec.msgpack.Decoder(_ArrayBatch).decode
+
+
+def checked_encoding(encoding: EventEncoding) -> EventEncoding:
+    if not isinstance(encoding, str) or encoding not in EVENT_ENCODINGS:
+        raise ValueError(
+            f"event_encoding is {shown(encoding)}: expected one of {', '.join(EVENT_ENCODINGS)}"
+        )
+    return encoding
+
+
+def encode_batch(batch: WireBatch, encoding: EventEncoding = "map") -> bytes:
+    """Encode the third frame."""
+    if encoding == "map":
+        return _encode(batch)
+    arrays = [_ARRAYS[type(each)] for each in batch.events]
+    events = [
+        array(*astuple(each)[: len(array.__struct_fields__)])
+        for array, each in zip(arrays, batch.events, strict=True)
+    ]
+    return _encode((batch.ts, events, batch.data_parallel_rank))
 
 
 def decode_batch(payload: bytes) -> WireBatch:
-    """Decode the third frame. Raises WireError for malformed data and lists of unequal length."""
+    """Decode the third frame, with events of either encoding.
+
+    Raises WireError for malformed data and lists of unequal length.
+    """
     try:
-        batch = _decode_batch(payload)
+        batch = _decode_maps(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise WireError(f"payload is no batch of events: {error}") from None
+        try:
+            arrays = _decode_arrays(payload)
+        except (msgspec.MsgspecError, RecursionError):
+            raise WireError(f"payload is not a batch of events: {error}") from None
+        events = [_MAPS[type(each)](*astuple(each)) for each in arrays.events]
+        batch = WireBatch(arrays.ts, events, arrays.data_parallel_rank)
     for event in batch.events:
         if isinstance(event, WireStored):
             _check_lengths(event)

@@ -7,6 +7,7 @@ one protocol violation, and `delay` names a step that takes longer.
 import ctypes
 import json
 import os
+import subprocess
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from tests.machinery.forked import Forked, received, send
 
 POOL_BYTES = 1 << 20
 _FRAGMENT = 4096
+_CLONE_NEWNS = 0x00020000
 _CLONE_NEWNET = 0x40000000
 
 
@@ -114,8 +116,14 @@ def attempt(
 def enter(namespace: str) -> None:
     """Open all later sockets in this network namespace."""
     with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+        # UCX looks for network devices in /sys, which shows the namespace in which it was mounted.
+        if libc.unshare(_CLONE_NEWNS) != 0:
+            raise OSError(ctypes.get_errno(), "unshare of the mounts")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=True)
 
 
 def serve(

@@ -64,7 +64,7 @@ def test_many_segments_of_any_length_in_one_call(backend, num_segments, longest)
 
 
 BAD_UPDATES = {
-    r"updates\[0\] is no number of segments": [[-1], [2, 0, 1, 4, 9], [2**31 - 1, 0]],
+    r"updates\[0\], the number of segments, is negative": [[-1], [2, 0, 1, 4, 9], [2**31 - 1, 0]],
     "segment 0 of updates lies outside": [
         [1, 4, 2, 4, 9, 9],  # past the end of the tables
         [1, -1, 1, 4, 9],

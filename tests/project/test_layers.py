@@ -16,12 +16,13 @@ RINGS = {
     "ground": {
         *("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
         *("kvcache.events", "kvcache.layouts", "kvcache.native", "kvcache.placement"),
+        "kvcache.extensions",
     },
     "embedded": {
         *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
         *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.router_events"),
         *("kvcache.sources.disaggregation", "kvcache.sources.store", "kvcache.sources"),
-        "kvcache.metrics",
+        *("kvcache.metrics", "kvcache.tracing"),
     },
     "compat": {"kvcache.compat"},
     "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
@@ -35,6 +36,7 @@ MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.checks": set(),
     "kvcache.lazy": set(),
+    "kvcache.extensions": set(),
     "kvcache.kinds": set(),
     "kvcache.step": set(),
     "kvcache.specs": set(),
@@ -51,6 +53,7 @@ MAY_IMPORT = {
     "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
     "kvcache.transfer": {"kvcache.ops", "kvcache.ops_by_copies", "kvcache.worker"},
     "kvcache.metrics": {"kvcache.allocator"},
+    "kvcache.tracing": {"kvcache.allocator", "kvcache.sources", "kvcache.worker"},
     "kvcache.sources": {"kvcache.allocator"},
     "kvcache.sources.disaggregation": {
         *(
@@ -100,6 +103,7 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "kvcache",
     "kvcache.lazy",
+    "kvcache.extensions",
     "kvcache.checks",
     "kvcache.kinds",
     "kvcache.step",

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvcache.cli.__main__ import main
-from kvcache.replay import TraceError, optimum, read_trace, trace_forms
-from kvcache.replay.traces.registry import register
+from kvcache.replay import TraceError, optimum, read_trace, register_trace_form, trace_forms
 
 TOKENS = [1, 5, 2**31 - 1]
 VLLM = (
@@ -183,15 +182,14 @@ def test_unknown_formats_are_reported(tmp_path, capsys):
     assert main(["replay", "--format", "text"]) == 2
     assert "--format is 'text': expected only with TRACE" in capsys.readouterr().err
     with pytest.raises(ValueError, match="name is 'text': expected a name that is not in use"):
-        register("text", lambda line, record: False)(iter)
+        register_trace_form("text", lambda line, record: False)(iter)
 
 
 def test_command_reads_a_custom_format(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
-        "from kvcache.replay import WorkloadRequest\n"
-        "from kvcache.replay.traces.registry import register\n"
-        "@register('mine', lambda line, record: line.text.startswith(b'mine'))\n"
+        "from kvcache.replay import WorkloadRequest, register_trace_form\n"
+        "@register_trace_form('mine', lambda line, record: line.text.startswith(b'mine'))\n"
         "def read(lines):\n"
         "    for i, line in enumerate(lines):\n"
         "        ids = np.arange(40, dtype=np.int32)\n"

@@ -89,6 +89,27 @@ def test_a_batch_is_an_array_and_events_are_maps_with_all_required_keys():
     ]
 
 
+def test_events_are_arrays_of_the_fields_in_order_in_the_older_encoding():
+    event = WireStored([7], None, [1, 2], 2, None, "GPU", "adapter", session_id="s")
+    batch = WireBatch(0.5, [event, WireRemoved([7], "CPU", 1), WireCleared()], 3)
+    payload = encode_batch(batch, "array")
+    stored = ["BlockStored", [7], None, [1, 2], 2, None, "GPU", "adapter", *[None] * 4]
+    assert msgspec.msgpack.decode(payload) == [
+        0.5,
+        [stored, ["BlockRemoved", [7], "CPU", 1], ["AllBlocksCleared"]],
+        3,
+    ]
+    event.session_id = None  # not part of this encoding
+    assert decode_batch(payload) == batch
+
+
+@pytest.mark.parametrize("rest", [[], ["GPU"], ["GPU", {"cache_salt": "s"}], ["GPU", *[None] * 7]])
+def test_arrays_of_other_publishers_are_read(rest):
+    array = ["BlockStored", [7], None, [1, 2], 2, None, *rest]
+    (event,) = decode_batch(msgspec.msgpack.encode([1.0, [array]])).events
+    assert event == WireStored([7], None, [1, 2], 2, None, rest[0] if rest else None, None)
+
+
 def test_sequence_numbers_are_8_bytes_big_endian():
     assert encode_sequence(258) == bytes([0, 0, 0, 0, 0, 0, 1, 2])
     assert decode_sequence(encode_sequence(2**63 - 1)) == 2**63 - 1
@@ -114,6 +135,8 @@ def stored(**changes):
         [1.0, [{"type": "BlockMoved"}], 0],
         [1.0, [{"block_hashes": [1], "medium": None}], 0],
         [1.0, [stored(token_ids=[1])], 0],
+        [1.0, [["BlockStored", [7], None, [1], 2]], 0],
+        [1.0, [["BlockStored", [7], None, [1, 2], 2, None], stored()], 0],
         [1.0, [stored(block_size=0, token_ids=[])], 0],
         [1.0, [stored(extra_keys=[None])], 0],
         [1.0, [stored(block_hashes=[-1, 2.5])], 0],

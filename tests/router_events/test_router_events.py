@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 
+import msgspec
 import zmq
 
 from kvcache import KVCacheManager, Request
@@ -31,6 +32,7 @@ from kvcache.router_events import (
 from kvcache.router_events.replay_buffer import ReplayBuffer
 from kvcache.router_events.translator import EventTranslator
 from kvcache.router_events.wire import (
+    EVENT_ENCODINGS,
     WireBatch,
     WireCleared,
     decode_batch,
@@ -311,6 +313,11 @@ def test_failed_bind_releases_all_resources(context):
         ({"buffer_steps": 0}, ValueError, "buffer_steps is 0"),
         ({"buffer_bytes": 0}, ValueError, "buffer_bytes is 0"),
         ({"hwm": 0}, ValueError, "hwm is 0"),
+        (
+            {"event_encoding": "list"},
+            ValueError,
+            "event_encoding is 'list': expected one of map, array",
+        ),
         ({"max_queue_size": 0}, ValueError, "max_queue_size is 0"),
         ({"hash_seed": 5}, TypeError, "hash_seed is 5"),
         ({"allow_remote": 1}, TypeError, "allow_remote is 1"),
@@ -573,12 +580,16 @@ def test_the_buffer_is_bounded_in_batches_and_bytes():
     assert (buffer.first, buffer.stop, buffer.num_bytes) == (6, 7, 500)
 
 
-def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context):
-    with EventPublisher(LOCAL, LOCAL, buffer_steps=3, context=context) as publisher:
+@pytest.mark.parametrize("encoding", EVENT_ENCODINGS)
+def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context, encoding):
+    options = {"buffer_steps": 3, "event_encoding": encoding, "context": context}
+    with EventPublisher(LOCAL, LOCAL, **options) as publisher:
         publish(publisher, 10)
         asker = Asker(context, publisher)
         asker.ask(b"", encode_sequence(2))
         ((_, number, payload),) = asker.answers()
+        first = msgspec.msgpack.decode(payload)[1][0]
+        assert isinstance(first, dict if encoding == "map" else list)
         events = decode_batch(payload).events
         assert number == 9 and isinstance(events[0], WireCleared)
         assert sorted(h for e in events[1:] for h in e.block_hashes) == [*range(10)]
@@ -610,9 +621,14 @@ def reader_of(publisher, context, kind=EventSubscriber, **options):
     return kind(publisher.endpoint, publisher.replay_endpoint, context=context, **options)
 
 
-def test_late_reader_knows_the_whole_cache(context, publisher):
-    publish(publisher, 20)
-    with reader_of(publisher, context, topic="kv@pod@model") as reader:
+@pytest.mark.parametrize("encoding", EVENT_ENCODINGS)
+def test_late_reader_knows_the_whole_cache(context, encoding):
+    options = {"event_encoding": encoding, "context": context}
+    with (
+        EventPublisher(LOCAL, LOCAL, topic="kv@pod@model", **options) as publisher,
+        reader_of(publisher, context, topic="kv@pod@model") as reader,
+    ):
+        publish(publisher, 20)
         assert reader.catch_up() and reader.view.hashes() == {*range(20)}
         assert reader.next_seq == 20
 

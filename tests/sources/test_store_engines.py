@@ -302,7 +302,7 @@ def test_too_little_room_and_keys_that_are_too_long_are_named(tmp_path):
     with pytest.raises(StoreError, match="capacity_bytes is 9000: expected 12288 or more"):
         Opened(DiskStore(tmp_path, 9000))
     opened = Opened(DiskStore(tmp_path, "1MiB"))
-    with pytest.raises(StoreError, match="a key has 300 bytes: expected 207 at most"):
+    with pytest.raises(StoreError, match="keys has one of 300 bytes: expected 207 at most"):
         opened.store.put(["a", "b" * 300], opened.values(0, 1))
     assert opened.store.exists(["a"]) == [False]
     opened.store.close()
@@ -345,7 +345,7 @@ def test_an_engine_over_a_disk_that_is_too_small(tmp_path, groups):
     families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
     for _ in range(3):  # each engine starts with the previous one's store
         user = StoreUser(DiskStore(tmp_path, "170KiB"), groups, num_blocks=40 * len(groups))
-        for _ in range(4):
+        for _ in range(8):
             serve(user, 8, choose, families)
             user.manager.cache.reset()
         user.settle()

@@ -802,7 +802,7 @@ def test_invalid_read_response_is_rejected(side, name, how, said):
 def test_invalid_write_response_is_rejected(side, name):
     with Peer(name, lie="landed") as peer:
         side.transport.connect(peer.metadata)
-        with pytest.raises(TransferError, match="expected that it was begun"):
+        with pytest.raises(TransferError, match="but it was never started"):
             side.write(peer, 0, 0, SMALL).wait(20)
 
 

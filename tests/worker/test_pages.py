@@ -208,7 +208,7 @@ def test_scales_are_copied():
 def test_only_fp8_storage_has_scales():
     kv = storage("apart", "NHD", dtype=torch.bfloat16)
     with pytest.raises(
-        ValueError, match=r"dtype torch.bfloat16: expected an fp8 one to have scales"
+        ValueError, match=r"dtype torch.bfloat16: expected float8_e4m3fn or float8_e5m2 for scales"
     ):
         kv.set_scales(*torch.ones(2, 3, 1))
     assert kv.k_scale is None

@@ -6,6 +6,8 @@ device, so no weights are read and no memory is needed for them.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -52,7 +55,7 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
     rows = [("vLLM", version, True)]
     try:
         config = _config(arguments)
-    except (Exception, SystemExit) as error:  # vLLM's reasons are as many as its options
+    except Exception as error:  # vLLM's reasons are as many as its options
         return [*rows, ("options", f"vLLM rejects them: {_one_line(error)}", False)]
     rows.append(("model", f"{config.model_config.architecture}, {config.model_config.dtype}", True))
     connector = config.kv_transfer_config
@@ -95,11 +98,16 @@ def _conclusion(config: VllmConfig, is_served: bool) -> tuple[str, str, bool]:
 
 
 def _config(arguments: Sequence[str]) -> VllmConfig:
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    parser.add_argument("model_tag", nargs="?")
-    options = parser.parse_args(list(arguments))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        raise ValueError(said.getvalue().strip().rpartition("error: ")[2]) from None
     options.model = options.model_tag or options.model
-    for name in ("tensor", "pipeline", "data"):
+    for name in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
         setattr(options, f"{name}_parallel_size", 1)
     engine = EngineArgs.from_cli_args(options)
     engine.skip_tokenizer_init, engine.load_format = True, "dummy"

@@ -58,7 +58,8 @@ def _group_spec(spec: KVCacheSpec, drafts: bool, context_parallel_size: int) -> 
     if kind is ChunkedLocalAttentionSpec:
         options = {"chunk_size": spec.attention_chunk_size}
         return GroupSpec("chunked_local", size, options, drafts=drafts)
-    if kind in (FullAttentionSpec, MLAAttentionSpec) and spec.sliding_window is None:
+    # Without vLLM's hybrid manager, layers with windows keep all blocks (`spec.sliding_window`).
+    if kind in (FullAttentionSpec, MLAAttentionSpec):
         return GroupSpec("full_attention", size, drafts=drafts)
     names = ", ".join(each.__name__ for each in SUPPORTED)
     raise ValueError(

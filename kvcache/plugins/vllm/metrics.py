@@ -1,8 +1,9 @@
 """`kvcache:` metrics in vLLM's `/metrics`.
 
 The engine core adds the manager's counts to the statistics that it sends to the API server, in their
-dictionary of integers (`num_kv_fetch_reqs_by_stage`), of which vLLM reads only its own keys. In the API
-server, vLLM creates the logger below through the entry point group `vllm.stat_logger_plugins`.
+dictionary of integers (`num_kv_fetch_reqs_by_stage`). vLLM reads only its own keys, and logs them if any
+value is not 0, so the counts are part of the keys. In the API server, vLLM creates the logger below
+through the entry point group `vllm.stat_logger_plugins`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _metrics: dict[str, Counter | Gauge] = {}  # created once per process
 
 def add_counts(stats: SchedulerStats, counts: dict[str, int]) -> None:
     """Add the manager's counts to the statistics of a step."""
-    stats.num_kv_fetch_reqs_by_stage.update({_PREFIX + key: n for key, n in counts.items()})
+    stats.num_kv_fetch_reqs_by_stage.update(
+        {f"{_PREFIX}{key}={count}": 0 for key, count in counts.items()}
+    )
 
 
 class KVCacheStatLogger(StatLoggerBase):
@@ -58,9 +61,10 @@ class KVCacheStatLogger(StatLoggerBase):
         if scheduler_stats is None:
             return
         engine = self._engine if engine_idx is None else engine_idx
-        for key, value in scheduler_stats.num_kv_fetch_reqs_by_stage.items():
+        for key in scheduler_stats.num_kv_fetch_reqs_by_stage:
             if key.startswith(_PREFIX):
-                self._set(engine, key[len(_PREFIX) :], value)
+                name, _, count = key.removeprefix(_PREFIX).partition("=")
+                self._set(engine, name, int(count))
 
     def _set(self, engine: int, key: str, value: int) -> None:
         name, _, group = key.partition(" ")

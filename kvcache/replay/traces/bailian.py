@@ -21,7 +21,7 @@ from kvcache.replay.traces.fields import (
     seconds,
     whole_numbers,
 )
-from kvcache.replay.traces.registry import register
+from kvcache.replay.traces.registry import register_trace_form
 from kvcache.replay.workload import WorkloadRequest
 
 _NUM_TOKENS = 16  # per block
@@ -31,7 +31,7 @@ def _is_bailian(_: Line, record: dict | None) -> bool:
     return record is not None and record.keys() >= {"hash_ids", "chat_id"}
 
 
-@register("bailian", _is_bailian)
+@register_trace_form("bailian", _is_bailian)
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     for index, line in enumerate(lines):
         record = record_of(line)

@@ -19,7 +19,7 @@ import numpy as np
 from kvcache.checks import MAX_INT32
 from kvcache.replay.content import prefix_keys
 from kvcache.replay.traces.fields import Line, TraceError, quoted
-from kvcache.replay.traces.registry import register
+from kvcache.replay.traces.registry import register_trace_form
 from kvcache.replay.traces.text import tokens_of_text
 from kvcache.replay.workload import WorkloadRequest
 
@@ -46,13 +46,13 @@ def _vllm_ids(line: Line) -> re.Match[str] | None:
     return max(_VLLM_IDS.finditer(text, colon + 2), key=re.Match.start, default=None)
 
 
-@register("vllm_log", lambda line, record: _vllm_ids(line) is not None)
+@register_trace_form("vllm_log", lambda line, record: _vllm_ids(line) is not None)
 def _read_vllm(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     found = ((line, _vllm_ids(line)) for line in lines)
     yield from _requests((line, _ids(line, each[1])) for line, each in found if each is not None)
 
 
-@register("sglang_log", lambda line, record: _SGLANG.search(_decoded(line)) is not None)
+@register_trace_form("sglang_log", lambda line, record: _SGLANG.search(_decoded(line)) is not None)
 def _read_sglang(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     def prompts() -> Iterator[tuple[Line, np.ndarray]]:
         for line in lines:

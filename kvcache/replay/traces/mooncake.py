@@ -22,7 +22,7 @@ from kvcache.replay.traces.fields import (
     record_of,
     whole_numbers,
 )
-from kvcache.replay.traces.registry import read_trace, register
+from kvcache.replay.traces.registry import read_trace, register_trace_form
 from kvcache.replay.workload import WorkloadRequest
 
 _NUM_TOKENS = 512  # per block
@@ -33,7 +33,9 @@ def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
     return read_trace(path, "mooncake")
 
 
-@register("mooncake", lambda line, record: record is not None and record.keys() >= {"hash_ids"})
+@register_trace_form(
+    "mooncake", lambda line, record: record is not None and record.keys() >= {"hash_ids"}
+)
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     for index, line in enumerate(lines):
         record = record_of(line)

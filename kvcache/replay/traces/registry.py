@@ -10,6 +10,7 @@ from typing import BinaryIO, NamedTuple
 
 from kvcache.checks import path as checked_path
 from kvcache.checks import shown
+from kvcache.extensions import load_extensions
 from kvcache.replay.traces.fields import Line, TraceError
 from kvcache.replay.workload import WorkloadRequest
 
@@ -26,7 +27,9 @@ class _TraceFormat(NamedTuple):
 _FORMS: dict[str, _TraceFormat] = {}
 
 
-def register(name: str, has: Callable[[Line, dict | None], bool]) -> Callable[[Reader], Reader]:
+def register_trace_form(
+    name: str, has: Callable[[Line, dict | None], bool]
+) -> Callable[[Reader], Reader]:
     """Register a reader of a trace format.
 
     Args:
@@ -50,7 +53,8 @@ def register(name: str, has: Callable[[Line, dict | None], bool]) -> Callable[[R
 
 
 def trace_forms() -> list[str]:
-    """Return the names of all formats."""
+    """Return the sorted names of all formats, including those of extensions."""
+    load_extensions()
     return sorted(_FORMS)
 
 
@@ -72,7 +76,9 @@ def read_trace(path: str | os.PathLike, form: str | None = None) -> Iterator[Wor
         6758
     """
     name = checked_path(path, "path")
-    if form is not None and not (isinstance(form, str) and form in _FORMS):
+    if form is not None and not (
+        isinstance(form, str) and (form in _FORMS or form in trace_forms())
+    ):
         raise ValueError(f"form is {shown(form)}: expected one of {', '.join(trace_forms())}")
     return _requests(name, form)
 
@@ -106,6 +112,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
 
 def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
     """Return the format that the lines identify, and an iterator over all lines."""
+    load_extensions()
     seen: list[Line] = []
     for line in itertools.islice(lines, _MOST_LOOKED_AT):
         seen.append(line)

@@ -24,7 +24,7 @@ from kvcache.replay.traces.fields import (
     quoted,
     record_of,
 )
-from kvcache.replay.traces.registry import register
+from kvcache.replay.traces.registry import register_trace_form
 from kvcache.replay.workload import WorkloadRequest
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -41,7 +41,7 @@ def _is_text(_: Line, record: dict | None) -> bool:
     return record is not None and ("prompt" in record or "messages" in record)
 
 
-@register("text", _is_text)
+@register_trace_form("text", _is_text)
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     has_times = None
     for index, line in enumerate(lines):

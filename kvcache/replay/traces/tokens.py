@@ -17,13 +17,15 @@ from kvcache.replay.traces.fields import (
     record_of,
     token_ids,
 )
-from kvcache.replay.traces.registry import register
+from kvcache.replay.traces.registry import register_trace_form
 from kvcache.replay.workload import WorkloadRequest
 
 _NAMES = ("token_ids", "prompt_token_ids", "input_ids")
 
 
-@register("tokens", lambda line, record: record is not None and any(n in record for n in _NAMES))
+@register_trace_form(
+    "tokens", lambda line, record: record is not None and any(n in record for n in _NAMES)
+)
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     has_times = None
     for index, line in enumerate(lines):

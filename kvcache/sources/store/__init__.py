@@ -19,6 +19,8 @@ _HOME = {
     "StoreTier": "kvcache.sources.store.tier",
     "StoredPrefixes": "kvcache.sources.store.prefixes",
     "fingerprint": "kvcache.sources.store.identity",
+    "open_store": "kvcache.sources.store.registry",
+    "register_store": "kvcache.sources.store.registry",
 }
 
 __all__ = [*_HOME]  # noqa: PLE0604

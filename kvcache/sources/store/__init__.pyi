@@ -7,5 +7,7 @@ from kvcache.sources.store.disk import DiskStore as DiskStore
 from kvcache.sources.store.identity import fingerprint as fingerprint
 from kvcache.sources.store.mooncake import MooncakeStore as MooncakeStore
 from kvcache.sources.store.prefixes import StoredPrefixes as StoredPrefixes
+from kvcache.sources.store.registry import open_store as open_store
+from kvcache.sources.store.registry import register_store as register_store
 from kvcache.sources.store.stats import StoreStats as StoreStats
 from kvcache.sources.store.tier import StoreTier as StoreTier

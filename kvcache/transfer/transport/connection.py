@@ -552,7 +552,7 @@ class Connection:
     def _written(self, number: int) -> StagedTransfer:
         transfer, _, kind, _ = self._transfers.get(number, (None,) * 4)
         if kind != "push" or transfer.job is None:
-            raise ValueError(f"transfer {number} has landed: expected that it was begun")
+            raise ValueError(f"transfer {number} has landed, but it was never started")
         self.untrack(number)
         return transfer
 

@@ -475,7 +475,7 @@ class KVStorage:
         """
         if self.dtype.itemsize != 1 or not self.dtype.is_floating_point:
             raise ValueError(
-                f"the storage has dtype {self.dtype}: expected an fp8 one to have scales"
+                f"the storage has dtype {self.dtype}: expected float8_e4m3fn or float8_e5m2 for scales"
             )
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(scale, torch.Tensor):

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import prometheus_client
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.lora.request import LoRARequest
@@ -26,10 +27,17 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     RSWASpec,
 )
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvcache.plugins.vllm import VllmAsyncScheduler, VllmCacheManager, VllmScheduler, compatibility
+from kvcache.plugins.vllm import (
+    VllmAsyncScheduler,
+    VllmCacheManager,
+    VllmScheduler,
+    compatibility,
+    metrics,
+)
 from kvcache.plugins.vllm import scheduler as ours_scheduler
 from tests.machinery import vllm_schedulers
 from tests.machinery.vllm_models import write_config
@@ -581,3 +589,16 @@ def test_a_request_of_the_maximum_length_is_not_kept_after_its_end(models):
     del scheduled
     gc.collect()
     assert ended() is None
+
+
+def test_counts_do_not_appear_as_loads_in_the_log():
+    """vLLM logs its own entries of this dictionary if any value is not 0."""
+    stats = SchedulerStats()
+    metrics.add_counts(stats, {"native_calls": 3, "stored_blocks 1": 5})
+    assert not any(stats.num_kv_fetch_reqs_by_stage.values())
+    config = types.SimpleNamespace(model_config=types.SimpleNamespace(served_model_name="counts"))
+    metrics.KVCacheStatLogger(config).record(stats, None)
+    labels = {"model_name": "counts", "engine": "0"}
+    value_of = prometheus_client.REGISTRY.get_sample_value
+    assert value_of("kvcache:native_calls_total", labels) == 3
+    assert value_of("kvcache:stored_blocks_total", labels | {"group": "1"}) == 5

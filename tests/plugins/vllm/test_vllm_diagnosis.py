@@ -47,6 +47,20 @@ def test_groups_are_named(folder_of, capsys):
     assert "2 groups (sliding_window of 128 tokens (window 128), full_attention of 128" in said
 
 
+def test_all_options_of_vllm_serve_are_taken(folder_of, capsys):
+    options = ["--port", "8000", "--host", "0.0.0.0", "--api-key", "secret"]
+    options += ["--tensor-parallel-size", "8", "--decode-context-parallel-size", "2"]
+    options += ["--max-model-len", "1024"]
+    status, said = told(capsys, folder_of("OLMo-2-7B"), *options)
+    assert status == 0, said
+
+
+def test_without_the_hybrid_manager_layers_with_windows_are_served(folder_of, capsys):
+    options = "--max-model-len", "4096", "--disable-hybrid-kv-cache-manager"
+    status, said = told(capsys, folder_of("gpt-oss-20b"), *options)
+    assert status == 0 and "1 group (full_attention of 128 tokens)" in said, said
+
+
 @pytest.mark.parametrize(
     "options,message",
     [
@@ -62,7 +76,7 @@ def test_groups_are_named(folder_of, capsys):
             "Unsupported connector type: None",
         ),
         (["--additional-config", '{"kvcache": {"evict": "lru"}}'], "option 'evict' for kvcache"),
-        (["--no-such-option"], "vLLM rejects them"),
+        (["--no-such-option"], "vLLM rejects them: unrecognized arguments: --no-such-option"),
     ],
 )
 def test_what_is_not_served_is_named(options, message, folder_of, capsys):

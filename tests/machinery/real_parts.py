@@ -1,0 +1,116 @@
+"""Runs the tests that need NIXL, Mooncake or a browser, with these installed (`make test-real`).
+
+    python -m tests.machinery.real_parts [ARGUMENT ...]
+
+The packages are installed once, into a folder outside the checkout that is put in front of the
+development environment. The tests must not be skipped because something is not installed; otherwise
+the run fails and lists them. If the packages cannot be had on this machine, the script prints the
+reason and exits successfully. ARGUMENTs go to pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.machinery.shared import REPO
+
+FOLDER = Path(os.environ.get("KVCACHE_REAL_PARTS") or "~/.cache/kvcache/real").expanduser()
+# Without their dependencies: the development environment has those that the tests need, and `nixl`
+# would bring a CUDA build of torch.
+PACKAGES = ("nixl==1.5.1", "nixl-cu13==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
+TESTS = (
+    *("tests/transfer/test_transports.py", "tests/transfer/test_transport_paths.py"),
+    *("tests/transfer/test_network_faults.py", "tests/sources", "tests/server"),
+)
+BROWSERS = ("chromium", "google-chrome", "chrome")
+
+
+class Unavailable(Exception):
+    """A part cannot be installed on this machine. The message gives the reason in one line."""
+
+
+class NoSkips:
+    """A pytest plugin that fails a run in which a test was skipped."""
+
+    def __init__(self) -> None:
+        self.skipped: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._add(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._add(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.skipped:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for each in self.skipped:
+            terminalreporter.write_line(f"FAILED because it was skipped: {each}", red=True)
+
+    def _add(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report)
+            self.skipped.append(f"{report.nodeid}: {reason}")
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        folder = install()
+    except Unavailable as missing:
+        print(f"SKIPPED: tests of real parts: {missing}")
+        return 0
+    names_files = any(each.startswith("tests/") for each in arguments)
+    command = [sys.executable, "-m", "tests.machinery.real_parts", "--here", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(REPO)])}
+    return subprocess.run(
+        [*command, *([] if names_files else TESTS)], cwd=REPO, env=environment
+    ).returncode
+
+
+def install() -> Path:
+    """Install the packages and the browser if necessary. Return the folder of the packages."""
+    stamp = FOLDER / "installed.txt"
+    wanted = "\n".join([*PACKAGES, sys.version])
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"installing {', '.join(PACKAGES)} into {FOLDER}, once", flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+        _call([*pip, "--target", str(FOLDER), *PACKAGES])
+        stamp.write_text(wanted)
+    if not _can_import("mooncake.store"):
+        _call(["apt-get", "install", "--yes", "--quiet", "libibverbs1"])
+    for module in ("nixl._api", "mooncake.store"):
+        if not _can_import(module):
+            raise Unavailable(f"{module} cannot be imported from {FOLDER}")
+    if not any(map(shutil.which, BROWSERS)):
+        print("installing a browser, once", flush=True)
+        try:
+            _call([sys.executable, "-m", "playwright", "install", "chromium"])
+        except Unavailable:  # Debian has it as well
+            _call(["apt-get", "install", "--yes", "--quiet", "chromium"])
+    return FOLDER
+
+
+def _can_import(module: str) -> bool:
+    code = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import {module}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Unavailable(f"{' '.join(command[-3:])} failed: {last}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--here"]:
+        sys.exit(pytest.main([*sys.argv[2:], "-p", "no:cacheprovider"], plugins=[NoSkips()]))
+    sys.exit(main(sys.argv[1:]))
