@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcache.engine import Engine
 
 _USERS, _TURNS = 16, 4
-_TEXT_USERS = 4  # a model that writes English is far larger than the tiny models
+_TEXT_USERS, _TEXT_TURNS = 4, 3  # a model that writes English is far larger than the tiny models
 _MAX_CHAT_TOKENS = 320
 
 
@@ -44,7 +44,7 @@ def add_demo_options(sub: argparse.ArgumentParser) -> None:
             1_000,
             f"number of concurrent chats; default {_USERS}, {_TEXT_USERS} in English",
         ),
-        ("--turns", 1, 100, f"messages per chat; default {_TURNS}"),
+        ("--turns", 1, 100, f"messages per chat; default {_TURNS}, {_TEXT_TURNS} in English"),
         ("--seed", 0, MAX_INT64, "seed of the generated chats; default 0"),
     ):
         sub.add_argument(option, metavar="N", type=number(option, least, most), help=text)
@@ -134,13 +134,12 @@ def _chats(
     """Return chats in English if the model has a chat template, otherwise chats of random tokens."""
     from kvcache import demo
 
-    turns = args.turns or _TURNS
     if getattr(tokenizer, "chat_template", None):
-        users = args.users or _TEXT_USERS
+        users, turns = args.users or _TEXT_USERS, args.turns or _TEXT_TURNS
         return demo.make_text_chats(tokenizer, users, turns, stop_token_ids=end_token_ids(model))
     config = model.config.get_text_config()
     longest = min(_MAX_CHAT_TOKENS, config.max_position_embeddings)
-    users = args.users or _USERS
+    users, turns = args.users or _USERS, args.turns or _TURNS
     return demo.make_chats(users, turns, longest, config.vocab_size, args.seed or 0)
 
 
