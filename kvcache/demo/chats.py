@@ -159,6 +159,7 @@ def make_text_chats(
     num_users = integer(num_users, "num_users", most=_MOST_USERS)
     num_turns = integer(num_turns, "num_turns", 1, _MOST_TOKENS)
     max_tokens = integer(max_tokens, "max_tokens", 1, _MOST_TOKENS)
+    stop_token_ids = tuple(integers(stop_token_ids, "stop_token_ids", ()).tolist())
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("tokenizer has no chat template: expected one")
     chats = []

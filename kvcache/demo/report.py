@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from kvcache.checks import instance, plain_fields
+from kvcache.checks import instance, plain_fields, shown
 from kvcache.demo.chats import Chat
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def summary(report: DemoReport) -> str:
 def transcript(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a chat as text: each question, its first answer, and the dense cache's if it differs."""
     instance(chat, Chat, "chat")
+    if not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(f"tokenizer is {shown(tokenizer)}: expected one of transformers")
     lines = []
     for question, turn in zip(chat.questions, chat.turns):
         answer = tokenizer.decode(turn.answers[0], skip_special_tokens=True).strip()
