@@ -113,7 +113,7 @@ def serve_chats(
             if on_compared is not None:
                 on_compared()
     metrics, manager = engine.metrics, paged.cache.manager
-    token_bytes = sum(layer.bytes_per_token for layer in paged.cache.plan.layers)
+    token_bytes = sum(layer.bytes_per_token for layer in layer_specs(model))
     return DemoReport(
         model=name,
         requests=metrics.requests,

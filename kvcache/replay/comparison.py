@@ -17,8 +17,8 @@ from kvcache.replay.workload import WorkloadRequest, checked_requests
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Policies that learn from requests alone: a trace has neither access times nor priorities.
 COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
+"""Policies that `compare` uses by default: a trace has neither access times nor priorities."""
 _CLOSE = 0.01  # fraction of the hits; a smaller gain does not justify a slower policy
 
 

@@ -65,6 +65,7 @@ def test_quantized_kv_is_compared_with_the_dense_cache():
     report = served(kv_cache_dtype="float8_e4m3fn", num_turns=1)
     plain = served(num_turns=1)
     assert report.pool_bytes < plain.pool_bytes / 4  # from eight bytes to one
+    assert report.dense_bytes == plain.dense_bytes
     assert report.identical_sequences < report.sequences
     assert report.agreeing_tokens < report.generated_tokens
     assert summary(report).startswith("KV in float8_e4m3fn, compared with a dense cache: ")

@@ -95,9 +95,8 @@ def test_every_public_name_is_in_the_reference(name):
         pytest.importorskip("msgspec")
         pytest.importorskip("zmq")
     module = importlib.import_module(name)
-    constants = {"DEFAULT_SEED"}
     names = {each for each in module.__all__ if not inspect.ismodule(getattr(module, each))}
-    assert names and names - constants <= referenced()
+    assert names and names <= referenced()
 
 
 def test_the_packages_with_public_names_are_found():
