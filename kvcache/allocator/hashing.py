@@ -17,6 +17,7 @@ from kvcache.checks import integer, listed, shown, text
 from kvcache.native.load import core
 
 DEFAULT_SEED = "vllm-none-hash"
+"""Default seed of the first block's hash, as in vLLM."""
 DEFAULT_ALGORITHM = "sha256_cbor"
 _ENGINE = "engine:"  # prefix for algorithms that only the engine knows
 _MOST_BYTES = 32

@@ -1,7 +1,8 @@
 """The `kvcache` command: replay, bench, demo, serve and doctor.
 
-Exit codes: 0 for success; 1 if verification found wrong KV, a requirement is missing, or the output
-cannot be written; 2 for wrong usage or a malformed trace; 130 after an interrupt or a broken pipe.
+Exit codes: 0 for success; 1 if a check failed (wrong KV, answers that differ, a component that `doctor`
+rejects), a requirement is missing, or the output cannot be written; 2 for wrong usage, or an empty or
+malformed trace; 130 after an interrupt or a broken pipe.
 """
 
 # Modules that take long to import are imported on first use, here and in the other files: --help
@@ -9,8 +10,8 @@ cannot be written; 2 for wrong usage or a malformed trace; 130 after an interrup
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
+import json
 import sys
 from collections.abc import Sequence
 
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_doctor_options(sub: argparse.ArgumentParser) -> None:
     """Add the options of `kvcache doctor`."""
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     sub.add_argument(
         "--vllm",
         nargs=argparse.REMAINDER,
@@ -127,10 +129,11 @@ def _doctor(options: argparse.Namespace) -> int:
     from kvcache.cli import doctor
 
     rows = doctor.diagnosis() if options.vllm is None else doctor.of_vllm(options.vllm)
-    if importlib.util.find_spec("rich") is None:
+    is_ok = all(ok for _, _, ok in rows)
+    if options.json:
         with writing():
-            for name, found, _ in rows:
-                print(f"{name:16} {found}")
+            found = [{"what": name, "found": text, "ok": ok} for name, text, ok in rows]
+            print(json.dumps({"ok": is_ok, "rows": found}))
     else:
         show(doctor.table(rows))
-    return 0 if all(ok for _, _, ok in rows) else 1
+    return 0 if is_ok else 1

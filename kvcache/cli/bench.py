@@ -127,10 +127,6 @@ def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> 
     if args.json:
         with writing():
             print(json.dumps(report))
-    elif importlib.util.find_spec("rich") is None:
-        with writing():
-            for rate in rates:
-                print(_line(rate))
     else:
         show(_table(rates))
     return 0

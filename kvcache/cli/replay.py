@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvcache.cli import replay_options as options
-from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.events import events_published, open_publisher
 from kvcache.cli.modules import check_cuda, import_module, require_module
 from kvcache.cli.output import progress, say, show, writing
@@ -123,10 +123,6 @@ def _error_text(error: BaseException, path: str) -> str:
 
 def _require(args: argparse.Namespace) -> None:
     """Raise MissingError before the work begins if a required module is missing."""
-    if not args.json:
-        require_module(
-            "rich", "tables (--json works without it)", "pip install 'torch-kvcache[cli]'"
-        )
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     if args.verify:
@@ -191,7 +187,7 @@ def _between(args: argparse.Namespace) -> Disaggregation | None:
         return None
     for option, value in (
         *(("--compare", args.compare is not None), ("--verify", args.verify)),
-        *(("--events", args.events), ("--plot", args.plot), ("--host-blocks", args.host_blocks)),
+        *(("--events", args.events), ("--host-blocks", args.host_blocks)),
         *(("--chunk-tokens", args.chunk_tokens), ("--store-blocks", args.store_blocks)),
     ):
         if value:
@@ -323,6 +319,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _disaggregate(args: argparse.Namespace) -> int:
     """Run `kvcache replay --disaggregate` and return the exit code."""
     replay = import_module("kvcache.replay")
+    series = replay.DisaggregationSeries() if args.plot is not None else None
     name, workload = _workload(args)
     try:
         replayer = replay.DisaggregatedReplayer(
@@ -333,6 +330,7 @@ def _disaggregate(args: argparse.Namespace) -> int:
             hash_block_size=args.hash_block_size,
             concurrency=args.concurrency,
             service=args.service,
+            series=series,
         )
         with _progress(args) as advance:
             report = replayer.run(workload, name, advance)
@@ -346,6 +344,8 @@ def _disaggregate(args: argparse.Namespace) -> int:
     except ValueError as error:
         given = "block size" if args.specs is None else f"--groups is {quoted(args.groups)}"
         raise UsageError(f"{given}: {error}") from None
+    if series is not None:
+        _write_plot(args.plot, lambda plots: plots.draw_disaggregation(series, report, args.plot))
     if args.json:
         with writing():
             print(json.dumps(report.to_dict()))
@@ -398,12 +398,17 @@ def _workload(args: argparse.Namespace) -> tuple[str, Iterable[WorkloadRequest]]
 def _trace(path: str, form: str | None) -> Iterator[WorkloadRequest]:
     from kvcache.replay import read_trace
 
+    is_empty = True
     try:
-        yield from read_trace(path, form)
+        for request in read_trace(path, form):
+            is_empty = False
+            yield request
     except OSError as error:
         raise UsageError(
             f"TRACE is {path!r}: expected a readable file ({error.strerror})"
         ) from None
+    if is_empty:
+        raise UsageError(f"TRACE is {path!r}: expected one request or more, the file has none")
 
 
 def _progress(
@@ -443,9 +448,7 @@ def _write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
     try:
         draw(plots)
     except OSError as error:
-        raise UsageError(
-            f"--plot is {path!r}: expected a writable file ({error.strerror})"
-        ) from None
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _exit_code(report: ReplayReport) -> int:

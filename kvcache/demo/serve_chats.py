@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcache.demo.chats import Chat, answer_length, make_chats
+from kvcache.demo.chats import Chat
 from kvcache.demo.report import DemoReport
 from kvcache.engine import Engine, Generation, SamplingParams, State, pool_states
 
@@ -37,12 +38,11 @@ class Course:
 def serve_chats(
     model: PreTrainedModel,
     name: str,
+    chats: list[Chat],
     *,
-    num_users: int = 16,
-    num_turns: int = 4,
-    max_chat_tokens: int = 320,
     seed: int = 0,
     pool_share: float = 0.2,
+    kv_cache_dtype: str | None = None,
     course: Course | None = None,
     on_step: Callable[[Engine, int], None] | None = None,
     on_compared: Callable[[], None] | None = None,
@@ -54,61 +54,73 @@ def serve_chats(
     Args:
         model: The transformers model.
         name: Name of the model in the report.
-        num_users: Number of concurrent chats.
-        num_turns: Messages per chat.
-        max_chat_tokens: Maximum length of a chat.
-        seed: Seed of the chats and samples.
+        chats: The chats, which receive their turns (`make_chats`, `make_text_chats`).
+        seed: Seed of the samples.
         pool_share: Size of the pool, as a fraction of the blocks that all chats need.
+        kv_cache_dtype: The dtype of K and V in the pool. None: the model's dtype. With another dtype,
+            answers may differ from those of the dense cache.
         course: Receives the state after each step.
         on_step: Called after each step with the engine and the number of turns that ended in it.
         on_compared: Called after each compared turn.
 
     Returns:
         The results.
+
+    Raises:
+        ValueError: The chats are empty, or a chat is too long for the model.
     """
     from kvcache.engine.transformers import attach, layer_specs
     from kvcache.memory_plan import plan_cache
 
-    max_chat_tokens = min(max_chat_tokens, model.config.get_text_config().max_position_embeddings)
-    sizes = {"max_model_len": max_chat_tokens, "max_num_batched_tokens": 256}
-    plan = plan_cache(layer_specs(model), 2**40, **sizes)
-    needed = num_users * plan.pages_per_request(max_chat_tokens)
-    num_pages = max(int(needed * pool_share), plan.pages_per_request(max_chat_tokens)) + 1
+    if not chats:
+        raise ValueError("chats is empty: expected one or more")
+    longest = max(chat.longest for chat in chats)
+    sizes = {"max_model_len": longest, "max_num_batched_tokens": 256}
+    specs = layer_specs(model, kv_cache_dtype=kv_cache_dtype)
+    plan = plan_cache(specs, 2**40, **sizes)
+    needed = len(chats) * plan.pages_per_request(longest)
+    num_pages = max(int(needed * pool_share), plan.pages_per_request(longest)) + 1
     paged = attach(
         model,
         num_pages * plan.page_bytes,
-        max_num_seqs=3 * num_users,
+        max_num_seqs=3 * len(chats),
         host_budget=_HOST_SHARE * num_pages * plan.page_bytes,
+        kv_cache_dtype=kv_cache_dtype,
         eviction="learned",
         host_write="back",
         **sizes,
     )
     engine = Engine(paged)
-    chats = make_chats(num_users, num_turns, max_chat_tokens, engine.model.vocab_size, seed)
-    max_tokens = answer_length(num_turns, max_chat_tokens)
     start = time.perf_counter()
     try:
-        most_tokens = _serve(engine, chats, max_tokens, seed, course, on_step)
+        most_tokens = _serve(engine, chats, seed, course, on_step)
     finally:
         paged.detach()
     seconds = time.perf_counter() - start
     dense_start = time.perf_counter()
-    num_sequences = num_identical = 0
+    num_sequences = num_identical = num_agreeing = 0
     for chat in chats:
-        for turn, (prompt, answers) in enumerate(chat.turns):
-            params = _params(chat, turn, max_tokens, seed)
-            for index, answer in enumerate(answers):
-                num_sequences += 1
-                num_identical += answer == _dense_answer(model, prompt, params, index)
+        for number, turn in enumerate(chat.turns):
+            params = _params(chat, number, seed)
+            dense = tuple(
+                _dense_answer(model, turn.prompt, params, i) for i in range(len(turn.answers))
+            )
+            chat.turns[number] = turn._replace(dense_answers=dense)
+            num_sequences += len(dense)
+            for answer, expected in zip(turn.answers, dense):
+                num_identical += answer == expected
+                num_agreeing += len(os.path.commonprefix([answer, expected]))
             if on_compared is not None:
                 on_compared()
     metrics, manager = engine.metrics, paged.cache.manager
-    token_bytes = sum(layer.bytes_per_token for layer in paged.cache.plan.layers)
+    token_bytes = sum(layer.bytes_per_token for layer in layer_specs(model))
     return DemoReport(
         model=name,
         requests=metrics.requests,
         sequences=num_sequences,
         identical_sequences=num_identical,
+        agreeing_tokens=num_agreeing,
+        kv_cache_dtype=kv_cache_dtype,
         prompt_tokens=metrics.prompt_tokens,
         cached_prompt_tokens=metrics.cached_prompt_tokens,
         generated_tokens=metrics.generated_tokens,
@@ -132,7 +144,6 @@ def serve_chats(
 def _serve(
     engine: Engine,
     chats: list[Chat],
-    max_tokens: int,
     seed: int,
     course: Course | None,
     on_step: Callable[[Engine, int], None] | None,
@@ -146,7 +157,7 @@ def _serve(
     serving: dict[str, tuple[Chat, Generation]] = {}
 
     def begin(chat: Chat) -> None:
-        params = _params(chat, len(chat.turns), max_tokens, seed)
+        params = _params(chat, len(chat.turns), seed)
         generation = engine.add(chat.next_prompt(), params)
         serving[generation.request_id] = (chat, generation)
 
@@ -159,9 +170,8 @@ def _serve(
         most = max(most, sum(_final_tokens(each) for _, each in serving.values()))
         for name in ended:
             chat, generation = serving.pop(name)
-            chat.end_turn(
-                generation.prompt.tolist(), [each.token_ids for each in generation.samples]
-            )
+            answers = [each.token_ids for each in generation.samples]
+            chat.end_turn(generation.prompt.tolist(), answers, generation.num_cached_tokens)
             if not chat.is_over:
                 begin(chat)
         if course is not None:
@@ -176,11 +186,12 @@ def _final_tokens(generation: Generation) -> int:
     return params.n * (len(generation.prompt) + params.max_tokens)
 
 
-def _params(chat: Chat, turn: int, max_tokens: int, seed: int) -> SamplingParams:
+def _params(chat: Chat, turn: int, seed: int) -> SamplingParams:
+    params = {"max_tokens": chat.max_tokens, "stop_token_ids": chat.stop_token_ids}
     if chat.num_samples == 1:
-        return SamplingParams(max_tokens=max_tokens)
+        return SamplingParams(**params)
     return SamplingParams(
-        max_tokens=max_tokens, n=chat.num_samples, temperature=0.8, top_p=0.95, seed=seed + turn
+        **params, n=chat.num_samples, temperature=0.8, top_p=0.95, seed=seed + turn
     )
 
 
@@ -207,7 +218,7 @@ def _dense_answer(
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=params.max_tokens,
         do_sample=False,
-        eos_token_id=None,
+        eos_token_id=list(params.stop_token_ids) or None,
         pad_token_id=0,
         logits_processor=LogitsProcessorList([drawn]),
     )

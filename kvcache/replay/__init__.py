@@ -9,6 +9,7 @@ from kvcache.replay.disaggregation import (
     DisaggregatedReplayer,
     Disaggregation,
     DisaggregationReport,
+    DisaggregationSeries,
     disaggregation_table,
 )
 from kvcache.replay.mismatch import Mismatch
@@ -31,6 +32,7 @@ __all__ = [
     "DisaggregatedReplayer",
     "Disaggregation",
     "DisaggregationReport",
+    "DisaggregationSeries",
     "Mismatch",
     "ReplayReport",
     "Replayer",

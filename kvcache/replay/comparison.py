@@ -17,8 +17,8 @@ from kvcache.replay.workload import WorkloadRequest, checked_requests
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Policies that learn from requests alone: a trace has neither access times nor priorities.
 COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
+"""Policies that `compare` uses by default: a trace has neither access times nor priorities."""
 _CLOSE = 0.01  # fraction of the hits; a smaller gain does not justify a slower policy
 
 
@@ -188,15 +188,15 @@ def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: in
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return the comparison as a rich table. Requires the extra `cli`."""
+    """Return the comparison as a rich table."""
     from rich.markup import escape
     from rich.table import Table
 
     instance(comparison, Comparison, "comparison")
     table = Table(title=f"Token hit rate by number of blocks: {escape(comparison.trace)}")
-    table.add_column("eviction", style="cyan", no_wrap=True)
+    table.add_column("eviction", style="cyan", overflow="fold")
     for size in comparison.sizes:
-        table.add_column(f"{size:,}", justify="right")
+        table.add_column(f"{size:,}", justify="right", overflow="fold")
     rows: Mapping[str, list[float]] = comparison.token_hit_rates
     best = [max(at_size) for at_size in zip(*rows.values(), strict=True)]
     for name, rates in rows.items():

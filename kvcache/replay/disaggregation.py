@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
@@ -18,7 +18,8 @@ from kvcache.checks import instance, integer, number, plain_fields, shown
 from kvcache.checks import text as checked_text
 from kvcache.kinds import kind_class
 from kvcache.replay.groups import checked_groups
-from kvcache.replay.service import Service
+from kvcache.replay.report import overload_rows
+from kvcache.replay.service import Service, overload
 from kvcache.replay.workload import WorkloadRequest, checked_workload
 from kvcache.sources.base import Arrived
 from kvcache.sources.disaggregation.connector import Connector
@@ -109,6 +110,7 @@ class DisaggregationReport:
         unfinished_loads: Loads that completed when the pool had no room for another token;
             computed by the decode side.
         rejected_requests: Requests that do not fit into the decode pool.
+        overload: Why the modelled engines cannot keep up with the arrivals. None: they can.
     """
 
     trace: str
@@ -143,6 +145,7 @@ class DisaggregationReport:
     duration_s: float = 0.0
     mean_ms_to_first_token: float = 0.0
     p99_ms_to_first_token: float = 0.0
+    overload: str | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -150,6 +153,17 @@ class DisaggregationReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data for JSON."""
         return asdict(self)
+
+
+@dataclass
+class DisaggregationSeries:
+    """One entry per served request, recorded when its answer begins, for plots."""
+
+    time_s: list[float] = field(default_factory=list)  # time of the first token
+    ms_to_first_token: list[float] = field(default_factory=list)
+    prefill_used_blocks: list[int] = field(default_factory=list)  # computing or leased
+    decode_used_blocks: list[int] = field(default_factory=list)
+    num_waiting: list[int] = field(default_factory=list)  # requests that neither compute nor load
 
 
 @dataclass
@@ -227,6 +241,16 @@ class DisaggregatedReplayer:
     decode side computes the prompt, at the speed of the prefill side and without delaying other prompts.
     Answers take no blocks.
 
+    Args:
+        between: The prefill pool and the link between the pools.
+        num_blocks: Size of the decode pool, including its null block.
+        block_size: Tokens per block of one full-attention group. Alternative to `groups`.
+        groups: The cache groups of both pools.
+        concurrency: Maximum number of requests that load or run.
+        service: Speeds of prefill and decode.
+        series: Receives one entry per served request.
+        options: Fields of `CacheOptions`, for both pools.
+
     Example:
         >>> from kvcache.replay import chat_workload
         >>> replayer = DisaggregatedReplayer(Disaggregation(4_001), block_size=16, num_blocks=4_001)
@@ -243,12 +267,18 @@ class DisaggregatedReplayer:
         groups: Sequence[GroupSpec] | None = None,
         concurrency: int = 256,
         service: Service | None = None,
+        series: DisaggregationSeries | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
         instance(between, Disaggregation, "between")
         integer(num_blocks, "num_blocks", 2)
         if service is not None:
             instance(service, Service, "service")
+        if series is not None:
+            instance(series, DisaggregationSeries, "series")
+        self._series = series
+        self._arrivals_ms: tuple[float, float] | None = None  # first and last arrival
+        self._last_wait_ms = 0.0
         self._now, self._between, self._service = 0.0, between, service or Service()
         specs = checked_groups(block_size, groups)
         self._concurrency = integer(concurrency, "concurrency", 1)
@@ -348,6 +378,8 @@ class DisaggregatedReplayer:
 
     def _arrive(self, item: WorkloadRequest) -> None:
         """Compute prompts one at a time in order of arrival."""
+        first, _ = self._arrivals_ms or (item.arrival_ms, 0)
+        self._arrivals_ms = first, item.arrival_ms
         self.report.requests += 1
         self.report.prompt_tokens += item.num_tokens
         self._to_prefill.append(_Task(item, Request(str(item.index), item.token_ids)))
@@ -448,9 +480,23 @@ class DisaggregatedReplayer:
         self.report.decode_computed_tokens += num_computed
         first = self._now + num_computed / self._service.prefill_speed
         self._first_ms.append(first * 1000 - task.item.arrival_ms)
+        self._last_wait_ms = self._first_ms[-1]
+        if self._series is not None:
+            self._record(first)
         self._num_running += 1
         end = first + task.item.output_length / self._service.decode_speed
         self._at(end, lambda: self._end(task))
+
+    def _record(self, first: float) -> None:
+        series = self._series
+        series.time_s.append(first)
+        series.ms_to_first_token.append(self._first_ms[-1])
+        for used, side in (
+            (series.prefill_used_blocks, self._prefill),
+            (series.decode_used_blocks, self._decode),
+        ):
+            used.append(side.manager.pool.num_total - side.manager.pool.num_free)
+        series.num_waiting.append(len(self._to_prefill) + len(self._waiting))
 
     def _end(self, task: _Task) -> None:
         self._num_running -= 1
@@ -467,6 +513,10 @@ class DisaggregatedReplayer:
             setattr(report, f"{side}_peak_used_blocks", manager.pool.peak_used)
             report.held_blocks_at_end += manager.pool.num_total - manager.pool.num_free
         report.loaded_bytes = int(report.loaded_tokens * self._between.bytes_per_token)
+        first_ms, last_ms = self._arrivals_ms or (0, 0)
+        report.overload = overload(
+            self._service, report.prefill_computed_tokens, last_ms - first_ms, self._last_wait_ms
+        )
         times = sorted(self._first_ms) or [0.0]
         report.mean_ms_to_first_token = round(sum(times) / len(times), 3)
         report.p99_ms_to_first_token = round(times[(99 * len(times) - 1) // 100], 3)
@@ -474,15 +524,13 @@ class DisaggregatedReplayer:
 
 
 def disaggregation_table(report: DisaggregationReport) -> Table:
-    """Return the report as a rich table. Requires the extra `cli`."""
+    """Return the report as a rich table."""
     instance(report, DisaggregationReport, "report")
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(
-        title=f"Replay of {escape(report.trace)}, disaggregated", show_header=False, min_width=60
-    )
-    table.add_column("what", style="cyan", no_wrap=True)
+    table = Table(title=f"Replay of {escape(report.trace)}, disaggregated", show_header=False)
+    table.add_column("what", style="cyan")
     table.add_column("value", justify="right", style="bold", no_wrap=True)
     table.add_column("note", style="dim")
     size = f"blocks of {report.block_size} tokens"
@@ -518,6 +566,7 @@ def disaggregation_table(report: DisaggregationReport) -> Table:
             ("duration", f"{report.duration_s:,.1f}", "seconds of the workload"),
             ("first token", f"{report.mean_ms_to_first_token:,.1f}", "ms after arrival, mean"),
             ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, 99th percentile"),
+            *overload_rows(report.overload),
         ]
     )
     for section in sections:

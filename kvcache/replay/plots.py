@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcache.checks import path as checked_path
 from kvcache.replay.comparison import Comparison
+from kvcache.replay.disaggregation import DisaggregationReport, DisaggregationSeries
 from kvcache.replay.replayer import Series
 from kvcache.replay.report import ReplayReport
 
@@ -17,13 +20,69 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HITS, _EVICTIONS, _USED = "#1b7837", "#b2182b", "#2166ac"
+_FIRST_TOKEN = "#762a83"
 _GRAY = "#444444"
 _COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214", "#762a83", "#35978f")  # one per policy
 _WINDOW_SHARE = 50  # moving averages cover 1/50 of the requests
 
 
 def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
-    """Write the figure to `path`. Requires matplotlib. Raises OSError if the file cannot be written."""
+    """Write the figure to `path`. Requires matplotlib. Raises OSError if the file cannot be written.
+
+    The time axis of a timed replay shows the arrival of each request.
+    """
+    is_timed = bool(series.arrival_ms)
+    if is_timed:
+        times, label = _minutes_or_seconds(np.array(series.arrival_ms) / 1000, "arrival")
+    else:
+        times, label = np.arange(1, len(series.prompt_tokens) + 1), "requests replayed"
+    with _figure(_title(report), 4 if is_timed else 3, times, label, path) as panels:
+        _draw_hit_rate(panels[0], times, series, report)
+        _draw_evictions(panels[1], times, series)
+        _draw_used_blocks(panels[2], times, series, report)
+        if is_timed:
+            title = (
+                f"Time to first token: mean {_duration(report.mean_ms_to_first_token)}, "
+                f"99th percentile {_duration(report.p99_ms_to_first_token)}"
+            )
+            _draw_first_token(panels[3], times, series.ms_to_first_token, title)
+
+
+def draw_disaggregation(
+    series: DisaggregationSeries, report: DisaggregationReport, path: str | os.PathLike
+) -> None:
+    """Plot both pools, the queue and the time to first token. Same errors as `draw`."""
+    order = np.argsort(series.time_s, kind="stable")
+    times, label = _minutes_or_seconds(np.array(series.time_s)[order], "first token")
+    title = (
+        f"Disaggregated replay of {report.trace}\n{report.requests:,} requests, "
+        f"{report.loaded_requests:,} loaded from the prefill pool; {_speeds(report.service)}"
+        f"{_overloaded(report.overload)}"
+    )
+    with _figure(title, 4, times, label, path) as panels:
+        for axes, side, color in ((panels[0], "prefill", _USED), (panels[1], "decode", _HITS)):
+            used = np.array(getattr(series, f"{side}_used_blocks"), np.int64)[order]
+            capacity = getattr(report, f"{side}_blocks") - 1
+            peak = getattr(report, f"{side}_peak_used_blocks")
+            axes.plot(times, used, color=color, linewidth=1)
+            axes.set_ylim(0, 1.05 * max([1, *used]))
+            _finish(axes, f"Blocks in use in the {side} pool: peak {peak:,} of {capacity:,}")
+        waiting = np.array(series.num_waiting, np.int64)[order]
+        panels[2].plot(times, waiting, color=_EVICTIONS, linewidth=1)
+        panels[2].set_ylim(0, 1.05 * max([1, *waiting]))
+        _finish(panels[2], f"Waiting requests: at most {max([0, *waiting]):,}")
+        first = (
+            f"Time to first token: mean {_duration(report.mean_ms_to_first_token)}, "
+            f"99th percentile {_duration(report.p99_ms_to_first_token)}"
+        )
+        _draw_first_token(panels[3], times, np.array(series.ms_to_first_token)[order], first)
+
+
+@contextmanager
+def _figure(
+    title: str, num_panels: int, times: np.ndarray, label: str, path: str | os.PathLike
+) -> Iterator[Sequence[Axes]]:
+    """Yield panels above one another that share their time axis, then write the figure."""
     import matplotlib
 
     matplotlib.use("Agg")  # writes files only, so it works without a display
@@ -31,26 +90,54 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure, panels = plt.subplots(
-        3, 1, sharex=True, figsize=(9, 8), height_ratios=(3, 2, 2), layout="constrained"
-    )
-    requests = np.arange(1, len(series.prompt_tokens) + 1)
-    _draw_hit_rate(panels[0], requests, series, report)
-    _draw_evictions(panels[1], requests, series)
-    _draw_used_blocks(panels[2], requests, series, report)
-    for axes in panels[1:]:
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-    panels[2].set_xlabel("requests replayed")
-    panels[2].xaxis.set_major_locator(MaxNLocator(7, integer=True))
-    panels[2].xaxis.set_major_formatter("{x:,.0f}")
-    panels[2].set_xlim(0, max(len(requests), 1))
-    figure.suptitle(
-        _title(report), x=0.02, ha="left", fontsize=11, linespacing=1.5, parse_math=False
+        num_panels,
+        1,
+        sharex=True,
+        figsize=(9, 2 + 2 * num_panels),
+        height_ratios=(3, *[2] * (num_panels - 1)),
+        layout="constrained",
     )
     try:
+        for axes in panels[1:]:
+            axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+        yield panels
+        panels[-1].set_xlabel(label)
+        panels[-1].xaxis.set_major_locator(
+            MaxNLocator(8, steps=[1, 2, 5, 10], integer=bool(len(times)) and times[-1] > 7)
+        )
+        panels[-1].xaxis.set_major_formatter("{x:,.10g}")
+        panels[-1].set_xlim(0, times[-1] if len(times) and times[-1] > 0 else 1)
+        style = {"fontsize": 11, "linespacing": 1.5, "parse_math": False}
+        figure.suptitle(title, x=0.02, ha="left", **style)
         figure.savefig(checked_path(path, "path"), dpi=130)
     finally:
         plt.close(figure)
+
+
+def _minutes_or_seconds(seconds: np.ndarray, what: str) -> tuple[np.ndarray, str]:
+    if len(seconds) and seconds[-1] > 600:
+        return seconds / 60, f"time of {what} (minutes)"
+    return seconds, f"time of {what} (seconds)"
+
+
+def _duration(ms: float) -> str:
+    return f"{ms:,.0f} ms" if ms < 10_000 else f"{ms / 1000:,.0f} s"
+
+
+def _draw_first_token(
+    axes: Axes, times: np.ndarray, ms_to_first_token: Sequence[float], title: str
+) -> None:
+    from matplotlib.ticker import LogLocator
+
+    seconds = np.array(ms_to_first_token, float) / 1000
+    axes.plot(times, seconds, ".", markersize=2, color=_FIRST_TOKEN, alpha=0.5)
+    if len(seconds) and seconds.max() > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(10, numticks=6))
+        axes.set_ylim(max(1e-3, seconds[seconds > 0].min() / 2), 2 * seconds.max())
+    axes.yaxis.set_major_formatter("{x:,g} s")
+    _finish(axes, title)
 
 
 def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
@@ -94,42 +181,52 @@ def _title(report: ReplayReport) -> str:
     rejected = f" ({report.rejected_requests:,} rejected)" if report.rejected_requests else ""
     groups = report.groups or []
     shared = f"for {len(groups)} groups" if len(groups) > 1 else f"of {report.block_size} tokens"
+    most = "at most " if report.service else ""
     return (
         f"Prefix cache replay of {report.trace}\n"
-        f"{report.requests:,} requests{rejected}, {report.concurrency} concurrent, "
+        f"{report.requests:,} requests{rejected}, {most}{report.concurrency} concurrent, "
         f"{report.capacity_blocks:,} blocks {shared}"
+        + (f"; {_speeds(report.service)}" if report.service else "")
+        + _overloaded(report.overload)
     )
 
 
-def _draw_hit_rate(axes: Axes, requests: np.ndarray, series: Series, report: ReplayReport) -> None:
+def _speeds(service: str) -> str:
+    prefill, decode = service.split(",")
+    return f"prefill {prefill}, decode {decode} tokens/s"
+
+
+def _overloaded(overload: str | None) -> str:
+    return "" if overload is None else f"\nOverloaded: {overload}"
+
+
+def _draw_hit_rate(axes: Axes, times: np.ndarray, series: Series, report: ReplayReport) -> None:
     hits, tokens = np.cumsum([0, *series.hit_tokens]), np.cumsum([0, *series.prompt_tokens])
     since_start = hits[1:] / np.maximum(tokens[1:], 1)
     recent = _moving_sum(series.hit_tokens) / np.maximum(_moving_sum(series.prompt_tokens), 1)
-    label = f"last {_window(len(requests)):,} requests"
-    axes.plot(requests, recent, color=_HITS, alpha=0.35, linewidth=1, label=label)
-    axes.plot(requests, since_start, color=_HITS, linewidth=2, label="cumulative")
+    label = f"last {_window(len(times)):,} requests"
+    axes.plot(times, recent, color=_HITS, alpha=0.35, linewidth=1, label=label)
+    axes.plot(times, since_start, color=_HITS, linewidth=2, label="cumulative")
     highest = max([0.1, *recent, *since_start])
     axes.set_ylim(0, min(1.0, np.ceil(11 * highest) / 10))
     axes.yaxis.set_major_formatter("{x:.0%}")
     _finish(axes, f"Token hit rate: {report.token_hit_rate:.2%} in total")
 
 
-def _draw_evictions(axes: Axes, requests: np.ndarray, series: Series) -> None:
+def _draw_evictions(axes: Axes, times: np.ndarray, series: Series) -> None:
     evicted = np.array(series.evicted_blocks, np.int64)
-    axes.plot(requests, evicted, color=_EVICTIONS, linewidth=2)
+    axes.plot(times, evicted, color=_EVICTIONS, linewidth=2)
     axes.set_ylim(0, 1.05 * max([1, *evicted]))
     _finish(axes, f"Evicted blocks: {max([0, *evicted]):,} in total")
 
 
-def _draw_used_blocks(
-    axes: Axes, requests: np.ndarray, series: Series, report: ReplayReport
-) -> None:
-    window = _window(len(requests))
-    mean = _moving_sum(series.used_blocks) / np.minimum(requests, window)
+def _draw_used_blocks(axes: Axes, times: np.ndarray, series: Series, report: ReplayReport) -> None:
+    window = _window(len(times))
+    mean = _moving_sum(series.used_blocks) / np.minimum(np.arange(1, len(times) + 1), window)
     axes.plot(
-        requests, series.used_blocks, color=_USED, alpha=0.35, linewidth=0.7, label="each request"
+        times, series.used_blocks, color=_USED, alpha=0.35, linewidth=0.7, label="each request"
     )
-    axes.plot(requests, mean, color=_USED, linewidth=2, label=f"mean of the last {window:,}")
+    axes.plot(times, mean, color=_USED, linewidth=2, label=f"mean of the last {window:,}")
     most = max([1, *series.used_blocks])
     axes.set_ylim(0, 1.05 * most)
     if report.capacity_blocks <= 1.3 * most:  # otherwise the limit would flatten the curve

@@ -16,7 +16,7 @@ from kvcache.replay.groups import checked_groups
 from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
-from kvcache.replay.service import Service, ServiceClock
+from kvcache.replay.service import Service, ServiceClock, overload
 from kvcache.replay.stored import SimulatedStore
 from kvcache.replay.workload import WorkloadRequest, checked_workload
 from kvcache.specs import GroupSpec
@@ -36,6 +36,10 @@ class Series:
     hit_tokens: list[int] = field(default_factory=list)  # hit tokens of the request
     evicted_blocks: list[int] = field(default_factory=list)  # evicted blocks, cumulative
     used_blocks: list[int] = field(default_factory=list)  # blocks held by running requests
+    arrival_ms: list[float] = field(default_factory=list)  # arrival time; empty if not timed
+    ms_to_first_token: list[float] = field(
+        default_factory=list
+    )  # 0 if rejected; empty if not timed
 
 
 class Replayer:
@@ -125,7 +129,9 @@ class Replayer:
         )
         self._running: list[Running] = []  # oldest first
         self._clock = None if service is None else ServiceClock(service)
+        self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
+        self._last_wait_ms = 0.0  # of the last served request, until its prefill began
         self._first_token_ms: list[float] = []  # arrival to first token, by served request
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
@@ -169,6 +175,8 @@ class Replayer:
                     f"request {item.index} arrives at {item.arrival_ms} ms, the request before it at "
                     f"{self._last_arrival_ms} ms: expected a timed trace in order of arrival"
                 )
+            if self._first_arrival_ms is None:
+                self._first_arrival_ms = item.arrival_ms
             self._last_arrival_ms = item.arrival_ms
             self._let_time_pass(item.arrival_ms)
         self._num_requests += 1
@@ -186,7 +194,9 @@ class Replayer:
             self._num_rejected += 1
         elif self._clock is not None:
             first, new.end_ms = self._clock.admit(item.num_tokens - new.num_hit, item.output_length)
+            own_ms = 1000 * (item.num_tokens - new.num_hit) / self.service.prefill_speed
             self._first_token_ms.append(first - item.arrival_ms)
+            self._last_wait_ms = first - own_ms - item.arrival_ms
         self._peak_running = max(self._peak_running, len(self._running))
         if self.series is not None:
             self._record(new, is_served)
@@ -354,6 +364,9 @@ class Replayer:
         series.hit_tokens.append(new.num_hit if is_served else 0)
         series.evicted_blocks.append(pool.num_evicted)
         series.used_blocks.append(pool.num_total - pool.num_free)
+        if self._clock is not None:
+            series.arrival_ms.append(new.item.arrival_ms)
+            series.ms_to_first_token.append(self._first_token_ms[-1] if is_served else 0.0)
 
     def _report(self, trace: str) -> ReplayReport:
         pool, block_size = self.manager.pool, self.manager.block_sizes[0]
@@ -425,6 +438,12 @@ class Replayer:
         report.service = str(self.service)
         report.duration_s = round(self._clock.now_ms / 1000, 3)
         report.peak_running = self._peak_running
+        report.overload = overload(
+            self.service,
+            self._prompt_tokens - self._hit_tokens,
+            self._last_arrival_ms - (self._first_arrival_ms or 0),
+            self._last_wait_ms,
+        )
         times = self._first_token_ms or [0.0]
         report.mean_ms_to_first_token = round(sum(times) / len(times), 3)
         report.p99_ms_to_first_token = round(sorted(times)[(99 * len(times) - 1) // 100], 3)

@@ -55,6 +55,8 @@ class ReplayReport:
         duration_s: Time from the start to the last end, in seconds of the workload.
         peak_running: Maximum number of concurrently running requests.
         mean_ms_to_first_token: Mean time from the arrival of a served request to its first token.
+        p99_ms_to_first_token: 99th percentile of these times.
+        overload: Why the modelled engine cannot keep up with the arrivals. None: it can.
     """
 
     trace: str
@@ -99,6 +101,7 @@ class ReplayReport:
     peak_running: int | None = None
     mean_ms_to_first_token: float | None = None
     p99_ms_to_first_token: float | None = None
+    overload: str | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -113,13 +116,13 @@ def _without_none(items: list[tuple[str, object]]) -> dict:
 
 
 def report_table(report: ReplayReport) -> Table:
-    """Return the report as a rich table. Requires the extra `cli`."""
+    """Return the report as a rich table."""
     instance(report, ReplayReport, "report")
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"Replay of {escape(report.trace)}", show_header=False, min_width=60)
-    table.add_column("what", style="cyan", no_wrap=True)
+    table = Table(title=f"Replay of {escape(report.trace)}", show_header=False)
+    table.add_column("what", style="cyan")
     table.add_column("value", justify="right", style="bold", no_wrap=True)
     table.add_column("note", style="dim")
     for section in _sections(report):
@@ -159,7 +162,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         "total": "manager, total",
     }
     times = [
-        (name, f"{report.us_per_request[key]:,.1f}", "microseconds per request")
+        (name, f"{report.us_per_request[key]:,.1f}", "us per request")
         for key, name in phases.items()
     ]
     if report.eviction is not None:
@@ -192,7 +195,13 @@ def _times(report: ReplayReport) -> list[tuple[str, str, str]]:
         ("peak running", f"{report.peak_running:,}", "concurrent requests"),
         ("first token", f"{report.mean_ms_to_first_token:,.1f}", "ms after arrival, mean"),
         ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, 99th percentile"),
+        *overload_rows(report.overload),
     ]
+
+
+def overload_rows(overload: str | None) -> list[tuple[str, str, str]]:
+    """Return the row that names an overloaded engine, if it is overloaded."""
+    return [] if overload is None else [("[red]overloaded[/]", "[red]yes[/]", overload)]
 
 
 def _host(report: ReplayReport) -> list[tuple[str, str, str]]:
@@ -227,5 +236,5 @@ def _verification(report: ReplayReport) -> list[tuple[str, str, str]]:
     return [
         ("verified tokens", f"{report.verified_tokens:,}", "written or hit, read, compared"),
         ("mismatches", f"[{style}]{report.mismatches:,}[/]", "tokens with wrong KV"),
-        ("verification", f"{report.verify_us_per_request:,.1f}", "microseconds per request"),
+        ("verification", f"{report.verify_us_per_request:,.1f}", "us per request"),
     ]

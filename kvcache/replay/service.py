@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from kvcache.checks import number, shown
 from kvcache.checks import text as checked_text
 
+# A queue that takes longer than this at the end of the arrivals grew during the whole replay.
+_LONG_WAIT_MS, _LONG_WAIT_SHARE = 10_000.0, 0.05
+
 
 @dataclass(frozen=True)
 class Service:
@@ -50,6 +53,33 @@ class Service:
 
     def __str__(self) -> str:
         return f"{self.prefill_speed:g},{self.decode_speed:g}"
+
+
+def overload(
+    service: Service, num_computed: int, span_ms: float, last_wait_ms: float
+) -> str | None:
+    """Return why the modelled engine cannot keep up with the arrivals, or None if it can.
+
+    Args:
+        service: Speeds of the engine.
+        num_computed: Prompt tokens computed, without hits.
+        span_ms: Time from the first arrival to the last.
+        last_wait_ms: Time that the last served request waited for its prefill to begin.
+    """
+    if not span_ms:
+        return None  # all requests arrive at once
+    load = 1000 * num_computed / service.prefill_speed / span_ms
+    if load > 1:
+        return (
+            f"requests arrive within {span_ms / 1000:,.0f} s, and their prefill takes {load:.1f} times "
+            "as long"
+        )
+    if last_wait_ms > max(_LONG_WAIT_MS, _LONG_WAIT_SHARE * span_ms):
+        return (
+            f"requests arrive within {span_ms / 1000:,.0f} s, and the last waited "
+            f"{last_wait_ms / 1000:,.0f} s for room"
+        )
+    return None
 
 
 class ServiceClock:

@@ -87,7 +87,6 @@ def test_a_pool_too_small_rejects_and_succeeds(capsys, trace):
 
 
 def test_table_shows_the_totals(capsys, trace):
-    pytest.importorskip("rich")
     assert main(["replay", trace, "--verify"]) == 0
     out, err = capsys.readouterr()
     for text in ("small.jsonl", "1,800", "0.5689", "mismatches"):
@@ -99,6 +98,42 @@ def test_a_figure_is_drawn(capsys, trace, tmp_path):
     pytest.importorskip("matplotlib")
     run_json(capsys, trace, "--plot", str(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_timed_and_disaggregated_replays_are_drawn(capsys, trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    for i, option in enumerate((["--timed"], ["--disaggregate", "101"])):
+        path = tmp_path / f"{i}.png"
+        run_json(capsys, trace, *option, "--plot", str(path))
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_overloaded_engine_is_named(capsys, tmp_path):
+    path = tmp_path / "fast.jsonl"
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 512, "output_length": 1, "hash_ids": [i]}
+        for i in range(20)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for option in (["--timed", "100,50"], ["--timed", "100,50", "--disaggregate", "101"]):
+        found = run_json(capsys, str(path), *option)
+        assert found["overload"] == (
+            "requests arrive within 19 s, and their prefill takes 5.4 times as long"
+        )
+        assert main(["replay", str(path), *option]) == 0
+        assert "overloaded" in capsys.readouterr().out
+    assert run_json(capsys, str(path), "--timed", "10000,50").get("overload") is None
+
+
+def test_waiting_for_blocks_is_an_overload(capsys, tmp_path):
+    path = tmp_path / "long.jsonl"
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 512, "output_length": 100, "hash_ids": [i]}
+        for i in range(20)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = run_json(capsys, str(path), "--timed", "10000,20", "--num-blocks", "3")
+    assert found["overload"].startswith("requests arrive within 19 s, and the last waited ")
 
 
 @pytest.mark.exhaustive
@@ -153,7 +188,6 @@ def test_finer_hashes_allow_hits_inside_blocks(capsys):
 
 
 def test_table_has_one_row_per_group(capsys):
-    pytest.importorskip("rich")
     groups = "full_attention,sliding_window:window=64"
     assert main(["replay", "--requests", "20", "--groups", groups]) == 0
     out = capsys.readouterr().out
@@ -335,7 +369,6 @@ def test_without_host_tier_none_is_reported(capsys):
 
 
 def test_table_has_a_host_section(capsys):
-    pytest.importorskip("rich")
     assert main(["replay", *TIERED, "--eviction", "s3_fifo", "--host-write", "through"]) == 0
     out = capsys.readouterr().out
     for text in (
@@ -451,7 +484,6 @@ def test_many_wrong_requests_are_summed_up(capsys, monkeypatch):
 
 
 def test_replay_demo_prints_a_summary(capsys, monkeypatch):
-    pytest.importorskip("rich")
     monkeypatch.setattr("kvcache.cli.replay._DEMO", ["--requests", "100", "--verify"])
     assert main(["demo", "--replay"]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -466,15 +498,16 @@ def test_doctor_checks_every_component(capsys):
         assert name in out
 
 
-def test_doctor_works_without_rich_and_lists_missing_packages(capsys, monkeypatch):
+def test_doctor_lists_missing_packages(capsys, monkeypatch):
     def broken():
         raise ImportError("no such thing\nand a long story")
 
-    monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr(doctor, "_torch", broken)
-    assert main(["doctor"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "torch            missing: no such thing" in lines
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"]
+    assert {"what": "torch", "found": "missing: no such thing", "ok": False} in found["rows"]
+    assert [row["what"] for row in found["rows"] if not row["ok"]] == ["torch"]
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -587,17 +620,32 @@ def test_malformed_trace_prints_one_line(capsys, tmp_path):
     assert f"{path}, line 2: timestamp is missing" in error
 
 
+@pytest.mark.parametrize("options", [[], ["--compare"], ["--disaggregate", "101"]])
+def test_empty_trace_prints_one_line(capsys, tmp_path, options):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("\n")
+    error = error_of(capsys, "replay", str(path), *options, "--json")
+    assert f"TRACE is '{path}': expected one request or more, the file has none" in error
+
+
+@pytest.mark.parametrize("width", ["40", "60", "80"])
+def test_tables_fit_narrow_terminals(capsys, monkeypatch, trace, width):
+    monkeypatch.setenv("COLUMNS", width)
+    for argv in (
+        ["replay", trace, "--timed", "--host-blocks", "9", "--store-blocks", "9"],
+        ["replay", trace, "--disaggregate", "101"],
+        ["replay", trace, "--compare", "lru,learned", "--sizes", "11,21,31"],
+        ["doctor"],
+    ):
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        assert "…" not in out and max(map(len, out.splitlines())) <= int(width)
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
 def test_unreadable_trace_prints_one_line(capsys, trace):
     os.chmod(trace, 0)
     assert "expected a readable file" in error_of(capsys, "replay", trace, "--json")
-
-
-def test_the_table_needs_rich_and_json_does_not(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    error = error_of(capsys, "replay", "--requests", "5", code=1)
-    assert "rich is not installed" in error and "pip install 'torch-kvcache[cli]'" in error
-    assert run_json(capsys, "--requests", "5")["requests"] == 5
 
 
 def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
@@ -662,8 +710,6 @@ def test_heavy_modules_are_imported_lazily(argv, unwanted):
 
 @pytest.mark.parametrize("argv", [["--json"], []])
 def test_closed_pipe_exits_quietly(argv):
-    if not argv:
-        pytest.importorskip("rich")
     process = spawn("replay", "--requests", "5", *argv)
     process.stdout.close()
     assert process.stderr.read() == ""
@@ -709,7 +755,6 @@ def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
 
 
 def test_progress_bar_appears_only_on_a_terminal_without_json(trace):
-    pytest.importorskip("rich")
     assert "3/3" in terminal_output("replay", trace)
     assert terminal_output("replay", trace, "--json") == ""
 

