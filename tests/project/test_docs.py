@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -120,6 +121,35 @@ def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+PICTURES = sorted((DOCS / "images").glob("*.svg"))
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_a_picture_has_a_title_both_color_schemes_and_no_outside_source(picture):
+    text = picture.read_text()
+    root = ElementTree.fromstring(text)
+    svg = "{http://www.w3.org/2000/svg}"
+    assert root.findtext(f"{svg}title") and root.findtext(f"{svg}desc")
+    assert "@media (prefers-color-scheme: dark)" in root.findtext(f"{svg}style")
+    assert "href" not in text and "@import" not in text and "<script" not in text
+
+
+def test_pictures_have_alternative_texts_and_are_shown():
+    shown = [
+        (page.name, *match)
+        for page in PAGES
+        for match in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text())
+    ]
+    assert all(text for _, text, _ in shown), shown
+    assert {picture.name for picture in PICTURES} <= {path.rpartition("/")[2] for *_, path in shown}
+
+
+def test_pages_contain_no_drawings_in_letters():
+    """A screen reader and a narrow screen cannot show them: `docs/images` has pictures."""
+    for page in sorted(DOCS.rglob("*.md")):
+        assert not re.search(r"\+--|--\+|^ {3,}\S.* --+> ", page.read_text(), re.M), page.name
 
 
 def test_every_page_is_in_the_navigation():
