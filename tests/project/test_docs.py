@@ -85,7 +85,7 @@ def referenced() -> set[str]:
         f"kvcache.{name}"
         for name in (
             *("allocator", "kinds", "worker", "transfer", "compat", "engine", "router_events"),
-            *("sources.disaggregation", "sources.store"),
+            *("sources.disaggregation", "sources.store", "replay", "demo"),
         )
     ],
 )
