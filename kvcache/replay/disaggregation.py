@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
 from kvcache.checks import instance, integer, number, plain_fields, shown
@@ -34,6 +34,7 @@ from kvcache.transfer.states import StateDescription, StateTensor
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from typing_extensions import Unpack
 
 _NO_LENGTH_LIMIT = 2**31 - 1
 

@@ -1,5 +1,6 @@
 """The files that describe the package agree with each other, and wheels are checked."""
 
+import ast
 import re
 import sys
 
@@ -39,6 +40,25 @@ def test_wheels_are_built_and_tested_for_the_pythons_of_the_classifiers():
         pytest.skip("no workflow here: a source distribution")
     tested = ", ".join(f'"{version}"' for version in versions)
     assert f"python: [{tested}]" in RELEASE.read_text()
+
+
+# Names that `typing` has since 3.11 or later.
+NEW_IN_TYPING = {
+    *("LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack"),
+    *("assert_never", "assert_type", "dataclass_transform", "override", "reveal_type", "ReadOnly"),
+    *("TypeAliasType", "TypeIs"),
+}
+
+
+def test_nothing_is_imported_that_python_3_10_lacks():
+    """The tests run with a newer Python."""
+    for path in sorted((REPO / "kvcache").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
+            if isinstance(node, ast.ImportFrom) and node.module == "typing":
+                names = {alias.name for alias in node.names} & NEW_IN_TYPING
+                assert not names, f"{path.relative_to(REPO)}: {names}"
+            elif isinstance(node, ast.Import):
+                assert "tomllib" not in {alias.name for alias in node.names}, path
 
 
 def test_nothing_is_published_before_its_test():
