@@ -11,6 +11,8 @@ from kvcache.cli.errors import UsageError, quoted
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_log = logging.getLogger(__name__)
+
 
 def load_model(
     name: str, option: str, dtype: str = "float32", device: str = "cpu"
@@ -27,10 +29,15 @@ def load_model(
 
     given = f"{option} is {quoted(name)}"
     if name in tiny_model_names():
+        _log.info("building %s with random weights on %s", name, device)
         torch.set_num_threads(1)  # more threads slow down such small matrix products
         return tiny_model(name, dtype=torch.float64).to(device)
     if not os.path.isdir(name):
-        raise UsageError(f"{given}: expected one of {', '.join(tiny_model_names())}, or a folder")
+        raise UsageError(
+            f"{given}: expected one of {', '.join(tiny_model_names())}, or the folder "
+            "of a checkpoint (for example of `hf download ORG/MODEL --local-dir FOLDER`)"
+        )
+    _log.info("loading %s in %s on %s", name, dtype, device)
     from transformers import AutoModelForCausalLM
 
     try:

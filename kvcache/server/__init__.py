@@ -1,7 +1,12 @@
 """OpenAI-compatible completion endpoints for the engine, and a page that visualizes the cache.
 
+<<<<<<< HEAD
 This is a reference implementation, not a production server. It has one process, one model and no
 authentication. Requires the packages of the extra `serve` (`pip install 'torch-kvcache[serve]'`).
+=======
+This is a reference implementation, not a production server. It has one process, one model and at most
+one API key. Requires the packages of the extra `serve` (`pip install kvcache[serve]`).
+>>>>>>> origin/main
 """
 
 from kvcache.server.app import make_app

@@ -12,6 +12,7 @@ from tests.machinery import wheel_check
 from tests.machinery.shared import REPO
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
+LICENSE = re.compile(r"(#|//) SPDX-License-Identifier: Apache-2.0")
 RELEASE = REPO / ".github" / "workflows" / "release.yml"
 
 
@@ -102,3 +103,14 @@ def test_no_wheel_at_all_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wheel_check, "REPO", tmp_path)
     assert wheel_check.main([]) == 1
     assert "there is no wheel in dist/: `make wheel` builds one" in capsys.readouterr().out
+
+
+def test_every_source_file_names_its_license():
+    folders = ("csrc", "kvcache", "tests", "benchmarks", "examples", "docs")
+    paths = [REPO / "setup.py", *(p for folder in folders for p in (REPO / folder).rglob("*"))]
+    sources = [p for p in paths if p.suffix in {".py", ".pyi", ".h", ".cpp", ".cu"}]
+    sources = [p for p in sources if REPO / "kvcache" / "csrc" not in p.parents]
+    assert len(sources) > 800
+    for path in sources:
+        lines = path.read_text().splitlines()[:2]  # the first may be a shebang
+        assert not lines or any(LICENSE.fullmatch(line) for line in lines), path.relative_to(REPO)

@@ -64,6 +64,8 @@ def accept_new_parameters(ours: type, theirs: type) -> None:
         known = inspect.signature(own).parameters
         if any(each.kind is each.VAR_KEYWORD for each in known.values()):
             continue
+        if getattr(own, "accepts", None) is method:  # by an earlier scheduler of this process
+            continue
         new = {key: each for key, each in parameters.items() if key not in known}
         for key, each in new.items():
             if each.default is each.empty and each.kind not in (
@@ -97,6 +99,7 @@ def _accepting(
         only_ours = {key: value for key, value in options.items() if key not in kept}
         return own(**bound.arguments, **only_ours)
 
+    call.accepts = theirs  # type: ignore[attr-defined]
     return call
 
 
