@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the manager, block tables, storages, pages and worker of a cache from one plan."""
 
 from __future__ import annotations

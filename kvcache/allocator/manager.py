@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The request-level manager, which handles prefix caching and allocation and creates the plan of
 each step.
 """

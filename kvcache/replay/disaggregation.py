@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays a workload with a prefill pool and a decode pool, and with simulated transfers.
 
 Managers, leases and the connector are real. No bytes are moved: a load takes as long as its tokens take

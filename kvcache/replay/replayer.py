@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays a workload through the manager: admits, steps and frees requests, and counts hits."""
 
 from __future__ import annotations

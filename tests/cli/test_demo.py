@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo. A tiny model serves chats, and every answer is checked."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection of native libraries, messages about missing ones, and rebuilds by make."""
 
 from __future__ import annotations

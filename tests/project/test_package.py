@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files that describe the package agree with each other, and wheels are checked."""
 
 import ast

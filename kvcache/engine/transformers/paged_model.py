@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a transformers model on a `KVCache`, which is planned and built for the model and accessed
 by slots.
 """
