@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds kvcache._core (pybind11, no torch) and the op libraries (LibTorch stable ABI).
 
 torch is located but never imported. The CUDA library is built if torch is a CUDA build and nvcc is

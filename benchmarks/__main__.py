@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks`: CPU benchmarks with their peers, in one table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention metadata on the CPU with one thread, compared with numpy code as in engines."""
 
 from __future__ import annotations

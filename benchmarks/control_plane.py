@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashing, the block pool, decode steps, lookups, and a replay of the conversation trace."""
 
 from __future__ import annotations

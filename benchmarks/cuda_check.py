@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles every CUDA source with nvcc and checks the machine code for ARCHS. Requires no GPU.
 
 Prints a table of each kernel entry's machine code, and fails if it does not match

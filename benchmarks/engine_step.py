@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host time of a decode step for 64 requests to a tiny model, and kvcache's share of that time.
 
 `python -m benchmarks.engine_step [--model NAME] [--requests N]`. The model is minimal, so the measured

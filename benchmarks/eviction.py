@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.eviction`: hit rates of the eviction policies on the conversation trace."""
 
 from __future__ import annotations

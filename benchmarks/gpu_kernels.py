@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPU kernel times, with limits measured in the same run. Prints one line of JSON per result.
 
 Failing cases are reported, and the others continue. Calls that move tokens rotate among input sets

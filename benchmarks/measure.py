@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians on a shared machine. Alternatives are measured in turn in one process."""
 
 from __future__ import annotations

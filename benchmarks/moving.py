@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Page copies on the CPU, compared with one memcpy with the same number of threads, and with torch
 indexing."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Baseline implementations that execute one Python step per block, as in serving engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slot mapping as in an engine's plain C++ loop. It processes each group token by token, without
 // checks and without padding after the last token.
 #include <cstdint>

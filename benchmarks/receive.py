@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of received blocks to the local layout on the CPU with one thread, bf16, 8 heads of
 128."""
 

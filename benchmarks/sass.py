@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses the output of cuobjdump for compiled kernels: resources, memory accesses, loads in flight.
 
 The figures are static, so they count instructions in the code and not executed ones. A load is in

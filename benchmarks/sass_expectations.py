@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The expected machine code of each kernel on sm_90 and sm_100.
 
 No kernel entry may use local memory, that is, spilled registers or arrays indexed at run time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the sequence-group manager for a sequence of 2,001 tokens with blocks of 16.
 
 Each call is measured separately. Also measures a scheduler's calls per decode step and sequence, at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user's decode step costs: each call of a step in which every row gets a block, and
 `Engine.step` beside a loop over the same public calls.
 """

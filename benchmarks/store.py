@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures puts and gets of blocks in a store, with the engines alone and with a `StoreTier` on
 top.
 

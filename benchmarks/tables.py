@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables and slot mapping on the CPU with one thread, compared with plain numpy code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Percentiles of decode steps and admissions, in pools of up to ten million blocks.
 
 A shared machine has spikes of its own: another process gets the core for milliseconds. Times are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing and gathering tokens on the CPU with one thread, compared with torch's indexing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluates eviction policies on perturbed traces, for which they have not been tuned.
 
     python -m benchmarks.trace_forms TRACE.jsonl                    # learned against lru, on each form

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans and applies a transfer of 10,000 blocks of 80 layers between engines of different sizes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures transports between two processes: contiguous, scattered with the plain library, and
 kvcache's.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three-turn chats in vLLM that exceed the device pool, with and without a host tier.
 
 `python -m benchmarks.vllm_offloading [--json FILE]`, in an environment with vLLM. Prints hits,

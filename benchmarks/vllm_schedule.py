@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's schedule() with its own KV cache manager, with kvcache's, and with a no-op manager.
 
 `python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment with vLLM

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serves a tiny model in vLLM with vLLM's manager and with kvcache's, and measures memory per
 block.
 

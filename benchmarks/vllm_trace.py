@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hits of a trace in vLLM's scheduler, with vLLM's manager and with kvcache's policies.
 
 `python -m tests.machinery.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json

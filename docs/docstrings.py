@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How `make docs` reads our docstrings: an extension of griffe.
 
 - The `>>>` examples are shown as code, with or without the heading `Example:`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode in two processes: TP 2, block size 16, HND becomes TP 1, block size 32, NHD.
 
 The prefill engine computes a prompt and publishes its blocks under a lease. The decode engine pulls the

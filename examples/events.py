@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router's view of a cache: events are published, and a subscriber replays missed events."""
 
 from kvcache import KVCacheManager, Request, StepReport

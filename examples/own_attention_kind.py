@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A custom attention kind in one file, used for planning, allocation, block tables and verification.
 
 A token attends to its own segment of the sequence and to the `lookback` segments before it, like local

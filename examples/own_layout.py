@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A custom cache layout in one file, used for storage, transfers and block copies.
 
 The layout stores all data of one KV head in a block together: K, then V. The heads of a tensor-parallel

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both planes in forty lines: plan the memory, plan a step, apply it, write and read KV by layer.
 
 To use another model, change LAYERS.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy for two vLLM servers with `KVCacheConnector`: one prefills, and the other decodes.
 
     python examples/vllm_proxy.py --port 8000 --prefill http://localhost:8100 --decode http://localhost:8200

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvcache: the KV-cache layer of an LLM inference engine as a library.
 
 Public names are imported on first use. The control plane (`BlockPool`, `KVCacheManager`, `Request`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public part of the native control plane. All other names in the module are private."""
 
 from collections.abc import Mapping, Sequence

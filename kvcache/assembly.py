@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the manager, block tables, storages, pages and worker of a cache from one plan."""
 
 from __future__ import annotations
@@ -5,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTables, GroupTable, KVStorage, Pages, SwapEngine, Worker
 from kvcache.worker.pages.pages import Tensors
 from kvcache.worker.pages.parts import contents_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Arguments that are derived from the plan.
 _GIVEN_BY_PLAN = (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Argument checks. Each function returns the checked value, or raises an error that states the
 argument's name and value.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of a prefix cache, emitted when blocks become available for hits or stop being available.
 
 Events are plain data in chronological order. A hash is reported as stored when its first block is cached

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extensions in other packages, found through the entry points of the group `kvcache.extensions`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cache layouts. A layout is the shape of an attention backend's cache and the memory order of its
 dimensions.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports the public names of a package on first use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans the memory of a cache: groups, a uniform page size and the number of pages. Does not need
 torch and keeps no state.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports a manager's statistics to Prometheus.
 
 Requires the package `prometheus_client` (`pip install 'torch-kvcache[metrics]'`).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch ops of kvcache, `torch.ops.kvcache.*`, as documented functions.
 
 Importing this module registers the ops for CPU and CUDA. For every other torch device it registers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops on devices other than CPU and CUDA. They copy tensors to the host and run the CPU op
 there.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes where the bytes of a page are. This is the only module that defines these positions.
 
 Dimensions are named by role: "kv" (K or V), "block", "token" (within a block), "head", "element" (within

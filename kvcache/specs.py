@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Value objects that describe a deployment. They do not need torch and have no state."""
 
 from __future__ import annotations

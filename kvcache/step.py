@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The objects that the two planes exchange. The manager sends one `StepPlan` per step, and the
 worker returns one `StepReport`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenTelemetry spans and NVTX ranges around steps, swaps and loads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds a cache from a plan with one call.
 
 All models use the same path and read what they wrote.

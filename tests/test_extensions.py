@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extensions in other packages: found by their entry points, and left out if they fail."""
 
 import subprocess

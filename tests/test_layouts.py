@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cache shapes of attention backends, their memory orders, and the layout that connectors require."""
 
 import subprocess

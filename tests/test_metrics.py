@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics that Prometheus reads from a manager.
 
 They equal the manager's counters and never decrease.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specs of layers and groups, and the plan of a pool from layers and a byte budget."""
 
 from __future__ import annotations

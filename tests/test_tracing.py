@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans of steps, swaps and loads, recorded by OpenTelemetry's SDK."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python3 -m benchmarks.gpu`: the command line. docs/measuring.md describes the stages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: swaps during bf16 matrix products, and how much each slows down the other.
 
 Both are timed with CUDA events. The products run on one stream, like an engine's kernels. Several

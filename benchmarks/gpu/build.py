@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: load native libraries that are prebuilt, or built for this device's architecture."""
 
 from __future__ import annotations

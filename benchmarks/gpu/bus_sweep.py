@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: bus bandwidth by thread block count, fragment size, pool and huge pages, and of batched
 copies.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the device work of a code block (kernels and copies)."""
 
 from __future__ import annotations

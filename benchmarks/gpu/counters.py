@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: hardware counters of six kernels with ncu. Skipped if ncu is missing or lacks permission."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stages: transfers of device memory between two processes on one device, with NIXL or gloo.
 
     python -m benchmarks.gpu.device_transfers nixl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: failures that appear only after some time, or together with other work.
 
 Runs repeated and very large batches on the copy engine, captured ops that are replayed with other

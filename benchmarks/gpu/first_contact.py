@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: runs each op once on the GPU, compares it with the CPU op, and checks pinned host memory.
 
 The sanitizer stage uses this as its smoke test, and the counters stage runs larger single cases.

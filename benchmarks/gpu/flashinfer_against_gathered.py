@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: FlashInfer's attention over pages compared with PyTorch's over gathered contexts, in bf16.
 
 Both run through `kvcache.engine.transformers` on the same cache. Their outputs are compared with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: the tests marked gpu, one pytest process per file, so that a crash affects only one file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: KV from another process is loaded into pages while captured decode steps run.
 
 The sender is an engine in a separate process with pages in host memory, so only the load disturbs

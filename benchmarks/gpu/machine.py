@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commit, machine and tools of a run. Every fact may be missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls each op once on seeded random inputs, so that results can be compared between devices.
 
 A case takes a device and a size factor relative to the smallest case, and returns tensors on the CPU.

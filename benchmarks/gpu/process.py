@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a process with a time limit, forwards its output, and kills all processes that it
 started."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rehearses a run with small sizes on the CUDA runtime without a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a run: a JSON file, rewritten after each stage, and several logs."""
 
 from __future__ import annotations

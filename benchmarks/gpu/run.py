@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs stages one after another. A stage that fails, hangs or dies does not affect the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: compute-sanitizer's memcheck on each op, and racecheck on the kernel with shared memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problem sizes: full sizes on a GPU, scaled down by a common factor in a rehearsal."""
 
 from __future__ import annotations

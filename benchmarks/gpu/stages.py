@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages of both runs, in order, with their time limits."""
 
 from __future__ import annotations

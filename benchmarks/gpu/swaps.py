@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: bandwidth of swaps and of a pinned copy, before and after `kvcache bench --calibrate`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switches of the ops: environment variables read at each call."""
 
 from __future__ import annotations

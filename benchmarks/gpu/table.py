@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Final tables of a run: the stages, and the measured ratios with their targets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device times, measured with events."""
 
 from __future__ import annotations

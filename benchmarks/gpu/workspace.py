@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy of the checkout for building and running, and prebuilt libraries.
 
 The libraries of the checkout are not changed, because they may belong to another Python or torch

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A vector for values that accumulate while a request runs, such as its tokens.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block ids and block hashes.
 #pragma once
 

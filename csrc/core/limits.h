@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Limits on values from callers. Numbers of tokens, blocks and rows are at most 2**31 - 1, because
 // ids are int32 and int64 arithmetic on such numbers cannot overflow.
 #pragma once

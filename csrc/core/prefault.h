@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Commits the memory of a pool when it is constructed, instead of in the calls that first use it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Folds hashes to 64 bits with a key that only this process knows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Records whether an object is consistent, or broken because a call failed during its changes.
 //
 // A call first checks its arguments and prepares everything that may fail. From the first change

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An array of zero bytes that has no cost until it is accessed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reports misaligned accesses, which GPUs reject and x86 CPUs do not.
 //
 // With -fsanitize=alignment -fno-sanitize-recover=alignment, the compiler checks every access and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Asynchronous copies of one thread from global to shared memory (cp.async). The bytes are read
 // immediately and arrive when the thread waits, so a kernel that forgets to commit or to wait reads
 // stale memory. A source that was overwritten in the meantime is reported.

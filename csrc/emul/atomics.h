@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Atomics, for the types that CUDA supports (not uint64_t, which is unsigned long).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bulk copies of one thread between global and shared memory (cp.async.bulk). Loads read
 // immediately and arrive when the kernel waits for their barrier. Stores read and write as late as
 // possible, when the kernel waits for the copy. This exposes kernels that do not wait or that

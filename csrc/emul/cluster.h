@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clusters: thread blocks that run concurrently and read each other's dynamic shared memory.
 #pragma once
 

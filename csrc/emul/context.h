@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Switches between stacks. Uses assembly on x86-64, and ucontext on other CPUs or with
 // -DKVCACHE_EMUL_UCONTEXT. swapcontext is 20 times slower, because it makes two system calls for
 // the signal mask.

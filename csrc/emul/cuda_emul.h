@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiles the project's .cu sources as C++17 and runs their kernels on the CPU, so that CI without
 // a GPU executes the shipped code. scheduler.h describes the method and its cost.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fibers: separate stacks between which the scheduler switches.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Integer functions and __trap.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ops of torch.ops.kvcache_emul, which run the CUDA kernels of csrc/ops on the CPU for tests.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>

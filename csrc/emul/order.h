@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The order in which blocks and threads run.
 //
 // CUDA guarantees no order. With KVCACHE_EMUL_SEED=<number>, each launch draws an order from the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of the CUDA runtime API that the launch code needs. "Device" memory is host memory.
 #pragma once
 

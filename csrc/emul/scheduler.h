@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs grids. Blocks run one after another, and the threads of a block run cooperatively.
 //
 // A thread runs until it waits (barrier, shuffle, vote) or returns. A fiber runs one thread after

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The maximum dynamic shared memory of a kernel: 48 KiB, or the limit that cudaFuncSetAttribute set
 // for it, up to the 227 KiB of compute capability 9.0.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Barriers, warp shuffles and votes. The last argument, site, records the caller's line and is
 // never passed explicitly.
 #pragma once

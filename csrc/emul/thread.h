@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A CUDA thread of the running block, and the operation for which it waits.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The threads of the running block or cluster, and the completion of their barriers and warp
 // operations.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's keywords, built-in types and built-in variables.
 #pragma once
 

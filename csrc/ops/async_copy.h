@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Asynchronous copies from global to shared memory. They use no registers, so a thread can have any
 // number in flight. Hardware support starts with sm_80. On older devices, a copy is a load and a
 // store, and waiting is a no-op.

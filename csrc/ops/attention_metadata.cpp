@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "ops/attention_metadata.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Computes the metadata of a batch for attention kernels from block tables. The outputs per group
 // are local sequence lengths, block tables in batch order (FlashAttention) and page lists
 // (FlashInfer). The start of each request's queries is shared by all groups.

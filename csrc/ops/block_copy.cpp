@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "ops/block_copy.h"
 
 #include <torch/csrc/stable/library.h>

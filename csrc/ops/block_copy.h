@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies whole pages of all layers between and within devices and the host.
 //
 // The bytes of a page are in regions, which are K and V of each layer or one region for the whole

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "ops/block_permute.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Permutes received blocks into the local layout, in place.
 //
 // A remote engine's blocks arrive as bytes, with its block size and its order of tokens and heads.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Experimental copies between a device and the host, with bulk copies by one warp per thread block.
 // They take few registers, and no other warps, from concurrent kernels. KVCACHE_BULK_COPIES=1
 // enables them. They stay disabled until `make gpu` has shown that they are faster.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bulk copies between global and shared memory. One instruction of one thread copies many bytes
 // without registers. Hardware support starts with sm_90. These copies are not launched on older
 // devices. Addresses and sizes are multiples of 16 bytes.

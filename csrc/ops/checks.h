@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks of op arguments, shared by CPU and CUDA code. Each error names the argument, the value and
 // the expected value, and is raised before any write.
 #pragma once

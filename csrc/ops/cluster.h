@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clusters of thread blocks that run concurrently and read each other's shared memory. Hardware
 // support starts with sm_90. Clusters are not launched on older devices.
 #pragma once

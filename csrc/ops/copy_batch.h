@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies with a device's copy engines, with many copies per call if the driver supports batches and
 // one copy per call otherwise.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies pages between a device and the host with the device's copy engines, one descriptor per
 // fragment.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A launch of the kernel that copies blocks, with the regions and pairs in its parameters and the
 // division of work among warps.
 //

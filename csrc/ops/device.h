@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Helpers for all .cu files, for nvcc and for the emulation: launches on torch's current stream,
 // the device guard, and the search for invalid values in device memory.
 #pragma once

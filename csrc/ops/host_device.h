@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Marks functions that are compiled for both the CPU op and the CUDA kernel.
 #pragma once
 

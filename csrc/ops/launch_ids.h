@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ids for a kernel, in device memory or passed by the host in the launch parameters.
 //
 // The launch copies its parameters. Therefore, no buffer has to outlive the call, no copy has to

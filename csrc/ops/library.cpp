@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <torch/csrc/stable/library.h>
 
 #include "ops/schemas.h"

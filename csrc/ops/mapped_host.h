@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device addresses of pinned host memory. On most systems, they are equal to the host addresses. On
 // others (WSL, sgl-project/sglang#40232), each pinned range has a different device address.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Determines how many thread blocks of a kernel can be resident on a device. A grid of this size,
 // whose blocks loop over their tasks, has no half-empty last wave.
 #pragma once

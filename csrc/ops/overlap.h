@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests exactly whether two written tensors share memory. K and V may be columns, heads or halves
 // of the pages of one tensor. In this case, the byte ranges that they span overlap, but no elements
 // overlap.

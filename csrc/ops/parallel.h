@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // torch's parallel_for, also usable in forked processes.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host memory pinned by this library, and its device addresses.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Conversions between fp8 and the dtypes of tokens. The results are bitwise equal to PyTorch's,
 // except for the sign of NaN.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Divides by a scale without a division per element, for values that are converted to fp8.
 //
 // The result must yield the same fp8 code as a true division. The code changes only at quotients M

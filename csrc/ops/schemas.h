@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The schema of every op. The library of the real ops and the library of the emulated kernels are
 // both defined from these schemas. Mutated arguments are marked, and no op returns an alias.
 #pragma once

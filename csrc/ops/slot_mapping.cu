@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "ops/slot_mapping.h"
 
 #include <type_traits>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Computes the slot of each token's KV in the paged cache, for all groups in one call.
 //
 // Rows are given per token, or per request with the start index of each request's tokens. Row -1 is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies scattered fragments that together exceed the CPU caches.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ops for streams, events, pinning and kernel loading that torch lacks. They provide polling and
 // pinning that do not disturb captures, separate streams, and loading of all kernels before a
 // capture.

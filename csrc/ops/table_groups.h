@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the cache groups of a worker's tables from op arguments.
 #pragma once
 

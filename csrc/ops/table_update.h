@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Updates device-resident block tables, and gathers their rows in batch order.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies K and V of single tokens into the paged cache and back, in one layer or in all layers.
 //
 // Caches are [num_blocks, block_size, num_kv_heads, head_size], with arbitrary strides except for a

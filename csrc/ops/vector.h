@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Selects the widest type with which a kernel can move data, given addresses and sizes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Conversions of integer arrays between Python and native code.
 #pragma once
 

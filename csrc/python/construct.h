@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Constructors of Python classes that survive running out of memory.
 //
 // If pybind11 has no memory to register a new object, it frees the object twice or ends the

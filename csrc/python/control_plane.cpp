@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python bindings of the control plane. The bindings only convert arguments and results.
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Methods of bound classes in CPython's own calling convention, because pybind11's dispatch would
 // take longer than a short call.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `HashedTokens` for Python. It is a sequence of bytes objects, one per block.
 #include "core/hashing/hashed_tokens.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Converts hashes between Python and native code, as uint8[n, 32] arrays and 32-byte values. In
 // native code, shorter hashes are padded with zeros.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arrays of a step's plan in one allocation, owned by a Python capsule. numpy arrays are views
 // and are created on demand, because most plans are only partly read, and many are not read at all.
 #pragma once

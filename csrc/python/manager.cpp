@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python bindings of the manager and its attention kinds. The bindings only convert arguments and
 // results.
 #include "core/manager/manager.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Binds a manager's options for Python, field by field.
 #include "core/manager/options.h"
 

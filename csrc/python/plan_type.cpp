@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Creates plans for Python. A plan is an object of the class in kvcache/step.py, with the arrays of
 // a `HeldPlan`.
 #include "python/plan_type.h"

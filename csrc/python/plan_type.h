@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans for Python, as objects of the class registered by `use_plan_type`.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The requests of a KVCacheManager, with the row of each request and the chain that contains its
 // hashes.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The calls that a scheduler makes for each sequence in each step. They read a sequence's Python
 // objects and return the answer of the native manager.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the engine's sequence and group objects for `BlockSpaceManager`, with CPython's own calls.
 #pragma once
 

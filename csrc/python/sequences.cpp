@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Provides the calls of `SequenceCalls` as methods of the Python class `BlockSpaceManager`.
 //
 // The methods are CPython methods, because pybind11's dispatch would take longer than the calls.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python bindings of the worker's native host code. The bindings only convert arguments and
 // results.
 #include <deque>

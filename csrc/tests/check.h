@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A test harness in a single header. A test file contains TEST(name) { ... } bodies and one
 // TEST_MAIN(). A failed check throws, so checks also work in functions, lambdas and emulated

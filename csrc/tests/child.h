@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the body of a test in a child process. Each body needs a new runtime, because settings are
 // read only once from the environment, a sticky error is permanent, and an access to device memory
 // kills the process.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Helpers for tests of the core's components: numbered hashes, groups and cached blocks.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Makes random calls of both kinds (steps and single requests) to a manager with mixed groups.
 // Checks tables that follow the plans, and the invariants.
 #pragma once

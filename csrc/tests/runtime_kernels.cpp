@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels for test_runtime_kernels, registered like kernels in the library of emulated kernels.
 #include <cstdint>
 

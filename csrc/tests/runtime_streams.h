@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Helpers for tests of the runtime without a GPU, with streams whose work leaves a trace.
 #pragma once
 

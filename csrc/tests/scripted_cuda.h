@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The copy functions of the CUDA 13 runtime, for tests. Copies are executed immediately, calls are
 // counted, and the test sets the results of calls.
 #pragma once

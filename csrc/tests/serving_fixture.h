@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The components that allocate blocks to rows, connected as in a manager, with a pool of 20 blocks
 // and a host of 10 pages.

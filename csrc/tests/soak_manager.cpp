@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs random operations on managers for a given time: soak_manager SECONDS [SEED]. Prints seeds
 // and the rate. Each seed creates a manager with different options. A failure prints its seed.
 #include <chrono>

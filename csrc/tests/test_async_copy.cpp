@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Emulated asynchronous copies arrive when the kernel waits for them, and not earlier.
 
 #include <vector>

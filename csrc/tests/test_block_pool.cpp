@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares the block pool with a simple model of lists and maps.
 #include "core/pool/block_pool.h"
 

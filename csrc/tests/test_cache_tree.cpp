@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares the tree of cached blocks with counts by hash.
 #include "core/pool/cache_tree.h"
 

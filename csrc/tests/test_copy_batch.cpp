@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests when CopyBatch uses batches, and how it handles a batch that the runtime rejects.
 
 #include "check.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A block copy takes few launches, because each launch has the maximum number of regions and pairs
 // in its parameters.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests that the emulator behaves like CUDA. Each test covers one behaviour on which kernels rely.
 
 #include <cstdlib>

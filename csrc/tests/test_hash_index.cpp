@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests the index with known keys: which blocks it finds, and how far it searches.
 #include "core/pool/hash_index.h"
 

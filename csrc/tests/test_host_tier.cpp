@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/manager/host_tier.h"
 
 #include "tests/check.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Unit tests of the parts of the learned policy.
 #include <algorithm>
 #include <cmath>

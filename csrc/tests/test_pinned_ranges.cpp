@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests that PinnedRanges queries the driver once per range and device, and again after the range
 // has ended.
 #include "check.h"

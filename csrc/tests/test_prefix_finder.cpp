@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/manager/prefix_finder.h"
 
 #include "core/groups/recurrent_state.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests which blocks stay cached for the hits that are retained.
 #include "core/groups/retained_hits.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests the CUDA runtime without a GPU: which calls a capture records or rejects, and which calls
 // invalidate it.
 #include <cuda_runtime_api.h>

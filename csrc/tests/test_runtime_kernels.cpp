@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests the CUDA runtime without a GPU: kernels are found by name, launched late, and checked.
 // RUNTIME_KERNELS is the path of the library built from runtime_kernels.cpp. RUNTIME_LIMITS is the
 // path of runtime_limits.txt.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests the CUDA runtime without a GPU: allocations, pinned and registered memory, and copies.
 #include <cuda_runtime_api.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests the CUDA runtime without a GPU: the orders that streams and events enforce or allow.
 #include <cuda_runtime_api.h>
 

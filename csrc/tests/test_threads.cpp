@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests the state that managers of several threads share, with ThreadSanitizer (`make
 // sanitize-thread`).
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/manager/token_intake.h"
 
 #include "tests/serving_fixture.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host side of a worker's slot mappings. Computes the slot of each token of a step, for all
 // groups or one group. Plain C++. The caller owns the memory.
 //

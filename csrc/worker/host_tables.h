@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host side of a worker's block tables. One call applies a step's changes to all rows and
 // groups, and records the changes for the device. Plain C++. The caller owns the memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slot mapping on the CPU, for the ops and the host tables. Plain C++.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Views of the tables of all cache groups in their shared arena, and the slot formula. Plain C++
 // for both the CPU and kernels.
 #pragma once

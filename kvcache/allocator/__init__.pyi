@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control plane, which decides which blocks each request gets. It does not need torch."""
 
 from kvcache._core import BlockPool, eviction_names, host_eviction_names

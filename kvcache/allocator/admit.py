@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments that describe how a manager admits a request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combines the native log's events, one per block, into the events that a manager emits."""
 
 from __future__ import annotations

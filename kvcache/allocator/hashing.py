@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block hashes, computed as a chained digest over canonical CBOR. They are byte-identical to the
 hashes of other engines.
 

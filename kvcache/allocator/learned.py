@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts of the eviction policy `learned`, for inspection and for use in a later process."""
 
 from __future__ import annotations

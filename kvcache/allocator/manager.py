@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The request-level manager, which handles prefix caching and allocation and creates the plan of
 each step.
 """
@@ -5,7 +6,7 @@ each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Unpack
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -34,6 +35,9 @@ from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, Status, StepPlan, StepReport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 

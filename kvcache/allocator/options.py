@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checked options of a manager, and checked arguments of `free` for eviction policies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A read-only view of a manager's block pool."""
 
 from __future__ import annotations

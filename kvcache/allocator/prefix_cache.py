@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The view of a manager's prefix cache: lookups, hashes, eviction, statistics and events."""
 
 from __future__ import annotations

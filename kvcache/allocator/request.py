@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request: its tokens, the other keys on which its KV depends, and its block hashes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts of a manager's prefix cache."""
 
 from __future__ import annotations

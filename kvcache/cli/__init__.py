@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `kvcache` command: replay, bench, demo, serve and doctor.
 
 Exit codes: 0 for success; 1 if a check failed (wrong KV, answers that differ, a component that `doctor`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the command line with `python -m kvcache.cli`."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvcache bench`: measures page copies on this machine, and calibrates swaps."""
 
 from __future__ import annotations

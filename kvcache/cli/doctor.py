@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvcache doctor`: versions, native libraries and their origin, build tools."""
 
 from __future__ import annotations

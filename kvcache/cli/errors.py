@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors that end a command with one line on stderr and an exit code."""
 
 from __future__ import annotations

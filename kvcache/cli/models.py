@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads models for commands: tiny models and SmolLM2 by name, checkpoints by folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the requirements of a command: packages, native libraries, devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output of a command: results on standard output, everything else on stderr."""
 
 from __future__ import annotations

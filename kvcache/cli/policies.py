@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts the options --eviction, --host-eviction and --host-write to fields of `CacheOptions`."""
 
 from __future__ import annotations

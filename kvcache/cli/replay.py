@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands `kvcache replay` and `kvcache demo --replay`."""
 
 from __future__ import annotations

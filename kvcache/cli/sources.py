@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options --store, --prefill and --prefill-from: sources of external KV."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interfaces of other engines over kvcache: vLLM's block space manager, topology and connector helpers.
 
 Names are imported on first use. Names that move bytes import torch.

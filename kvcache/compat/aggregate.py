@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merges the transfer reports of an engine's workers. Each worker sends one report per step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables with the argument lists of vLLM and of its NPU variant."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collects the cache events of several workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies blocks between an engine's own tensors on a device and in host memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's `kv_postprocess_*` functions, over `kvcache.transfer.permute_received_blocks`."""
 
 from __future__ import annotations

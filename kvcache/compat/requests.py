@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the requests of a scheduler step and their new blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes one worker's view of its own and remote engines: ranks, sizes and shapes for KV transfer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo: serves chats with a real model from a small pool, and compares them with a dense cache."""
 
 from kvcache.demo.chats import Chat, Turn, make_chats, make_text_chats

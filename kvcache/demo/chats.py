@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chats of several users with several turns each, starting with a shared system prompt."""
 
 from __future__ import annotations

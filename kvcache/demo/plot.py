@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots a demo step by step: pool states, hits and swaps."""
 
 from __future__ import annotations

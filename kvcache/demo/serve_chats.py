@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serves chats with an engine, and compares every answer with the model's own dense cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small reference engine with scheduler, batches and sampling, meant to be read, tested and
 extended.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inputs of a model's forward pass for one step, with tokens, positions, slots and contexts."""
 
 from __future__ import annotations

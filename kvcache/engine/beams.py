@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beam search, which chooses the continuations of a request's beams."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafters, which guess upcoming tokens. The next step verifies them in one pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small engine with continuous batching over a `KVCache`, and a model that accesses the cache by
 slots.
 """

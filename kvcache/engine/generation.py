@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of an engine, their samples, and the new tokens of each step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads sequences from sources of KV outside the engine, and tracks which source serves which
 sequence.
 """

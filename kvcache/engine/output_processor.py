@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns the logits of each step into tokens, and ends samples and requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the blocks of a pool by state, for statistics and for web pages that visualize a cache."""
 
 from __future__ import annotations

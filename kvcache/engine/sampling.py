@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses the next token from logits."""
 
 from __future__ import annotations

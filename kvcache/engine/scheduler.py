@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference scheduler, with chunked prefill, admission, preemption and resumption."""
 
 from __future__ import annotations

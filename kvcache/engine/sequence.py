@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sequence of generated tokens, with its request and its scheduling state."""
 
 from __future__ import annotations

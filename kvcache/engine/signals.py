@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sections of code that signal handlers cannot interrupt."""
 
 from __future__ import annotations

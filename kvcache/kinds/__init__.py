@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention kinds of layers and cache groups. Each kind has its own file and is registered by name.
 
 A kind defines which earlier tokens are still read. From this rule, the manager derives which blocks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The properties of an attention kind, and the base class for kinds written in Python."""
 
 from __future__ import annotations

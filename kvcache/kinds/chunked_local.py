@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunked local attention, in which a token reads earlier tokens of its own chunk."""
 
 from kvcache.kinds.base import KindProperties, check_tokens

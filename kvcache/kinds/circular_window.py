@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sliding-window attention over a circular buffer. A token reads itself and the previous `window -
 1` tokens.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages of a kind contain, and the properties that other modules derive from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross-attention, in which every token reads all `Request.num_encoder_tokens` tokens of the
 encoder.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Full attention, in which every token reads all earlier tokens."""
 
 from kvcache.kinds.base import KindProperties

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recurrent layers (Mamba, linear attention), in which a token reads the state left by the previous
 token.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of attention kinds."""
 
 from __future__ import annotations

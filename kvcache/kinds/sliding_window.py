@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sliding-window attention, in which a token reads itself and the previous `window - 1` tokens."""
 
 from kvcache.kinds.base import KindProperties, check_tokens

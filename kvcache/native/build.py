@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native sources and their build flags, shared by `setup.py`, CMake and the JIT.
 
 Imports only the standard library, because `setup.py` loads this file by path before the package exists.

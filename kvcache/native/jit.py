@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the native libraries at first use if no prebuilt libraries are found.
 
 Libraries are built in `$KVCACHE_JIT_DIR` (default: `~/.cache/kvcache`), in a folder named by a hash of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the native libraries. They are prebuilt, or built at first use (`jit`).
 
 `core` is the control plane's module and never needs torch. `load_ops()` registers `torch.ops.kvcache`.

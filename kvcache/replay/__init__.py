@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays recorded and generated workloads through the manager, with optional verification.
 
 Torch is required only with `verify`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a verifier alongside a replay and summarizes its results."""
 
 from __future__ import annotations

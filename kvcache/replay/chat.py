@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A generated multi-turn chat workload: interleaved conversations with shared system prompts."""
 
 from __future__ import annotations

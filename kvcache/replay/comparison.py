@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares eviction policies: replays one workload with each policy at several pool sizes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Content keys and KV derived from them by a fixed mix, so that the KV of any token can be recomputed.
 
 All arithmetic is modulo 2**64. Multiplication by odd constants and xor-shifts are bijections, so

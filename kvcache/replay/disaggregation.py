@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays a workload with a prefill pool and a decode pool, and with simulated transfers.
 
 Managers, leases and the connector are real. No bytes are moved: a load takes as long as its tokens take
@@ -11,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
 from kvcache.checks import instance, integer, number, plain_fields, shown
@@ -35,6 +36,7 @@ from kvcache.transfer.states import StateDescription, StateTensor
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from typing_extensions import Unpack
 
 _NO_LENGTH_LIMIT = 2**31 - 1
 

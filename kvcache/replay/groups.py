@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses the cache groups of a replay in command-line syntax."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wrong token found by a verified replay, and its description."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command-line syntax of groups and policies: `name[:option=value]...`."""
 
 from __future__ import annotations

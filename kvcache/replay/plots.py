@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots the progress of a replay (hit rate, evictions, blocks in use), and policies by pool size."""
 
 from __future__ import annotations

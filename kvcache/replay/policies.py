@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses eviction policies and host write modes of a replay in command-line syntax."""
 
 from __future__ import annotations

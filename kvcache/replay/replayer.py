@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays a workload through the manager: admits, steps and frees requests, and counts hits."""
 
 from __future__ import annotations
@@ -5,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
 from kvcache.checks import MAX_INT32, instance, integer
@@ -23,6 +24,8 @@ from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from kvcache.replay.verifier import KVVerifier
 
 _NO_LENGTH_LIMIT = 2**31 - 1  # only the pool size limits a request

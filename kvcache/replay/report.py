@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The totals of a replay, as data, JSON or a table."""
 
 from __future__ import annotations

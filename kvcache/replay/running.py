@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An admitted request of a replay, and the tokens of the request that a step computes."""
 
 from __future__ import annotations

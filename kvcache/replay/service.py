@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the requests of a timed replay run: a simple model of an engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated store below the tiers of a replayed cache. Its blocks have keys but no content."""
 
 from __future__ import annotations

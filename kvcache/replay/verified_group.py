@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verifies one cache group: compares the content of its pages with the expected content.
 
 Content is read in two ways: through the block table and slot mapping, as it was written, and by indexing

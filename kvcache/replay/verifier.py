@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verification: attaches real storage to the replayed manager and checks the KV of every token.
 
 The KV of a token is a fixed mix of its content key, so the expected content of every read is

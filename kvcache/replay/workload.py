@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of a workload. Readers and generators create them, and the replayer consumes them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cache events for routers, with a ZMQ publisher that supports replay and a subscriber that mirrors
 the cache.
 

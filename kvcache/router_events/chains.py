@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orders blocks by their chains, so that a reader receives each parent before its children."""
 
 from __future__ import annotations

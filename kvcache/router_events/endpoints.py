@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks endpoints and binds sockets."""
 
 from __future__ import annotations

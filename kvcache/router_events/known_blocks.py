@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tracks the blocks that the readers of an event stream know, with their published attributes."""
 
 from __future__ import annotations

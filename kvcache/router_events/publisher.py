@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Publishes the events of a manager to routers from a background thread."""
 
 from __future__ import annotations

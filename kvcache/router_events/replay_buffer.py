@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps the most recent batches for readers that missed batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests earlier batches from a publisher."""
 
 from __future__ import annotations

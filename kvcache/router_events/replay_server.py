@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers replay requests a few batches at a time, so that publishing continues meanwhile.
 
 A request is [identity, b"", first sequence number]. The empty frame is optional, and answers omit it if

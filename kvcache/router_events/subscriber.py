@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Subscribes to one publisher and mirrors its cache across lost messages and restarts."""
 
 from __future__ import annotations

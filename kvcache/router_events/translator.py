@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translates the events of a manager into wire events."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reader's view of a publisher's cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire format of cache events for cache-aware routers. A message is msgpack in three ZMQ
 frames.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI-compatible completion endpoints for the engine, and a page that visualizes the cache.
 
 This is a reference implementation, not a production server. It has one process, one model and at most

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Assigns the engine's rows to requests fairly, so that large requests do not starve others."""
 
 from __future__ import annotations

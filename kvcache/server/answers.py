@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers to requests: their text, log probabilities and usage, whole or as a stream."""
 
 from __future__ import annotations

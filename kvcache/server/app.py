@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP application, with OpenAI's completions and chat completions, metrics, and the cache
 page.
 """

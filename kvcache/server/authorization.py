@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the API key of a request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads request bodies of limited size, and parses and validates them.
 
 Errors name the invalid field.

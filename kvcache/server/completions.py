@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The endpoints of completions and chat completions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs an engine in its own thread for callers in an event loop."""
 
 from __future__ import annotations

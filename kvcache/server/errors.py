@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of requests, answered as OpenAI's error objects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bodies of OpenAI's requests, with the fields of vLLM that load generators use."""
 
 from __future__ import annotations

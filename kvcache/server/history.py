@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of the cache's state over the last minutes, so that the page survives a reload."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits on clients, such as sizes, counts and timeouts."""
 
 from __future__ import annotations

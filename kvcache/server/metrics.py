@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of the engine and its cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An endpoint that prefills prompts for other servers, which then load the KV."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizes texts and chats within the limit of the model's length, and the endpoints for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times and token counts of requests, for metrics and for the timeline of the cache page."""
 
 from __future__ import annotations

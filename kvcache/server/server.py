@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs uvicorn with limits for slow, silent or numerous clients, and with a graceful shutdown."""
 
 from __future__ import annotations

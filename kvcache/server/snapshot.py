@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A snapshot of the cache and the engine as JSON-compatible values."""
 
 from __future__ import annotations

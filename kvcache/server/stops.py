@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds stop texts in a growing answer, in constant time per character."""
 
 from __future__ import annotations

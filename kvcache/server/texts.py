@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenization and detokenization with a checkpoint's tokenizer, or byte by byte without a
 tokenizer.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface between an engine and a source of KV that was computed elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A circuit breaker, which decides whether to call a store or peer that has failed."""
 
 from __future__ import annotations

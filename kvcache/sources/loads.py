@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loads of a source. All kinds of sources share this state machine and quarantine.
 
     match      begin        finish

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers between engines, with cache descriptions, transfer plans, transports and received
 blocks.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The description of a KV cache that engines exchange. It defines the content and page layout of
 each rank.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches a request's tokens from another engine, using plans, a transport and pages."""
 
 from __future__ import annotations

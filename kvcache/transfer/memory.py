@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Applies a transfer plan to memory: region addresses and page permutation. Needs torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Permutes blocks received from another engine into the local block size and layout, in place.
 
 `ops.permute_blocks_` moves each byte once. In comparison, vLLM gathers the blocks, permutes a copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The distribution of KV heads and layers over the ranks of an engine.
 
 Heads are spread over tensor-parallel ranks in one of two ways. If the number of ranks does not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers of recurrent states. Defines the slices of a state on each rank, and plans for reading
 them.
 

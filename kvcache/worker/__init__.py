@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data plane, which contains block tables, storage and page copies. It needs torch."""
 
 from kvcache.worker.pages.pages import Pages

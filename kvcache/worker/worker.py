@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker, which applies a `StepPlan` to block tables and storage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admission by chunks, of whole prompts, and of requests that share a prefix within one step."""
 
 import numpy as np

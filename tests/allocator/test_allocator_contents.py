@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Page contents: plans run on simulated pages, and every read must find the correct KV.
 
 The KV of a token depends on all tokens up to it, so the simulation represents it by that prefix. A

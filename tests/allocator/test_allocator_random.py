@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manager against its plain model, over mixed groups: 96,000 random operations.
 
 Failures found by random runs are kept as fixed cases in test_groups.py, test_manager_life.py and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool through its Python binding.
 
 `csrc/tests/test_block_pool.cpp` compares it with a model.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`engine_copies_states`: calls outside of steps, with groups of recurrent states."""
 
 import random

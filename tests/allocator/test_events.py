@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contents of events, and look-ups of hashes and blocks."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eviction policies: every victim equals that of the plain model (`eviction_models.py`)."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """External tokens, and blocks that a connector still uses after the request has left."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forks and copy-on-write: rows share blocks until one row writes to them."""
 
 import pytest

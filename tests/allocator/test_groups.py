@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several cache groups over one pool. Each test covers one behavior."""
 
 import math

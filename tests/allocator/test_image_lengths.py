@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One image identifier with two lengths.
 
 The hashes are equal, as engines compute them, but no hit is wrong.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts of the eviction policy `learned`: display, saving, loading and rejected values."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`learned` on two tiers: evicted pages and declined writes equal those of the plain model."""
 
 import random

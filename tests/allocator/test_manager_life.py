@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admission, reports, fences, withdrawal, statistics and events. Each test covers one behavior."""
 
 import pytest

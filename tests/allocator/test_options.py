@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A manager's options: the dataclass, the arguments named after its fields, and the native
 structure.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arrays of a plan are created on first access, and their values do not depend on when that is."""
 
 import copy

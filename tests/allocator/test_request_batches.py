@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions over the tokens of many requests."""
 
 import numpy as np

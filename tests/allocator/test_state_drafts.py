@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recurrent states with speculative blocks: drafts can be rejected without copying a state."""
 
 import numpy as np

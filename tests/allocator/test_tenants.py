@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two tenants that do not trust each other. Tests every verifiable sentence of docs/security.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two tiers: swapped rows, cached blocks on the host, pins, and eviction policies by name."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The answers of `would_fit` hold: random requests run to their end alone in an empty manager."""
 
 import pytest

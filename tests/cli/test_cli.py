@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: JSON output, one-line errors and lazy imports."""
 
 from __future__ import annotations

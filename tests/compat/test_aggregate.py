@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merging the reports of all workers: known examples, and random steps compared with a model."""
 
 import copy

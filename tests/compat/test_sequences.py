@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sequence-group manager, line by line of the contract.
 
 sequence_driver.py makes random calls.

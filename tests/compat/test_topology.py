@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of another engine that hold a worker's KV, computed by brute force for all sizes."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attach` verifies that a model gives the same answers over a paged cache as by itself, or rejects
 the model.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The batch of a decode step that follows another one."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine over real models: answers equal those of the model's own dense cache under any
 schedule.
 """

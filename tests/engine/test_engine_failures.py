@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request that fails in a step fails alone. All others keep their tokens."""
 
 import gc

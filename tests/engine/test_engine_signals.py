@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signal handlers that raise while an engine works: no token is lost or duplicated, and nothing
 hangs.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine with sources of external KV: answers remain the model's own, whatever the sources do."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The next token from logits: sampling, beams and drafts, without a model."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference scheduler alone: which sequences compute, wait or are preempted, without a model or
 KV.
 """

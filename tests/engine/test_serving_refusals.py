@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvcache.engine` and `kvcache.server` reject invalid values by argument name, and nothing
 changes.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Integers with more digits than Python converts (4,300) are rejected with the name of their
 argument.
 """

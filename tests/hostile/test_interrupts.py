@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A signal handler that raises at each instant of each call."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls out of order, and use from several processes and threads, as specified in docs/order.md."""
 
 import os

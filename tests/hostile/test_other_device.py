@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device that is neither CPU nor CUDA: every public name works there through torch copies, or is
 rejected.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fails an allocation in every public call.
 
 The state must be unchanged, or the object must report that it is broken.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Invalid and hostile arguments: random ones, and fixed cases for those that once caused a failure."""
 
 import itertools

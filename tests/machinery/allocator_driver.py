@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drives the manager and its plain model through the same random calls and compares every answer.
 
 The choices come either from hypothesis, which shrinks its failures, or from a seeded generator,

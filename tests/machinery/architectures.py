@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a tiny instance of every causal architecture in transformers over a paged cache and reports
 the outcome.
 

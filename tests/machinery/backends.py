@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backends of an op: the CPU op, the CUDA kernel emulated on the CPU, and the CUDA op.
 
 The emulator runs threads and blocks in a random order, or in ascending order under sanitizers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random scheduler-like requests to a manager with events and a host tier."""
 
 from __future__ import annotations

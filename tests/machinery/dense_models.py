@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models with their own dense caches, the reference for an engine's answers."""
 
 from functools import cache, wraps

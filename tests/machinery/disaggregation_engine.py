@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small engine for disaggregation tests.
 
 It has a manager and the pages of all ranks; each KV value identifies its token.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends requests from a prefill process to a decode process while faults kill or stop either
 process.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds and loads the CUDA kernels compiled for the CPU (`torch.ops.kvcache_emul`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs an engine randomly over a tiny model and compares each answer with the model's own.
 
 `python -m tests.machinery.engine_driver --runs N --seed S [--model NAME]` makes N runs with seeds S, S

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain models of the block pool and its eviction policies: lists and loops, written from the
 definitions.
 """

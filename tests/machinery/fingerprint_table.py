@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists every field of specs, layouts, plans and parallel sizes with its effect on a store's
 fingerprint.
 

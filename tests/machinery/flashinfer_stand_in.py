@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashInfer's paged attention in plain PyTorch, following the documentation of `plan` and `run`.
 
 Argument names and order follow flashinfer-python 0.7.2. The stand-in checks the same requirements:

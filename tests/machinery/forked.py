@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test processes forked from a process that has already imported torch, which takes seconds.
 
 Uses multiprocessing's fork server. Each test process has one, which ends with it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long runs whose memory use must stay flat: `python -m tests.machinery.growth [--scale F] [--seed N]`.
 
 During the warm-up, tables, indices and the event queue reach their final size. After the warm-up,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain model of the allocator: lists, dictionaries and loops, without arrays or optimizations.
 
 Prefix hits follow their definition: the longest prefix for which every group has the KV that it

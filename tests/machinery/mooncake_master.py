@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a Mooncake Store master in a separate process on the loopback interface."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small code changes that the tests of `make test` must detect (`make mutants`).
 
 A mutant is a replacement in one file; `tests.machinery.planted_breaks` plants it. The listed test files

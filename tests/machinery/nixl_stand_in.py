@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for NIXL's Python API, for tests with a simulated device, whose memory NIXL cannot
 reach, or on machines without NIXL. Agents in one process move bytes immediately and ignore streams,
 as RDMA does.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in plain PyTorch, over paged KV with the metadata of two backends, and over dense
 tokens.
 """

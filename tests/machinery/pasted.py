@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the command blocks of a Markdown page as a reader would paste them.
 
 A comment before a fence names its block:

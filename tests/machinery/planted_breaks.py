@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plants defects, one at a time, and checks that the tests detect each:
 
     python -m tests.machinery.planted_breaks                  # all; exit code 1 if one is missed

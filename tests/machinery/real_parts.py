@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the tests that need NIXL, Mooncake, a browser or SmolLM2, with these installed (`make test-real`).
 
     python -m tests.machinery.real_parts [ARGUMENT ...]

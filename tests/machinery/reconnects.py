@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures file descriptors and memory of one side over many connections that end.
 
 `python -m tests.machinery.reconnects --count 1000` prints the curves of both transports, with a peer

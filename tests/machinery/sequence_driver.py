@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drives `BlockSpaceManager` and its plain model through the same random calls, and fills the pages.
 
 Block tables, pairs, counts and hits are compared after every call. A simulated engine represents a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain model of the sequence-group manager: lists, dictionaries and loops, without hashes or
 arrays.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers for several tests: files outside the project, samples of values, and managers."""
 
 from __future__ import annotations

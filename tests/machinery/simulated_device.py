@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device that runs streams in any order that events allow, so that missing synchronization
 corrupts bytes.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An in-memory store with injected faults, and an engine with real pages that uses a tier over it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets environment variables that the ops read at each call, for the duration of a `with` block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds tiny models of every causal architecture in transformers, with seeded random weights."""
 
 from __future__ import annotations

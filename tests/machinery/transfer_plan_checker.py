@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes a transfer plan on fake memories and checks the location of every element.
 
 Shares no code with the plan. Locations are defined here again, as array shapes instead of offsets.

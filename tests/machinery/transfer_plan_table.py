@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.machinery.transfer_plan_table` executes and checks all combinations of transfer plans.
 
 Prints the number of right, wrong and refused combinations by their differences. A combination

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer in a separate process, for `test_transports.py`.
 
 It registers memory with a known pattern, reports its metadata, and executes commands. `lie` names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chats of several turns with a tiny model in vLLM, on a device pool that holds only a few of them.
 
 `python -m tests.machinery.vllm_chats '[{"model": FOLDER, ...}, ...]'` prints the results as JSON in its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM engine in a separate process, which continues stepping while it waits for commands.
 
 `python -m tests.machinery.vllm_engine OPTIONS` reads commands and writes answers, one JSON value per

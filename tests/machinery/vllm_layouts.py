@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches of two engines in which every element encodes its token, layer and head."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs tiny models in vLLM with several schedulers in one process and records the results of
 requests.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares what two of vLLM's schedulers return and keep. Block ids are compared by their number."""
 
 import dataclasses

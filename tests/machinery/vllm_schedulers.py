@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares vLLM's own scheduler with its own cache manager and with kvcache's, without a model."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for the few vLLM names that the worker side of the integration uses, for machines
 without vLLM.
 

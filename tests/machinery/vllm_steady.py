@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both schedulers in long decodes, with everything in between that steady steps must leave to vLLM."""
 
 import collections

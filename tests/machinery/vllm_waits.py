@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes vLLM's processes sleep while they wait for each other.
 
 Applies to every process that imports this module.

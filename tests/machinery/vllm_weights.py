@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes random weights of a tiny Llama to files, because vLLM's `dummy` weights differ from rank
 to rank.
 """

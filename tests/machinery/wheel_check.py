@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installs wheels into fresh virtual environments, and uses them there (`make test-wheel`).
 
     python -m tests.machinery.wheel_check [--torch VERSION ...] [--python PROGRAM ...] [WHEEL ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uses an installed wheel as its users do, without a compiler. Prints the result as JSON.
 
     python -I tests/machinery/wheel_user.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two network namespaces, connected by a wire that drops, delays, repeats, corrupts and cuts
 packets.
 

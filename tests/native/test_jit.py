@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The build at first use, in an unpacked source distribution without built libraries."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection of native libraries, messages about missing ones, and rebuilds by make."""
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def test_make_builds_again_after_clean(made):
 # background step to the last step that runs concurrently with it.
 STEPS = (
     *("setup", "lint", "test-vllm", "sanitize", "sanitize-thread", "gpu-less", "gpu-rehearsal"),
-    *("docs", "demo", "test-wheel", "fuzz", "bench", "test", "test-exhaustive"),
+    *("docs", "demo", "test-wheel", "fuzz", "bench", "test", "test-real", "test-exhaustive"),
 )
 LAST_BESIDE = {"test-vllm": "gpu-less", "gpu-rehearsal": "bench"}
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A build that cannot succeed ends with one line that says what to do."""
 
 import importlib.machinery

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the CUDA runtime calls of each path: copies, queries and waits.
 
 Performance regressions show as numbers.

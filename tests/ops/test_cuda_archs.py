@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Architectures that the CUDA library is compiled for, depending on the toolkit."""
 
 import platform

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact fp8 conversions in C++ programs that share the kernels' headers, with more values than
 tensor tests can cover.
 

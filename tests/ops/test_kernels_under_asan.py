@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs every kernel test emulated, under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parser of machine code and the expectations, on handwritten snippets."""
 
 from dataclasses import replace

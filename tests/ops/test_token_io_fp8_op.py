@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token I/O between fp8 caches and wider tokens, compared with PyTorch's conversions on the CPU."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the code in README and docs/.
 
 Checks that the reference has every public name and that links have targets.

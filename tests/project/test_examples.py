@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the examples in examples/ and in docstrings."""
 
 import doctest

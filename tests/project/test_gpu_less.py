@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA runtime without a GPU, used from Python: torch operators, kernels and messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make gpu` without a GPU: stages that fail, hang, die or print garbage, and machines with missing
 tools.
 """

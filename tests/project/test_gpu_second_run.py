@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages of `make gpu SECOND=1` with stand-ins for NIXL and FlashInfer, and with planted
 defects.
 """

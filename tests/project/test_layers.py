@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports go downwards only. A package may import only the layers below it."""
 
 import ast

@@ -1,5 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files that describe the package agree with each other, and wheels are checked."""
 
+import ast
 import re
 import sys
 
@@ -11,6 +13,7 @@ from tests.machinery import wheel_check
 from tests.machinery.shared import REPO
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
+LICENSE = re.compile(r"(#|//) SPDX-License-Identifier: Apache-2.0")
 RELEASE = REPO / ".github" / "workflows" / "release.yml"
 
 
@@ -39,6 +42,25 @@ def test_wheels_are_built_and_tested_for_the_pythons_of_the_classifiers():
         pytest.skip("no workflow here: a source distribution")
     tested = ", ".join(f'"{version}"' for version in versions)
     assert f"python: [{tested}]" in RELEASE.read_text()
+
+
+# Names that `typing` has since 3.11 or later.
+NEW_IN_TYPING = {
+    *("LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack"),
+    *("assert_never", "assert_type", "dataclass_transform", "override", "reveal_type", "ReadOnly"),
+    *("TypeAliasType", "TypeIs"),
+}
+
+
+def test_nothing_is_imported_that_python_3_10_lacks():
+    """The tests run with a newer Python."""
+    for path in sorted((REPO / "kvcache").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
+            if isinstance(node, ast.ImportFrom) and node.module == "typing":
+                names = {alias.name for alias in node.names} & NEW_IN_TYPING
+                assert not names, f"{path.relative_to(REPO)}: {names}"
+            elif isinstance(node, ast.Import):
+                assert "tomllib" not in {alias.name for alias in node.names}, path
 
 
 def test_nothing_is_published_before_its_test():
@@ -82,3 +104,14 @@ def test_no_wheel_at_all_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wheel_check, "REPO", tmp_path)
     assert wheel_check.main([]) == 1
     assert "there is no wheel in dist/: `make wheel` builds one" in capsys.readouterr().out
+
+
+def test_every_source_file_names_its_license():
+    folders = ("csrc", "kvcache", "tests", "benchmarks", "examples", "docs")
+    paths = [REPO / "setup.py", *(p for folder in folders for p in (REPO / folder).rglob("*"))]
+    sources = [p for p in paths if p.suffix in {".py", ".pyi", ".h", ".cpp", ".cu"}]
+    sources = [p for p in sources if REPO / "kvcache" / "csrc" not in p.parents]
+    assert len(sources) > 800
+    for path in sources:
+        lines = path.read_text().splitlines()[:2]  # the first may be a shebang
+        assert not lines or any(LICENSE.fullmatch(line) for line in lines), path.relative_to(REPO)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that the listed defects and mutants match the code, so that they can always be planted."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public types: the checker's findings in callers' files, and stubs that match the code."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make test-vllm VLLM=newest`: the newest vLLM on PyPI, or a clear failure."""
 
 import sys

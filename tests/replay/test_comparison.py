@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparison of eviction policies with each other and with the optimum."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays with separate prefill and decode pools: computed tokens, transfers and leases."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hits of the learning policy on the conversation trace and on modified versions of it."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays with several cache groups: bytewise verification, and the errors that it catches."""
 
 from __future__ import annotations

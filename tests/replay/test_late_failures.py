@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failures of a step that are reported after its rows have released the computed blocks."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replay: trace readers, content keys, exact hits, and the errors that verification catches."""
 
 from __future__ import annotations

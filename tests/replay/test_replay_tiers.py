@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays with eviction policies and a host tier: exact hits, verified swaps, and detected errors."""
 
 from __future__ import annotations

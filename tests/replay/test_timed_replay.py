@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays with arrival times, in which running requests hold their blocks."""
 
 import json

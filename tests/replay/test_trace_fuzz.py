@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged and hostile traces cause one-line errors that name the location, and never a traceback."""
 
 import gzip

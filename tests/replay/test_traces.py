@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trace readers: format detection, format names and malformed lines."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events in the form that routers read, including blocks on the host, and a reader's view."""
 
 from itertools import pairwise

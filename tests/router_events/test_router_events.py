@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events over sockets: publishing, replay, allowed clients, and readers."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real `kvcache serve` process under random requests, and under hostile clients next to honest
 ones.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients, routers and load generators expect of an OpenAI server, and of vLLM's."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server: OpenAI's client, disconnecting clients, a failing model, and the page in a browser."""
 
 import asyncio

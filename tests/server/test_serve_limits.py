@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rejected requests, time limits for clients, and shutdown of the server."""
 
 import asyncio

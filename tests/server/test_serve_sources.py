@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvcache serve` with sources of external KV. Each server is a separate process."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode in two engines: correct bytes, rejections, faults, and no leaks."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leases: what readers find in a slot, and random calls compared with a plain model."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random calls of two connectors whose ranks answer at random times: no request is lost and no
 block leaks.
 """

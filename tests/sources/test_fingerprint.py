@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fingerprint of a store: any change in the meaning of bytes changes it."""
 
 from __future__ import annotations

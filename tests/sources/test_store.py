@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks in a store outside of the engine: contents are correct whatever the store does, and
 nothing leaks.
 """

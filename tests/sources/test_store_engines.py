@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block stores on a local disk (NIXL's POSIX plug-in) and in Mooncake Store, using the real
 backends.
 """

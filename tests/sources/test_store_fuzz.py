@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stores that give false answers, and full, torn or corrupted disks cause misses and nothing worse."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transports, fetching, disaggregation and stores with device tensors, concurrent with compute on
 another stream.
 

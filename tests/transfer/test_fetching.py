@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token ranges of a request in several groups, with null pages on either side."""
 
 import ctypes

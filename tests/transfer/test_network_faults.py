@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transports over a network that drops, delays, reorders, repeats, corrupts and cuts packets.
 
 Transfers give correct bytes or an error. The network is a thread of this process between two network

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of received blocks: the guarantees of the three functions, and the general function."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads and layers of each rank: complete, unsplit, and rejected if sizes conflict."""
 
 import pytest

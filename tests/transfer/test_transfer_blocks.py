@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`copy_kv_blocks` (CONTRACT C3): tensors of any engine backend, in both directions."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptions of caches: element offsets, serialization and rejected values."""
 
 import itertools

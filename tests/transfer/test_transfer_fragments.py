@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Source ranks of plans, minimal fragments, merged pages and rejected engines."""
 
 import itertools

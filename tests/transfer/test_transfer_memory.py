@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfer plans on real storages: addresses, bytes, and the permutation by the op."""
 
 import ctypes

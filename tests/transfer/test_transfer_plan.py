@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfer plans on fake memories for all combinations, and detection of planted defects."""
 
 import itertools

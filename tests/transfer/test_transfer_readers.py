@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader counts of source ranks, compared with the plans of all readers, for all sizes."""
 
 import re

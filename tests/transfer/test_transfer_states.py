@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers of recurrent states on fake memory in which each element identifies itself."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends random and mutated bytes to a transport, which must reject them and continue to serve
 others.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The path of NIXL transfers, and the fragment checks at the start of every transfer."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transports between two processes: correct bytes, clear errors, deadlines."""
 
 import errno

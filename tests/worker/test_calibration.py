@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy methods by fragment size: thresholds, files, and the output of `kvcache bench`."""
 
 import json

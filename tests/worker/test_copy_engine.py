@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copy engine on a device: in captures, without batches, and with a rejected copy."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the native host tables with lists, and their packed updates with the tables."""
 
 import numpy as np

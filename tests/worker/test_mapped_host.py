@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pinned host memory whose device addresses differ from its host addresses."""
 
 import pytest

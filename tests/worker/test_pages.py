@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Page layouts: every layout of the attention backends, as pages and as kernel views."""
 
 import itertools

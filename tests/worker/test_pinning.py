@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory: size, start address, pinning, and error messages."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwapEngine: stream dependencies on a simulated device, failures, and races on a real device."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Swaps during graph captures, and an engine's streams."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random plans on a simulated device: every valid stream order gives the result of immediate
 execution, and removing any dependency is detected.
 """

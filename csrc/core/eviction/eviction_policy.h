@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The interface of eviction policies, which choose the next cached block to evict.
 //
 // The pool enforces the rules common to all policies: a block that is held, pinned, or has a cached

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The priority that a release assigns to a block.
 #pragma once
 

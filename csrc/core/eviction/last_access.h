@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Evicts the block with the earliest last access first, then by longest prefix, then by release
 // order.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Evicts the blocks that are least worth keeping, based on the observed reuse of similar blocks.
 //
 // The blocks that a request releases form segments. Blocks shared with other conversations and

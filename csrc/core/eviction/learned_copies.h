@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Evicts the pages of a second tier that are least worth keeping, based on the statistics learned
 // by the first tier's policy.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Evicts the least recently released block, like a pool without a policy, but always evicts leaves
 // first. Used for the host tier, where heads of chains may arrive before tails.
 #pragma once

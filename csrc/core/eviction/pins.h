@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks that callers want to keep. A pin is not a reference: pinned blocks are evicted if no other
 // cached block is left.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Evicts by priority, lowest first, then least recently released.
 //
 // A release may assign priorities, with a time to live, to ranges of its tokens. A block takes the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks ordered by a key, smallest first, in a binary heap that records each block's position.
 #pragma once
 

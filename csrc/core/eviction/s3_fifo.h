@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO queues are all you need for cache eviction,
 // SOSP 2023): most blocks are never hit, and a small queue lets them leave early.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segmented LRU (Karedla, Love, Wherry 1994): blocks with a hit outlive blocks without one.
 //
 // A cached block is on probation until it is hit, and protected afterwards. Protected blocks (held,

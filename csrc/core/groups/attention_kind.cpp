@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/groups/attention_kind.h"
 
 #include "core/groups/rules/tokens.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A kind of attention, which determines which earlier tokens are still read.
 //
 // first_needed_token determines which blocks can be dropped while a request runs, and which blocks

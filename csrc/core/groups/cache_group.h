@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A cache group of a manager: its attention kind and its sizes.
 #pragma once
 

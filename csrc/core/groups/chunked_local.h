@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each token reads the earlier tokens of its own chunk of the sequence.
 #pragma once
 

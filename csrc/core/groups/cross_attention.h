@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every token reads all encoder tokens. No other request can use the encoder's KV.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every token reads all earlier tokens.
 #pragma once
 

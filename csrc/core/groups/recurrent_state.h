@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each token reads the state after the previous token (Mamba, linear attention).
 //
 // A step updates the state in place, in the page of the block that contains its last token. If the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The hits for which window blocks and states stay cached (`CacheOptions.retention_interval`).
 #pragma once
 

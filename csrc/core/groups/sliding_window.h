@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each token reads itself and the window - 1 tokens before it.
 #pragma once
 

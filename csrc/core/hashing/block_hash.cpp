@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/hashing/block_hash.h"
 
 #include <algorithm>

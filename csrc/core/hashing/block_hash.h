@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block hashes, which are chained digests over canonical CBOR, in the format of other engines.
 //
 //   none_hash  = H(CBOR text string of the seed)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Heads of CBOR items (RFC 8949), each in its shortest form.
 #pragma once
 

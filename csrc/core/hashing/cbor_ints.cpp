@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/hashing/cbor_ints.h"
 
 #include "core/hashing/cbor.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CBOR of the token ids of a block.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Extra keys contain everything besides the tokens that the KV of a request depends on, as CBOR per
 // block.
 //

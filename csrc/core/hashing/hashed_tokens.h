@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A request's tokens and the packed hashes of its full blocks, used by engines instead of a list of
 // objects.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Splits long computations into pieces, so that the embedding application can interrupt them in
 // between.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SHA-256 (FIPS 180-4). Uses the CPU's SHA instructions if available, and plain C++ otherwise.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tokens of one request, and the hashes of its full blocks. Both belong to the request, so
 // computed hashes survive preemption.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // 128-bit XXH3 with seed 0 and the default secret, implemented from the public specification. It is
 // not cryptographic, so anyone who can choose tokens can construct two blocks with the same hash.
 #pragma once

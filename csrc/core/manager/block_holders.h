@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts the rows and temporary holders that hold a block.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cache hit statistics, in total and over the most recent requests.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two block tiers: the device pool and, if configured, the host pool.
 //
 // The tiers share one clock and one event log. The class also holds released device blocks that a

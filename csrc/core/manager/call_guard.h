@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ensures that only one thread uses a manager, with one call at a time, and that the manager is not
 // broken.
 //

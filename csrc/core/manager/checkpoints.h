@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chooses the positions at which the steps of a prompt end, so that later requests can hit the
 // states there.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Released blocks that may still be read.
 //
 // A step in flight may read a block until the step is reported as done. A connector may read a

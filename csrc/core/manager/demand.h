@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Computes the blocks that a row needs to be served.
 //
 // Invariant: changes nothing.

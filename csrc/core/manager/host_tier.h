@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Manages cached blocks on the host, which are offloaded from the device and onboarded when
 // requests hit them.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds the rows affected by invalid content, and the token from which each row must recompute.
 //
 // Starts from blocks, host pages or rows that are known to be invalid, and adds everything computed

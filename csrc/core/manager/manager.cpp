@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The manager's calls. Each call checks its input, appends and hashes tokens, and delegates the
 // work to a component.
 #include "core/manager/manager.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The request manager maps requests to rows, and allocates blocks for a whole batch per call.
 //
 // There are two tiers with one page size: the pool of the device and, if configured, the pool of

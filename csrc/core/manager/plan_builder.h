@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Builds the plan of a step, which consists of answers and changes.
 //
 // Between steps, the builder collects what the next plan must contain: freed rows to clear, and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds the longest prefix that all cache groups of a manager can take from the cache, on the
 // device or on the host.
 #pragma once

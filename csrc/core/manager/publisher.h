@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Publishes filled blocks under the hashes of their tokens, and records events.
 //
 // Invariant: content that may never be computed (lookahead slots, unknown tokens) and content from

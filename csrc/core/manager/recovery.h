@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Processes reports. Completes steps, or returns rows and caches to valid content after an aborted
 // step or invalid content.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rejects invalid requests before anything changes.
 //
 // Invariant: changes nothing except the record of the rows named in the call.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // State shared by the components that allocate, move and release the blocks of rows.
 #pragma once
 

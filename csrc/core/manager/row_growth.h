@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Assigns blocks to rows: cache hits, new blocks, and copies of shared blocks.
 //
 // Applies a Demand that fits to the blocks of the row, the plan and the journal. Invariant: a row

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Releases all blocks of rows that leave, or the blocks after a row's valid tokens.
 //
 // Invariant: before blocks are released, the eviction policy is notified, and the journal records

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Serves rows: allocates the next slots of running rows, admits requests, and forks rows.
 //
 // DemandRules computes what a row needs. If the demand fits, RowGrowth allocates it, and the

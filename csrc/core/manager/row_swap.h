@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Moves rows from the device to the host, and back.
 //
 // Invariant: a row is on one tier, and a block or page that several rows of a call hold moves once.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of requests, their blocks per group, and the free rows.
 //
 // Invariants: the count of rows in use is exact. The blocks of a row are null exactly in the

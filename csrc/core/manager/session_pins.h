@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cached blocks that each session has pinned.
 //
 // Invariant: a pin ends when its block loses its hash, and a session counts only pins that still

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks that rows of the current step fill and that later rows of the step may share.
 //
 // Invariant: contains only blocks of the current step.

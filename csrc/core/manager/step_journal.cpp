@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/manager/step_journal.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Records the effects of steps in flight, so that an aborted step can be undone.
 //
 // Invariant: contains at most kMaxStepsInFlight steps, in ascending order, none of which is done.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The numbers of the steps that were created, issued and completed.
 #pragma once
 

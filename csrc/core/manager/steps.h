@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan of the current step, and the journal of the steps in flight.
 //
 // Invariant: outside of a step, no plan is open, and all steps in the journal were issued.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Appends new token ids, and computes the hashes of the blocks that they fill, before anything else
 // changes.
 //

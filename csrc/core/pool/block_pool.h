@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The block pool, which records whether each block is free, held or cached, and the hashes of
 // cached blocks.
 //

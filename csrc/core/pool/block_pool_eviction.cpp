@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Eviction in a pool with a policy or pins.
 //
 // `passed_` followed by `cached_free_` contains all free cached blocks in release order, candidates

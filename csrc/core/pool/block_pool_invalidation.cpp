@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Removes invalid content, and everything that may have been computed from it, from a pool.
 #include <algorithm>
 

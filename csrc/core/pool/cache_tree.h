@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The chains of cached blocks. A block should not be evicted before its cached successors, because
 // lookups would no longer find the successors.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The blocks from which a policy may choose, which are always leaves.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The content of blocks, with the hashes under which it is published and the data for events.
 #pragma once
 

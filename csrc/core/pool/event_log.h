@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stores events in order until they are drained. Events report hashes that became available in a
 // cache or were removed from it. The log is bounded. When it is full, all stored events are
 // dropped, and one cleared event per tier makes the reader discard its state.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A listener for cached blocks that are about to be evicted.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Maps a hash to the blocks with its content.
 #pragma once
 

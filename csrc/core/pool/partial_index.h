@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Maps hashes of prefixes that end inside a block to partially filled blocks.
 //
 // Only managers whose hash blocks are smaller than their allocation blocks have partial blocks.

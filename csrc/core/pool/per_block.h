@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One value per block of a pool, zero until it is set, indexed by block id.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The hashes of a pool's blocks, for its eviction policy.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long blocks stay cached, from publication and from the last release until eviction.
 #pragma once
 

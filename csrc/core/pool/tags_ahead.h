@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tags of a batch of hashes, for searches in an index.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Distinguishes contents with equal hashes.
 //
 // The interoperable hash contains an image's identifier and start, but not its number of tokens.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The prologue and epilogue of every function in the runtime's C interface, which handle the lock,
 // the sticky error and the thread's last error.
 //

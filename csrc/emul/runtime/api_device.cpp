@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of the runtime's C interface for the device. Emulates a single device, which reports
 // the H200 properties that callers query.
 #include <cstdio>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of the runtime's C interface for captures and graphs.
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of the runtime's C interface for nvcc's generated code, launches and kernel attributes.
 #include <cuda_runtime_api.h>
 

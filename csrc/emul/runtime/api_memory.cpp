@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of the runtime's C interface for allocation, pinned and registered memory, and
 // pointers.
 #include "emul/runtime/api.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions that torch links against but that are not simulated. Each prints a line and returns an
 // error.
 #include "emul/runtime/api.h"

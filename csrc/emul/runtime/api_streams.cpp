@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of the runtime's C interface for streams and events.
 #include <algorithm>
 

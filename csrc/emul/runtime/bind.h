@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Registers kernels compiled for the emulator. The runtime finds them by demangled name and copies
 // their parameters at the launch.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A kernel that the emulator can run, passed from the library of emulated kernels to the runtime.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stream capture and graphs. Callers hold the runtime's lock.
 //
 // A capture starts in one stream and includes each stream that waits for an event recorded in the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies and fills between any two memories. Callers hold the runtime's lock.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts of runtime calls by kind. Tests compare counts to assert the cost of a path. The counts
 // reveal performance faults that would only show as time on a device.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device's memory, in which each allocation is mapped twice.
 //
 // At its device address, which callers see, memory is PROT_NONE except while a kernel runs, so host

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A substitute for libcuda.so.1 without a driver, sufficient for loading torch. Functions that
 // torch looks up but does not call return a "not supported" error.
 #define KV_DRIVER_API extern "C" __attribute__((visibility("default")))

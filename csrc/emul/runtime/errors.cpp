@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA errors: each thread's last error, the sticky error, and error names and descriptions.
 #include <cstdarg>
 #include <cstdio>

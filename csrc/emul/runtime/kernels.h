@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of loaded libraries, and their launches on the emulator. Callers hold the lock.
 //
 // nvcc's code registers each kernel under the address of its host stub. Kernels of this project run

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launch limits of kernels according to their machine code, from the file in
 // KVCACHE_GPULESS_LIMITS: one line per kernel with its mangled name, registers per thread, bytes of
 // static shared memory and threads per block. tests/machinery/gpu_less/limits.py writes the file

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The runtime's lock, and its interaction with Python's GIL if an interpreter is running.
 #include <dlfcn.h>
 

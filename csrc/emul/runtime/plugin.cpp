@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Additional functions for the Python plug-in that runs torch's operators on the CPU.
 #include <cstring>
 #include <numeric>

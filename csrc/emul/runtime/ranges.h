@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory ranges known to the runtime: device allocations, and pinned and registered host
 // memory.
 //

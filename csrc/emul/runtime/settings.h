@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Settings of the runtime, read once from the environment. docs/gpu_less.md documents them.
 #pragma once
 

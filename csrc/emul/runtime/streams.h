@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams are queues of tasks that run late. Tasks run when a caller waits, occasionally during
 // other calls, and in a thread of the runtime if there are no calls. The seed determines the order,
 // within the constraints of streams and events.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares the fp8 codes of ScaleDivisor and of a true division, for
 //   - every bfloat16 and every float16 and `num_scales` scales each,
 //   - `num_floats` pairs of a random float32 and a scale, most of them near a boundary of fp8

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares the conversions to and from fp8 with the host version of NVIDIA's cuda_fp8.h, for every
 // bfloat16, every float16, every fp8 code, and every `stride`-th of the 2^32 floats. Usage: nvidia
 // stride. Prints counts. The exit code is 1 if any result differs (except for the sign of NaN).

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block management for groups of sequences, which are objects of the engine."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequence groups with forks, swaps and windows, on top of the native manager."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of `BlockSpaceManager`, which includes native methods."""
 
 from collections.abc import Collection, Mapping

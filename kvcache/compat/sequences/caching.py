@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix caching of sequences: computed marks, hits, eviction and events."""
 
 from __future__ import annotations

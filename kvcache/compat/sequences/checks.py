@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of `BlockSpaceManager`, made before anything changes."""
 
 from __future__ import annotations

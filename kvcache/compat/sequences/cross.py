@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross-attention tables: the blocks of encoders, by group."""
 
 from __future__ import annotations

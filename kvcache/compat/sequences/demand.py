@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes how many blocks a sequence needs, and whether they are available."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protocols of the sequences and groups that `BlockSpaceManager` accepts. No base class is required."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Swaps the sequences of a group between device and host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables of sequences and encoders on both tiers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts the tokens of sequences for the native manager: token ids, or only their number."""
 
 from __future__ import annotations

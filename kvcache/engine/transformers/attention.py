@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention function of transformers models, which reads the contexts of a batch's requests.
 
 It is registered as "kvcache" in transformers' attention interface. It computes attention with

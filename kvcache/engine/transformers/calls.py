@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls a model's forward with only the arguments that it names, and without side effects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention with FlashInfer's kernels, which read pages in place instead of gathering contexts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes and reads a layer's K and V in the pages by slots."""
 
 from __future__ import annotations

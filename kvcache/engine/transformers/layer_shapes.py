@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects the caches of a model's layers by computing one token with the model's own cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recurrent states of a layer, stored in pages of bytes and viewed as the tensors that
 transformers uses.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recurrent layers (Mamba, gated delta rule) that read and write each request's state in pages.
 
 Recurrent layers treat their input as a single sequence. Therefore, while a `PagedModel` runs, a

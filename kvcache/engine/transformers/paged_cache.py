@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache that is passed to a model. It writes new K and V and reads whole contexts by slots."""
 
 from __future__ import annotations

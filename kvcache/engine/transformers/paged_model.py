@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a transformers model on a `KVCache`, which is planned and built for the model and accessed
 by slots.
 """
@@ -6,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +32,9 @@ from kvcache.engine.transformers.segments import segments_of
 from kvcache.engine.transformers.self_check import Difference, SelfCheck
 from kvcache.engine.transformers.unsupported import UnsupportedModel
 from kvcache.memory_plan import plan_cache
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _LOG = logging.getLogger(__name__)
 _NO_TRAINING = "expected model.eval(), as dropout would change answers and cached KV"

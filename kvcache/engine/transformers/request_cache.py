@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache that is passed to a model for a single request. It behaves like a dense cache, but
 stores K and V in pages.
 

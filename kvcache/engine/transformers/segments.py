@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits a request's tokens into segments, to keep the states between them.
 
 Each segment is computed by one call.

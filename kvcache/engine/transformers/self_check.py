@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes a few tokens with the paged cache and compares them with the model's dense forward pass.
 
 The prompts are split into chunks and batched together. They use a small separate cache, so the

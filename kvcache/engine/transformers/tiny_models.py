@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models with seeded random weights, for tests and the demo. No files are downloaded."""
 
 from __future__ import annotations

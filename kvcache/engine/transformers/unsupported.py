@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The error for models that cannot be served correctly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocates slots of running requests before vLLM's scheduler requests them.
 
 The blocks of a request do not change up to `KVCacheManager.quiet_until` tokens of its row, so no

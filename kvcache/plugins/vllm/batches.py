@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The running requests of a step in columns, for steady decode steps."""
 
 from __future__ import annotations

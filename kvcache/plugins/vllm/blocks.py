@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block ids instead of vLLM's lists of block objects."""
 
 from __future__ import annotations

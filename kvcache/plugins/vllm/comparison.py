@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares kvcache's manager with vLLM's own at startup, on the model's groups in a small pool.
 
 Both managers serve the same random requests without a model. Some requests leave the model's windows,

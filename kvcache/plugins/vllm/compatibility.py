@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that the installed vLLM has the interfaces that the plug-in replaces and implements.
 
 `TESTED` versions run the whole test suite. A later version is accepted if these checks and the

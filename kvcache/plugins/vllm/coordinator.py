@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views for the parts of vLLM's manager that schedulers and connectors access directly."""
 
 from __future__ import annotations

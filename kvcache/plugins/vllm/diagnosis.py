@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvcache doctor --vllm`: would vLLM serve this model with kvcache's scheduler?
 
 Starts vLLM's engine core with an executor that has no workers. The model is created on PyTorch's `meta`

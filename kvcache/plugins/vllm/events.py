@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts kvcache's cache events to vLLM's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts vLLM's KV cache groups to kvcache's. Unsupported kinds are rejected by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's block hashes, computed natively with identical bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manager's record of a vLLM request that has blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of the sources of vLLM's schedulers that `steady.py` repeats.
 
 A release that changes one of them, or a subclass that overrides one, schedules every step with its own

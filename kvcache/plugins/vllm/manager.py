@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Implements vLLM's KVCacheManager with kvcache's manager.
 
 In the common case, the blocks of a request do not change, and its calls return immediately (see

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvcache:` metrics in vLLM's `/metrics`.
 
 The engine core adds the manager's counts to the statistics that it sends to the API server, in their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bookkeeping for recurrent states (Mamba) in vLLM, in addition to their blocks."""
 
 from __future__ import annotations

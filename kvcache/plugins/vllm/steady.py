@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steady decode steps of vLLM's scheduler, built from columns instead of one request at a time.
 
 In a steady step nothing waits and each running request computes one token, so `schedule()` repeats

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers of common trace formats: one file per format, registered by name."""
 
 # Imported in the order in which formats are tried on a line.

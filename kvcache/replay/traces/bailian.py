@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Alibaba's traces of Qwen on Bailian: JSON lines, with ids of blocks of 16 tokens as content.
 
 Fields are `chat_id`, `timestamp` (seconds), `input_length`, `output_length` (tokens) and `hash_ids`, one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens and content of prompts in traces that contain only block ids.
 
 Equal ids mean equal content and equal prefixes. The tokens are derived from the ids.

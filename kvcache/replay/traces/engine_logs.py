@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request logs of engines: vLLM (`--enable-log-requests`) and SGLang (`--log-requests`).
 
 Other lines are skipped. In vLLM logs, each request line with `prompt_token_ids: [...]` counts; newer

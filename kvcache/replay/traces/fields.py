@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trace lines and their JSON fields, with checks that report the location of an error."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mooncake's traces (FAST'25): JSON lines, with ids of blocks of 512 tokens as content.
 
 Fields are `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one per block of the

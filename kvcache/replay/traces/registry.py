@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trace formats by name, and the detection of a file's format."""
 
 from __future__ import annotations

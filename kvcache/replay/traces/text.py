@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces with text: JSON lines with `prompt`, or with `messages` of `role` and `content`.
 
 Each word and each punctuation mark is one token; a real tokenizer yields slightly more. Equal prefixes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces with token ids: JSON lines with `token_ids`, `prompt_token_ids` or `input_ids`.
 
 `timestamp` (ms) and `output_length` (tokens) are optional and must be present in all lines or none.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Disaggregated prefill, with offers, leases, loads, and recovery from failed loads.
 
 Names are imported on first use. Only ranks need torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that stores its pages in `KVStorage`s and exchanges them using transfer plans."""
 
 from __future__ import annotations

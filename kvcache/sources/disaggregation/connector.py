@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Disaggregated prefill in the manager's process. All decisions are based on request data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory layout of one KV cache group's blocks, in the form that engines exchange."""
 
 from __future__ import annotations

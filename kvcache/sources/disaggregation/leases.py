@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leases on a sender's rank.
 
 The blocks of a leased request are kept until readers are done or the lease expires.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An offer of a sender, in plain JSON, to read the blocks of a request that it keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A source that requests prefills from another server and loads their KV."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rank side of a connector.
 
 It runs the transport in a separate thread, and manages leases and loads in flight.

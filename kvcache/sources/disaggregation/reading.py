@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load of one request on one rank.
 
 It consists of reads, the lease check, and the notification of the sender.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages that an engine's scheduler and its ranks exchange."""
 
 from __future__ import annotations

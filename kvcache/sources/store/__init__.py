@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A third cache tier, which keeps blocks in an external store, either distributed or on a local
 disk.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Creates cache events for the content of a store, for readers of the manager's events."""
 
 from __future__ import annotations

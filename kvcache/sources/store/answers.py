@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validates the results of a store in the store's thread, so that the tier receives only valid
 values.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a store, which keeps values under keys outside the engine."""
 
 from __future__ import annotations

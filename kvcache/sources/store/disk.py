@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A store in a file on a local disk, accessed through NIXL's POSIX plug-in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes the fingerprint that must be equal in two engines that share blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client of Mooncake Store, a distributed store in the memory of many machines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Determines the blocks that the tokens after a hit need, and their longest prefix in a store."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of stores, which the command line selects by URL."""
 
 from __future__ import annotations

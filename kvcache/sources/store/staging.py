@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory through which a store's thread and the pages of a cache exchange values."""
 
 from __future__ import annotations

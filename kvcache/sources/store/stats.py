@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The counts of a store tier."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that calls a store."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tier that connects a store to a manager and its pages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The format of a stored value, which consists of a header and the bytes of a page.
 
     digest 16 | magic 8 | page bytes 8 | fingerprint 16 | group 4 | hash bytes 4 | hash 32 | zeros | page

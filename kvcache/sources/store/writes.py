@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The queue of blocks that are waiting to be put into a store."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fragments of a transfer plan in factored form, and their application to page numbers.
 
 All layers of a page, K and V, and most pages are transferred in the same way. Therefore a plan

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the patterns of a transfer plan by matching and merging the runs of a group's pages.
 
 In every layout, one head of one token is contiguous in K or V of a layer. Offsets are first counted

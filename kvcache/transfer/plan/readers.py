@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Determines which ranks of one engine read from each rank of another.
 
 A sender waits for these readers.

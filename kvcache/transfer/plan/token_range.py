@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selects the runs of a plan that transfer an arbitrary range of a request's tokens.
 
 Tables may have null pages.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfer plan of a local rank, which defines the remote bytes that fill its pages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transport interface, with registered memory, peers, and reads and writes with deadlines."""
 
 from __future__ import annotations

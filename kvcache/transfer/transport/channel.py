@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends and receives frames over a TCP connection.
 
 A frame is a JSON header followed by a binary payload.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connection to a peer, which handles requests in both directions and the transfers that they
 start.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests that detect data which differs from what was sent or requested.
 
 A request has a digest. The digest of each piece of the answer covers the request's digest, the

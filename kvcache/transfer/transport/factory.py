@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Creates a transport by name, or the preferred installed transport."""
 
 from __future__ import annotations

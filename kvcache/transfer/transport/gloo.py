@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gloo transport, which is included in torch. Bytes are sent through host memory and TCP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The handshake in which both sides of a connection authenticate each other.
 
 The connecting side sends hello, the listener answers with a proof that it knows the secret, and the

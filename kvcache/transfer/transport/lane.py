@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves packed bytes between two peers in both directions, piece by piece."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The information that a peer needs to connect, as JSON that is fully validated."""
 
 from __future__ import annotations

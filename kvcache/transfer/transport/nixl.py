@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The NIXL transport, which is used in production systems. It moves bytes by RDMA, shared memory or
 TCP, through UCX.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wraps NIXL's agent, which handles registered memory, peers, and transfers of descriptor lists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers that NIXL moves directly between the registered memory of two sides."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends packed pieces over NIXL. The sender writes them into the receiver's staging memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that a transport may access, and copies between it and staging memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Factored fragments of one side of a transfer, which can be split into pieces of staging memory."""
 
 from __future__ import annotations

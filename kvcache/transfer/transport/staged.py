@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transport in which peers request bytes over a channel and receive them in packed form over a
 lane.
 """

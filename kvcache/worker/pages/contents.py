@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes the contents of a page: the position of each head of each token, and the dtype."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The placement of a pool's pages in memory."""
 
 from __future__ import annotations

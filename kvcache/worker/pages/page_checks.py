@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks, before any copy, that a plan's pages are in range and written at most once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies pages within a pool or between two pools."""
 
 from __future__ import annotations

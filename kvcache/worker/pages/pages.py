@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of a pool, as regions of memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Locates the heads of all tokens in a page, based on the views of its storages."""
 
 from __future__ import annotations

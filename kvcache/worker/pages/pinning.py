@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory that a device can access, mapped at page boundaries and pinned in parallel chunks."""
 
 from __future__ import annotations

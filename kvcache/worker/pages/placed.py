@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocates memory for pages whose elements were placed by `kvcache.placement.place_elements`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes the regions of a tensor, that is, the positions of all contiguous fragments of a block."""
 
 from __future__ import annotations

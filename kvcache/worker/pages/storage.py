@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV storage, which consists of the tensors through which attention kernels access a pool's pages."""
 
 from __future__ import annotations

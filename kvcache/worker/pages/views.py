@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts between an attention backend's cache and views of K and V."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks page copies against a contiguous copy of the same number of bytes in the same run."""
 
 from __future__ import annotations

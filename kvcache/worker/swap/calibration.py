@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibrations record the fastest copy method of a machine by direction and by number and size of
 fragments.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Swaps pages between device and host while the engine computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Swap jobs, and the order of jobs in each direction."""
 
 from __future__ import annotations

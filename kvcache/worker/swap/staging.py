@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staging memory on the device. One half is filled while the other half crosses the bus."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams and events for moving pages, on a CUDA device or on the CPU.
 
 `SwapEngine` uses them to order its work. The tests use a third implementation, which runs the work

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the metadata of a batch for attention kernels from the block tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block tables of a model with several cache groups."""
 
 from __future__ import annotations

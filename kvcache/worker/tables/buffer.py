@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buffers with a host side and a device side, and race-free asynchronous uploads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block table of one cache group, which lists the blocks that hold the tokens of each row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block tables of all cache groups, in shared memory. Each call serves all groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of one cache group's table, and checks of the arguments that define it."""
 
 from __future__ import annotations

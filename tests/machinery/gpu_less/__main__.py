@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs programs on the CUDA runtime without a GPU:
 
     python -m tests.machinery.gpu_less run -- python -m pytest -m gpu tests/worker/test_swap.py

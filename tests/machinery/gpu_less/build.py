@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds everything that a run without a GPU needs: runtime, emulated kernels, and a tree with the
 package.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the calls that a piece of code makes to the CUDA runtime without a GPU.
 
     with counted() as counts:

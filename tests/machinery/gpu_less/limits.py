@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads each kernel's launch limits from the compiled machine code with cuobjdump, for the runtime.
 
 The limits are registers, static shared memory, and the threads per block of `__launch_bounds__`. A

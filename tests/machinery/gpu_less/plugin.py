@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs torch's own operators on CUDA tensors on the CPU, over the same memory, in stream order.
 
 kvcache's kernels, copies and events go through the runtime. Torch's kernels cannot, since no device

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests marked `gpu` but not `exhaustive`, followed by swaps under many stream orders.
 
 Each job is a process.

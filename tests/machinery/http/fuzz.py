@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random HTTP requests: modified bodies for each endpoint, raw bytes, broken HTTP, and clients that
 disconnect.
 

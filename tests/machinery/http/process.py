@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `kvcache serve` process, and HTTP requests over plain sockets."""
 
 from __future__ import annotations

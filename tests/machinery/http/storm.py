@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures whether honest clients of a server get correct answers in time next to hostile clients.
 
 `python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the same

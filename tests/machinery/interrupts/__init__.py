@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signal handlers that raise at any instant of any call.
 
 Python and the native code must always agree on each request's state. `python -m

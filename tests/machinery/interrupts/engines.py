@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Engine`: no token is lost or duplicated if a signal handler raises at any moment."""
 
 from __future__ import annotations

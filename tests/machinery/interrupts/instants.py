@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raises exceptions at chosen or random instants of a call."""
 
 from __future__ import annotations

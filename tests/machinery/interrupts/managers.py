@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`KVCacheManager`: after an interrupt, each request is either admitted and can be freed, or is
 unknown.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BlockSpaceManager`, `Worker`, block tables and `KVOutputAggregator` under interrupts.
 
 If a signal handler raises, the call takes effect completely or not at all, or its object reports

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests the data plane on a device that is neither CPU nor CUDA.
 
 Every part must work or raise a clear error.

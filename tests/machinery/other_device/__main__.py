@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m tests.machinery.other_device [NAME...] prints the matrix for a device that is neither CPU nor
 CUDA.
 """

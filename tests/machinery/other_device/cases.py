@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test cases for each public op and class on a device, whose results are compared with the CPU.
 
 A case takes the name of a device and returns values and tensors, on any device. If the device is

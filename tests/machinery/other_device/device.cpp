@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device "sealed", a backend of PrivateUse1: memory that the host may touch only within the
 // device's own copies.
 //

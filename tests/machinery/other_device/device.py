@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds and registers the device "sealed" (device.cpp) once per process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the cases on the device "sealed" and on the CPU, in a subprocess that a failing case may
 kill.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fails each allocation of every public call.
 
 The call must change nothing, or its object must report that it is broken.

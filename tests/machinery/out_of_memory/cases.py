@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All cases by family. Each family runs in its own process."""
 
 from __future__ import annotations

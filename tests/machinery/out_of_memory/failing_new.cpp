@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // To be preloaded: `operator new` that throws std::bad_alloc at the n-th call after fail_new_at(n),
 // in the thread that asked for it. n < 0: never. `spares`: calls by torch's own libraries do not count.
 #include <dlfcn.h>

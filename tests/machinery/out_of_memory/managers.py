@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every call of `KVCacheManager`, for managers with different groups and policies and with a host
 tier.
 """

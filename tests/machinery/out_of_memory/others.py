@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Constructors, requests with given hashes, ops, and transfers between engines."""
 
 from __future__ import annotations

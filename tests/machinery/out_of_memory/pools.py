@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every call of `BlockPool`, of a request's tokens and hashes, and of hashing itself."""
 
 from __future__ import annotations

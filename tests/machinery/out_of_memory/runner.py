@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs cases in processes that may die. Fails each allocation of each call in turn."""
 
 from __future__ import annotations

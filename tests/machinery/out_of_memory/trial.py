@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trial: a call on an object, and the queries that show the object's state afterwards."""
 
 from __future__ import annotations

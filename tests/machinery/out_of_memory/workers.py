@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every call of block tables, `Worker`, `SwapEngine` and transfer plans."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A correct caller's file, for which `mypy --strict` must report nothing."""
 
 import numpy as np

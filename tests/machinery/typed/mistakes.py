@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: I001, B018, F401
 """A caller's mistakes. Each line ends with the error code that `mypy --strict` reports."""
 

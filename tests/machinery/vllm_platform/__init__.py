@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM platform that runs any vLLM wheel on any CPU, with PyTorch in place of compiled operators.
 
 The worker, model runner, attention backend, sampler, scheduler and connectors are vLLM's own. Needs

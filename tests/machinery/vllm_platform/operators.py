@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators of `torch.ops._C` that vLLM calls on a CPU, in PyTorch.
 
 They are attributes of the namespace without a schema, so they accept arguments that later versions of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU platform without `vllm._C`."""
 
 from vllm.platforms.cpu import CpuPlatform

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m tests.machinery.wrong_calls [--calls N | --seconds S] [--seed N] [--scene NAME]..."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws calls, makes one or two arguments of each invalid, and checks the results.
 
 Calls run in a child process with limited memory. A child that dies or hangs is a finding, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Live objects for the fuzzer that cannot be made by a constructor with valid arguments alone."""
 
 from __future__ import annotations

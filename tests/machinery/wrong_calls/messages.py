@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides which error messages are clear, i.e. name an invalid argument."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops with invalid arguments: values out of range, other shapes, and shared memory between
 arguments.
 

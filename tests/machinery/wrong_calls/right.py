@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Valid arguments for the fuzzer, by parameter name and by annotation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects in a known state, valid calls for them, and their subsequent behavior.
 
 A scene has `calls()`, which yields (name, function, valid arguments by name) with new arguments for

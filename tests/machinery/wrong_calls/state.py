@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of an object as plain values, which are equal before and after a call that changes
 nothing.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds every public call of the package by walking it, so a new module is covered automatically.
 
 Public names are those in a module's `__all__` and those documented in docs/reference. For a class,

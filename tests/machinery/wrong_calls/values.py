@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Invalid arguments: of wrong types, out of range, or with a false size."""
 
 from __future__ import annotations

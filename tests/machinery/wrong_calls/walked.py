@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One scene for each public call found by the walk."""
 
 from __future__ import annotations

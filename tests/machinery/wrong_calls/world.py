@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Valid arguments and live objects for every public call, found by annotation, by name, or made by
 hand.
 

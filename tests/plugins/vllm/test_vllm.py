@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvcache's manager in vLLM's own schedulers makes the same decisions as vLLM's own manager.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.

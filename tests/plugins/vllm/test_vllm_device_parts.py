@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a vLLM worker with device tensors, concurrent with compute on another stream.
 
 Uses a vLLM stand-in.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvcache doctor --vllm` for public models, without their weights.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill in one vLLM engine and decode in another: answers equal those of a single engine under
 all faults.
 

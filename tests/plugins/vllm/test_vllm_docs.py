@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of docs/vllm*.md run as pasted, and their servers answer OpenAI's client.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped. The tests run in order and share the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compatibility with vLLM's own publisher and decoder. Each side reads the other.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of kvcache's host tier in vLLM, compared with a plain model of it.
 
 Needs no LLM.

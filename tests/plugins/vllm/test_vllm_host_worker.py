@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's side of kvcache's host tier in vLLM: stored bytes and failed swaps.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.

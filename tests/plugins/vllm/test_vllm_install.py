@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvcache's extras can be installed together with vLLM."""
 
 from importlib.metadata import PackageNotFoundError, version

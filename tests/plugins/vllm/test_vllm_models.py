@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models in vLLM give the same answers with kvcache's manager as with vLLM's own, also under
 preemptions and aborts.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvcache's host tier in vLLM's offloading: chats with tiny models, and rejected options.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.

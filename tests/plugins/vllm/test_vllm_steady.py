@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steady decode steps are those of vLLM's own scheduler, in every field and attribute.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of vLLM's connector without an engine: reads, offers, leases, options and rejections.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.

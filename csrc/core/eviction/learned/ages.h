@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Age buckets, each wider than the previous one by a factor of the square root of two.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A segment for blocks that formed one segment in another tier and arrive in this tier one by one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Records of released blocks, whether they are still cached or not.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Estimates the probability that a block is used again, by class and age, and the value of keeping
 // it.
 #pragma once

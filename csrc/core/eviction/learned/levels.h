@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segments of blocks, by priority and tenant.
 #pragma once
 

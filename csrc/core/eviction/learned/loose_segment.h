@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Assigns segments to blocks that were not released by a request.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Classes of released blocks with different reuse statistics.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Learns how blocks are reused, from records of released blocks and counts derived from them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segments of blocks that were released together. Each is a run of a chain with one release time
 // and one class.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chooses the segment of a pool that is least worth keeping.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages with the KV of the most recent tokens, in a circular buffer of blocks.
 #pragma once
 

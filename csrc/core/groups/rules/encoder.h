@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages with the KV of an encoder's tokens.
 //
 // A row allocates these pages at admission and holds them until it is freed. The pages do not grow

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Helpers that several rules use to give rows their blocks.
 #pragma once
 

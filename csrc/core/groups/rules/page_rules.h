@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of a group's pages: how rows allocate, write, share and release pages of one content.
 //
 // Each kind of content has one file with one stateless object. All differences between contents are

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages with recurrent states: a page contains the state after the last token of its block.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages with the KV of block_size tokens. A row has one page per block that is still read.
 #pragma once
 

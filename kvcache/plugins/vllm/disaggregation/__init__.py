@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode in two vLLM engines. Blocks are transferred between their pools:
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVCacheConnector", "kv_role": "kv_producer",

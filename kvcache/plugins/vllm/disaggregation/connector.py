@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's connector interface, on the scheduler side and the worker side."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads of vLLM blocks on one rank, as reads from remote ranks."""
 
 from __future__ import annotations

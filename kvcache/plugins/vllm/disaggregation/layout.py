@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes the layout of a vLLM worker's tensors to other engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes which bytes of which remote rank fill a local rank's blocks of one group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offers in the `kv_transfer_params` of vLLM's requests and responses."""
 
 from __future__ import annotations

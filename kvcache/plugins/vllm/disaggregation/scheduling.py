@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler side of the connector: decides which blocks to load and which to keep for readers."""
 
 from __future__ import annotations

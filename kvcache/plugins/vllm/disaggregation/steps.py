@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps and handshakes in the classes that vLLM passes between its processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes which tokens a group's layers read, so that blocks outside a window are not requested."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker side of the connector: registers caches, keeps leases, and loads blocks in a thread."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvcache's host tier for vLLM's offloading:
 
 vllm serve MODEL --kv-transfer-config '{

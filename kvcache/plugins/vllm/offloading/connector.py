@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's OffloadingConnector with kvcache's host tier, with support for failed loads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler side of the host tier: assigns chunks of host memory to blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker side of the host tier: copies blocks between the engine's tensors and host memory."""
 
 from __future__ import annotations

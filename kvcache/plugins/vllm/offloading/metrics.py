@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics of the host tier: vLLM's own metrics, and additional metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chunk keys of one request, by group and position."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host tier as vLLM's `OffloadingSpec`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs in each Python process without a GPU, and replaces NVIDIA's libraries with ours.
 
 The dynamic linker finds a loaded library by its soname, so torch uses these libraries. After torch
