@@ -7,6 +7,7 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 PIP_TORCH_ARGS ?=
 VENV ?= .venv
+SHELL := bash
 BIN := $(VENV)/bin
 # Keep bytecode caches, because tests start many processes that would otherwise recompile the
 # modules.
@@ -19,7 +20,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-vllm test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz dist bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-vllm test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -49,7 +50,10 @@ $(VENV)/.deps: pyproject.toml
 	touch $@
 
 $(VENV)/.built: $(VENV)/.deps setup.py kvcache/native/build.py $(NATIVE)
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[cli,serve,dev]"
+	@echo "building the native libraries (log: build/setup.log)"; mkdir -p build
+	@set -o pipefail; $(BIN)/python -m pip install --verbose --no-build-isolation -e ".[cli,serve,dev]" \
+	  2>&1 | tee build/setup.log | sed -un 's/^ *\(\[[0-9]*\/[0-9]*\] \)/\1/p' \
+	  || { tail -n 30 build/setup.log; exit 1; }
 	touch $@
 
 lint: setup
@@ -126,11 +130,33 @@ cuda-check: setup
 gpu-less:
 	$(PYTHON) -m tests.machinery.gpu_less test $(SEEDS:%=--seeds %)
 
-# Build a source distribution, and a wheel from only that distribution.
-dist: setup
-	rm -rf dist
+# Build a source distribution and, from only that distribution, a wheel with all native libraries
+# (docs/building.md#wheels). The CUDA library is included if there is an nvcc, or according to
+# KVCACHE_CUDA.
+WHEEL_ARCHS := 80;90;100;110;120
+NVCC := $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc)$(shell command -v nvcc)
+wheel: setup
+	rm -rf dist build/wheel
 	$(BIN)/python setup.py -q sdist
-	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist dist/*.tar.gz
+	KVCACHE_CUDA="$${KVCACHE_CUDA:-$(if $(NVCC),1,0)}" KVCACHE_CUDA_ARCHS="$(WHEEL_ARCHS)" \
+	  $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
+	$(MAKE) repair-wheel WHEEL="$$(echo build/wheel/*.whl)" DIST=dist AUDITWHEEL=$(BIN)/auditwheel
+
+# Build all libraries once, into build/prebuilt/kvcache. The wheels of other Pythons take the
+# libraries of ops from there (KVCACHE_PREBUILT).
+prebuilt:
+	KVCACHE_CUDA=1 KVCACHE_CUDA_ARCHS="$(WHEEL_ARCHS)" $(BIN)/python setup.py build_ext \
+	  --build-lib build/prebuilt --build-temp build/prebuilt/objects
+
+# Tag a wheel for manylinux. The libraries of torch and CUDA stay outside: torch brings them. Also
+# called by cibuildwheel.
+repair-wheel:
+	PATH="$(abspath $(BIN)):$$PATH" $(AUDITWHEEL) repair --exclude 'libtorch*.so' --exclude libc10.so \
+	  --exclude 'libcudart.so.*' --wheel-dir "$(DIST)" "$(WHEEL)"
+
+# Install the wheel in a fresh virtual environment without a compiler, and use it there.
+test-wheel: wheel
+	$(BIN)/python -m tests.machinery.wheel_check --torch $(TORCH)
 
 bench: setup
 	$(BIN)/python -m benchmarks

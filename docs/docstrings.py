@@ -3,11 +3,13 @@
 - The `>>>` examples are shown as code, with or without the heading `Example:`.
 - The comment at the end of a field's line is the field's documentation.
 - The signature that begins the docstring of a native function is shown as code.
+- A method that a stub lists in a subclass has the docstring of its base class.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import griffe
 
@@ -29,6 +31,22 @@ class Docstrings(griffe.Extension):
             comments = [line.partition("  # ")[2] for line in lines]
             if any(comments):
                 obj.docstring = griffe.Docstring(" ".join(filter(None, comments)), parent=obj)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
+        for each in _classes(pkg):
+            for name, method in each.functions.items():
+                if not method.docstring:
+                    bases = (base.members.get(name) for base in each.mro())
+                    method.docstring = next((base.docstring for base in bases if base), None)
+
+
+def _classes(scope: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
+    """Yield the public classes that a module and its submodules define."""
+    for each in scope.members.values():
+        if not each.is_alias and (each.is_module or each.is_class):
+            if each.is_class and each.is_public:
+                yield each
+            yield from _classes(each)
 
 
 def _signature(match: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
 """Exports a manager's statistics to Prometheus.
 
-Requires the package `prometheus_client` (`pip install kvcache[metrics]`).
+Requires the package `prometheus_client` (`pip install 'torch-kvcache[metrics]'`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "prometheus_client":
         raise
     raise ModuleNotFoundError(
-        "kvcache.metrics needs the package prometheus_client: pip install 'kvcache[metrics]'",
+        "kvcache.metrics needs the package prometheus_client: pip install 'torch-kvcache[metrics]'",
         name="prometheus_client",
     ) from None
 

@@ -190,7 +190,9 @@ except ModuleNotFoundError as error:
 def test_error_names_the_missing_package_and_its_extra(module, blocked, needed, extra):
     code = WITHOUT.replace("MODULE", module).replace("BLOCKED", repr(blocked))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == f"{module} needs the {needed}: pip install 'kvcache[{extra}]'\n", done
+    assert done.stdout == f"{module} needs the {needed}: pip install 'torch-kvcache[{extra}]'\n", (
+        done
+    )
 
 
 def test_metrics_include_a_store_only_if_there_is_one():

@@ -286,13 +286,21 @@ class KVCacheManager:
         return self._native.last_step_id
 
     def block_ids(self, request: Request, group: int = 0) -> np.ndarray:
-        """Return the blocks of an admitted request in the order of its tokens, int32[k]."""
+        """Return the blocks of an admitted request in the order of its tokens, int32[k].
+
+        Args:
+            request: An admitted request.
+            group: The cache group.
+        """
         return self._native.blocks(self.row(request), group)
 
     def num_computed_tokens(self, request: Request) -> int:
         """Return the number of an admitted request's tokens that have slots.
 
         Its next tokens follow them.
+
+        Args:
+            request: An admitted request.
         """
         self._native.check_reader()
         return self._native.num_computed_tokens(self.row(request))
@@ -464,6 +472,10 @@ class KVCacheManager:
         shared, with copy-on-write: the first row that writes to a shared block gets a copy, which
         is part of the plan. The next plan contains the child's table.
 
+        Args:
+            parent: An admitted request.
+            child: A new request that starts with the parent's computed tokens.
+
         Returns:
             The child's row. If no row is free (`max_num_reqs`), returns -1 and changes nothing.
 
@@ -474,7 +486,11 @@ class KVCacheManager:
         return self._native.fork(self._requests, parent, child)
 
     def state(self, request: Request) -> RequestState:
-        """Return whether an admitted request runs, waits for `finish_receiving`, or is swapped out."""
+        """Return whether an admitted request runs, waits for `finish_receiving`, or is swapped out.
+
+        Args:
+            request: An admitted request.
+        """
         self._native.check_reader()
         row = self.row(request)
         if self._native.is_receiving(row):
@@ -580,6 +596,11 @@ class KVCacheManager:
     ) -> np.ndarray | list[np.ndarray] | None:
         """Allocate slots for `num_tokens` more tokens of a request that `admit` admitted.
 
+        Args:
+            request: A request that `admit` admitted.
+            num_tokens: Number of tokens to compute, after the computed tokens.
+            num_lookahead_tokens: Additional slots for drafts. Never cached.
+
         Returns:
             The new blocks, int32[k] (one array per group if there are several groups). Empty if no
             block is needed. None if the tokens do not fit.
@@ -628,6 +649,10 @@ class KVCacheManager:
     def reject_tokens(self, request: Request, num_tokens: int) -> None:
         """Remove the last `num_tokens` tokens, which are rejected drafts. Later tokens reuse their
         slots.
+
+        Args:
+            request: A request that `admit` admitted.
+            num_tokens: Number of rejected drafts, at least 0.
 
         Raises:
             ValueError: `num_tokens` exceeds the tokens that the last call served or the drafts for
@@ -698,6 +723,9 @@ class KVCacheManager:
 
         With `fence_frees`, the blocks can be reused only after the steps in flight.
 
+        Args:
+            request: The freed request.
+
         Raises:
             ValueError: No blocks are kept for this request.
         """
@@ -709,6 +737,9 @@ class KVCacheManager:
         A completed report covers its step and all earlier steps. Blocks that were released up to
         that step can be reused. A step that was not completed is aborted, unless it has already
         been aborted. Failed pages are invalidated.
+
+        Args:
+            report: The report that `Worker.apply` or `PendingStep` has returned.
 
         Returns:
             A mapping from the ID of each affected request to the token from which it continues. See
@@ -739,6 +770,9 @@ class KVCacheManager:
         their known tokens. The next plan contains the complete tables of these requests. Aborting a
         step twice has no further effect.
 
+        Args:
+            step_id: The first step to abort, `StepPlan.step_id`.
+
         Returns:
             A mapping from the ID of each affected request to the token from which it continues.
 
@@ -760,6 +794,9 @@ class KVCacheManager:
         learn of a failure need `fence_frees`. Without it, the block may already belong to another
         request.
 
+        Args:
+            ids: int[n]. Blocks on the device.
+
         Returns:
             A mapping from the ID of each affected request to the token from which it must
             recompute, which is the end of its leading tokens whose blocks are valid or cached.
@@ -775,6 +812,9 @@ class KVCacheManager:
         use the cached block. The request's previous blocks are released, and the next plan contains
         its complete table. If the cache does not have more tokens than the request has computed,
         nothing changes. Only whole blocks are used.
+
+        Args:
+            request: An admitted request on the device.
 
         Returns:
             The number of the request's computed tokens.

@@ -245,6 +245,10 @@ class PrefixCache:
 
         Earlier pins of the session are removed. Pinned blocks are evicted only if no other cached
         block is left. `stats.num_pins_broken` counts these evictions.
+
+        Args:
+            session: Name of the session.
+            request: The request whose cached blocks are pinned.
         """
         return self._native.pin(checked_session(session), self._chain(request))
 
@@ -258,6 +262,9 @@ class PrefixCache:
         """Set the clock for residency times and expiring priorities. Used by replays.
 
         By default, the system clock is used, starting at 0 when the manager is created.
+
+        Args:
+            seconds: The time in seconds.
 
         Raises:
             ValueError: `seconds` is earlier than the current clock.
@@ -326,6 +333,11 @@ class PrefixCache:
     ) -> int:
         """Return the number of leading blocks of a request that all `num_running_requests` requests
         hold.
+
+        Args:
+            request: An admitted request.
+            num_running_requests: Number of admitted requests, this one included.
+            group: The cache group.
         """
         return self._native.num_common_prefix_blocks(
             self._requests.at(request), num_running_requests, group

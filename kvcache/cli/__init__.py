@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from kvcache import __version__
 from kvcache.cli.bench import add_bench_options, run_bench
 from kvcache.cli.demo import add_demo_options, run_demo
 from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
@@ -51,7 +52,7 @@ def _run(argv: list[str]) -> int:
     parser = _parser()
     try:
         args, unknown = parser.parse_known_args(argv)
-    except SystemExit as stop:  # --help
+    except SystemExit as stop:  # --help, --version
         return int(stop.code or 0)
     if unknown:
         raise UsageError(
@@ -72,6 +73,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("kvcache", description="Command-line tools for the kvcache library.")
+    parser.add_argument("--version", action="version", version=f"kvcache {__version__}")
     commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
     for name, text, run, add_options in (
         (

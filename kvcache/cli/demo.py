@@ -79,9 +79,9 @@ def run_demo(args: argparse.Namespace) -> int:
             raise UsageError(f"{others[0]} is given with --replay: expected one of them")
         return run_replay_demo()
     if args.plot is not None:
-        require_module("matplotlib", "--plot", "pip install 'kvcache[cli]'")
+        require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     require_module("torch", "a model", "pip install torch")
-    remedy = "pip install 'kvcache[transformers]' (`kvcache demo --replay` does without it)"
+    remedy = "pip install 'torch-kvcache[transformers]' (`kvcache demo --replay` does without it)"
     require_module("transformers", "a model", remedy)
     return _serve(args)
 

@@ -189,4 +189,4 @@ def _version(distribution: str, extra: str, purpose: str) -> str:
     try:
         return version(distribution)
     except PackageNotFoundError:
-        raise LookupError(f"pip install 'kvcache[{extra}]', for {purpose}") from None
+        raise LookupError(f"pip install 'torch-kvcache[{extra}]', for {purpose}") from None

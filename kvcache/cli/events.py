@@ -38,7 +38,7 @@ def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
                 raise UsageError(f"{option} is {quoted(value)}: expected only with --events")
         return None
     for module in ("msgspec", "zmq"):
-        require_module(module, "--events", "pip install 'kvcache[events]'")
+        require_module(module, "--events", "pip install 'torch-kvcache[events]'")
     from kvcache.router_events import EventPublisher
 
     try:

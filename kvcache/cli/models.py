@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SMOLLM2 = "smollm2"
+
+_log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -28,12 +31,14 @@ def load_model(
 
     given = f"{option} is {quoted(name)}"
     if name in tiny_model_names():
+        _log.info("building %s with random weights on %s", name, device)
         torch.set_num_threads(1)  # more threads slow down such small matrix products
         return tiny_model(name, dtype=torch.float64).to(device)
     folder = _smollm2_folder() if name == SMOLLM2 else name
     if not os.path.isdir(folder):
         names = (*tiny_model_names(), SMOLLM2)
         raise UsageError(f"{given}: expected one of {', '.join(names)}, or a folder")
+    _log.info("loading %s in %s on %s", name, dtype, device)
     from transformers import AutoModelForCausalLM
 
     try:

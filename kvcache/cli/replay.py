@@ -124,7 +124,7 @@ def _error_text(error: BaseException, path: str) -> str:
 def _require(args: argparse.Namespace) -> None:
     """Raise MissingError before the work begins if a required module is missing."""
     if args.plot is not None:
-        require_module("matplotlib", "--plot", "pip install 'kvcache[cli]'")
+        require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     if args.verify:
         require_module("torch", "--verify", "pip install torch")
     if args.device != "cpu":

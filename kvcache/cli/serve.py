@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
+import logging
 import os
 import socket
 import sys
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from kvcache.router_events import EventPublisher
     from kvcache.server import Texts
 
+_KEY_VARIABLE = "KVCACHE_API_KEY"
+_PROBES = ("/health", "/metrics", "/state")  # polled; requests are logged only at debug level
 _SWITCH_SECONDS = 0.0005  # interval at which the engine thread and the event loop switch
 
 
@@ -42,7 +46,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         "gemma3, ...) with random weights, whose output is gibberish",
     )
     for option, metavar, default, text in (
-        ("--host", "ADDRESS", "127.0.0.1", "address to listen on; there is no authentication"),
+        ("--host", "ADDRESS", "127.0.0.1", "address to listen on; other machines reach 0.0.0.0"),
         ("--budget", "BYTES", "64MiB", "memory of the block pool, e.g. 2GiB"),
         ("--host-budget", "BYTES", None, "memory of the host tier"),
     ):
@@ -91,24 +95,48 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         help="accept cache_salt and priority from requests; only behind a proxy that sets them",
     )
     sub.add_argument(
+        "--api-key",
+        metavar="KEY",
+        type=_api_key,
+        default=os.environ.get(_KEY_VARIABLE) or None,
+        help=f"key that requests must send as a bearer token; default ${_KEY_VARIABLE}, or none",
+    )
+    sub.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least severe messages to log to stderr; info logs each request, except probes; default "
+        "info",
+    )
+    sub.add_argument(
         "--device", default="cpu", type=device_name, help="device of the model; default cpu"
     )
 
 
 def run_serve(args: argparse.Namespace) -> int:
     """Run `kvcache serve` and return the exit code when the server is interrupted."""
-    remedy = "pip install 'kvcache[serve]'"
+    remedy = "pip install 'torch-kvcache[serve]'"
     for name in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
         require_module(name, "a server", remedy)
     if args.device != "cpu":
         check_cuda(args.device)
     check_source_options(args)
+    if args.api_key is not None and args.prefill:
+        raise UsageError(
+            "--api-key is given with --prefill: expected one, as /prefill checks no key"
+        )
     options = policy_options(args, "--host-budget")
+    _log_to_stderr(args.log_level)
     with _listening(args.host, args.port) as listener:
         publisher = open_publisher(args)
         has_events = publisher is not None or args.store is not None
         app = _app(args, options | {"enable_events": has_events}, publisher)
         host, port = listener.getsockname()[:2]
+        if args.api_key is None and not _is_loopback(host):
+            say(
+                f"warning: --host is {args.host} and no --api-key is given: every machine that reaches "
+                "this address can use the server"
+            )
         shown = f"[{host}]" if ":" in host else host
         say(
             f"serving {_name(args.model)} at http://{shown}:{port}/v1, the cache at http://{shown}:{port}/"
@@ -116,7 +144,7 @@ def run_serve(args: argparse.Namespace) -> int:
         from kvcache.server import Server
 
         sys.setswitchinterval(_SWITCH_SECONDS)
-        Server(app, log_level="error").run(sockets=[listener])
+        Server(app, log_config=None).run(sockets=[listener])
     return 0
 
 
@@ -125,14 +153,40 @@ def _name(model: str) -> str:
     return os.path.basename(os.path.normpath(model))
 
 
+def _api_key(text: str) -> str:
+    if not text.isascii() or not text.isprintable() or not text.strip():
+        raise argparse.ArgumentTypeError("expected printable ASCII characters")
+    return text
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def _log_to_stderr(level: str) -> None:
+    """Configure the log of the server's process, with one line for each request."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("kvcache", "uvicorn.access"):
+        logging.getLogger(name).setLevel(level.upper())
+    if level == "debug":
+        return
+
+    def is_request(record: logging.LogRecord) -> bool:
+        path = record.args[2] if isinstance(record.args, tuple) else ""
+        return str(path).partition("?")[0] not in _PROBES
+
+    logging.getLogger("uvicorn.access").addFilter(is_request)
+
+
 def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
+        reason = error.strerror.partition(" (")[0]  # without the address, which Python appends
         raise UsageError(
             f"--host is {host!r}, --port is {port}: expected an address and a port that are free here "
-            f"({error.strerror})"
+            f"({reason}); --port 0 selects a free port"
         ) from None
 
 
@@ -170,6 +224,7 @@ def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | No
         ),
         trust_clients=args.trust_clients,
         connector=connector,
+        api_key=args.api_key,
     )
 
 

@@ -68,7 +68,7 @@ def check_source_options(args: argparse.Namespace) -> None:
         (args.transport == "nixl", "--transport nixl"),
     ):
         if is_given:
-            require_module("nixl", option, "pip install 'kvcache[nixl]'")
+            require_module("nixl", option, "pip install 'torch-kvcache[nixl]'")
     if args.prefill_from is not None:
         from kvcache.sources.disaggregation.prefill import host_and_port
 

@@ -8,7 +8,7 @@ from kvcache.engine.engine import Engine
 from kvcache.engine.generation import Delta, Generation, Sample
 from kvcache.engine.metrics import Metrics
 from kvcache.engine.pool_states import PoolStates, pool_states
-from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.sampling import SamplingParams, TokenLogprob
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import Sequence, State
 
@@ -27,5 +27,6 @@ __all__ = [
     "Scheduler",
     "Sequence",
     "State",
+    "TokenLogprob",
     "pool_states",
 ]

@@ -455,8 +455,9 @@ class Engine:
                 continue
             token_ids, reason = sample.token_ids[sent[index] :], sample.finish_reason
             if token_ids or reason:
+                logprobs = None if sample.logprobs is None else sample.logprobs[sent[index] :]
                 sent[index] = sent[index] + len(token_ids) if reason is None else None
-                yield Delta(generation.request_id, index, token_ids, reason, sample.error)
+                yield Delta(generation.request_id, index, token_ids, reason, sample.error, logprobs)
 
     def _draft(self) -> None:
         for sample in self.scheduler.admitted.copy():

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache.allocator import Request
 from kvcache.engine.beams import Beams
-from kvcache.engine.sampling import Sampler, SamplingParams
+from kvcache.engine.sampling import Sampler, SamplingParams, TokenLogprob
 from kvcache.engine.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "abort", "refused", "error"]
@@ -24,6 +24,7 @@ class Delta(NamedTuple):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     error: Exception | None = None  # the cause if finish_reason is "error"
+    logprobs: list[TokenLogprob] | None = None  # one per token if `SamplingParams.logprobs` is set
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +37,7 @@ class Sample(Sequence):
     finish_reason: FinishReason | None = None
     score: float | None = None  # only for beams: the sum of the tokens' log probabilities
     error: Exception | None = None  # the cause if finish_reason is "error"
+    logprobs: list[TokenLogprob] | None = None  # one per token if `SamplingParams.logprobs` is set
 
     @property
     def token_ids(self) -> list[int]:

@@ -14,7 +14,12 @@ from kvcache.allocator.request import append_token_to_each, last_tokens
 from kvcache.checks import MAX_INT32, integer, shown
 from kvcache.engine.generation import Delta, FinishReason, Generation, Sample
 from kvcache.engine.metrics import Metrics
-from kvcache.engine.sampling import Sampler
+from kvcache.engine.sampling import (
+    Sampler,
+    TokenLogprob,
+    penalize_repetition,
+    token_logprob,
+)
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import State
 
@@ -29,8 +34,8 @@ _FINISH_REASON = attrgetter("finish_reason")
 class _Columns:
     """What `OutputProcessor` needs of samples that decode together, collected once for many steps.
 
-    - `are_individual`: whether a sample is a beam, other samples are yet to be forked from it, or
-      its `free` may change other requests.
+    - `are_individual`: whether a sample is a beam, other samples are yet to be forked from it, its
+      `free` may change other requests, or it needs its logits (log probabilities, penalty).
     """
 
     sequences: list[Sample]
@@ -55,6 +60,8 @@ class _Columns:
                 stops.append((i, params.stop_token_ids))
             has_forks = len(generation.samples) < params.n
             if generation.beams is not None or has_forks or generation.free is not None:
+                are_individual = True
+            if params.logprobs is not None or params.repetition_penalty != 1:
                 are_individual = True
         return cls(samples, ids, indices, samplers, stops, are_individual)
 
@@ -87,6 +94,7 @@ class OutputProcessor:
             generation=generation,
             index=number,
             sampler=Sampler(params, number) if params.temperature else None,
+            logprobs=None if params.logprobs is None else [],
         )
 
     def take(
@@ -181,7 +189,7 @@ class OutputProcessor:
             append_token_to_each(requests, tokens)
         self.metrics.generated_tokens += num - len(errors)
         # `tuple.__new__` is twice as fast as the constructor of a named tuple.
-        fields = zip(columns.ids, columns.indices, [[t] for t in tokens.tolist()], _NONES, _NONES)
+        fields = zip(columns.ids, columns.indices, [[t] for t in tokens.tolist()], *[_NONES] * 3)
         deltas = list(map(tuple.__new__, itertools.repeat(Delta), fields))
         for i in sorted(reasons | errors):
             if i in errors:
@@ -198,11 +206,19 @@ class OutputProcessor:
         """
         params, drafts = sample.generation.params, sample.drafts
         picks: list[int] = []
+        logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         room = params.max_tokens - (sample.request.num_tokens - len(sample.generation.prompt))
         reason: FinishReason | None = None
         for i in range(len(best)):
-            token = best[i] if sample.sampler is None else sample.sampler.token(logits[at + i])
+            row = logits[at + i]
+            if params.repetition_penalty != 1:
+                known = np.concatenate([sample.request.token_ids, np.int32(picks)])
+                row = penalize_repetition(row, known, params.repetition_penalty)
+                best[i] = int(row.argmax())
+            token = best[i] if sample.sampler is None else sample.sampler.token(row)
             picks.append(token)
+            if logprobs is not None:
+                logprobs.append(token_logprob(logits[at + i], token, params.logprobs))
             if token in params.stop_token_ids:
                 reason = "stop"
             elif len(picks) == room:
@@ -212,9 +228,12 @@ class OutputProcessor:
         self.metrics.generated_tokens += len(picks)
         self.metrics.accepted_drafts += len(picks) - 1
         self.scheduler.accept(sample, picks, num_rejected=len(best) - len(picks))
+        if logprobs is not None:
+            sample.logprobs += logprobs
         if reason:
             self.end(sample, reason)
-        return Delta(sample.generation.request_id, sample.index, picks, reason)
+        request_id = sample.generation.request_id
+        return Delta(request_id, sample.index, picks, reason, logprobs=logprobs)
 
     def _with_new_samples(self, sample: Sample) -> list[Sample]:
         """Return the sample and, directly after the prompt, the samples that are forked from it."""

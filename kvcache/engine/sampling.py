@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,12 @@ class SamplingParams:
     - `beam_width`: if above 1, return the best answers of a beam search with this width, ranked by
       the sum of log probabilities. Requires temperature 0 and n 1.
     - `stop_token_ids`: tokens that end the answer.
+    - `repetition_penalty`: if above 1, tokens of the prompt and the answer become less likely; below
+      1, more likely. Positive logits are divided by it, and negative ones multiplied (CTRL, Keskar
+      et al., 2019). Incompatible with beam search.
+    - `logprobs`: return the log probability of each token, and of this number of most likely tokens.
+      They are the model's own, before penalty and temperature. None: no log probabilities.
+      Incompatible with beam search.
     """
 
     max_tokens: int = 16
@@ -38,6 +46,8 @@ class SamplingParams:
     n: int = 1
     beam_width: int = 1
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         # Store the validated values, converted to plain numbers.
@@ -59,11 +69,57 @@ class SamplingParams:
                 f"beam_width is {self.beam_width} with n {self.n} and temperature {self.temperature}: "
                 "expected n 1 and temperature 0"
             )
+        keep("repetition_penalty", number(self.repetition_penalty, "repetition_penalty"))
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}: expected above 0, finite"
+            )
+        if self.logprobs is not None:
+            keep("logprobs", integer(self.logprobs, "logprobs", most=MAX_INT32))
+        if self.beam_width > 1 and (self.repetition_penalty != 1 or self.logprobs is not None):
+            raise ValueError(
+                f"beam_width is {self.beam_width} with repetition_penalty {self.repetition_penalty} and "
+                f"logprobs {self.logprobs}: expected 1.0 and None"
+            )
         stops = tuple(
             integer(token, f"stop_token_ids[{i}]", most=MAX_INT32)
             for i, token in enumerate(listed(self.stop_token_ids, "stop_token_ids"))
         )
         keep("stop_token_ids", stops)
+
+
+class TokenLogprob(NamedTuple):
+    """The log probability of a generated token, and the most likely tokens at its position.
+
+    - `logprob`: natural logarithm of the probability.
+    - `top`: (token, log probability), in descending order.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def token_logprob(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
+    """Return the log probability of `token` given logits [vocab_size], and the `num_top` best ones."""
+    logprobs = logits.double().log_softmax(-1)
+    best = logprobs.topk(min(num_top, len(logprobs)))
+    return TokenLogprob(
+        logprobs[token].item(), list(zip(best.indices.tolist(), best.values.tolist()))
+    )
+
+
+def penalize_repetition(
+    logits: torch.Tensor, token_ids: Sequence[int] | np.ndarray, penalty: float
+) -> torch.Tensor:
+    """Return a copy of logits [vocab_size] in which tokens that occurred before are penalized."""
+    seen = torch.as_tensor(np.unique(np.asarray(token_ids)), device=logits.device).long()
+    penalized = logits.double()
+    penalized = penalized.clone() if penalized is logits else penalized
+    values = penalized[seen]
+    values = torch.where(values > 0, values / penalty, values * penalty)
+    # A tiny penalty must not make a logit infinite, because weights would be NaN.
+    penalized[seen] = values.clamp(max=torch.finfo(values.dtype).max)
+    return penalized
 
 
 def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

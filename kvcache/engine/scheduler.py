@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
@@ -641,6 +642,7 @@ class Scheduler:
                 self.waiting.remove(sequence)
                 self._insert(self.admitted, sequence)
                 sequence.has_begun = True
+                _stamp_admission(sequence)
                 if sequence.num_cached_tokens is None:
                     sequence.num_cached_tokens = start
             sequence.state = State.RUNNING
@@ -648,6 +650,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._insert(self.admitted, sequence)
             sequence.state, sequence.has_begun = State.LOADING, True
+            _stamp_admission(sequence)
             self._loading.admitted(sequence)
         for sequence in refused:
             self.finish(sequence)
@@ -683,6 +686,11 @@ class Scheduler:
         while at and queue[at - 1].rank > sequence.rank:
             at -= 1
         queue.insert(at, sequence)
+
+
+def _stamp_admission(sequence: Sequence) -> None:
+    if sequence.admitted_at is None:
+        sequence.admitted_at = time.monotonic()
 
 
 def _scheduled(

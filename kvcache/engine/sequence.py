@@ -49,6 +49,7 @@ class Sequence:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # tokens of the prefix hit at first admission; None before
     num_loaded_tokens: int = 0  # tokens loaded from sources
+    admitted_at: float | None = None  # `time.monotonic()` of the first admission; None before
     failed_sources: list[object] = field(default_factory=list)  # sources not to query again
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ library of this folder.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # LibTorch's stable ABI as of 2.10. A build runs with 2.10 and every later release.
@@ -27,7 +29,8 @@ CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-
 NVCC_FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 CUDA_ARCHS = ("80", "90", "100")  # default architectures, if the toolkit supports them
 
-INSTALL_HINT = "pip install --no-build-isolation -e ."
+OLDEST_TORCH = (2, 10)
+INSTALL_HINT = "pip install --no-build-isolation ."  # in a checkout
 
 
 def source_root() -> Path | None:
@@ -59,8 +62,32 @@ def torch_dir() -> Path:
     """Return torch's folder without importing torch, because an import takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise RuntimeError(f"torch is not installed: install torch>=2.10, then `{INSTALL_HINT}`")
+        raise RuntimeError(
+            "the build does not find torch: `pip install 'torch>=2.10' 'setuptools>=77' pybind11`, then "
+            f"`{INSTALL_HINT}`"
+        )
     return Path(spec.origin).parent
+
+
+def check_torch() -> None:
+    """Check that torch is installed and not too old.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    torch_dir()
+    with contextlib.suppress(PackageNotFoundError):  # torch was built from source without metadata
+        check_torch_version(version("torch"))
+
+
+def check_torch_version(found: str) -> None:
+    """Check that a version of torch ("2.13.0+cpu") is not too old.
+
+    Raises:
+        RuntimeError: It is older than 2.10.
+    """
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST_TORCH:
+        raise RuntimeError(f"torch is {found}: expected 2.10 or newer; `pip install -U torch`")
 
 
 def pybind11_include() -> Path:
@@ -121,15 +148,40 @@ def object_name(source: Path) -> str:
 
 
 def wants_cuda() -> bool:
-    """Return whether to build the CUDA library.
+    """Return whether the package gets the CUDA library.
 
-    KVCACHE_CUDA=0/1 decides if it is set. Otherwise the library is built if torch has CUDA and
-    there is a toolkit.
+    KVCACHE_CUDA=0/1 decides if it is set. Otherwise the library is included if it is prebuilt, or if
+    torch has CUDA and there is a toolkit.
+
+    Raises:
+        RuntimeError: KVCACHE_CUDA has another value.
     """
-    asked = os.environ.get("KVCACHE_CUDA")
-    if asked in ("0", "1"):
+    asked = os.environ.get("KVCACHE_CUDA", "")
+    if asked not in ("", "0", "1"):
+        raise RuntimeError(f"KVCACHE_CUDA is {asked!r}: expected 0 or 1")
+    if asked:
         return asked == "1"
+    if prebuilt("libkvcache_cuda.so") is not None:
+        return True
     return (torch_dir() / "lib" / "libtorch_cuda.so").exists() and cuda_home() is not None
+
+
+def prebuilt(file: str) -> Path | None:
+    """Return the built library of this name in the folder KVCACHE_PREBUILT, or None.
+
+    The libraries of ops do not depend on the version of Python, so one build serves the wheels of all.
+
+    Raises:
+        RuntimeError: KVCACHE_PREBUILT is not a folder.
+    """
+    folder = os.environ.get("KVCACHE_PREBUILT")
+    if not folder:
+        return None
+    if not Path(folder).is_dir():
+        raise RuntimeError(
+            f"KVCACHE_PREBUILT is {folder!r}: expected a folder with built libraries"
+        )
+    return path if (path := Path(folder, file)).is_file() else None
 
 
 def cuda_home() -> Path | None:

@@ -13,6 +13,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from kvcache.native import build
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CPU, _CUDA = "libkvcache_cpu", "libkvcache_cuda"
 _found: dict[str, str] = {}
@@ -47,10 +49,15 @@ def load_ops() -> None:
 
     Without the CUDA library, the CPU ops still work, and a call with CUDA tensors raises a RuntimeError
     that explains why the library is missing.
+
+    Raises:
+        RuntimeError: torch is too old.
+        ImportError: The CPU library is missing and cannot be built.
     """
     import torch
 
     if _CPU not in _found:
+        build.check_torch_version(torch.__version__)
         # Another copy of the library may be loaded, and a second definition of the namespace would
         # abort the process.
         others = hasattr(torch.ops.kvcache, "slot_mapping")
@@ -94,7 +101,8 @@ def _advice(error: str) -> str:
     if "undefined symbol: cu" in error or "libcudart" in error:
         return (
             f" (compiled with another CUDA than torch {torch.__version__} brings: build it again with "
-            f"a toolkit of CUDA {torch.version.cuda}, `pip install --no-build-isolation -e .`)"
+            f"a toolkit of CUDA {torch.version.cuda}, in a checkout by `{build.INSTALL_HINT}`, or at "
+            "first use with KVCACHE_JIT=1)"
         )
     return ""
 

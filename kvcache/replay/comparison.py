@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcache.allocator import hash_blocks
 from kvcache.checks import flag, instance, integer, listed, number, plain_fields, shown
@@ -97,7 +97,7 @@ def compare(
     trace: str = "",
     with_optimum: bool = True,
     on_request: Callable[[], None] | None = None,
-    **options,
+    **options: Any,
 ) -> Comparison:
     """Replay the requests with each policy at each pool size.
 

@@ -106,7 +106,7 @@ class DisaggregationReport:
         local_requests: Requests that found all tokens in the decode pool's own cache.
         lease_over_requests: Requests whose lease expired; computed by the decode side.
         prefill_full_requests: Requests that did not fit into the prefill pool; computed by the decode
-        side.
+            side.
         unfinished_loads: Loads that completed when the pool had no room for another token;
             computed by the decode side.
         rejected_requests: Requests that do not fit into the decode pool.

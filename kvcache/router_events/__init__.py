@@ -1,7 +1,7 @@
 """Cache events for routers, with a ZMQ publisher that supports replay and a subscriber that mirrors
 the cache.
 
-Requires the packages `msgspec` and `pyzmq` (`pip install kvcache[events]`).
+Requires the packages `msgspec` and `pyzmq` (`pip install 'torch-kvcache[events]'`).
 """
 
 try:
@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("msgspec", "zmq"):
         raise
     raise ModuleNotFoundError(
-        "kvcache.router_events needs the packages msgspec and pyzmq: pip install 'kvcache[events]'",
+        "kvcache.router_events needs the packages msgspec and pyzmq: pip install 'torch-kvcache[events]'",
         name=error.name,
     ) from None
 

@@ -1,7 +1,7 @@
 """OpenAI-compatible completion endpoints for the engine, and a page that visualizes the cache.
 
-This is a reference implementation, not a production server. It has one process, one model and no
-authentication. Requires the packages of the extra `serve` (`pip install kvcache[serve]`).
+This is a reference implementation, not a production server. It has one process, one model and at most
+one API key. Requires the packages of the extra `serve` (`pip install 'torch-kvcache[serve]'`).
 """
 
 from kvcache.server.app import make_app

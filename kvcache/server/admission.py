@@ -33,12 +33,22 @@ class Admission:
         self._error: Exception | None = None  # error raised for new requests
         self._ended: Exception | None = None  # set when no request waits any more
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of prompts that wait for rows."""
+        turns = [*(turn for *_, turn in self._first), *(turn for _, turn in self._further)]
+        return sum(not turn.done() for turn in turns)
+
+    def check_open(self) -> None:
+        """Raise the error of `refuse` or `close`, if it was called."""
+        if self._error is not None:
+            raise self._error
+
     def check(self) -> None:
         """Raise the error for a request that arrives now, which is `Busy` or the error of `refuse`
         or `close`.
         """
-        if self._error is not None:
-            raise self._error
+        self.check_open()
         if len(self._first) >= self._max_waiting:
             raise Busy(
                 f"{len(self._first)} requests wait already: expected fewer than {self._max_waiting}, "

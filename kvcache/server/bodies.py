@@ -15,22 +15,13 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from kvcache.checks import shown
+from kvcache.server.errors import AskError
 
 T = TypeVar("T")
-Asked = TypeVar("Asked", bound=BaseModel)
-_MOST_NESTED = 8  # maximum levels of lists and objects; valid bodies have at most four
+Body = TypeVar("Body", bound=BaseModel)
+_MOST_NESTED = 32  # maximum levels of lists and objects, for example in the schemas of tools
 _MOST_DROPPED = 2**22  # maximum number of bytes that are read and dropped
 _MOST_AT_ONCE = 2**16  # maximum bytes or characters in the event loop; take about a millisecond
-
-
-class AskError(Exception):
-    """Raised for a request that cannot be served. `headers` are headers of the response."""
-
-    def __init__(
-        self, message: str, status: int = 400, headers: dict[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.headers = status, headers
 
 
 def refuse_untrusted(asked: BaseModel, names: tuple[str, ...]) -> None:
@@ -39,7 +30,8 @@ def refuse_untrusted(asked: BaseModel, names: tuple[str, ...]) -> None:
         if getattr(asked, name):
             raise AskError(
                 f"{name} is given: expected none, as this server does not trust its clients "
-                "(`kvcache serve --trust-clients`)"
+                "(`kvcache serve --trust-clients`)",
+                param=name,
             )
 
 
@@ -76,34 +68,47 @@ async def read_body(request: Request, most: int) -> bytes:
     return b"".join(pieces)
 
 
-def parsed(body: bytes, kind: type[Asked]) -> Asked:
+def parsed(body: bytes, kind: type[Body]) -> Body:
     """Parse and validate a body. Raises an AskError that names the invalid field."""
     value = _json_of(body)
     if not isinstance(value, dict):
         raise AskError(f"the body is {shown(value)}: expected a JSON object")
     for path, text in _texts_of(value):
         if not _is_utf8(text):
-            raise AskError(f"{path} is {shown(text)!a}: expected text that UTF-8 can hold")
+            message = f"{path} is {shown(text)!a}: expected text that UTF-8 can hold"
+            is_value = not path.startswith(("a name in ", "the body"))
+            raise AskError(message, param=path if is_value else None)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise AskError(_message_of(error)) from None
+        raise _ask_error(error) from None
 
 
-def _message_of(error: ValidationError) -> str:
-    """Return a message with the first invalid field and the expected value.
+def _ask_error(error: ValidationError) -> AskError:
+    """Return an error that names the first invalid field and the expected value.
 
     Omits the input, which may be large.
     """
     first = error.errors(include_url=False)[0]
     path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])
     path = shown(path.removeprefix("."))[1:-1]
-    if first["type"] == "extra_forbidden":
-        given = shown(first["input"])
-        return f"{path} is {given}: expected none, as this server does not support the field"
-    if first["type"] == "model_type":
-        return f"{path} is {shown(first['input'])}: expected an object"
-    return f"{path}: {first['msg']}" if path else first["msg"]
+    kind, given, context = first["type"], shown(first["input"]), first.get("ctx", {})
+    param = path or context.get("param")
+    if kind == "extra_forbidden":
+        message = f"{path} is {given}: not served here, expected none"
+        return AskError(message, param=param, code="unsupported_parameter")
+    if kind == "model_type":
+        message = f"{path} is {given}: expected an object"
+        return AskError(message, param=param, code="invalid_type")
+    message = first["msg"]
+    if kind == "refused":
+        code = context["code"]
+    elif kind == "missing":
+        code = "missing_required_parameter"
+    else:
+        code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    between = " " if message.startswith("is ") else ": "
+    return AskError(f"{path}{between}{message}" if path else message, param=param, code=code)
 
 
 def _json_of(body: bytes) -> object:

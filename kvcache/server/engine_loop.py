@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.checks import instance
 from kvcache.engine import Delta, Engine, Generation, SamplingParams
 from kvcache.metrics import CacheMetrics
+from kvcache.server.history import History
 from kvcache.server.snapshot import snapshot
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class Answer:
 class EngineLoop:
     """Runs an engine in a separate thread, which makes all calls to the engine.
 
-    Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache's contents, and
-    `cache_metrics` holds its counters.
+    Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache's contents,
+    `history` holds earlier ones, and `cache_metrics` the cache's counters.
 
     Args:
         engine: An engine that has not been used by any thread.
@@ -102,6 +103,7 @@ class EngineLoop:
         self.engine = engine
         self._publisher = publisher
         self.cache_metrics = CacheMetrics()
+        self.history = History()
         self._look()
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # answers to requests being served
@@ -150,6 +152,19 @@ class EngineLoop:
         with suppress(EngineError):  # no request exists, and new ones are already rejected
             self.call(end)
 
+    def check(self) -> None:
+        """Raise the EngineError that a new request would get now, if there is one."""
+        with self._lock:
+            self._check_running()
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _check_running(self) -> None:
+        if not self._is_started:
+            raise EngineError("the engine loop has not been started", 503)
+        if self._is_stopped:
+            raise EngineError("the server is stopping", 503)
+
     def call(self, work: Callable[[Engine], object]) -> None:
         """Queue `work` to run in the engine's thread.
 
@@ -158,10 +173,7 @@ class EngineLoop:
                 `work`.
         """
         with self._lock:
-            if not self._is_started:
-                raise EngineError("the engine loop has not been started", 503)
-            if self._is_stopped:
-                raise EngineError("the server is stopping", 503)
+            self._check_running()
             self._inbox.put(work)
 
     @asynccontextmanager
@@ -242,6 +254,7 @@ class EngineLoop:
 
     def _look(self) -> None:
         self.state: dict[str, Any] = snapshot(self.engine)
+        self.history.add(self.state)
         self.cache_metrics.observe(self.engine.cache.manager)
 
     def _hear(self, wait_s: float | None) -> None:

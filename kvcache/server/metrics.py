@@ -9,7 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvcache.metrics import CacheMetrics
+from kvcache.server.admission import Admission
+from kvcache.server.engine_loop import EngineLoop
+from kvcache.server.request_log import RequestLog
 
 
 class _EngineCollector(Collector):
@@ -52,9 +54,55 @@ class _EngineCollector(Collector):
         yield from families.values() if sources else ()
 
 
-def metrics_text(state: dict[str, Any], cache: CacheMetrics) -> bytes:
-    """Return the engine's snapshot and the cache's counters as metrics in Prometheus text format."""
+class _LoadCollector(Collector):
+    """Exports what load balancers compare: requests by state, and the usage of the cache."""
+
+    def __init__(self, state: dict[str, Any], admission: Admission, log: RequestLog) -> None:
+        self._state, self._admission, self._log = state, admission, log
+
+    def collect(self) -> Iterator[Metric]:
+        admitted = [each.admitted_at is not None for each in self._log.running.values()]
+        num_waiting = self._admission.num_waiting + admitted.count(False)
+        pool = self._state["pool"]
+        num_held = pool["held"] + pool["held_cached"]
+        yield GaugeMetricFamily(
+            "kvcache_requests_running", "Requests that hold blocks.", admitted.count(True)
+        )
+        yield GaugeMetricFamily(
+            "kvcache_requests_waiting", "Requests that wait for a row or for blocks.", num_waiting
+        )
+        yield GaugeMetricFamily(
+            "kvcache_usage_ratio",
+            "Blocks of the device that requests hold, as a part of all blocks, from 0 to 1.",
+            num_held / sum(pool.values()),
+        )
+
+
+class _LabelledCollector(Collector):
+    """Adds labels to every sample of other collectors."""
+
+    def __init__(self, labels: dict[str, str], collectors: list[Collector]) -> None:
+        self._labels, self._collectors = labels, collectors
+
+    def collect(self) -> Iterator[Metric]:
+        for collector in self._collectors:
+            for family in collector.collect():
+                labelled = Metric(family.name, family.documentation, family.type, family.unit)
+                labelled.samples = [
+                    sample._replace(labels=self._labels | sample.labels)
+                    for sample in family.samples
+                ]
+                yield labelled
+
+
+def metrics_text(model_name: str, loop: EngineLoop, admission: Admission, log: RequestLog) -> bytes:
+    """Return all metrics in Prometheus text format, with the label `model_name`."""
     registry = CollectorRegistry()
-    registry.register(_EngineCollector(state))
-    registry.register(cache)
+    parts = [
+        _EngineCollector(loop.state),
+        _LoadCollector(loop.state, admission, log),
+        loop.cache_metrics,
+        log,
+    ]
+    registry.register(_LabelledCollector({"model_name": model_name}, parts))
     return generate_latest(registry)

@@ -12,12 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvcache.engine import SamplingParams
 from kvcache.server.admission import Admission
-from kvcache.server.bodies import AskError, apart, parsed, read_body, refuse_untrusted
+from kvcache.server.bodies import apart, parsed, read_body, refuse_untrusted
 from kvcache.server.engine_loop import EngineError, EngineLoop
+from kvcache.server.errors import CLOSED, AskError
 from kvcache.sources.disaggregation import Connector
 from kvcache.sources.disaggregation.prefill import PREFILL_PATH
 
-_CONFLICT, _UNAVAILABLE, _CLOSED = 409, 503, 499
+_CONFLICT, _UNAVAILABLE = 409, 503
 
 
 class AskedPrefill(BaseModel):
@@ -62,7 +63,7 @@ def add_prefill(
             while not computing.done():
                 await asyncio.wait([computing], timeout=0.1)
                 if await request.is_disconnected():
-                    return Response(status_code=_CLOSED)
+                    return Response(status_code=CLOSED)
             return JSONResponse({"offer": computing.result()})
         finally:
             computing.cancel()

@@ -20,15 +20,17 @@ from kvcache.server.engine_loop import EngineError
 from kvcache.server.limits import Limits
 
 _SECONDS_TO_WRITE = 5  # seconds to write the last events after the grace period
+_POLL_SECONDS = 0.02  # interval at which answers in progress are counted
 _KEEP_ALIVE_SECONDS = 60  # TCP keep-alive; detects a dead peer within a few minutes
 
 
 class Server(uvicorn.Server):
     """Serves an application created by `make_app`, and enforces its `Limits`.
 
-    On a stop request (SIGTERM, Ctrl-C) the server rejects new connections and requests and lets answers
-    in progress finish for `grace_seconds`. It then ends the remaining answers with an error: a 503
-    response, or the last event of a stream. Accepts the options of `uvicorn.Config`.
+    On a stop request (SIGTERM, Ctrl-C) the server lets answers in progress finish for
+    `grace_seconds`. Until they have, it listens on and answers new requests, and `/health`, with
+    status 503. It then ends the remaining answers with an error: a 503 response, or the last event
+    of a stream. A second Ctrl-C does so at once. Accepts the options of `uvicorn.Config`.
     """
 
     def __init__(self, app: FastAPI, **options: object) -> None:
@@ -49,31 +51,35 @@ class Server(uvicorn.Server):
                 proxy_headers=False,  # any client can send these headers
                 server_header=False,
                 timeout_keep_alive=limits.keep_alive_seconds,
-                timeout_graceful_shutdown=limits.grace_seconds + _SECONDS_TO_WRITE,
+                timeout_graceful_shutdown=_SECONDS_TO_WRITE,
                 **options,
             )
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait for answers in progress, and end the remaining answers."""
-        ending = asyncio.create_task(self._end_answers())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            ending.cancel()
-
-    async def _end_answers(self) -> None:
+        """Wait for answers in progress, stop listening, and end the remaining answers."""
         self._state.admission.refuse(EngineError("the server is shutting down: try another", 503))
-        await asyncio.sleep(self._limits.grace_seconds)
+        until = time.monotonic() + self._limits.grace_seconds
+        while self._is_answering and not self.force_exit and time.monotonic() < until:
+            await asyncio.sleep(_POLL_SECONDS)
+        if self._is_answering:
+            self._end_answers()
+        for connection in list(self.server_state.connections):
+            if connection.is_receiving_body:
+                connection.transport.abort()  # uvicorn would wait for the rest
+        await super().shutdown(sockets)
+
+    @property
+    def _is_answering(self) -> bool:
+        return any(not each.is_receiving for each in self.server_state.connections)
+
+    def _end_answers(self) -> None:
         error = EngineError(
             f"the server is shutting down: the answer was cut after {self._limits.grace_seconds} s",
             503,
         )
         self._state.admission.close(error)
         self._state.loop.end_all(error)
-        for connection in list(self.server_state.connections):
-            if connection.is_receiving:
-                connection.transport.abort()
 
 
 def _by_path(app: FastAPI) -> Callable[[Any, Any, Any], Awaitable[None]]:
@@ -109,6 +115,11 @@ class _Protocol(H11Protocol):
         """Whether the connection is waiting for a request or for the rest of a request."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
+
+    @property
+    def is_receiving_body(self) -> bool:
+        """Whether a request has arrived without the rest of its body."""
+        return self.is_receiving and self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         # With a burst, all protocols are created before the first of them has its connection.

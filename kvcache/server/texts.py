@@ -18,8 +18,11 @@ class Texts(Protocol):
     end_token_ids: tuple[int, ...]  # tokens that end an answer
     longest_token: int  # maximum characters per token; gives a lower bound for the tokens of a text
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt."""
+
+    def token(self, token_id: int) -> tuple[str, bytes | None]:
+        """Return the text of a single token, and its bytes if they are known."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of an answer."""
@@ -43,9 +46,17 @@ class ByteTexts:
     def __init__(self, end_token_ids: Sequence[int] = ()) -> None:
         self.end_token_ids = tuple(_checked_tokens(end_token_ids, "end_token_ids"))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the bytes of a text. There are no special tokens."""
         return list(checked_text(text, "text").encode())
+
+    def token(self, token_id: int) -> tuple[str, bytes]:
+        r"""Return a character, `bytes:\xNN` for a part of a character, or `<N>`."""
+        (token_id,) = _checked_tokens([token_id])
+        if 128 <= token_id < 256:
+            return rf"bytes:\x{token_id:02x}", bytes([token_id])
+        text = self.decode([token_id])
+        return text, text.encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of bytes. Invalid UTF-8 is replaced by the replacement character."""
@@ -77,9 +88,17 @@ class TokenizerTexts:
         self.end_token_ids = tuple(sorted(ends))
         self.longest_token = max(map(len, tokenizer.get_vocab()))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt."""
-        return self._tokenizer.encode(checked_text(text, "text"))
+        text = checked_text(text, "text")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def token(self, token_id: int) -> tuple[str, bytes | None]:
+        """Return the text of a token, also of a special one. Parts of characters have no bytes."""
+        text = self._tokenizer.decode(
+            _checked_tokens([token_id]), clean_up_tokenization_spaces=False
+        )
+        return text, None if "\ufffd" in text else text.encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import kvcache
 from kvcache.cli import doctor, main
 from kvcache.replay import Replayer, chat_workload
 from tests.machinery.shared import REPO, sampled, shared_file
@@ -592,6 +593,11 @@ def test_wrong_usage_prints_one_line(capsys, argv, says):
     assert says in error_of(capsys, *argv)
 
 
+def test_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr() == (f"kvcache {kvcache.__version__}\n", "")
+
+
 @pytest.mark.parametrize(("option", "value"), [("--seed", "3"), ("--requests", "3")])
 def test_chat_options_conflict_with_a_trace(capsys, trace, option, value):
     says = f"{option} is {value}: expected only without TRACE"
@@ -646,7 +652,9 @@ def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = str(tmp_path / "a.png")
     error = error_of(capsys, "replay", "--json", "--plot", path, code=1)
-    assert "matplotlib is not installed, which --plot needs: pip install 'kvcache[cli]'" in error
+    assert (
+        "matplotlib is not installed, which --plot needs: pip install 'torch-kvcache[cli]'" in error
+    )
 
 
 def test_a_replay_publishes_its_events(capsys, monkeypatch):

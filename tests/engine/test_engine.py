@@ -214,6 +214,42 @@ def test_beam_search_finds_what_a_search_without_a_cache_finds(name, paged):
     assert engine.metrics.forked_sequences > 0
 
 
+@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["alone", "drafts"])
+def test_log_probabilities_are_those_of_the_dense_model(drafter, paged):
+    model = paged("llama")
+    engine = Engine(model, drafter=drafter)
+    prompt = [5, 9, 5, 9, 5, 9, 5, 9, 5, 9]
+    params = SamplingParams(max_tokens=24, logprobs=2)
+    deltas = list(engine.stream(prompt, params))
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    found = [each for delta in deltas for each in delta.logprobs]
+    assert tokens == greedy(dense("llama"), prompt, 24)
+    wanted = logits_of(dense("llama"), prompt, tokens).log_softmax(-1)
+    assert len(found) == len(wanted) == 24
+    for each, token, row in zip(found, tokens, wanted):
+        assert each.logprob == pytest.approx(row[token].item(), abs=1e-9)
+        assert [top for top, _ in each.top] == row.topk(2).indices.tolist()
+    (generation,) = engine.generate([prompt], params)
+    assert [each.logprob for each in generation.samples[0].logprobs] == pytest.approx(
+        [each.logprob for each in found]
+    )
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["alone", "drafts"])
+def test_repetition_penalty_is_that_of_transformers(drafter, paged):
+    engine = Engine(paged("llama"), drafter=drafter)
+    prompt = [5, 9, 5, 9, 5, 9, 5, 9, 5, 9]
+    params = SamplingParams(max_tokens=24, repetition_penalty=1.5)
+    (generation,) = engine.generate([prompt], params)
+    found = dense("llama").generate(
+        torch.tensor([prompt]),
+        **{"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False},
+        repetition_penalty=1.5,
+    )
+    assert generation.samples[0].token_ids == found[0, len(prompt) :].tolist()
+    assert generation.samples[0].token_ids != greedy(dense("llama"), prompt, 24)
+
+
 def test_samples_share_the_prompts_blocks_and_copy_what_they_write(paged):
     engine = Engine(paged("llama"))
     params = SamplingParams(max_tokens=4, n=4, temperature=1.0, seed=0)

@@ -7,7 +7,12 @@ import torch
 from kvcache import Request
 from kvcache.engine import NgramDrafter, SamplingParams
 from kvcache.engine.beams import Beams
-from kvcache.engine.sampling import Sampler, most_likely
+from kvcache.engine.sampling import (
+    Sampler,
+    most_likely,
+    penalize_repetition,
+    token_logprob,
+)
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0, 2.5])
 
@@ -154,3 +159,47 @@ class TestNgramDrafter:
             assert found == self.plain(tokens, 3, 3, 1), tokens
             num_found += bool(found)
         assert num_found > 250
+
+
+class TestLogprobs:
+    def test_are_those_of_a_softmax(self):
+        found = token_logprob(LOGITS.to(torch.float16), 2, 3)
+        wanted = LOGITS.double().log_softmax(-1)
+        assert found.logprob == pytest.approx(wanted[2].item())
+        assert [token for token, _ in found.top] == [1, 5, 3]
+        assert [value for _, value in found.top] == pytest.approx(wanted[[1, 5, 3]].tolist())
+
+    def test_at_most_the_vocabulary_is_listed(self):
+        assert token_logprob(LOGITS, 0, 0).top == []
+        assert len(token_logprob(LOGITS, 0, 100).top) == len(LOGITS)
+
+
+class TestRepetitionPenalty:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    def test_divides_positive_logits_and_multiplies_negative_ones(self, dtype):
+        logits = LOGITS.to(dtype)
+        found = penalize_repetition(logits, [1, 1, 4], 2.0)
+        assert found.tolist() == [0.0, 1.5, 1.0, 2.0, -2.0, 2.5]
+        assert logits.tolist() == LOGITS.tolist()  # the input is unchanged
+
+    @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 100.0])
+    def test_tiny_and_huge_penalties_leave_valid_tokens(self, temperature):
+        sampler = Sampler(SamplingParams(temperature=temperature, seed=1), 0)
+        for penalty, possible in ((5e-324, {1, 2}), (1e308, {0, 1, 2, 3, 5})):
+            logits = penalize_repetition(LOGITS, [1, 2, 4], penalty)
+            assert {sampler.token(logits) for _ in range(50)} <= possible
+
+    @pytest.mark.parametrize(
+        "options,expected",
+        [
+            ({"repetition_penalty": 0}, "repetition_penalty is 0.0: expected above 0, finite"),
+            ({"repetition_penalty": float("inf")}, "repetition_penalty is inf: expected above 0"),
+            ({"logprobs": -1}, "logprobs is -1: expected 0 to 2147483647"),
+            ({"beam_width": 2, "logprobs": 1}, "beam_width is 2 with repetition_penalty 1.0 and l"),
+            ({"beam_width": 2, "repetition_penalty": 2}, "beam_width is 2 with repetition_penalty"),
+        ],
+    )
+    def test_invalid_parameters_are_rejected(self, options, expected):
+        with pytest.raises(ValueError) as told:
+            SamplingParams(**options)
+        assert str(told.value).startswith(expected)

@@ -599,6 +599,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if columns.are_individual or np", "if np"),
             ("if any(map(_FINISH_REASON, samples)):", "if False:"),
             ("or has_forks or generation.free is not None", "or has_forks"),
+            ("logits[at + i], token, params.logprobs", "row, token, params.logprobs"),
             ("drawn = [i for i in range(num) if i not in errors]", "drawn = [*range(num)]"),
             ("if count == 0 or has_changed:", "if count == 0:"),
             (
@@ -718,12 +719,12 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("text[: self._num_read - self._stops.num_held[self._state]]", "text"),
             ("text[: self._num_read - length]", "text[: self._num_read]"),
             ('.rstrip("\\ufffd")', ""),
-            (", clean_up_tokenization_spaces=False", ""),
+            ("=True, clean_up_tokenization_spaces=False", "=True"),
             ('ends = set(_checked_tokens(end_token_ids, "end_token_ids"))', "ends = set()"),
         ],
     ),
     (
-        SERVE + "app.py",
+        SERVE + "answers.py",
         "serve",
         [
             ("if await request.is_disconnected():", "if False:"),

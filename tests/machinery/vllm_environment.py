@@ -25,7 +25,9 @@ from tests.machinery.shared import REPO
 NEWEST = "0.33.0"  # of the versions that the tests cover
 FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
 TESTS = sorted(
-    str(each.relative_to(REPO)) for each in (REPO / "tests" / "plugins" / "vllm").glob("test_*.py")
+    str(each.relative_to(REPO))
+    for pattern in ("plugins/vllm/test_*.py", "server/test_load_generator.py")
+    for each in (REPO / "tests").glob(pattern)
 )
 TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
 # Requirements of vLLM to skip. torch is installed separately, and the tests do not need the others.

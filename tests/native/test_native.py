@@ -193,7 +193,7 @@ def test_make_builds_again_after_clean(made):
 # background step to the last step that runs concurrently with it.
 STEPS = (
     *("setup", "lint", "test-vllm", "sanitize", "sanitize-thread", "gpu-less", "gpu-rehearsal"),
-    *("docs", "demo", "fuzz", "bench", "test", "test-exhaustive"),
+    *("docs", "demo", "test-wheel", "fuzz", "bench", "test", "test-exhaustive"),
 )
 LAST_BESIDE = {"test-vllm": "gpu-less", "gpu-rehearsal": "bench"}
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import pkgutil
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.machinery.forked import run_code
 from tests.machinery.shared import REPO
 
 DOCS = REPO / "docs"
-PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(REPO.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 
 
 def code_of(page) -> str:
@@ -127,6 +128,35 @@ def test_links_to_files_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+PICTURES = sorted((DOCS / "images").glob("*.svg"))
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_a_picture_has_a_title_both_color_schemes_and_no_outside_source(picture):
+    text = picture.read_text()
+    root = ElementTree.fromstring(text)
+    svg = "{http://www.w3.org/2000/svg}"
+    assert root.findtext(f"{svg}title") and root.findtext(f"{svg}desc")
+    assert "@media (prefers-color-scheme: dark)" in root.findtext(f"{svg}style")
+    assert "href" not in text and "@import" not in text and "<script" not in text
+
+
+def test_pictures_have_alternative_texts_and_are_shown():
+    shown = [
+        (page.name, *match)
+        for page in PAGES
+        for match in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text())
+    ]
+    assert all(text for _, text, _ in shown), shown
+    assert {picture.name for picture in PICTURES} <= {path.rpartition("/")[2] for *_, path in shown}
+
+
+def test_pages_contain_no_drawings_in_letters():
+    """A screen reader and a narrow screen cannot show them: `docs/images` has pictures."""
+    for page in sorted(DOCS.rglob("*.md")):
+        assert not re.search(r"\+--|--\+|^ {3,}\S.* --+> ", page.read_text(), re.M), page.name
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (REPO / "mkdocs.yml").read_text()
     for page in DOCS.rglob("*.md"):
@@ -140,15 +170,31 @@ def test_results_have_one_line_per_row(tmp_path):
         assert (tmp_path / path.name).read_text() == path.read_text()
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results():
+DECODE = "decode step, 1,024 rows, tokens and hashes too"
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "form", "factor"),
+    [
+        (
+            "README.md",
+            "block hash, 16 tokens, SHA-256 over canonical CBOR",
+            "{:,.0f} ns",
+            "{:.0f} times",
+        ),
+        ("README.md", DECODE, "{:.2f} us", "{:.1f} times"),
+        (
+            "README.md",
+            "trace replay, 16-token blocks (874 per request)",
+            "{:.0f} us",
+            "{:.1f} times",
+        ),
+        ("docs/index.md", DECODE, "{:.2f} us", "{:.1f} times"),
+    ],
+)
+def test_the_figures_of_the_first_pages_are_those_of_the_results(page, name, form, factor):
     results = json.loads((REPO / "benchmarks" / "results" / "cpu.json").read_text())["results"]
-    by_name = {row["name"]: row for row in results}
-    readme = (REPO / "README.md").read_text()
-    for name, form, factor in (
-        ("block hash, 16 tokens, SHA-256 over canonical CBOR", "{:,.0f} ns", "{:.0f} times"),
-        ("decode step, 1,024 rows, tokens and hashes too", "{:.2f} us", "{:.1f} times"),
-        ("trace replay, 16-token blocks (874 per request)", "{:.0f} us", "{:.1f} times"),
-    ):
-        row = by_name[name]
-        (line,) = [each for each in readme.splitlines() if form.format(row["ours"]) in each]
-        assert form.format(row["peer"]) in line and factor.format(row["ratio"]) in line
+    (row,) = [row for row in results if row["name"] == name]
+    lines = re.split(r"\n\n|\n(?=\|)", (REPO / page).read_text())
+    (line,) = [each for each in lines if form.format(row["ours"]) in each]
+    assert form.format(row["peer"]) in line and factor.format(row["ratio"]) in line

@@ -76,8 +76,8 @@ MAY_IMPORT = {
         "kvcache.worker",
     },
     "kvcache.server": {
-        *("kvcache.engine", "kvcache.metrics", "kvcache.router_events", "kvcache.sources"),
-        *("kvcache.allocator", "kvcache.sources.disaggregation"),
+        *("kvcache", "kvcache.engine", "kvcache.metrics", "kvcache.router_events"),
+        *("kvcache.allocator", "kvcache.sources", "kvcache.sources.disaggregation"),
     },
     "kvcache.plugins": set(),
     "kvcache.plugins.vllm": {

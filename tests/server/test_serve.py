@@ -31,6 +31,7 @@ from kvcache.engine.transformers import attach
 from kvcache.server import ByteTexts, EngineLoop, Limits, Server, make_app
 from kvcache.server.texts import AnswerText, TokenizerTexts
 from tests.machinery.dense_models import dense, greedy
+from tests.machinery.http.process import ServeProcess, ask
 
 NUMBERS = itertools.count()
 # The default client would load the certificates for each request.
@@ -102,13 +103,14 @@ class Served:
 
 
 @contextmanager
-def serving(texts=None, publisher=None, limits=None, trust_clients=True, **options):
+def serving(texts=None, publisher=None, limits=None, trust_clients=True, api_key=None, **options):
     options = {"max_model_len": 256, "max_num_batched_tokens": 64, "host_budget": "2MiB"} | options
     engine = Engine(attach(dense("llama"), "1MiB", **options))
     loop = EngineLoop(engine, publisher)
     limits = limits or Limits(grace_seconds=0.5)
     texts = texts or ByteTexts()
-    app = make_app(loop, texts, "llama", limits=limits, trust_clients=trust_clients)
+    more = {"limits": limits, "trust_clients": trust_clients, "api_key": api_key}
+    app = make_app(loop, texts, "llama", **more)
     server = Server(app, port=0, log_level="error")
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -322,7 +324,8 @@ class TestChat:
         ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ({"n": 100, "max_tokens": 1}, 400, "100"),
         ({"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        ({"logprobs": 3}, 400, "logprobs is 3: expected none, as this server does not support"),
+        ({"echo": True}, 400, "echo is True: not served here, expected none"),
+        ({"logprobs": 21}, 400, "logprobs: Input should be less than or equal to 20"),
         ({"extra_body": {"top_k": 0}}, 400, "top_k: Input should be greater than or equal to 1"),
         ({"extra_body": {"cache_salt": ""}}, 400, "cache_salt"),
         ({"extra_body": {"cache_salt": "\ud800"}}, 400, "cache_salt"),
@@ -344,7 +347,9 @@ def test_errors_of_wrong_requests_name_what_was_expected(served, asked, status, 
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert expected in error["message"]
-    assert error["type"] == "invalid_request_error" and error["code"] == status
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] and isinstance(error["code"], str)
+    assert error["param"].partition("[")[0] in body
     assert len(error["message"]) < 400
     served.wait_until_empty()
     assert served.state()["metrics"]["requests"] == before
@@ -498,16 +503,21 @@ def test_figures_as_prometheus_reads_them(served):
         for sample in family.samples
     }
     state = served.state()
-    assert found["kvcache_requests_total",] == state["metrics"]["requests"] > 0
-    assert found["kvcache_generated_tokens_total",] == state["metrics"]["generated_tokens"]
+    assert found["kvcache_requests_total", "llama"] == state["metrics"]["requests"] > 0
+    assert found["kvcache_generated_tokens_total", "llama"] == state["metrics"]["generated_tokens"]
     for tier, name in (("pool", "device"), ("host", "host")):
         states = state[tier]
-        assert found["kvcache_blocks", name] == sum(states.values())
-        assert found["kvcache_cached_blocks", name] == states["cached"] + states["held_cached"]
-        assert found["kvcache_free_blocks", name] == states["cached"] + states["empty"]
-    assert found["kvcache_hit_tokens_total",] <= found["kvcache_query_tokens_total",]
-    assert found["kvcache_query_tokens_total",] > 0
-    assert found["kvcache_sequences", "running"] == 0
+        assert found["kvcache_blocks", "llama", name] == sum(states.values())
+        assert (
+            found["kvcache_cached_blocks", "llama", name]
+            == states["cached"] + states["held_cached"]
+        )
+        assert found["kvcache_free_blocks", "llama", name] == states["cached"] + states["empty"]
+    assert (
+        found["kvcache_hit_tokens_total", "llama"] <= found["kvcache_query_tokens_total", "llama"]
+    )
+    assert found["kvcache_query_tokens_total", "llama"] > 0
+    assert found["kvcache_sequences", "llama", "running"] == 0
 
 
 class TestEvents:
@@ -663,6 +673,9 @@ class TestTokenizers:
             "--events: endpoint is 'nowhere': expected tcp://ADDRESS:PORT",
         ),
         ([], "the following arguments are required: MODEL"),
+        (["llama", "--api-key", "é"], "--api-key: expected printable ASCII characters"),
+        (["llama", "--api-key", "k", "--prefill"], "--api-key is given with --prefill: expected"),
+        (["llama", "--log-level", "loud"], "--log-level: invalid choice: 'loud'"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
 )
@@ -691,6 +704,31 @@ def test_invalid_checkpoint_folder_is_rejected(tmp_path, capsys):
     assert "expected the folder of a checkpoint that transformers loads" in capsys.readouterr().err
 
 
+class TestProcess:
+    """What a server's process writes to stderr."""
+
+    def test_log_has_a_line_per_request_and_none_per_probe(self):
+        with ServeProcess("--log-level", "info") as server:
+            assert ask(server.port, "POST", "/v1/completions", b"{}").status == 400
+            assert ask(server.port, "GET", "/health").status == 200
+            assert ask(server.port, "GET", "/state?since=0").status == 200
+        loading, serving_at = server.start.splitlines()
+        assert loading.endswith(": building llama with random weights on cpu")
+        assert serving_at.startswith("kvcache: serving llama at http://127.0.0.1:")
+        lines = [line for line in server.log.splitlines() if "POST" in line]
+        assert len(lines) == 1 and '"POST /v1/completions HTTP/1.1" 400' in lines[0]
+        assert "/health" not in server.log and "/state" not in server.log
+
+    def test_open_address_without_a_key_is_warned_about(self):
+        with ServeProcess("--host", "0.0.0.0") as server:
+            pass
+        assert "warning: --host is 0.0.0.0 and no --api-key is given" in server.start
+        assert "POST" not in server.log
+        with ServeProcess("--host", "0.0.0.0", "--api-key", "k") as server:
+            pass
+        assert "warning" not in server.start
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 
@@ -713,7 +751,7 @@ def test_the_page_in_a_browser(served, browser, tmp_path):
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(served.url)
-    page.wait_for_function("document.querySelectorAll('.tile').length === 8")
+    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
     served.slow_seconds = 0.02
     asking = threading.Thread(
         target=lambda: served.complete(prompt=[chr(97 + i) * 90 for i in range(9)], max_tokens=150)
@@ -722,7 +760,7 @@ def test_the_page_in_a_browser(served, browser, tmp_path):
     page.wait_for_function("document.querySelectorAll('#sequences tr').length === 9")
     page.wait_for_function("document.querySelectorAll('.swapped').length > 0")
     held = page.locator("#pool-key").inner_text()
-    assert "held by sequences" in held and "cached, free to be taken" in held
+    assert "held by sequences" in held and "cached, can be evicted" in held
     assert "KV" not in page.title() and page.title() == "kvcache"
     assert "layers of full_attention in blocks of 16" in page.locator("#plan").inner_text()
     assert "Host tier" in page.locator("#host-title").inner_text()
@@ -730,9 +768,37 @@ def test_the_page_in_a_browser(served, browser, tmp_path):
     asking.join()
     page.wait_for_function("document.querySelectorAll('#sequences tr').length === 0")
     page.screenshot(path=tmp_path / "page.png", full_page=True)
+    page.wait_for_function("history.at(-1).num_sequences === 0")
     tiles = page.locator("#tiles").inner_text()
+    assert "generated tokens/s" in tiles and "time to first token" in tiles
     assert str(served.state()["metrics"]["finished_requests"]) in tiles
     assert complaints == []
+    page.close()
+
+
+def test_a_reload_of_the_page_keeps_its_history(served, browser):
+    served.complete(max_tokens=9)
+    served.wait_until_empty()
+    page = browser.new_page()
+    page.goto(served.url)
+    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
+    times = page.evaluate("history.map(point => point.time)")
+    assert times and times == sorted(times)
+    page.reload()
+    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
+    assert page.evaluate("history.map(point => point.time)") == times
+    assert page.locator("#timeline").bounding_box()["height"] > 40
+    page.close()
+
+
+@pytest.mark.parametrize("scheme,ground", [("light", 255), ("dark", 13)])
+def test_page_follows_the_color_scheme_and_fits_a_phone(served, browser, scheme, ground):
+    page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    page.goto(served.url)
+    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert color.startswith(f"rgb({ground}, ")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.close()
 
 
@@ -740,7 +806,7 @@ def test_page_reports_that_the_server_is_gone(browser):
     with serving() as served:
         page = browser.new_page()
         page.goto(served.url)
-        page.wait_for_function("document.querySelectorAll('.tile').length === 8")
+        page.wait_for_function("document.querySelectorAll('.tile').length === 11")
         assert not page.locator("#error").is_visible()
         served.stop()
         page.locator("#error").wait_for(state="visible", timeout=10_000)

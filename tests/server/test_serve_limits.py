@@ -19,9 +19,10 @@ import openai
 
 from kvcache.server import ByteTexts, Limits
 from kvcache.server.admission import Admission, Busy
-from kvcache.server.app import AskedChat, AskedCompletion
-from kvcache.server.bodies import AskError, parsed
+from kvcache.server.bodies import parsed
 from kvcache.server.engine_loop import EngineError
+from kvcache.server.errors import AskError
+from kvcache.server.fields import AskedChat, AskedCompletion
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import AnswerText
 from tests.server.test_serve import GREETING, HTTP, dense_answer, serving
@@ -179,14 +180,14 @@ class TestFields:
     @pytest.mark.parametrize(
         "asked",
         [
-            *({"logprobs": 0}, {"echo": 0}, {"store": 0}, {"presence_penalty": False}),
+            *({"echo": 0}, {"store": 0}, {"presence_penalty": False}),
             *({"frequency_penalty": False}, {"suffix": "x"}, {"tools": {}}, {"logit_bias": []}),
         ],
         ids=str,
     )
     def test_value_of_another_type_is_rejected(self, asked):
         ((name, value),) = asked.items()
-        assert self.refusal(BODY | asked).startswith(f"{name} is {value!r}: expected none")
+        assert self.refusal(BODY | asked).startswith(f"{name} is {value!r}: not served here")
 
     def test_best_of_must_equal_the_number_of_returned_samples(self):
         for n, best_of in ((3, 1), (1, 3)):
@@ -197,10 +198,10 @@ class TestFields:
     @pytest.mark.parametrize(
         "message,expected",
         [
-            ({"name": "bob"}, "messages[0].name is 'bob': expected none"),
+            ({"name": "bob"}, "messages[0].name is 'bob': not served here"),
             (
                 {"tool_calls": [{"id": "1"}]},
-                "messages[0].tool_calls is [{'id': '1'}]: expected none",
+                "messages[0].tool_calls is [{'id': '1'}]: not served here",
             ),
             (
                 {"content": None},
@@ -208,7 +209,7 @@ class TestFields:
             ),
             (
                 {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "x": 1}]},
-                "messages[0].content[1].x is 1: expected none",
+                "messages[0].content[1].x is 1: not served here",
             ),
             ({"content": ["a"]}, "messages[0].content[0] is 'a': expected an object"),
             (
@@ -228,7 +229,7 @@ class TestFields:
         [
             (
                 {"stream": True, "stream_options": {"include_usage": True, "x": 1}},
-                "stream_options.x is 1: expected none",
+                "stream_options.x is 1: not served here",
             ),
             ({"stream": True, "stream_options": 5}, "stream_options is 5: expected an object"),
             ({"stream_options": {}}, "stream_options is given: expected it only where stream"),
@@ -514,7 +515,8 @@ class TestShutdown:
         assert (lines[-1] == "data: [DONE]") == is_whole
         if not is_whole:
             error = json.loads(lines[-1].removeprefix("data: "))["error"]
-            assert "the server is shutting down" in error["message"] and error["code"] == 503
+            assert "the server is shutting down" in error["message"]
+            assert error["type"] == "server_error" and error["code"] == "service_unavailable"
 
     def test_requests_without_streaming_get_503_at_a_stop(self):
         with serving(limits=Limits(grace_seconds=0.2), max_num_seqs=1) as running:
@@ -535,6 +537,26 @@ class TestShutdown:
         assert len(answers) == 3
         for answer in answers:
             assert "the server is shutting down" in message_of(answer, 503)
+
+    def test_new_requests_get_503_while_answers_finish(self):
+        with serving(limits=Limits(grace_seconds=30)) as running:
+            running.slow_seconds, got = 0.02, []
+            running.hold = lambda state: state["num_sequences"] == 1
+            asked = {"max_tokens": 60, "stream": True}
+            thread = threading.Thread(target=self.stream, args=(running, got), kwargs=asked)
+            thread.start()
+            running.wait_until(running.hold)
+            stopping = threading.Thread(target=running.stop)
+            stopping.start()
+            awaited(lambda: HTTP.get(f"{running.url}/health").status_code == 503)
+            for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", {})):
+                answer = HTTP.post(running.url + path, json=body)
+                assert "the server is shutting down" in message_of(answer, 503)
+                assert answer.json()["error"]["code"] == "service_unavailable"
+            running.hold = None
+            stopping.join()
+            thread.join()
+        assert [line for line in got if line][-1] == "data: [DONE]"
 
     def test_half_a_request_does_not_hold_it_up(self):
         with serving(limits=Limits(grace_seconds=0.2)) as running, connected(running) as connection:

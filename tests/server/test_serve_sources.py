@@ -77,8 +77,8 @@ def test_a_restarted_server_loads_what_the_earlier_one_has_stored(alone, tmp_pat
         assert answer(server) == (alone, 192)
         wait_for_counts(server, "store", loads=1, loaded_tokens=192, failed_tokens=0)
         text = ask(server.port, "GET", "/metrics").body.decode()
-        assert 'kvcache_source_loaded_tokens_total{source="store"} 192.0' in text
-        assert 'kvcache_source_quarantined_blocks{source="store"} 0.0' in text
+        assert 'kvcache_source_loaded_tokens_total{model_name="llama",source="store"} 192.0' in text
+        assert 'kvcache_source_quarantined_blocks{model_name="llama",source="store"} 0.0' in text
         server.wait_until_empty()
 
 
@@ -118,7 +118,9 @@ def test_a_prompt_is_prefilled_by_another_server(alone):
         wait_until(lambda: num_computed(server) == 1 + 11)
         wait_until(lambda: num_computed(prefill) == 199)
         text = ask(server.port, "GET", "/metrics").body.decode()
-        assert 'kvcache_source_loaded_tokens_total{source="prefill"} 199.0' in text
+        assert (
+            'kvcache_source_loaded_tokens_total{model_name="llama",source="prefill"} 199.0' in text
+        )
         assert answer(server) == (alone, 192)  # the server's own cache has nearly the whole prompt
         wait_for_counts(server, "prefill", asked_requests=1)
         for each in (prefill, server):

@@ -1,6 +1,6 @@
 """Hugging Face transformers models whose K, V and recurrent states are stored in a `KVCache`.
 
-Requires the package `transformers` (`pip install kvcache[transformers]`).
+Requires the package `transformers` (`pip install 'torch-kvcache[transformers]'`).
 """
 
 try:
@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError(
         "kvcache.engine.transformers needs the package transformers: "
-        "pip install 'kvcache[transformers]'",
+        "pip install 'torch-kvcache[transformers]'",
         name="transformers",
     ) from None
 

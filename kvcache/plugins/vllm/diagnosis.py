@@ -106,6 +106,9 @@ def _config(arguments: Sequence[str]) -> VllmConfig:
         if not end.code:  # --help
             raise
         raise ValueError(said.getvalue().strip().rpartition("error: ")[2]) from None
+    names_model = any(each.partition("=")[0] in ("--model", "--config") for each in arguments)
+    if not options.model_tag and not names_model:
+        raise ValueError("expected a model, or a folder with its config.json")
     options.model = options.model_tag or options.model
     for name in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
         setattr(options, f"{name}_parallel_size", 1)

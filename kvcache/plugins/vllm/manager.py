@@ -406,9 +406,10 @@ class VllmCacheManager:
         num_computed = min(
             request.num_computed_tokens - request.num_output_placeholders, request.num_tokens
         )
-        num_cached = held.num_published
-        num_computed = max(num_computed, num_cached, held.start)
-        self._append_known(request, held.request)
+        # The native row cannot go back behind the start of its last step, which counts drafts that may
+        # have been rejected since. Without its tokens, a block is not cached.
+        self._append_known(request, held.request, num_computed)
+        num_computed = max(num_computed, held.num_published, held.start)
         # A state cannot be rolled back, so the request's last step counts as computed.
         if held.num_computed > num_computed and not self._states.are_copied:
             self.native.reject_tokens(held.request, held.num_computed - num_computed)
@@ -587,10 +588,10 @@ class VllmCacheManager:
         return ours
 
     @staticmethod
-    def _append_known(request: Request, ours: allocator.Request) -> None:
-        num_known = ours.num_tokens
-        if num_known < request.num_tokens:
-            ours.append_tokens(request._all_token_ids[num_known:])
+    def _append_known(request: Request, ours: allocator.Request, end: int | None = None) -> None:
+        """Append the tokens before `end` (None: all) that the native request does not have yet."""
+        if tokens := request._all_token_ids[ours.num_tokens : end]:
+            ours.append_tokens(tokens)
 
 
 def _ids(blocks: KVCacheBlocks) -> Sequence[np.ndarray]:

@@ -192,8 +192,9 @@ class _WithManager:
         if not is_tested(found):
             _log.warning(
                 "kvcache %s is tested with vLLM %s, and this is %s. All interfaces are there, and the "
-                "comparison found no difference",
+                "comparison found no difference%s",
                 *(__version__, " and ".join(TESTED), found),
+                "" if compared.num_hit_tokens else ". It had no hits to compare",
             )
 
 

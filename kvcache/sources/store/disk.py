@@ -65,7 +65,7 @@ class DiskStore(BlockStore):
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise ModuleNotFoundError(
-                f"DiskStore needs NIXL ({error}): pip install 'kvcache[nixl]'", name="nixl"
+                f"DiskStore needs NIXL ({error}): pip install 'torch-kvcache[nixl]'", name="nixl"
             ) from error
         self._new_agent = lambda: nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
         if os.path.lexists(self.folder):

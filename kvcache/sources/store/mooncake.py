@@ -61,7 +61,7 @@ class MooncakeStore(BlockStore):
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise ModuleNotFoundError(
-                f"MooncakeStore needs Mooncake ({error}): pip install 'kvcache[mooncake]', and the "
+                f"MooncakeStore needs Mooncake ({error}): pip install 'torch-kvcache[mooncake]', and the "
                 "system's libibverbs",
                 name="mooncake",
             ) from error

@@ -50,7 +50,7 @@ class Agent:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
             raise ImportError(
-                "the transport 'nixl' needs NIXL: pip install 'kvcache[nixl]'"
+                "the transport 'nixl' needs NIXL: pip install 'torch-kvcache[nixl]'"
             ) from error
         config = nixl_agent_config(
             backends=["UCX"],

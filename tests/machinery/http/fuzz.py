@@ -85,7 +85,10 @@ def body_of(rng: random.Random, path: str) -> dict:
             "seed": 7,
         },
         **{"stop": rng.choice(["z", ["ab", "cd"]]), "stream": True, "user": "me", "echo": False},
-        **{"stream_options": {"include_usage": True}},
+        **{"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        **{"logprobs": 3 if path == PATHS[0] else True, "repetition_penalty": 1.5},
+        **{"ignore_eos": True, "stop_token_ids": [5], "metadata": {"a": "b"}},
+        **{"response_format": {"type": "text"}},
     }
     for name in rng.sample([*options], rng.randint(0, 4)):
         body[name] = options[name]
@@ -96,7 +99,17 @@ def body_of(rng: random.Random, path: str) -> dict:
 
 def _changed(rng: random.Random, body: dict) -> tuple[bytes, str | None]:
     """Return a body with one error, and the name of the invalid field if there is one."""
-    names = [*body, "cache_salt", "priority", "logprobs", "tools", "\ud800", "x" * 300, "stop"]
+    names = [
+        *body,
+        "cache_salt",
+        "priority",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "\ud800",
+        "x" * 300,
+        "stop",
+    ]
     name, kind = rng.choice(names), rng.random()
     if kind < 0.6:
         value = rng.choice(WRONG)

@@ -28,26 +28,30 @@ class Reply(NamedTuple):
 class ServeProcess:
     """A context manager that runs a server of a tiny model.
 
-    `args`: options of `kvcache serve`. After the process has ended, `log` holds its stderr.
+    `args`: options of `kvcache serve`. After the process has ended, `log` holds its stderr. The pipe
+    of stderr is read only then, so requests are not logged by default.
     """
 
     def __init__(self, *args: str, model: str = "llama") -> None:
         self.log = ""
         self._pipe, theirs = context.Pipe(duplex=False)
-        argv = ["serve", model, "--port", "0", *args]
+        argv = ["serve", model, "--port", "0", "--log-level", "warning", *args]
         self._process = context.Process(target=_serve, args=(argv, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self._errors = os.fdopen(os.dup(self._pipe.fileno()))
-        line = self._errors.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
-        if found is None:
-            raise RuntimeError(f"no server: {line}{self._end()}")
+        lines, found = [], None
+        while found is None:
+            lines.append(self._errors.readline())
+            if not lines[-1]:
+                raise RuntimeError(f"no server: {''.join(lines)}{self._end()}")
+            found = re.search(r"http://[^ ]+:(\d+)/v1", lines[-1])
+        self.start = "".join(lines)
         self.port = int(found[1])
 
     def __enter__(self) -> ServeProcess:
         until = time.monotonic() + 60
-        while ask(self.port, "GET", "/v1/models").status != 200:
+        while ask(self.port, "GET", "/health").status != 200:
             assert time.monotonic() < until, "the server does not answer"
             time.sleep(0.02)
         return self

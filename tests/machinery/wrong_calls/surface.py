@@ -48,7 +48,8 @@ EXCLUDED = {
     "kvcache.CacheOptions.check_names": "of the manager and of `build`, for names of keywords",
 }
 if importlib.util.find_spec("nixl") is None:
-    EXCLUDED["kvcache.sources.store.DiskStore"] = "needs NIXL, which is not installed"
+    for _name in ("DiskStore", "open_store"):
+        EXCLUDED[f"kvcache.sources.store.{_name}"] = "needs NIXL, which is not installed"
 # Class that callers receive rather than construct -> call that creates it.
 MADE_BY = {
     "kvcache.AttentionMetadata": "AttentionMetadataBuilder.build",

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvcache.plugins.vllm import (
     VllmAsyncScheduler,
@@ -602,3 +602,20 @@ def test_counts_do_not_appear_as_loads_in_the_log():
     value_of = prometheus_client.REGISTRY.get_sample_value
     assert value_of("kvcache:native_calls_total", labels) == 3
     assert value_of("kvcache:stored_blocks_total", labels | {"group": "1"}) == 5
+
+
+def test_a_block_whose_last_token_was_not_computed_is_not_cached(models):
+    """Regression: found by random_sides(7000063). The drafts of two steps were rejected."""
+    config = engine_config(models["llama"])
+    manager = make_scheduler(VllmAsyncScheduler, config, ("full",), 40).kv_cache_manager
+    request = make_request(0, range(61), block_hasher(ours=True), 100)
+    assert manager.allocate_slots(request, 61) is not None
+    request.status = RequestStatus.RUNNING
+    for start in (61, 69):  # each with one token and 7 drafts; the second step assumes that all fit
+        request.num_computed_tokens = start
+        assert manager.allocate_slots(request, 8, num_lookahead_tokens=7) is not None
+    request.append_output_token_ids([1, 2, 3])
+    request.num_computed_tokens = 63
+    manager.free(request)
+    again = make_request(1, [*request.all_token_ids, 5, 6], block_hasher(ours=True), 100)
+    assert manager.get_computed_blocks(again)[1] == 48

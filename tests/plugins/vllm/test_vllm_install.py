@@ -17,7 +17,7 @@ EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["option
 def requirements(extra):
     """Return the requirements of an extra, with those of the extras that it includes."""
     for each in map(Requirement, EXTRAS[extra]):
-        if each.name == "kvcache":
+        if each.name == "torch-kvcache":
             for name in sorted(each.extras):
                 yield from requirements(name)
         else:
@@ -26,7 +26,7 @@ def requirements(extra):
 
 @pytest.mark.parametrize("extra", ["serve", "events", "metrics", "transformers"])
 def test_the_packages_that_vllm_installs_are_accepted_by_the_extras(extra):
-    """This environment has what vLLM requires, so `pip install 'kvcache[vllm,serve]'` has a solution."""
+    """This environment has what vLLM requires, so the extras `vllm` and `serve` can be combined."""
     asked = list(requirements(extra))
     assert asked
     for each in asked:

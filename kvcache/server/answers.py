@@ -1,0 +1,273 @@
+"""Answers to requests: their text, log probabilities and usage, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from kvcache.engine import Delta, SamplingParams, TokenLogprob
+from kvcache.server.admission import Admission
+from kvcache.server.engine_loop import Answer, EngineError, EngineLoop
+from kvcache.server.errors import CLOSED, error_body
+from kvcache.server.fields import Asked, StreamOptions
+from kvcache.server.request_log import RequestLog, RequestRecord
+from kvcache.server.stops import StopTexts
+from kvcache.server.texts import AnswerText, Texts
+
+_NUMBERS = itertools.count()  # numbers of answers
+
+
+class Source:
+    """The prompts of a request, which are served in lanes. Each lane takes the next prompt when it
+    gets rows.
+
+    The first lane competes with all requests, whereas the other lanes use spare rows (see
+    `Admission`).
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        admission: Admission,
+        log: RequestLog,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        asked: Asked,
+    ) -> None:
+        self.prompts, self.params = prompts, params
+        self._log = log
+        self._records = [RequestRecord(len(prompt)) for prompt in prompts]
+        self.num_cached_tokens = 0  # cached tokens of served prompts
+        self._loop, self._admission = loop, admission
+        self._options = {"priority": asked.priority, "cache_salt": asked.cache_salt}
+        self._numbers = iter(range(len(prompts)))
+
+    async def deltas(self, lane: int) -> AsyncIterator[tuple[int, Answer, Delta]]:
+        """Yield (prompt index, answer, delta) as they arrive, until no prompts are left."""
+        while True:
+            priority = self._options["priority"]
+            async with self._admission.rows(self.params.n, is_first=lane == 0, priority=priority):
+                number = next(self._numbers, None)
+                if number is None:
+                    return
+                record = self._records[number]
+                with self._log.recording(record):
+                    async with self._loop.serving(
+                        self.prompts[number], self.params, **self._options
+                    ) as answer:
+                        record.generation = answer.generation
+                        is_first = True
+                        async for delta in answer:
+                            if is_first:
+                                self.num_cached_tokens += answer.generation.num_cached_tokens
+                            is_first = False
+                            self._log.add(record, delta)
+                            yield number, answer, delta
+
+
+class Piece(NamedTuple):
+    """New text and tokens of a choice, and its finish reason if it has ended."""
+
+    choice: int
+    text: str
+    reason: str | None
+    tokens: list[tuple[int, TokenLogprob]]  # empty unless log probabilities are requested
+
+
+class Form:
+    """The format of an answer, with IDs, object names, and text or message.
+
+    - `has_logprobs`: whether choices have log probabilities.
+    """
+
+    def __init__(self, model: str, texts: Texts, *, is_chat: bool, has_logprobs: bool) -> None:
+        self._model, self._texts = model, texts
+        self._is_chat, self._has_logprobs = is_chat, has_logprobs
+        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{next(_NUMBERS)}"
+        self._created = int(time.time())
+        self._offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
+
+    def body(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
+        """Return the body without usage."""
+        kind = "text_completion"
+        if self._is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def choice(self, piece: Piece, is_chunk: bool) -> dict[str, Any]:
+        """Return one sample, or a chunk of it."""
+        content: dict[str, Any] = {"text": piece.text}
+        if self._is_chat:
+            message = {"role": "assistant", "content": piece.text}
+            content = {"delta" if is_chunk else "message": message}
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = self._chat_logprobs(piece) if self._is_chat else self._logprobs(piece)
+        return {
+            **{"index": piece.choice, **content},
+            **{"logprobs": logprobs, "finish_reason": piece.reason},
+        }
+
+    def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text, data = self._texts.token(token)
+            return {"token": text, "logprob": logprob, "bytes": None if data is None else [*data]}
+
+        content = [
+            entry(token, each.logprob) | {"top_logprobs": [entry(*top) for top in each.top]}
+            for token, each in piece.tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        tokens = [self._texts.token(token)[0] for token, _ in piece.tokens]
+        start = self._offsets.get(piece.choice, 0)
+        ends = list(itertools.accumulate(map(len, tokens), initial=start))
+        self._offsets[piece.choice] = ends.pop()
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for _, each in piece.tokens],
+            "top_logprobs": [
+                {self._texts.token(token)[0]: logprob for token, logprob in each.top}
+                for _, each in piece.tokens
+            ],
+            "text_offset": ends,
+        }
+
+
+class Choices:
+    """The samples of all prompts of a request. Choice i is sample i % n of prompt i // n."""
+
+    def __init__(self, texts: Texts, stops: StopTexts, source: Source) -> None:
+        self._source = source
+        self._num_samples = source.params.n
+        count = self._num_samples * len(source.prompts)
+        self.texts = [AnswerText(texts, stops) for _ in range(count)]
+        self.reasons: list[str | None] = [None] * count
+        self.tokens: list[list[tuple[int, TokenLogprob]]] = [[] for _ in range(count)]
+        self._num_tokens = 0
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the pieces of all prompts, which are served concurrently, as they arrive."""
+        pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+
+        async def listen(lane: int) -> None:
+            try:
+                async with aclosing(self._source.deltas(lane)) as deltas:
+                    async for number, answer, delta in deltas:
+                        for piece in self._pieces_of(number, answer, delta):
+                            pieces.put_nowait(piece)
+            except Exception as error:
+                pieces.put_nowait(error)
+
+        tasks = [asyncio.create_task(listen(lane)) for lane in range(len(self._source.prompts))]
+        try:
+            num_running = len(self.reasons)
+            while num_running:
+                piece = await pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                num_running -= piece.reason is not None
+                yield piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _pieces_of(self, number: int, answer: Answer, delta: Delta) -> Iterator[Piece]:
+        choice = number * self._num_samples + delta.index
+        if self.reasons[choice] is not None:
+            return  # the tokens were generated before the engine processed the stop
+        text, token_ids = self.texts[choice], delta.token_ids
+        ends = self._source.params.stop_token_ids
+        self._num_tokens += len(token_ids)
+        tokens = list(zip(token_ids, delta.logprobs or ()))
+        self.tokens[choice] += tokens
+        shown = text.add([token for token in token_ids if token not in ends])
+        if text.is_stopped:
+            self.reasons[choice] = "stop"
+            answer.stop(delta.index)
+        elif delta.finish_reason is not None:
+            if delta.finish_reason == "error":
+                raise EngineError(f"{type(delta.error).__name__}: {delta.error}")
+            if delta.finish_reason in ("abort", "refused"):
+                raise EngineError(f"the request was ended: {delta.finish_reason}")
+            shown += text.end()
+            is_stop = text.is_stopped or delta.finish_reason == "stop"
+            self.reasons[choice] = "stop" if is_stop else "length"
+        if shown or tokens or self.reasons[choice] is not None:
+            yield Piece(choice, shown, self.reasons[choice], tokens)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts of prompts and answers, and of cached tokens."""
+        prompt_tokens = sum(map(len, self._source.prompts))
+        cached = self._source.num_cached_tokens
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt_tokens + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+async def whole_answer(choices: Choices, form: Form, request: Request) -> Response:
+    """Return the complete answer, unless the client disconnects."""
+
+    async def listen() -> None:
+        async with aclosing(choices.pieces()) as pieces:
+            async for _ in pieces:
+                pass
+
+    listening = asyncio.create_task(listen())
+    try:
+        while not listening.done():
+            await asyncio.wait([listening], timeout=0.1)
+            if await request.is_disconnected():
+                return Response(status_code=CLOSED)
+        listening.result()
+    finally:
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+    written = [
+        form.choice(Piece(i, text.text, reason, tokens), is_chunk=False)
+        for i, (text, reason, tokens) in enumerate(
+            zip(choices.texts, choices.reasons, choices.tokens)
+        )
+    ]
+    return JSONResponse(form.body(written, False) | {"usage": choices.usage()})
+
+
+async def streamed_answer(
+    choices: Choices, form: Form, options: StreamOptions
+) -> AsyncIterator[str]:
+    """Yield the answer as server-sent events."""
+
+    def event(chosen: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {json.dumps(form.body(chosen, True) | more)}\n\n"
+
+    try:
+        async with aclosing(choices.pieces()) as pieces:
+            async for piece in pieces:
+                more = {"usage": choices.usage()} if options.continuous_usage_stats else {}
+                yield event([form.choice(piece, is_chunk=True)], **more)
+    except EngineError as error:
+        # Do not send [DONE], because it marks a complete answer.
+        yield f"data: {json.dumps(error_body(str(error), error.status))}\n\n"
+        return
+    if options.include_usage:
+        yield event([], usage=choices.usage())
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,35 @@
+"""Checks the API key of a request."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import Depends
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from kvcache.server.errors import AskError
+
+_Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+
+def key_check(api_key: str) -> Callable[[_Bearer], None]:
+    """Return a dependency of endpoints that rejects requests without this key.
+
+    The error does not repeat the key that came.
+    """
+    expected = api_key.encode()
+
+    def check(given: _Bearer) -> None:
+        # The time of the comparison does not depend on the key.
+        if given is None or not hmac.compare_digest(given.credentials.encode(), expected):
+            came = "missing" if given is None else "wrong"
+            raise AskError(
+                f"the API key is {came}: expected the header 'Authorization: Bearer KEY', with the "
+                "server's --api-key",
+                401,
+                {"www-authenticate": "Bearer"},
+            )
+
+    return check

@@ -1,0 +1,170 @@
+"""The endpoints of completions and chat completions."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+
+from kvcache.checks import shown
+from kvcache.engine import SamplingParams
+from kvcache.server.admission import Admission
+from kvcache.server.answers import Choices, Form, Source, streamed_answer, whole_answer
+from kvcache.server.bodies import apart, parsed, read_body, refuse_untrusted
+from kvcache.server.engine_loop import EngineLoop
+from kvcache.server.errors import CONTEXT_CODE, AskError
+from kvcache.server.fields import Asked, AskedChat, AskedCompletion, StreamOptions
+from kvcache.server.limits import Limits
+from kvcache.server.prompts import PromptReader
+from kvcache.server.request_log import RequestLog
+from kvcache.server.stops import StopTexts
+from kvcache.server.texts import Texts
+
+# Fields that affect other clients. They are rejected unless clients are trusted.
+_OF_TRUSTED = ("cache_salt", "priority")
+AskedKind = TypeVar("AskedKind", bound=Asked)
+
+
+class Completions:
+    """Serves the bodies of completions and chat completions."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        texts: Texts,
+        model_name: str,
+        admission: Admission,
+        log: RequestLog,
+        limits: Limits,
+        trust_clients: bool,
+    ) -> None:
+        self._loop, self._texts, self._model = loop, texts, model_name
+        self._admission, self._log = admission, log
+        self._limits, self._trust_clients = limits, trust_clients
+        self._reader = PromptReader(texts, loop.engine.cache.plan.max_model_len)
+        self._max_model_len = loop.engine.cache.plan.max_model_len
+        self._vocab_size = loop.engine.model.vocab_size
+        self._max_body_bytes = limits.body_bytes(self._max_model_len)
+
+    async def complete(self, request: Request) -> Response:
+        """Answer /v1/completions."""
+        asked = await self._asked(request, AskedCompletion)
+        prompts = [(name, await self._tokens_of(each)) for name, each in self._prompts(asked)]
+        return await self._serve(asked, asked.max_tokens or 16, prompts, request)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer /v1/chat/completions."""
+        asked = await self._asked(request, AskedChat)
+        prompt = await self._reader.chat_tokens(asked.messages)
+        most = self._max_model_len - len(prompt)
+        max_tokens = asked.max_completion_tokens or asked.max_tokens or max(most, 1)
+        return await self._serve(asked, max_tokens, [("messages", prompt)], request)
+
+    async def _asked(self, request: Request, kind: type[AskedKind]) -> AskedKind:
+        """Return the body, validated as far as possible without its prompts."""
+        self._admission.check()
+        body = await read_body(request, self._max_body_bytes)
+        asked = await apart(len(body), parsed, body, kind)
+        if asked.model != self._model:
+            message = f"model is {shown(asked.model)}: expected {self._model!r}"
+            raise AskError(message, 404, param="model", code="model_not_found")
+        if not self._trust_clients:
+            refuse_untrusted(asked, _OF_TRUSTED)
+        stops = asked.stops
+        if len(stops) > self._limits.max_stops:
+            raise AskError(
+                f"stop has {len(stops)} texts: expected at most {self._limits.max_stops}",
+                param="stop",
+            )
+        longest = max(map(len, stops), default=0)
+        if longest > self._limits.max_stop_length:
+            raise AskError(
+                f"stop has a text of {longest} characters: expected at most "
+                f"{self._limits.max_stop_length}",
+                param="stop",
+            )
+        return asked
+
+    def _prompts(self, asked: AskedCompletion) -> list[tuple[str, Any]]:
+        """Yield the name and value of each prompt, which is a text or a list of tokens."""
+        prompt = asked.prompt
+        are_several = isinstance(prompt, list) and set(map(type, prompt)) in ({str}, {list})
+        if are_several and len(prompt) * asked.n > self._limits.max_choices:
+            raise AskError(
+                f"prompt has {len(prompt)} entries, and n is {asked.n}: expected at most "
+                f"{self._limits.max_choices} choices together",
+                param="prompt",
+            )
+        prompts = [("prompt", prompt)]
+        if are_several:
+            prompts = [(f"prompt[{i}]", each) for i, each in enumerate(prompt)]
+        for name, each in prompts:
+            if each in ("", []):
+                raise AskError(f"{name} is empty: expected one token or more", param=name)
+            if isinstance(each, str):
+                self._reader.check_length(name, len(each))
+            elif not isinstance(each, list) or set(map(type, each)) - {int}:
+                raise AskError(
+                    f"{name} is {shown(each)}: expected a text or a list of tokens, or a list of either",
+                    param=name,
+                )
+            elif len(each) > self._max_model_len:
+                raise AskError(
+                    f"{name} has {len(each)} tokens: expected at most {self._max_model_len} with the "
+                    "answer, max_model_len",
+                    param=name,
+                    code=CONTEXT_CODE,
+                )
+            elif not 0 <= min(each) <= max(each) < self._vocab_size:
+                wrong = next(token for token in each if not 0 <= token < self._vocab_size)
+                raise AskError(
+                    f"{name} has the token {shown(wrong)}: expected 0 to {self._vocab_size - 1}, those "
+                    "of the model",
+                    param=name,
+                )
+        return prompts
+
+    async def _tokens_of(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        return await apart(len(prompt), self._texts.encode, prompt)
+
+    async def _serve(
+        self,
+        asked: Asked,
+        max_tokens: int,
+        prompts: list[tuple[str, list[int]]],
+        request: Request,
+    ) -> Response:
+        ends = () if asked.ignore_eos else self._texts.end_token_ids
+        try:
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                top_k=asked.top_k,
+                n=asked.n,
+                seed=asked.seed,
+                stop_token_ids=(*ends, *asked.stop_token_ids),
+                repetition_penalty=asked.repetition_penalty,
+                logprobs=asked.num_logprobs,
+            )
+            for name, prompt in prompts:
+                self._loop.engine.check(prompt, params, name=name)
+        except (TypeError, ValueError) as error:
+            # The message starts with the name of the argument, which is that of the field.
+            message = str(error)
+            code = CONTEXT_CODE if message.endswith("max_model_len") else None
+            raise AskError(message, param=message.partition(" ")[0], code=code) from None
+        tokens = [prompt for _, prompt in prompts]
+        source = Source(self._loop, self._admission, self._log, tokens, params, asked)
+        choices = Choices(self._texts, StopTexts(asked.stops), source)
+        is_chat = isinstance(asked, AskedChat)
+        form = Form(
+            self._model, self._texts, is_chat=is_chat, has_logprobs=params.logprobs is not None
+        )
+        if asked.stream:
+            body = streamed_answer(choices, form, asked.stream_options or StreamOptions())
+            return StreamingResponse(body, media_type="text/event-stream")
+        return await whole_answer(choices, form, request)

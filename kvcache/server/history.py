@@ -1,0 +1,52 @@
+"""Samples of the cache's state over the last minutes, so that the page survives a reload."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+_INTERVAL_S = 0.5
+_MOST_POINTS = 1_200  # ten minutes of continuous work
+
+
+class History:
+    """Keeps a point of the state every half a second.
+
+    Written by the engine's thread and read by others.
+    """
+
+    def __init__(self) -> None:
+        self._points: deque[dict[str, Any]] = deque(maxlen=_MOST_POINTS)
+
+    def add(self, state: dict[str, Any]) -> None:
+        """Add a point. If the last one is recent, only a state without sequences replaces it.
+
+        While the engine is idle there are no points. The first point afterwards is preceded by a
+        copy of the last one, so that rates between two points do not average over the idle time.
+        """
+        now = round(time.time(), 3)
+        last = self._points[-1] if self._points else None
+        if last is not None:
+            if 0 <= now - last["time"] < _INTERVAL_S:
+                if state["num_sequences"]:
+                    return
+                self._points.pop()
+            if now - last["time"] > 3 * _INTERVAL_S:
+                self._points.append(last | {"time": now - _INTERVAL_S})
+        metrics = state["metrics"]
+        self._points.append(
+            {
+                "time": now,
+                "pool": state["pool"],
+                "hit_rate": state["hit_rate"],
+                "prompt_tokens": metrics["prompt_tokens"],
+                "generated_tokens": metrics["generated_tokens"],
+                "computed_tokens": metrics["computed_tokens"],
+                "num_sequences": state["num_sequences"],
+            }
+        )
+
+    def since(self, moment: float) -> list[dict[str, Any]]:
+        """Return the points after `moment`, in seconds since the epoch."""
+        return [each for each in self._points.copy() if each["time"] > moment]

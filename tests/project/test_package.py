@@ -1,0 +1,84 @@
+"""The files that describe the package agree with each other, and wheels are checked."""
+
+import re
+import sys
+
+import pytest
+import tomllib
+
+import kvcache
+from tests.machinery import wheel_check
+from tests.machinery.shared import REPO
+
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
+RELEASE = REPO / ".github" / "workflows" / "release.yml"
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+) \(", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == kvcache.__version__
+    assert f"\nversion: {kvcache.__version__}\n" in (REPO / "CITATION.cff").read_text()
+
+
+def test_pre_commit_runs_the_linters_of_the_extra_dev():
+    config = (REPO / ".pre-commit-config.yaml").read_text()
+    pinned = dict(re.findall(r"repo: \S+/(?:mirrors-)?([a-z-]+)\n +rev: v(\S+)", config))
+    assert set(pinned) == {"ruff-pre-commit", "clang-format"}
+    dev = PROJECT["project"]["optional-dependencies"]["dev"]
+    assert f"ruff=={pinned['ruff-pre-commit']}" in dev
+    assert f"clang-format=={pinned['clang-format']}" in dev
+
+
+def test_wheels_are_built_and_tested_for_the_pythons_of_the_classifiers():
+    classifiers = "\n".join(PROJECT["project"]["classifiers"])
+    versions = re.findall(r"Python :: (3\.\d+)$", classifiers, re.MULTILINE)
+    assert PROJECT["project"]["requires-python"] == f">={versions[0]}"
+    built = PROJECT["tool"]["cibuildwheel"]["build"]
+    assert built == [f"cp{version.replace('.', '')}-*" for version in versions]
+    if not RELEASE.exists():
+        pytest.skip("no workflow here: a source distribution")
+    tested = ", ".join(f'"{version}"' for version in versions)
+    assert f"python: [{tested}]" in RELEASE.read_text()
+
+
+def test_nothing_is_published_before_its_test():
+    if not RELEASE.exists():
+        pytest.skip("no workflow here: a source distribution")
+    publish = RELEASE.read_text().partition("\n  publish:\n")[2]
+    assert "needs: [sdist, wheels, test]" in publish
+    assert "if: startsWith(github.ref, 'refs/tags/')" in publish
+
+
+# --- the check of wheels --------------------------------------------------------------------------
+
+
+def wheel(tmp_path, tag):
+    path = tmp_path / f"torch_kvcache-0.1.0-{tag}-{tag}-manylinux_2_28_x86_64.whl"
+    path.write_bytes(b"PK\5\6" + bytes(18))  # an empty zip file
+    return path
+
+
+def test_a_wheel_is_checked_with_the_python_that_it_is_built_for(tmp_path):
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert wheel_check.python_of(wheel(tmp_path, tag)) == sys.executable
+
+
+def test_a_wheel_without_a_python_fails(tmp_path, capsys):
+    assert wheel_check.main([str(wheel(tmp_path, "cp399"))]) == 1
+    assert "FAILED: there is no Python 3.99: expected one" in capsys.readouterr().out
+
+
+def test_a_wheel_that_cannot_be_installed_fails(tmp_path, monkeypatch, capsys):
+    def use(path, torch, python):
+        raise wheel_check.Failed(f"pip install: no torch {torch}")
+
+    monkeypatch.setattr(wheel_check, "use", use)
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert wheel_check.main(["--torch", "9.9", "--", str(wheel(tmp_path, tag))]) == 1
+    assert "FAILED: pip install: no torch 9.9" in capsys.readouterr().out
+
+
+def test_no_wheel_at_all_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(wheel_check, "REPO", tmp_path)
+    assert wheel_check.main([]) == 1
+    assert "there is no wheel in dist/: `make wheel` builds one" in capsys.readouterr().out

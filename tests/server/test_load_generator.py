@@ -1,0 +1,71 @@
+"""vLLM's load generator, `vllm bench serve`, runs against the server unchanged.
+
+`make test-vllm` runs this file, because vLLM has an environment of its own.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
+
+import tokenizers
+import transformers
+
+from kvcache.engine.transformers.tiny_models import tiny_model
+from tests.machinery.http.process import ServeProcess
+
+BENCH = (sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve")
+NUM_PROMPTS, NUM_TOKENS = 8, 6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model with a tokenizer of words, which the load generator needs."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    model = tiny_model("llama")
+    words = {f"w{i}": i for i in range(model.config.vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", eos_token="w1"
+    ).save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--backend", "openai", "--endpoint", "/v1/completions"),
+        ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+    ],
+    ids=["completions", "chat"],
+)
+def test_all_requests_succeed(checkpoint, tmp_path, options):
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with ServeProcess(model=str(checkpoint)) as server:
+        done = subprocess.run(
+            [
+                *(*BENCH, "--base-url", f"http://127.0.0.1:{server.port}", *options),
+                *("--model", "tiny", "--tokenizer", str(checkpoint), "--ignore-eos"),
+                *("--dataset-name", "random", "--random-input-len", "20"),
+                *("--random-output-len", f"{NUM_TOKENS}", "--num-prompts", f"{NUM_PROMPTS}"),
+                *("--save-result", "--result-dir", str(tmp_path)),
+            ],
+            **{"env": os.environ | offline, "capture_output": True, "text": True},
+        )
+        server.wait_until_empty()
+    assert done.returncode == 0, done.stderr
+    (result,) = tmp_path.glob("*.json")
+    report = json.loads(result.read_text())
+    assert (report["completed"], report["failed"]) == (NUM_PROMPTS, 0)
+    assert report["total_output_tokens"] == NUM_PROMPTS * NUM_TOKENS
+    assert report["mean_ttft_ms"] > 0 and report["mean_itl_ms"] > 0
