@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
-"""Policies that `compare` uses by default: a trace has neither access times nor priorities."""
+"""Default policies of `kvcache replay --compare`: a trace has neither access times nor priorities."""
 _CLOSE = 0.01  # fraction of the hits; a smaller gain does not justify a slower policy
 
 
