@@ -2,7 +2,8 @@
 """How `make docs` reads our docstrings: an extension of griffe.
 
 - The `>>>` examples are shown as code, with or without the heading `Example:`.
-- The comment at the end of a field's line is the field's documentation.
+- The comment at the end of a field's line is the field's documentation. The fields of a dataclass
+  become one table of parameters.
 - The signature that begins the docstring of a native function is shown as code.
 - A method that a stub lists in a subclass has the docstring of its base class.
 """
@@ -10,44 +11,66 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import griffe
 
 # A paragraph that begins with a prompt.
 _EXAMPLE = re.compile(r"(?:^|(?<=\n\n))>>> .*?(?=\n\n|\Z)", re.DOTALL)
+# What already documents the fields of a dataclass, and what follows its parameters.
+_SECTION = re.compile(r"^(?:Args|Attributes):$", re.MULTILINE)
+_END = re.compile(r"^(?:Raises|Examples):$|^```pycon$|\Z", re.MULTILINE)
 _SIGNATURE = re.compile(r"\A(\w+\(.*\) -> .*)$", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Adds fences around examples, and the documentation of fields."""
+    """Adds fences around examples, the documentation of fields, and inherited documentation.
+
+    An object is visited before its members.
+    """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring:
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
             text = _EXAMPLE.sub(r"```pycon\n\g<0>\n```", text)
             obj.docstring.value = _SIGNATURE.sub(_signature, text)
-        elif obj.is_attribute and obj.parent.is_class and obj.lineno:
-            lines = obj.lines_collection[obj.filepath][obj.lineno - 1 : obj.endlineno]
-            comments = [line.partition("  # ")[2] for line in lines]
-            if any(comments):
-                obj.docstring = griffe.Docstring(" ".join(filter(None, comments)), parent=obj)
-
-    def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
-        for each in _classes(pkg):
-            for name, method in each.functions.items():
-                if not method.docstring:
-                    bases = (base.members.get(name) for base in each.mro())
-                    method.docstring = next((base.docstring for base in bases if base), None)
+            if _is_dataclass(obj) and not _SECTION.search(text):
+                obj.docstring.value = _with_fields(obj)
+        elif obj.is_function and obj.parent.is_class:
+            methods = (base.members.get(obj.name) for base in obj.parent.mro())
+            obj.docstring = next((each.docstring for each in methods if each), None)
+        elif obj.is_attribute and obj.parent.is_class and not _is_parameter(obj):
+            if comment := _comment(obj):
+                obj.docstring = griffe.Docstring(comment, parent=obj)
 
 
-def _classes(scope: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
-    """Yield the public classes that a module and its submodules define."""
-    for each in scope.members.values():
-        if not each.is_alias and (each.is_module or each.is_class):
-            if each.is_class and each.is_public:
-                yield each
-            yield from _classes(each)
+def _is_dataclass(obj: griffe.Object) -> bool:
+    return obj.is_class and "dataclass" in obj.labels
+
+
+def _is_parameter(field: griffe.Attribute) -> bool:
+    """Return whether the class documents the field as a parameter."""
+    owner = field.parent
+    return _is_dataclass(owner) and bool(
+        owner.docstring and re.search(rf"^    {field.name}: ", owner.docstring.value, re.MULTILINE)
+    )
+
+
+def _comment(field: griffe.Attribute) -> str:
+    if not field.lineno:
+        return ""
+    lines = field.lines_collection[field.filepath][field.lineno - 1 : field.endlineno]
+    return " ".join(filter(None, (line.partition("  # ")[2] for line in lines)))
+
+
+def _with_fields(owner: griffe.Class) -> str:
+    """Return the documentation of a dataclass with its fields as parameters."""
+    text = owner.docstring.value
+    known = [owner.attributes.get(parameter.name) for parameter in owner.parameters]
+    rows = [f"    {each.name}: {_comment(each)}" for each in known if each and _comment(each)]
+    if not rows:
+        return text
+    end = _END.search(text).start()
+    return "\n".join([text[:end].rstrip(), "", "Args:", *rows, "", text[end:]])
 
 
 def _signature(match: re.Match[str]) -> str:

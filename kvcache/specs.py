@@ -130,11 +130,11 @@ class GroupSpec:
         32
     """
 
-    kind: str
+    kind: str  # name of a registered attention kind
     block_size: int  # tokens per allocation block on one context-parallel rank
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
     replicated: bool = False  # True: every context-parallel rank holds all tokens of the group
-    layers: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()  # names of the layers of the group
     cached: bool = True  # False: its blocks are never hits and do not limit hits of other groups
     transferred: bool = True  # False: its blocks stay in this engine
     drafts: bool = False  # True: has layers of a drafter, so the last block of a hit is recomputed
@@ -186,10 +186,10 @@ class LayerSpec:
         (4096, 65536)
     """
 
-    name: str
-    kind: str
+    name: str  # unique among the layers of a plan
+    kind: str  # name of a registered attention kind
     block_size: int  # tokens of the kernel's smallest block on one context-parallel rank
-    num_kv_heads: int = 0
+    num_kv_heads: int = 0  # KV heads on one rank
     head_size: int = 0  # elements of K per head
     v_head_size: int | None = None  # elements of V per head; None: head_size, or 0 with MLA
     dtype: str = "bfloat16"  # name of a dtype, or a torch.dtype
@@ -197,7 +197,7 @@ class LayerSpec:
     replicated: bool = False  # True: every context-parallel rank holds all tokens of the layer
     state_bytes: int = 0  # bytes of one state
     scale_bytes_per_token: int = 0  # scales of all heads together, stored next to quantized K and V
-    is_mla: bool = False
+    is_mla: bool = False  # True: a latent and its rotary part instead of K and V
     cached: bool = (
         True  # False: its blocks are never hits; it reads only tokens that its request computed
     )

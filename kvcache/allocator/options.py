@@ -66,14 +66,16 @@ class CacheOptions:
     the manager.
 
     Sizes are at most 2**31 - 1. An invalid value raises a ValueError or TypeError that names the
-    option. To add an option, add a field here, a line in `_native`, an entry in `PolicyArguments`
-    or `CacheArguments`, a field of `ManagerOptions` (csrc/core/manager/options.h, its range in
-    options.cpp), and a line of csrc/python/options.cpp.
+    option.
 
     >>> CacheOptions(num_host_blocks=1)
     Traceback (most recent call last):
     ValueError: num_host_blocks is 1: expected 2 to 2147483647 (the null block is counted)
     """
+
+    # To add an option, add a field here, a line in `_native`, an entry in `PolicyArguments` or
+    # `CacheArguments`, a field of `ManagerOptions` (csrc/core/manager/options.h, its range in
+    # options.cpp), and a line of csrc/python/options.cpp.
 
     enable_caching: bool = True
     """Whether later requests can hit full blocks of known tokens."""
