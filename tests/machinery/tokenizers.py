@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer of bytes with a chat template, built without files."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

