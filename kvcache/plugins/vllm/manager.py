@@ -71,6 +71,7 @@ class VllmCacheManager:
             {
                 "MTP with several modules": num_prefill_lookahead > 1,
                 "metrics of single blocks (kv_cache_metrics)": metrics_collector is not None,
+                "enable_mamba_shared_prefix_checkpoint": enable_mamba_shared_prefix_checkpoint,
             }
         )
         groups = group_specs(kv_cache_config, use_eagle, dcp_world_size)
