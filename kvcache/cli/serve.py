@@ -11,7 +11,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from kvcache.cli.errors import UsageError
+from kvcache.cli.errors import MissingError, UsageError
 from kvcache.cli.events import add_events_options, open_publisher
 from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
 from kvcache.cli.modules import check_cuda, require_module
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvcache.router_events import EventPublisher
     from kvcache.server import Texts
+    from kvcache.tracing import TraceBackend
 
 _KEY_VARIABLE = "KVCACHE_API_KEY"
 _PROBES = ("/health", "/metrics", "/state")  # polled; requests are logged only at debug level
@@ -110,8 +111,25 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         "info",
     )
     sub.add_argument(
+        "--trace",
+        choices=("opentelemetry", "nvtx"),
+        help="record steps, swaps and loads as OpenTelemetry spans (under opentelemetry-instrument) or "
+        "NVTX ranges",
+    )
+    sub.add_argument(
         "--device", default="cpu", type=device_name, help="device of the model; default cpu"
     )
+
+
+def _trace(backend: TraceBackend) -> None:
+    from kvcache.tracing import enable_tracing
+
+    try:
+        enable_tracing(backend)
+    except ModuleNotFoundError as error:
+        raise MissingError(str(error)) from None
+    except RuntimeError as error:
+        raise UsageError(f"--trace {backend}: {error}") from None
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -128,6 +146,8 @@ def run_serve(args: argparse.Namespace) -> int:
         )
     options = policy_options(args, "--host-budget")
     _log_to_stderr(args.log_level)
+    if args.trace is not None:
+        _trace(args.trace)
     with _listening(args.host, args.port) as listener:
         publisher = open_publisher(args)
         has_events = publisher is not None or args.store is not None

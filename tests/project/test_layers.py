@@ -94,6 +94,7 @@ MAY_IMPORT = {
     },
     "kvcache.cli": {
         *("kvcache", "kvcache.allocator", "kvcache.assembly", "kvcache.demo", "kvcache.engine"),
+        "kvcache.tracing",
         "kvcache.replay",
         *("kvcache.engine.transformers", "kvcache.router_events", "kvcache.server"),
         *("kvcache.sources", "kvcache.sources.disaggregation", "kvcache.sources.store"),

@@ -676,6 +676,7 @@ class TestTokenizers:
         ([], "the following arguments are required: MODEL"),
         (["llama", "--api-key", "é"], "--api-key: expected printable ASCII characters"),
         (["llama", "--api-key", "k", "--prefill"], "--api-key is given with --prefill: expected"),
+        (["llama", "--trace", "otel"], "--trace: invalid choice: 'otel'"),
         (["llama", "--log-level", "loud"], "--log-level: invalid choice: 'loud'"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
@@ -684,6 +685,17 @@ def test_wrong_usage_is_one_line(options, expected, capsys):
     assert main(["serve", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvcache: ") and expected in error and error.count("\n") == 1
+
+
+def test_nvtx_needs_a_cuda_build_of_torch(capsys):
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has NVTX")
+    assert main(["serve", "llama", "--trace", "nvtx"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvcache: --trace nvtx: NVTX functions not installed")
+    assert error.count("\n") == 1
 
 
 def test_server_listens_only_on_the_loopback_by_default():
