@@ -159,7 +159,7 @@ def wants_cuda() -> bool:
     """
     asked = os.environ.get("KVCACHE_CUDA", "")
     if asked not in ("", "0", "1"):
-        raise RuntimeError(f"KVCACHE_CUDA is {asked!r}: expected 0 or 1")
+        raise RuntimeError("KVCACHE_CUDA is " + repr(asked) + ": expected 0 or 1")
     if asked:
         return asked == "1"
     if prebuilt("libkvcache_cuda.so") is not None:
@@ -180,7 +180,7 @@ def prebuilt(file: str) -> Path | None:
         return None
     if not Path(folder).is_dir():
         raise RuntimeError(
-            f"KVCACHE_PREBUILT is {folder!r}: expected a folder with built libraries"
+            "KVCACHE_PREBUILT is " + repr(folder) + ": expected a folder with built libraries"
         )
     return path if (path := Path(folder, file)).is_file() else None
 

@@ -859,7 +859,7 @@ class TestHashedTokens:
         for call, error, message in (
             (lambda: hashed.extend_to([1, 2]), ValueError, "token_ids has 2 entries"),
             (lambda: hashed.extend_to((1, 2)), TypeError, "list"),
-            (lambda: hashed.extend_to([*range(9), 1.5]), TypeError, "no int"),
+            (lambda: hashed.extend_to([*range(9), 1.5]), TypeError, "not an int"),
             (lambda: hashed.extend_to([*range(9), 2**31]), ValueError, "32-bit"),
             (lambda: hashed.extend_to(list(range(12)), []), ValueError, "extra_keys has 0 entries"),
             (lambda: hashed.__delitem__(slice(0, 1)), ValueError, "the last ones"),

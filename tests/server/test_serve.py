@@ -623,6 +623,7 @@ class TestTokenizers:
             generation_ends,
             model_ends,
         )
+        model.name_or_path = str(tmp_path)
         try:
             assert command._texts(str(tmp_path), model).end_token_ids == tuple(
                 each for each in expected if each != 1 or model_ends == [5, 1]
@@ -631,6 +632,7 @@ class TestTokenizers:
             assert command._texts(str(tmp_path), model).end_token_ids == expected
         finally:
             model.generation_config.eos_token_id, model.config.eos_token_id = before
+            model.name_or_path = ""
 
     @pytest.mark.parametrize("stops", [[], ["here"]])
     def test_stream_has_the_same_text_if_the_tokenizer_cleans_up_spaces(self, stops):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +41,9 @@ def smollm2_folder(on_convert: Callable[[Path], None] | None = None) -> Path:
         on_convert(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Renamed when complete, so that an interrupted conversion leaves no partial checkpoint.
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(mode=0o700)
     try:
         _convert(weights, unfinished)
         unfinished.rename(folder)

@@ -12,11 +12,13 @@ import io
 import os
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.distributed.parallel_state import (
     destroy_model_parallel,
     ensure_model_parallel_initialized,
@@ -30,11 +32,15 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
 from kvcache.plugins.vllm.comparison import StartupComparison
 from kvcache.plugins.vllm.compatibility import check_version, is_tested
+from kvcache.plugins.vllm.disaggregation.connector import KVCacheConnector
+from kvcache.plugins.vllm.offloading.options import HostTierOptions
+from kvcache.plugins.vllm.offloading.spec import KVCacheOffloadingSpec
 from kvcache.plugins.vllm.scheduler import what_connector_lacks
 
 _SCHEDULERS = {
@@ -49,13 +55,13 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
 
     Args:
         arguments: The arguments of `vllm serve`: a model, or a folder with its `config.json`, and
-            options. Options for parallel workers are ignored, because they change no group's kind.
+            options. The groups are those of one worker, because parallel workers have the same kinds.
     """
     found = check_version()
     version = found if is_tested(found) else f"{found}, which the tests of kvcache do not cover"
     rows = [("vLLM", version, True)]
     try:
-        config = _config(arguments)
+        config, sizes = _config(arguments)
     except Exception as error:  # vLLM's reasons are as many as its options
         return [*rows, ("options", f"vLLM rejects them: {_one_line(error)}", False)]
     rows.append(("model", f"{config.model_config.architecture}, {config.model_config.dtype}", True))
@@ -74,7 +80,7 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
     finally:
         destroy_model_parallel()
     if connector is not None:
-        rows.append(_connector_row(connector, scheduler))
+        rows.append(_connector_row(connector, scheduler, config, sizes))
     if config.speculative_config is not None:
         method = config.speculative_config.method
         rows.append(("drafts", f"{method}; layers of a drafter are not included here", True))
@@ -98,7 +104,8 @@ def _conclusion(config: VllmConfig, is_served: bool) -> tuple[str, str, bool]:
     return "conclusion", f"serve with --scheduler-cls {name}", True
 
 
-def _config(arguments: Sequence[str]) -> VllmConfig:
+def _config(arguments: Sequence[str]) -> tuple[VllmConfig, dict[str, int]]:
+    """Return vLLM's configuration with one worker, and the numbers of workers that were given."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -111,11 +118,13 @@ def _config(arguments: Sequence[str]) -> VllmConfig:
     if not options.model_tag and not names_model:
         raise ValueError("expected a model, or a folder with its config.json")
     options.model = options.model_tag or options.model
-    for name in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
-        setattr(options, f"{name}_parallel_size", 1)
+    kinds = ("tensor", "pipeline", "data", "decode_context", "prefill_context")
+    sizes = {f"{kind}_parallel_size": getattr(options, f"{kind}_parallel_size") for kind in kinds}
+    for name in sizes:
+        setattr(options, name, 1)
     engine = EngineArgs.from_cli_args(options)
     engine.skip_tokenizer_init, engine.load_format = True, "dummy"
-    return engine.create_engine_config()
+    return engine.create_engine_config(), sizes
 
 
 def _scheduler(config: VllmConfig) -> Any:
@@ -184,10 +193,21 @@ class _Worker(WorkerBase):
         return lambda *_args, **_options: None
 
 
-def _connector_row(transfer: Any, scheduler: Any) -> tuple[str, str, bool]:
+def _connector_row(
+    transfer: Any, scheduler: Any, config: VllmConfig, sizes: dict[str, int]
+) -> tuple[str, str, bool]:
     name = transfer.kv_connector
     try:
-        lacks = what_connector_lacks(KVConnectorFactory.get_connector_class(transfer))
+        connector = KVConnectorFactory.get_connector_class(transfer)
+        lacks = what_connector_lacks(connector)
+        if issubclass(connector, KVCacheConnector):
+            KVCacheConnector.checked_options(
+                transfer, SimpleNamespace(**sizes), config.cache_config
+            )
+        if issubclass(connector, OffloadingConnector):
+            spec = OffloadingSpecFactory.get_spec_cls(transfer.kv_connector_extra_config)
+            if issubclass(spec, KVCacheOffloadingSpec):
+                HostTierOptions.of(transfer.kv_connector_extra_config)
     except Exception as error:
         return "connector", f"{name}: {_one_line(error)}", False
     if not lacks and scheduler is not None and scheduler.kv_cache_manager.copies_states:

@@ -410,7 +410,7 @@ class VllmCacheManager:
         )
         # The native row cannot go back behind the start of its last step, which counts drafts that may
         # have been rejected since. Without its tokens, a block is not cached.
-        self._append_known(request, held.request, num_computed)
+        self._append_known(request, held.request, num_computed + self._hashed.num_lookahead)
         num_computed = max(num_computed, held.num_published, held.start)
         # A state cannot be rolled back, so the request's last step counts as computed.
         if held.num_computed > num_computed and not self._states.are_copied:

@@ -83,6 +83,7 @@ NO_TENSORS = {
         "UnsupportedModel",
         "source_readers",
         "Delta",
+        "TokenLogprob",
         "TableShape",
         "Generation",
         "Metrics",
@@ -98,6 +99,8 @@ NO_TENSORS = {
         "State",
         "pool_states",
         "DiskStore",
+        "open_store",
+        "register_store",
         "MooncakeStore",
     ),
 }

@@ -62,6 +62,12 @@ def test_without_the_hybrid_manager_layers_with_windows_are_served(folder_of, ca
     assert status == 0 and "1 group (full_attention of 128 tokens)" in said, said
 
 
+def connector(name, module, **extra):
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    config["kv_connector_module_path"] = f"kvcache.plugins.vllm.{module}"
+    return "--kv-transfer-config", json.dumps(config)
+
+
 @pytest.mark.parametrize(
     "options,message",
     [
@@ -75,6 +81,30 @@ def test_without_the_hybrid_manager_layers_with_windows_are_served(folder_of, ca
         (
             ["--kv-transfer-config", '{"kv_connector": "None", "kv_role": "kv_both"}'],
             "Unsupported connector type: None",
+        ),
+        (
+            [*connector("KVCacheConnector", "disaggregation", nope=1)],
+            "connector KVCacheConnector: ",
+        ),
+        (
+            [*connector("KVCacheConnector", "disaggregation"), "--pipeline-parallel-size", "2"],
+            "pipeline_parallel_size is 2: this connector needs 1",
+        ),
+        (
+            [*connector("OffloadingConnector", "offloading", spec_name="Spec")],
+            "connector OffloadingConnector: Unsupported spec type: Spec",
+        ),
+        (
+            [
+                *connector(
+                    "OffloadingConnector",
+                    "offloading",
+                    spec_name="KVCacheOffloadingSpec",
+                    spec_module_path="kvcache.plugins.vllm.offloading",
+                    cpu_bytes_to_use="much",
+                )
+            ],
+            "cpu_bytes_to_use is 'much'",
         ),
         (["--additional-config", '{"kvcache": {"evict": "lru"}}'], "option 'evict' for kvcache"),
         (["--no-such-option"], "vLLM rejects them: unrecognized arguments: --no-such-option"),

@@ -22,7 +22,7 @@ from kvcache.plugins.vllm.disaggregation.windows import check_kinds
 from kvcache.plugins.vllm.disaggregation.worker import TransferWorker
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -40,8 +40,9 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         transfer = vllm_config.kv_transfer_config
-        options = Options.from_config(transfer.kv_connector_extra_config)
-        _check_config(vllm_config)
+        options = self.checked_options(
+            transfer, vllm_config.parallel_config, vllm_config.cache_config
+        )
         check_kinds(kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         # The scheduler reads this field later; vLLM's default would fail the request.
@@ -51,6 +52,19 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = None
         else:
             self._worker = TransferWorker(options, vllm_config, kv_cache_config)
+
+    @staticmethod
+    def checked_options(
+        transfer: KVTransferConfig, parallel: ParallelConfig, cache: CacheConfig
+    ) -> Options:
+        """Return this connector's options.
+
+        Raises:
+            ValueError, TypeError: An option is invalid, or vLLM's configuration does not suit.
+        """
+        options = Options.from_config(transfer.kv_connector_extra_config)
+        _check_config(parallel, cache)
+        return options
 
     # Scheduler side.
 
@@ -138,8 +152,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
 
-def _check_config(config: VllmConfig) -> None:
-    parallel = config.parallel_config
+def _check_config(parallel: ParallelConfig, cache: CacheConfig) -> None:
     for name in (
         "pipeline_parallel_size",
         "decode_context_parallel_size",
@@ -149,7 +162,6 @@ def _check_config(config: VllmConfig) -> None:
             raise ValueError(
                 f"{name} is {size}: this connector needs 1, and tensor parallelism alone"
             )
-    cache = config.cache_config
     if (
         cache.enable_prefix_caching
         and cache.prefix_caching_hash_algo.startswith("xxhash")
