@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvcache.checks import instance
+from kvcache.checks import instance, shown
 from kvcache.sources.disaggregation.layout import GroupLayout
 from kvcache.sources.disaggregation.leases import Leases, Progress
 from kvcache.sources.disaggregation.offer import RankAddress
@@ -144,9 +144,11 @@ class RankThread:
     def call(self, function: Callable[[], None]) -> None:
         """Call a function that uses the transport in the thread, and wait for it.
 
-        Raises what the function raises. If the thread has ended, its transport is closed, and the
-        function is not called.
+        Raises what the function raises, and TypeError if it is not callable. If the thread has ended,
+        its transport is closed, and the function is not called.
         """
+        if not callable(function):
+            raise TypeError(f"function is {shown(function)}: expected a function without arguments")
         task = _QueuedTask(function)
         self._steps.put(task)
         while self._thread.is_alive() and not task.is_done.wait(_IDLE_S):
