@@ -23,7 +23,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a tiny model in float64, so that answers do not differ by rounding, or a checkpoint.
 
-    Raises UsageError, which names `option`, MissingError or OutputError if the model cannot be loaded.
+    Raises:
+        UsageError: The model is unknown or cannot be loaded. The message names `option`.
+        MissingError: A required package is not installed.
+        OutputError: The converted weights of SmolLM2 cannot be written.
     """
     import torch
 

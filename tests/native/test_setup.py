@@ -9,7 +9,7 @@ import pytest
 
 from tests.machinery.shared import REPO
 
-# Runs setup.py after a statement that takes something away.
+# Runs setup.py after a statement that hides a requirement.
 PROGRAM = """
 import importlib.util, os, runpy, sys
 {without}

@@ -6,6 +6,7 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import pickle
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     KVCacheConfig,
@@ -481,6 +483,24 @@ class TestRefusals:
             make_scheduler(VllmScheduler, config, ("full",), 100)
 
 
+def no_skipped_tokens(monkeypatch):
+    """Let vLLM's manager keep the blocks that have left a window."""
+    monkeypatch.setattr(
+        SlidingWindowManager, "get_num_skipped_tokens", lambda self, *args, **options: 0
+    )
+
+
+def no_lookahead_slots(monkeypatch):
+    """Let vLLM's manager allocate no slots for drafts."""
+    own = KVCacheManager.allocate_slots
+
+    @functools.wraps(own)
+    def allocate(self, *args, num_lookahead_tokens=0, **options):
+        return own(self, *args, **options)
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate)
+
+
 class TestLaterVersions:
     """A version of vLLM that kvcache does not know is judged by its interfaces and its decisions."""
 
@@ -508,6 +528,17 @@ class TestLaterVersions:
         ):
             manager.usage_of("r", fast=True)
 
+    def test_a_method_is_adapted_once(self, ours):
+        def usage_of(self, request_id, fast=False):
+            raise NotImplementedError
+
+        ours.usage_of = lambda self, request_id: request_id
+        later = self.later(usage_of)
+        compatibility.accept_new_parameters(ours, later)
+        adapted = ours.usage_of
+        compatibility.accept_new_parameters(ours, later)
+        assert ours.usage_of is adapted
+
     def test_a_new_parameter_without_a_default_is_rejected_by_name(self, ours):
         def free(self, request, reason):
             raise NotImplementedError
@@ -521,17 +552,18 @@ class TestLaterVersions:
         assert dict(vars(VllmCacheManager)) == before
 
     def test_a_new_call_of_the_scheduler_is_rejected_by_name(self, models, monkeypatch):
+        config = engine_config(models["llama"])
         module = types.ModuleType("later")
         monkeypatch.setattr(
             compatibility.inspect,
             "getsource",
             lambda each: "self.kv_cache_manager.block_pool.shrink() or self.kv_cache_manager.usage",
         )
-        scheduler = make_scheduler(PAIRS[False][0], engine_config(models["llama"]), ("full",), 99)
+        scheduler = make_scheduler(PAIRS[False][0], config, ("full",), 99)
         found = compatibility.missing_attributes(scheduler.kv_cache_manager, [module])
         assert found == ["block_pool.shrink"]
         with pytest.raises(ValueError, match=r"uses block_pool\.shrink of its KV cache manager"):
-            make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
+            make_scheduler(VllmScheduler, config, ("full",), 99)
 
     @pytest.mark.parametrize("found,is_warned", [("0.33.1", False), ("0.99.0", True)])
     def test_an_unknown_version_is_a_warning(self, found, is_warned, models, monkeypatch):
@@ -559,6 +591,22 @@ class TestLaterVersions:
             ValueError, match=r"differ at startup \(hit tokens of a request .*: 0, vLLM"
         ):
             make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
+
+    @pytest.mark.parametrize(
+        "groups,broken",
+        [
+            (("window", "full"), no_skipped_tokens),
+            (("full",), no_lookahead_slots),
+        ],
+    )
+    def test_managers_that_differ_in_rarer_steps_are_noticed(
+        self, groups, broken, models, monkeypatch
+    ):
+        config = engine_config(models["llama"])
+        assert make_scheduler(VllmScheduler, config, groups, 99).compared.num_hit_tokens > 0
+        broken(monkeypatch)
+        compared = make_scheduler(VllmScheduler, config, groups, 99).compared
+        assert isinstance(compared, str) and "vLLM's" in compared
 
     def test_a_manager_that_fails_is_rejected(self, models, monkeypatch):
         def fail(self, *args, **options):
