@@ -16,17 +16,16 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvcache import __version__
-from kvcache.checks import check_name, flag, instance, shown
+from kvcache.checks import check_name, flag, instance
 from kvcache.server.admission import Admission
 from kvcache.server.authorization import key_check
 from kvcache.server.completions import Completions
 from kvcache.server.engine_loop import EngineLoop
-from kvcache.server.errors import AskError, add_error_handlers
+from kvcache.server.errors import add_error_handlers
 from kvcache.server.limits import Limits
 from kvcache.server.metrics import metrics_text
 from kvcache.server.openapi import openapi_document
 from kvcache.server.prefill import add_prefill
-from kvcache.server.prompts import PromptReader
 from kvcache.server.request_log import RequestLog
 from kvcache.server.texts import Texts
 from kvcache.sources.disaggregation import Connector
@@ -89,17 +88,14 @@ def make_app(
         title="kvcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.openapi = lambda: openapi_document(app)
-    max_model_len = loop.engine.cache.plan.max_model_len
-    max_body_bytes = limits.body_bytes(max_model_len)
     admission = Admission(loop.engine.scheduler.max_num_rows, limits.max_waiting)
     log = RequestLog()
     app.state.loop, app.state.admission, app.state.limits = loop, admission, limits
     add_error_handlers(app)
     endpoints = Completions(loop, texts, model_name, admission, log, limits, trust_clients)
-    reader = PromptReader(texts, max_model_len)
     entry = {
         **{"id": model_name, "object": "model", "created": 0, "owned_by": "kvcache"},
-        "max_model_len": max_model_len,
+        "max_model_len": loop.engine.cache.plan.max_model_len,
     }
     guarded = APIRouter(dependencies=[] if api_key is None else [Depends(key_check(api_key))])
 
@@ -117,18 +113,16 @@ def make_app(
 
     @guarded.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        if name != model_name:
-            message = f"model is {shown(name)}: expected {model_name!r}"
-            raise AskError(message, 404, param="model", code="model_not_found")
+        endpoints.check_model(name)
         return entry
 
     @guarded.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        return await reader.tokenize(request, max_body_bytes)
+        return await endpoints.reader.tokenize(request, endpoints.max_body_bytes)
 
     @guarded.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
-        return await reader.detokenize(request, max_body_bytes)
+        return await endpoints.reader.detokenize(request, endpoints.max_body_bytes)
 
     app.include_router(guarded)
     if connector is not None:
@@ -137,7 +131,7 @@ def make_app(
             loop,
             connector,
             admission,
-            max_body_bytes=max_body_bytes,
+            max_body_bytes=endpoints.max_body_bytes,
             trust_clients=trust_clients,
         )
 

@@ -28,7 +28,12 @@ AskedKind = TypeVar("AskedKind", bound=Asked)
 
 
 class Completions:
-    """Serves the bodies of completions and chat completions."""
+    """Serves the bodies of completions and chat completions.
+
+    Attributes:
+        reader: Reads prompts.
+        max_body_bytes: Maximum size of a body.
+    """
 
     def __init__(
         self,
@@ -43,10 +48,10 @@ class Completions:
         self._loop, self._texts, self._model = loop, texts, model_name
         self._admission, self._log = admission, log
         self._limits, self._trust_clients = limits, trust_clients
-        self._reader = PromptReader(texts, loop.engine.cache.plan.max_model_len)
         self._max_model_len = loop.engine.cache.plan.max_model_len
+        self.reader = PromptReader(texts, self._max_model_len)
         self._vocab_size = loop.engine.model.vocab_size
-        self._max_body_bytes = limits.body_bytes(self._max_model_len)
+        self.max_body_bytes = limits.body_bytes(self._max_model_len)
 
     async def complete(self, request: Request) -> Response:
         """Answer /v1/completions."""
@@ -57,19 +62,23 @@ class Completions:
     async def chat(self, request: Request) -> Response:
         """Answer /v1/chat/completions."""
         asked = await self._asked(request, AskedChat)
-        prompt = await self._reader.chat_tokens(asked.messages)
+        prompt = await self.reader.chat_tokens(asked.messages)
         most = self._max_model_len - len(prompt)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or max(most, 1)
         return await self._serve(asked, max_tokens, [("messages", prompt)], request)
 
+    def check_model(self, name: str) -> None:
+        """Raise AskError with status 404 for the name of another model."""
+        if name != self._model:
+            message = f"model is {shown(name)}: expected {self._model!r}"
+            raise AskError(message, 404, param="model", code="model_not_found")
+
     async def _asked(self, request: Request, kind: type[AskedKind]) -> AskedKind:
         """Return the body, validated as far as possible without its prompts."""
         self._admission.check()
-        body = await read_body(request, self._max_body_bytes)
+        body = await read_body(request, self.max_body_bytes)
         asked = await apart(len(body), parsed, body, kind)
-        if asked.model != self._model:
-            message = f"model is {shown(asked.model)}: expected {self._model!r}"
-            raise AskError(message, 404, param="model", code="model_not_found")
+        self.check_model(asked.model)
         if not self._trust_clients:
             refuse_untrusted(asked, _OF_TRUSTED)
         stops = asked.stops
@@ -88,7 +97,7 @@ class Completions:
         return asked
 
     def _prompts(self, asked: AskedCompletion) -> list[tuple[str, Any]]:
-        """Yield the name and value of each prompt, which is a text or a list of tokens."""
+        """Return the name and value of each prompt, which is a text or a list of tokens."""
         prompt = asked.prompt
         are_several = isinstance(prompt, list) and set(map(type, prompt)) in ({str}, {list})
         if are_several and len(prompt) * asked.n > self._limits.max_choices:
@@ -104,7 +113,7 @@ class Completions:
             if each in ("", []):
                 raise AskError(f"{name} is empty: expected one token or more", param=name)
             if isinstance(each, str):
-                self._reader.check_length(name, len(each))
+                self.reader.check_length(name, len(each))
             elif not isinstance(each, list) or set(map(type, each)) - {int}:
                 raise AskError(
                     f"{name} is {shown(each)}: expected a text or a list of tokens, or a list of either",
