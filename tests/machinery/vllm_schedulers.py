@@ -612,6 +612,27 @@ class SideBySide:
             self.counts["scheduled drafts"] += sum(map(len, tokens))
         check_invariants(self.pair[1].kv_cache_manager.native)
         self.counts["steps"] += 1
+        self._abort_stuck_session(theirs)
+
+    def _abort_stuck_session(self, scheduled):
+        """Abort a session if sessions hold all blocks and each of them waits for another one.
+
+        vLLM preempts only running requests. Sessions between two parts are not running, so no request
+        could ever be scheduled again.
+        """
+        theirs = self.pair[0]
+        if self.sessions is None or scheduled.num_scheduled_tokens or theirs.running:
+            return
+        waiting = [
+            request.request_id
+            for request in theirs.requests.values()
+            if request.status == RequestStatus.WAITING
+            and theirs.kv_cache_manager.get_block_ids(request.request_id)[0]
+        ]
+        if waiting:
+            for scheduler in self.pair:
+                scheduler.finish_requests(waiting[0], RequestStatus.FINISHED_ABORTED)
+            self.counts["aborts of stuck sessions"] += 1
 
     def schedule(self, scheduler):
         return scheduler.schedule()
