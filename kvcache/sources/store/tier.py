@@ -112,8 +112,8 @@ class StoreTier:
     the store is not called for some time.
 
     Args:
-        manager: The manager, with `enable_events`. The tier drains the manager's events. Read them
-            with the tier's `drain_events`.
+        manager: The manager, with `enable_events`. The tier drains the manager's events. To read
+            them, set `announce` and call the tier's `drain_events`.
         pages: Pages of the device.
         store: The store.
         model: As for `fingerprint`. Only engines with equal fingerprints share blocks.
@@ -127,8 +127,8 @@ class StoreTier:
         staging_bytes: Bytes of host memory through which blocks are copied. Writes use at most half
             of it.
         timeout_s: Seconds after which a lookup, or a whole load, counts as a miss.
-        announce: Whether `drain_events` also reports the store's content, if the store knows it
-            (`BlockStore.knows_keys`).
+        announce: Whether to keep events for `drain_events`: the manager's, and the store's if the store
+            knows its keys (`BlockStore.knows_keys`).
         circuit: Circuit breaker for a failing store.
 
     Raises:
@@ -559,10 +559,9 @@ class StoreTier:
     # Events ----------------------------------------------------------------------------------------
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the manager's events since the last call, in order. With `announce`, also return
-        the store's events.
+        """Return the events of the manager and of the store since the last call, in order.
 
-        Events are kept only with `announce`. The store's events have the medium "storage".
+        The store's events have the medium "storage". Without `announce`, the list is empty.
         """
         self._drain()
         events, self._events = self._events, []
