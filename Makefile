@@ -29,8 +29,10 @@ test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # Run the tests marked exhaustive, with more seeds, sizes and combinations than `make test`.
+# SHARE=1/3 runs a third of them.
 test-exhaustive: setup
-	HYPOTHESIS_PROFILE=exhaustive $(BIN)/python -m pytest -n auto --dist worksteal -m "exhaustive or hypothesis"
+	HYPOTHESIS_PROFILE=exhaustive $(BIN)/python -m pytest -n auto --dist worksteal \
+	  -m "exhaustive or hypothesis" $(SHARE:%=--share %)
 
 # Plant defects one at a time. The tests of `make test` must detect each of them.
 planted-breaks: setup

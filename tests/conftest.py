@@ -2,6 +2,7 @@
 import gc
 import os
 import signal
+import zlib
 
 # Set before torch is imported; subprocesses inherit it. pytest-xdist already keeps all cores busy,
 # so further OpenMP threads would only spin.
@@ -43,9 +44,26 @@ def pytest_collection():
         gc.enable()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--share", metavar="K/N", help="run only the Kth of N shares of the tests, from 1/N to N/N"
+    )
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that only selected tests are counted
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests marked gpu if torch finds no CUDA device. The summary reports how many."""
+    """Deselect tests of other shares, and those marked gpu if torch finds no CUDA device.
+
+    The summary reports how many marked gpu were deselected.
+    """
+    if share := config.getoption("--share"):
+        k, n = map(int, share.split("/"))
+        if not 1 <= k <= n:
+            raise pytest.UsageError(f"--share is {share}: expected K/N with 1 <= K <= N")
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % n != k - 1]
+        config.hook.pytest_deselected(items=others)
+        others = set(others)
+        items[:] = [item for item in items if item not in others]
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needs_gpu:
         return
