@@ -102,8 +102,8 @@ soak: setup
 	$(BIN)/python -m tests.machinery.growth
 
 # Run the tests in vLLM's schedulers, in a separate virtual environment with vLLM. VLLM=0.32.0 selects
-# a version, and VLLM=newest the newest one on PyPI. ARGS go to pytest. Creating the environment takes
-# a few minutes.
+# a version, and VLLM=newest the newest one on PyPI. ARGS go to pytest: `-o addopts=` also runs the
+# tests marked exhaustive. Creating the environment takes a few minutes.
 test-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) $(ARGS)
 

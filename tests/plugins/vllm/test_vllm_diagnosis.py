@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from kvcache.cli import main
 from tests.machinery import vllm_schedulers  # noqa: F401  settings of the environment
+from tests.machinery.shared import sampled
 from tests.machinery.vllm_public_models import CONFIGS
 
 
@@ -33,7 +34,7 @@ def told(capsys, *arguments):
     return status, " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sampled(reversed(CONFIGS), 3))
 def test_public_models_are_served(name, folder_of, capsys):
     arguments = folder_of(name), "--max-model-len", "4096", "--tensor-parallel-size", "8"
     status, said = told(capsys, *arguments)

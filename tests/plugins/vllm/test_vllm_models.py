@@ -20,8 +20,17 @@ NAMES = {
     "granite4": ["vllm", "ours", "ours async"],
     **{name: ["vllm", "ours"] for name in SHORT},
 }
-CASES = [(model, engine) for model, engines in NAMES.items() for engine in engines]
-LONG_CASES = [case for case in CASES if case[0] not in SHORT]
+IN_CI = ("llama", "gemma3", "granite4", "gpt_oss")  # the others are marked exhaustive
+CASES = [
+    pytest.param(
+        (model, engine),
+        id=f"{model} {engine}",
+        marks=[] if model in IN_CI else pytest.mark.exhaustive,
+    )
+    for model, engines in NAMES.items()
+    for engine in engines
+]
+LONG_CASES = [case for case in CASES if case.values[0][0] not in SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +48,13 @@ def of_model(tmp_path_factory):
     return of
 
 
-@pytest.fixture(params=CASES, ids=[" ".join(case) for case in CASES])
+@pytest.fixture(params=CASES)
 def case(request, of_model):
     """(model, engine, results, results with vLLM's own manager)."""
     return results(of_model, *request.param)
 
 
-@pytest.fixture(params=LONG_CASES, ids=[" ".join(case) for case in LONG_CASES])
+@pytest.fixture(params=LONG_CASES)
 def long_case(request, of_model):
     """The case of a model that runs all phases."""
     return results(of_model, *request.param)

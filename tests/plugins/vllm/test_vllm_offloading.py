@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvcache.plugins.vllm.offloading import HostTierOptions
+from tests.machinery.shared import sampled
 from tests.machinery.vllm_chats import TIER, chats_each
 from tests.machinery.vllm_models import write_config
 
@@ -79,7 +80,7 @@ def served(chats_of):
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", sampled(SIZES))
 def test_chats_have_the_same_output_and_hits(name, scheduler, served):
     found, expected = served(name, scheduler)
     assert found["answers"] == expected["answers"]
@@ -90,7 +91,7 @@ def test_chats_have_the_same_output_and_hits(name, scheduler, served):
 
 
 @pytest.mark.parametrize("scheduler", ["vllm", "ours"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", sampled(SIZES))
 def test_swaps_that_fail_are_misses(name, scheduler, served):
     found, expected = served(name, f"{scheduler} failing")
     assert found["answers"] == expected["answers"]
@@ -98,7 +99,7 @@ def test_swaps_that_fail_are_misses(name, scheduler, served):
     assert found["metrics"]["vllm:kv_offload_host_failed_loads"] > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", sampled(SIZES))
 def test_several_blocks_a_chunk_and_a_small_host(name, served):
     """Chunks that do not fit on the host are evicted and recomputed."""
     found, expected = served(name, "small host")
