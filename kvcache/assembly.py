@@ -280,6 +280,11 @@ def build(
             )
     CacheOptions.check_names("kvcache.build", options)
     swap_options = _checked_swap_options(swap_options)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device is {shown(str(device))}: expected cpu, torch {torch.__version__} finds no CUDA "
+            "device"
+        )
     manager = KVCacheManager.for_groups(
         plan.groups,
         plan.num_pages,

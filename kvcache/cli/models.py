@@ -41,7 +41,10 @@ def load_model(
     folder = _smollm2_folder() if name == SMOLLM2 else name
     if not os.path.isdir(folder):
         names = (*tiny_model_names(), SMOLLM2)
-        raise UsageError(f"{given}: expected one of {', '.join(names)}, or a folder")
+        fetch = (
+            f"; `hf download {name} --local-dir DIR` fetches one" if name.count("/") == 1 else ""
+        )
+        raise UsageError(f"{given}: expected one of {', '.join(names)}, or a folder{fetch}")
     _log.info("loading %s in %s on %s", name, dtype, device)
     from transformers import AutoModelForCausalLM
 

@@ -145,13 +145,14 @@ def run_serve(args: argparse.Namespace) -> int:
             "--api-key is given with --prefill: expected one, as /prefill checks no key"
         )
     options = policy_options(args, "--host-budget")
+    budgets = _byte_count(args.budget, "--budget"), _byte_count(args.host_budget, "--host-budget")
     _log_to_stderr(args.log_level)
     if args.trace is not None:
         _trace(args.trace)
     with _listening(args.host, args.port) as listener:
         publisher = open_publisher(args)
         has_events = publisher is not None or args.store is not None
-        app = _app(args, options | {"enable_events": has_events}, publisher)
+        app = _app(args, budgets, options | {"enable_events": has_events}, publisher)
         host, port = listener.getsockname()[:2]
         if args.api_key is None and not _is_loopback(host):
             say(
@@ -211,7 +212,12 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | None) -> FastAPI:
+def _app(
+    args: argparse.Namespace,
+    budgets: tuple[int, int],
+    options: dict,
+    publisher: EventPublisher | None,
+) -> FastAPI:
     model = load_model(args.model, "MODEL", args.dtype, args.device)
     from kvcache.engine import Engine, NgramDrafter
     from kvcache.engine.transformers import attach
@@ -221,17 +227,18 @@ def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | No
     try:
         paged = attach(
             model,
-            _byte_count(args.budget),
+            budgets[0],
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             block_size=args.block_size,
-            host_budget=_byte_count(args.host_budget or "0"),
+            host_budget=budgets[1],
             num_speculative_tokens=0 if drafter is None else drafter.num_tokens,
             **options,
         )
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        text = str(error).replace("budget_bytes is", "--budget is")
+        raise UsageError(text.replace("max_model_len", "--max-model-len")) from None
     sources, connector = make_sources(args, model, paged.cache, announce=publisher is not None)
     engine = Engine(paged, preemption=args.preemption, drafter=drafter, sources=sources)
     return make_app(
@@ -249,8 +256,16 @@ def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | No
     )
 
 
-def _byte_count(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+def _byte_count(text: str | None, option: str) -> int:
+    """Return a number of bytes; None: 0."""
+    if text is None:
+        return 0
+    from kvcache.checks import byte_count
+
+    try:
+        return byte_count(int(text) if text.isdecimal() else text, option)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _texts(name: str, model: PreTrainedModel) -> Texts:

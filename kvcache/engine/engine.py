@@ -301,7 +301,10 @@ class Engine:
             )
         default = SamplingParams()
         each = [default if own is None else own for own in each]
-        tokens = [self.check(prompt, own) for prompt, own in zip(prompts, each)]
+        tokens = [
+            self.check(prompt, own, name=f"prompts[{i}]")
+            for i, (prompt, own) in enumerate(zip(prompts, each))
+        ]
         generations: list[Generation] = []
         try:
             with SignalHold():
@@ -522,6 +525,10 @@ class Engine:
             TypeError, ValueError: As in `add`.
         """
         instance(params, SamplingParams, "params")
+        if isinstance(prompt, (str, bytes)):
+            raise TypeError(
+                f"{name} is {shown(prompt)}: expected token IDs; a tokenizer encodes text into them"
+            )
         tokens = integers(prompt, name, ())
         if len(tokens) == 0:
             raise ValueError(f"{name} is empty: expected one token or more")

@@ -70,6 +70,11 @@ class Comparison:
             'learned: most hits at 2 of 2 sizes, up to 50.0 % more than lru'
         """
         rates = self.token_hit_rates
+        if not any(map(any, rates.values())):
+            return (
+                "none: no policy has a hit at any of these sizes; a block size below "
+                f"{self.block_size} may have some"
+            )
         best = [max(at_size) for at_size in zip(*rates.values(), strict=True)]
         behind = {
             name: [

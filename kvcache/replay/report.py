@@ -149,7 +149,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
     cache = [
         ("token hit rate", f"{report.token_hit_rate:.4f}", f"{report.hit_tokens:,} tokens"),
         ("hit blocks", f"{report.hit_blocks:,}", size),
-        ("evicted blocks", f"{report.evicted_blocks:,}", "cached blocks that were reused"),
+        ("evicted blocks", f"{report.evicted_blocks:,}", "cached, taken for other content"),
     ]
     pool = [
         ("capacity", f"{report.capacity_blocks:,}", "blocks" if is_hybrid else f"blocks{held}"),

@@ -45,7 +45,7 @@ def run_json(capsys, *argv) -> dict:
 
 
 def spawn(*argv, **kwargs) -> subprocess.Popen:
-    command = [sys.executable, "-m", "kvcache.cli", *argv]
+    command = [sys.executable, "-m", "kvcache", *argv]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=REPO, **pipes, **kwargs)
 
@@ -562,8 +562,8 @@ def test_zero_is_not_a_valid_count(capsys, option):
         (["replay", "--events-replay", "x"], "--events-replay is 'x': expected only with --events"),
         (["replay", "--compare", "--events", "x"], "--events is given with --compare"),
         (["demo", "--fly"], "'--fly' is unknown"),
-        (["demo", "--replay", "--json"], "--json is given with --replay"),
-        (["demo", "--replay", "--users", "2"], "--users is given with --replay"),
+        (["demo", "--replay", "--json"], "--json cannot be combined with --replay"),
+        (["demo", "--replay", "--users", "2"], "--users cannot be combined with --replay"),
         (["demo", "--users", "0"], "--users is '0': expected a whole number from 1 to 1000"),
         (["demo", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
         (["replay", "--limit"], "--limit: expected one argument"),
@@ -744,7 +744,7 @@ def test_closed_or_full_stderr_affects_neither_stdout_nor_exit_code():
 
 def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command with shell redirection."""
-    command = shlex.join([sys.executable, "-m", "kvcache.cli", *argv])
+    command = shlex.join([sys.executable, "-m", "kvcache", *argv])
     done = subprocess.run(
         ["sh", "-c", f"{command} {redirection}"],
         cwd=REPO,
@@ -763,7 +763,7 @@ def test_progress_bar_appears_only_on_a_terminal_without_json(trace):
 def terminal_output(*argv) -> str:
     """Return the stderr of a successful command on a terminal."""
     terminal, stderr = os.openpty()
-    command = [sys.executable, "-m", "kvcache.cli", *argv]
+    command = [sys.executable, "-m", "kvcache", *argv]
     environment = {**os.environ, "TERM": "xterm"}
     done = subprocess.run(
         command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=stderr, env=environment

@@ -74,7 +74,7 @@ def test_a_plot_that_cannot_be_written_prints_one_line(capsys, tmp_path):
 @pytest.mark.parametrize("width", ["40", "80"])
 def test_progress_fits_the_terminal_and_prints_no_warning(width):
     terminal, stderr = os.openpty()
-    command = [sys.executable, "-W", "default", "-m", "kvcache.cli", "demo", "--model", "bamba"]
+    command = [sys.executable, "-W", "default", "-m", "kvcache", "demo", "--model", "bamba"]
     process = subprocess.Popen(
         [*command, "--users", "1", "--turns", "1"],
         cwd=REPO,

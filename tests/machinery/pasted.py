@@ -149,7 +149,7 @@ class Pages:
         (self._folder / "examples").symlink_to(REPO / "examples")
         own = self._folder / "bin"
         own.mkdir()
-        commands = {"kvcache": 'exec python -m kvcache.cli "$@"'}
+        commands = {"kvcache": 'exec python -m kvcache "$@"'}
         if not is_installed("vllm"):
             commands["vllm"] = VLLM_OF_CPU_BUILD
         for name, line in commands.items():

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from kvcache.cli.__main__ import main
+from kvcache.cli import main
 from kvcache.replay import Comparison, Replayer, WorkloadRequest, chat_workload, compare, optimum
 
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from kvcache.cli.__main__ import main
+from kvcache.cli import main
 from kvcache.replay import TraceError, optimum, read_trace, register_trace_form, trace_forms
 
 TOKENS = [1, 5, 2**31 - 1]

@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 from kvcache.checks import path as checked_path
 from kvcache.checks import shown
 from kvcache.extensions import load_extensions
-from kvcache.replay.traces.fields import Line, TraceError
+from kvcache.replay.traces.fields import Line, TraceError, quoted
 from kvcache.replay.workload import WorkloadRequest
 
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
@@ -112,7 +112,10 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
 
 
 def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
-    """Return the format that the lines identify, and an iterator over all lines."""
+    """Return the format that the lines identify, and an iterator over all lines.
+
+    Raises TraceError at a JSON object of no known format.
+    """
     load_extensions()
     seen: list[Line] = []
     for line in itertools.islice(lines, _MOST_LOOKED_AT):
@@ -121,6 +124,11 @@ def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
         for name, form in _FORMS.items():
             if form.has(line, record):
                 return name, itertools.chain(seen, lines)
+        if record is not None:
+            raise TraceError(
+                f"{line.where}: {quoted(record)} has no known format: expected one of the fields "
+                "hash_ids, token_ids, prompt and messages, or a format given by name"
+            )
         if line.text.lstrip().startswith((b"{", b"[{")):
             break  # not a log: logs do not start with such lines
     return "mooncake", itertools.chain(seen, lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the command line with `python -m kvcache.cli`."""
+"""Run the command line with `python -m kvcache`."""
 
 import sys
 
