@@ -166,9 +166,10 @@ class LayerSpec:
     "sliding_window" requires `window` (number of tokens that a query attends to, including itself),
     and "chunked_local" requires `chunk_size`.
 
-    A layer whose kind keeps a state ("recurrent") sets `state_bytes` and leaves heads and sizes at 0. A
-    state can be stored after every `block_size` tokens and, with `num_speculative_blocks`, after
-    each of the first `num_speculative_blocks` draft tokens.
+    For a kind that keeps a state ("recurrent"), set `state_bytes` and leave `num_kv_heads`,
+    `head_size` and `v_head_size` at their defaults. A state can be stored after every `block_size`
+    tokens and, with `num_speculative_blocks`, after each of the first `num_speculative_blocks`
+    draft tokens.
 
     For a packed format, use `uint8` and give the head size in bytes.
 

@@ -316,7 +316,8 @@ TEST(a_state_moves_until_all_rows_are_served) {
   request.num_tokens = &count;
   request.num_rows = 1;
   f.server.serve_rows(request);
-  CHECK_THROWS(f.server.check_invariants(), "a step has left a state on the move");
+  CHECK_THROWS(f.server.check_invariants(),
+               "a step has not processed a state that leaves its page");
   f.server.publish_served();
   f.server.check_invariants();
   CHECK(f.ids(0) == Ids({kNullBlock, f.ids(0)[1]}));

@@ -77,7 +77,7 @@ def run_demo(args: argparse.Namespace) -> int:
         ]
         others += ["--json"] if args.json else []
         if others:
-            raise UsageError(f"{others[0]} is given with --replay: expected one of them")
+            raise UsageError(f"{others[0]} cannot be combined with --replay")
         return run_replay_demo()
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")

@@ -297,7 +297,7 @@ class EngineLoop:
         events = self.engine.drain_events()
         try:
             self._publisher.publish(events)
-        except RuntimeError:  # do not fail answers because of events
+        except RuntimeError:  # a failure to publish events must not end requests
             _log.exception("cache events are not published any more")
             self._publisher = None
 

@@ -408,7 +408,9 @@ def test_value_out_of_range_writes_nothing(backend, message, monkeypatch):
 @each_device_backend
 @pytest.mark.parametrize("message", BAD_VALUES)
 def test_unchecked_invalid_request_becomes_padding(backend, message, monkeypatch):
-    """The request keeps its queries, so that the tokens of other requests do not move."""
+    """The invalid request keeps its query length, so that the token offsets of other requests do
+    not change.
+    """
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     changes = {
         name: value if isinstance(value, int) else ints(backend, *value)

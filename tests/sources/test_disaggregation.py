@@ -695,7 +695,7 @@ def test_a_sender_that_is_stopped_costs_the_deadline_and_no_more(engines):
         offers = [
             sender.ask("prefill", id=f"r{n}", tokens=[*range(n, n + 60)])["offer"] for n in range(3)
         ]
-        # On a busy machine, a load may take longer than the second.
+        # On a busy machine, a load may take longer than `timeout_s` (1 s).
         check_load_again(receiver, "r0", range(61), offers[0])
         sender.signal(signal.SIGSTOP)
         begun, request = time.monotonic(), Request("r1", range(1, 62))

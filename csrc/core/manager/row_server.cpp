@@ -501,7 +501,9 @@ int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, in
 }
 
 void RowServer::check_invariants() const {
-  if (!growth_.left_states().empty()) throw std::logic_error("a step has left a state on the move");
+  if (!growth_.left_states().empty()) {
+    throw std::logic_error("a step has not processed a state that leaves its page");
+  }
 }
 
 }  // namespace kvcache

@@ -515,8 +515,8 @@ class Connector:
         return end
 
     def _forget_incomplete(self, load: SourceLoad[_Reading]) -> None:
-        """Remove blocks that the sender had filled only partially from the cache. They are valid
-        only for this request.
+        """Remove from the cache the blocks that the sender had only partially filled. They are
+        valid only for this request.
         """
         lost: list[int] = []
         for group, layout, theirs, ids in zip(

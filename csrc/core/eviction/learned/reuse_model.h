@@ -68,8 +68,8 @@ class ReuseModel {
     if (is_sampled(key) || is_last) add_record(key, reuse_class, turn, is_end);
   }
 
-  // Ends a release. Values are recomputed every 32 releases, because after the first thousand they
-  // change slowly.
+  // Ends a release. Values are recomputed every 32 releases, and only every 128 after the first
+  // 1,024, because they change slowly from then on.
   void learn() {
     if (++num_releases_ % 32 != 0) return;
     age_samples();

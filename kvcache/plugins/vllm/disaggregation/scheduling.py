@@ -65,8 +65,8 @@ class Scheduling:
             return 0, False
         own = self._handshakes[0].groups
         for spec, mine, layout, blocks in zip(self._specs, own, offer.groups, offer.blocks):
-            # A loaded block can become a hit of a different length, so all of its tokens must be
-            # loaded.
+            # A loaded block may later be part of a hit of a different length, so all of its tokens
+            # must be loaded.
             first = first_needed(spec, end) // mine.block_size * mine.block_size
             first = max(num_computed_tokens, first)
             if not is_complete(blocks, layout.block_size, first, end):
