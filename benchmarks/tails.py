@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Percentiles of decode steps and admissions, in pools of up to ten million blocks.
 
-A shared machine has spikes of its own: another process gets the core for milliseconds. Times are
-therefore those that the core spent in the call, including page faults. The peer is a busy loop of
-about the same length after each call: what is slow there as well comes from the machine.
+A shared machine causes spikes: another process gets the core for milliseconds. Times are therefore
+those that the core spent in the call, including page faults. The peer is a busy loop of about the
+same length after each call: what is slow there as well comes from the machine.
 
 `python -m benchmarks.tails` measures 100,000 steps per pool in minutes, `make bench` a short form.
 """

@@ -257,7 +257,7 @@ def build(
         The cache.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
         MemoryError: The host does not have enough memory.
 

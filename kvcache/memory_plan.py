@@ -163,7 +163,7 @@ def plan_cache(
         ValueError: No plan fits, or an argument is out of range. If no plan fits, the message
             states how many bytes are missing and what would fit.
         KindError: An attention kind returned an invalid value.
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> local = {"kind": "sliding_window", "options": {"window": 1024}}

@@ -121,7 +121,7 @@ class GroupSpec:
     groups whose pages hold K and V of tokens can draft.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
 
     Example:
@@ -178,7 +178,7 @@ class LayerSpec:
     `v_head_size` is 0 if `head_size` includes the rotary part, which is the default with `is_mla`.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or options do not fit the kind.
 
     Example:

@@ -4,7 +4,7 @@ import os
 import signal
 
 # Set before torch is imported; subprocesses inherit it. pytest-xdist already keeps all cores busy,
-# so further OpenMP threads would only spin.
+# so more OpenMP threads would only spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage: failures that appear only after some time, or together with other work.
 
-Runs repeated and very large batches on the copy engine, captured ops that are replayed with other
-contents, and jobs that are polled while another thread captures.
+Runs repeated and very large batches on the copy engine, captured ops that are replayed with
+different data, and jobs that are polled while another thread captures.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@
 namespace kvcache {
 namespace {
 
-// An attention kind written in Python. It is called only once per position, so that its answers are
+// An attention kind written in Python. It is called only once per position, so that its results are
 // consistent. Its errors cannot stop a step halfway. They are reported as unraisable, and the
-// answer is 0, for which every block is kept and needed.
+// result is 0, for which every block is kept and needed.
 class PythonKind : public AttentionKind {
  public:
   int64_t first_needed_token(int64_t num_computed_tokens) const override {

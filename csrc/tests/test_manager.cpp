@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The manager under random calls of both kinds (steps and single requests), over mixed groups:
 // checks tables that follow the plans, and the invariants. tests/allocator/test_allocator_random.py
-// compares every answer with a model; this test runs under the sanitizers.
+// compares every result with a model; this test runs under the sanitizers.
 #include "core/manager/manager.h"
 
 #include <algorithm>

@@ -44,7 +44,7 @@ class LearnedReuse:
     40,960 * 2**(k / 2) tokens.
 
     Raises:
-        ValueError: An array has a wrong shape, or an entry is not a valid count.
+        ValueError: An array has the wrong shape, or an entry is not a valid count.
     """
 
     reached: np.ndarray

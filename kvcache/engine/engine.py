@@ -219,7 +219,7 @@ class Engine:
             whether the request was added.
 
         Raises:
-            TypeError: An argument has a wrong type.
+            TypeError: An argument has the wrong type.
             ValueError: The prompt is empty or contains unknown token IDs, prompt and answer exceed
                 `max_model_len`, the request has more samples than there are rows, or the ID is in
                 use.

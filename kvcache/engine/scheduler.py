@@ -113,8 +113,8 @@ class Scheduler:
     children (`fork`) and ended sequences (`finish`).
 
     `sources` supply KV for new sequences. The first source with more tokens than the local hit
-    loads them, and the remaining tokens are computed. A sequence whose source has not answered yet
-    does not block other sequences. If a load fails, its tokens are computed instead.
+    loads them, and the remaining tokens are computed. A sequence whose source has not returned a
+    result yet does not block other sequences. If a load fails, its tokens are computed instead.
 
     Args:
         manager: A `KVCacheManager` whose `step` is called only by this scheduler.
@@ -202,7 +202,7 @@ class Scheduler:
 
     @property
     def is_waiting_for_sources(self) -> bool:
-        """Whether sequences are loading, or a source has not answered yet."""
+        """Whether sequences are loading, or a source has not returned a result yet."""
         return len(self._loading) > 0 or self._loading.is_matching
 
     def schedule(self) -> ScheduledStep | None:

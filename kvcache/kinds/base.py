@@ -200,7 +200,7 @@ def checked_max_pages(
 
     Raises:
         KindError: The kind returned an invalid value.
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
     """
     _check_asked(kind, num_tokens, step_tokens, tokens_per_page)

@@ -60,7 +60,7 @@ class Answer:
             yield delta
 
     def stop(self, index: int) -> None:
-        """End one sample, for example at a stop text. A last `Delta` follows."""
+        """End one sample, for example at a stop string. A last `Delta` follows."""
         with suppress(EngineError):  # the thread has stopped and ended all samples
             self._loop.call(lambda engine: self._loop.stop_sample(self, index))
 

@@ -150,7 +150,7 @@ class Asked(Fields):
 
     @property
     def stops(self) -> list[str]:
-        """Return the non-empty stop texts."""
+        """Return the non-empty stop strings."""
         return [stop for stop in self.stop if stop]
 
     @property

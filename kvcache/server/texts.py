@@ -147,9 +147,10 @@ def _in_lines(messages: list[dict[str, str]]) -> str:
 
 
 class AnswerText:
-    """The text of one answer while its tokens arrive. It ends before the first complete stop text.
+    """The text of one answer while its tokens arrive. It ends before the first complete stop
+    string.
 
-    `text` is the text that can be shown so far. Text that may become a stop text, and characters
+    `text` is the text that can be shown so far. Text that may become a stop string, and characters
     with missing bytes, are held back until `end`.
 
     >>> answer = AnswerText(ByteTexts(), ["END"])
@@ -166,7 +167,7 @@ class AnswerText:
         self.is_stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the newly visible text. Sets `is_stopped` at a stop text."""
+        """Add tokens and return the newly visible text. Sets `is_stopped` at a stop string."""
         if self.is_stopped:
             return ""
         self._token_ids += token_ids
@@ -181,7 +182,7 @@ class AnswerText:
         return self._show(before if self.is_stopped else whole)
 
     def _read(self, text: str) -> str:
-        """Return the visible part, up to a stop text or a possible prefix of a stop text."""
+        """Return the visible part, up to a stop string or a possible prefix of a stop string."""
         if not self._stops:
             return text
         for character in text[self._num_read :]:

@@ -134,7 +134,7 @@ class CacheDescription:
             sides know whether their block hashes are comparable.
 
     Raises:
-        TypeError: A value has a wrong type.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range, sizes do not divide each other, or the version differs.
 
     Example:

@@ -61,7 +61,7 @@ def test_window_is_computed_in_chunks_for_any_length():
 
 
 def test_whole_prompt_fits_if_its_chunks_complete():
-    """Checks the answers of `would_fit(whole=True)` by running the chunks."""
+    """Check the results of `would_fit(whole=True)` by running the chunks."""
     groups = [FULL, GroupSpec("sliding_window", 16, {"window": 32}), GroupSpec("recurrent", 16)]
     for num_blocks in range(8, 40):
         manager = KVCacheManager.for_groups(groups, num_blocks, 512, num_preallocate_tokens=0)

@@ -21,7 +21,7 @@ def admit(manager, name, tokens, **options):
 
 
 def child_of(manager, parent, name, *more):
-    """Fork a child with the parent's computed tokens and these further tokens."""
+    """Fork a child with the parent's computed tokens and these additional tokens."""
     computed = manager.num_computed_tokens(parent)
     child = Request(name, [*parent.token_ids[:computed].tolist(), *more])
     assert manager.fork(parent, child) >= 0

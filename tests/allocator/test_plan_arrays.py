@@ -148,7 +148,7 @@ def test_fields_may_be_set():
 
 
 def state_after(manager: KVCacheManager) -> list:
-    """Return what determines the manager's further behavior: the ids it allocates, in order."""
+    """Return what determines the manager's later behavior: the ids it allocates, in order."""
     check_invariants(manager)
     answers = [manager.pool.num_free, manager.pool.num_cached]
     plan = manager.step(new=[Request("next", range(500, 570))])

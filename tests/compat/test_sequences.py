@@ -309,7 +309,7 @@ def test_can_append_slots_counts_every_block_that_is_touched():
     manager = make(num_gpu_blocks=6)  # 5 blocks
     group = admitted(manager, 6, num_seqs=2)  # 2 blocks
     assert manager.can_append_slots(group, 0)  # nothing to write
-    # Slots 6 and 7 are in one block, which each sequence needs for itself.
+    # Slots 6 and 7 are in one block, of which each sequence needs its own copy.
     assert manager.can_append_slots(group, 2)
     assert not manager.can_append_slots(group, 3)  # two blocks each, 4 > 3
     group.seqs[1].status = Status.FINISHED_STOPPED
@@ -888,7 +888,7 @@ def test_can_swap_in_counts_a_partial_last_block_once():
 
 
 def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
-    """Return the answer of can_swap_in, and whether swap_in and append_slots succeed.
+    """Return the result of can_swap_in, and whether swap_in and append_slots succeed.
 
     None: not attempted.
 

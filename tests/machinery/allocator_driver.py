@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives the manager and its plain model through the same random calls and compares every answer.
+"""Drives the manager and its plain model through the same random calls and compares every result.
 
 The choices come either from hypothesis, which shrinks its failures, or from a seeded generator,
 which is fast. An error names its seed. Keep each failure as a fixed case. `make soak SECONDS=600`
@@ -517,7 +517,7 @@ class Driver:
     def check_never(
         self, model: ModelRequest, start: int, stop: int, chunk: int, lookahead: int
     ) -> None:
-        """Check that a request answered NEVER does not fit an empty manager either.
+        """Check that a request with the status NEVER does not fit an empty manager either.
 
         The request is computed token by token up to `start`, and then in chunks.
         """

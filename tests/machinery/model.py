@@ -532,7 +532,7 @@ class ModelManager:
         return min(statuses), tried
 
     def _fits_whole(self, request, chunk, lookahead, reserved, num_hit):
-        """Return the answers for the whole request and for its first chunk, with this hit."""
+        """Return the statuses of the whole request and of its first chunk, with this hit."""
         held = self.hit_blocks(request, num_hit)
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
@@ -606,7 +606,10 @@ class ModelManager:
         num_shared=0,
         num_prompt=None,
     ):
-        """Return the row and its blocks after the hit per group, or None."""
+        """Return the row and, for each group, its blocks after the hit.
+
+        Returns None if the request is not admitted.
+        """
         start = num_hit + num_external
         status, row = self._admit(
             request,

@@ -95,7 +95,7 @@ class EvictionPolicy {
   virtual void clear() {}  // no block is cached any more
   // Exchange of data between the policies of two tiers. `released_as` returns this policy's
   // classification of a block. `on_copy` passes the classification of a copied block to the policy
-  // of the copy's tier, and is called again after each further eviction from the other tier. Copied
+  // of the copy's tier, and is called again after each later eviction from the other tier. Copied
   // blocks are cached and held.
   virtual ReleasedAs released_as(BlockId) const { return {}; }
   virtual void on_copy(BlockId, const ReleasedAs&) {}

@@ -234,7 +234,7 @@ Status RowServer::would_fit(const NewRow& asked, bool whole) {
     const Status status =
         whole ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
               : demand.status;
-    // Accepts the first hit that fits, like `step`, which does not consider further chunks.
+    // Accepts the first hit that fits, like `step`, which does not consider later chunks.
     if (demand.status == Status::kServed) return status;
     answer = std::min(answer, status);
     if (!tries_less(asked, hit, demand.status)) break;

@@ -83,7 +83,7 @@ class SteadyBatch:
         return SteadyBatch([list(compress(column, mask)) for column in self.columns], self.checked)
 
     def extended(self, facts: Sequence[Facts]) -> SteadyBatch:
-        """Return the batch with further requests at its end."""
+        """Return the batch with additional requests at its end."""
         return SteadyBatch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
 
     def num_tokens(self) -> np.ndarray:

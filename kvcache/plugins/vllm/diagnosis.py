@@ -134,7 +134,7 @@ def _scheduler(config: VllmConfig) -> Any:
 
 
 class _NoWorkers(Executor):
-    """Answers what the engine core asks its workers before it creates the scheduler."""
+    """Stands in for the workers, which the engine core queries before it creates the scheduler."""
 
     def _init_executor(self) -> None:
         config = self.vllm_config

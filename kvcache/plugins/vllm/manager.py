@@ -267,7 +267,7 @@ class VllmCacheManager:
     def begin_decode_step(self, request_ids: Container[str]) -> dict[str, KVCacheBlocks] | None:
         """Begin a step that computes one token of each of these running requests.
 
-        Return the new blocks by request. None: a request needs a native call of its own, which may
+        Return the new blocks by request. None: a request needs a separate native call, which may
         fail. The step has begun nevertheless: the next `new_step_starts` does nothing, and
         `allocate_slots` serves the requests.
         """

@@ -270,8 +270,8 @@ class Connector:
     def match(self, request: Request, offer: Mapping[str, Any] | None = None) -> int:
         """Return the number of tokens of an offer that can be loaded after the local hit.
 
-        This method does not read blocks or change the manager. While steps answer `WAIT`, call it
-        again immediately before each step.
+        This method does not read blocks or change the manager. While the status in plans is `WAIT`,
+        call it again immediately before each step.
 
         Args:
             request: A request that is not admitted.

@@ -121,7 +121,7 @@ class RemotePrefill:
 
     @property
     def is_busy(self) -> bool:
-        """Whether loads, quarantined blocks, leases or late answers are left."""
+        """Whether loads, quarantined blocks, leases or late responses are left."""
         return self._connector.is_busy or bool(self._late)
 
     def match(self, request: Request) -> int | None:

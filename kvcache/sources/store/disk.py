@@ -45,7 +45,7 @@ class DiskStore(BlockStore):
 
     Values persist across restarts. If the version or size of values has changed, the file is
     replaced. After a crash, a value that was being written is either missing or has a wrong digest.
-    If the disk is full, no further values are stored.
+    If the disk is full, no more values are stored.
 
     Args:
         folder: The folder.

@@ -133,7 +133,7 @@ class StoreTier:
         circuit: Circuit breaker for a failing store.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: The manager has no events, a store cannot fill its groups (`StoredPrefixes`), or an
             argument is invalid.
         MemoryError: There is not enough memory for staging.

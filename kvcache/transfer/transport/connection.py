@@ -129,7 +129,7 @@ class Connection:
     - `pull` (id, spans): the peer reads. Answered with `start` (id), then bytes, then `done` (id,
       message).
     - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, bytes, and `landed`.
-    - `refused` (id, reason): the request is refused; sent instead of another answer.
+    - `refused` (id, reason): the request is refused; sent instead of another response.
     - `more` and `end` (tag): whether another piece of the bytes after a `start` follows.
     - `digest` (tag, digest): the digest of the next piece. On a mismatch, `spoiled` (id) is sent
       instead of `landed`. If digests are enabled, `pull`, `push` and every frame (`Channel`) also
@@ -564,7 +564,7 @@ class Connection:
             self.put({"op": "cancelled", "id": number})
         elif (job := self._incoming.get(self._tag(number, mine=False))) is not None:
             job.stop()
-        # If the job is gone, the answer is already in flight.
+        # If the job no longer exists, the response is already in flight.
 
     def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
         if number not in self._given_up or self._transfers[number][2] != "push":

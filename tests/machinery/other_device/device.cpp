@@ -2,10 +2,10 @@
 // The device "sealed", a backend of PrivateUse1: memory that the host may touch only within the
 // device's own copies.
 //
-// Every allocation is a mapping of its own, PROT_NONE but while a copy of the device runs, so
-// anything else that follows its address dies of SIGSEGV at the first byte. The device can
-// allocate, view, fill and copy; every other op runs on the CPU by torch's boxed fallback, which
-// can be switched off.
+// Every allocation is a separate mapping, which is PROT_NONE except while a copy of the device
+// runs. Any other access to its address causes SIGSEGV at the first byte. The device can allocate,
+// view, fill and copy; every other op runs on the CPU by torch's boxed fallback, which can be
+// switched off.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -149,8 +149,8 @@ class PageRules {
     return column * group.block_size;
   }
 
-  // Returns the number of blocks that contain KV, including dropped blocks. All further blocks are
-  // for lookahead.
+  // Returns the number of blocks that contain KV, including dropped blocks. All remaining blocks
+  // are for lookahead.
   virtual int64_t num_written(const CacheGroup& group, const RowBlocks& held,
                               int64_t num_computed) const {
     return std::min(held.size(), ceil_div(num_computed, group.block_size));
