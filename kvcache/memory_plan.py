@@ -123,9 +123,9 @@ def plan_cache(
 
     Layers with the same kind, options, block size, heads, head sizes, dtype, scales and state form
     groups of the same size. The last group may be smaller. Each group costs a table and a lookup,
-    so we pick the fewest groups for which a request needs at most 10 % more bytes than the optimum.
-    Draft layers (`LayerSpec.drafts`) share groups with other layers of their kind. Their groups
-    have `GroupSpec.drafts` set.
+    so the plan has the fewest groups for which a request needs at most 10 % more bytes than the
+    optimum. Draft layers (`LayerSpec.drafts`) share groups with other layers of their kind. Their
+    groups have `GroupSpec.drafts` set.
 
     A layer's share of a page has the size of the largest block, rounded up to whole elements of every
     dtype. Smaller blocks are enlarged to more tokens (a multiple of `LayerSpec.block_size`). If a

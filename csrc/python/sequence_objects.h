@@ -152,7 +152,7 @@ inline Status status_named(PyObject* name) {
   const std::pair<PyObject*, Status> known[] = {{names.running.ptr(), Status::kRunning},
                                                 {names.waiting.ptr(), Status::kWaiting},
                                                 {names.swapped.ptr(), Status::kSwapped}};
-  for (const auto& [text, status] : known) {  // texts of Python code are usually interned
+  for (const auto& [text, status] : known) {  // strings in Python code are usually interned
     if (name == text) return status;
   }
   for (const auto& [text, status] : known) {

@@ -186,7 +186,7 @@ TEST(later_rows_of_a_step_wait_for_what_earlier_ones_fill_or_share_it) {
     CHECK_EQ(f.ids(1)[2], f.ids(0)[2]);
     CHECK_EQ(f.server.fills().row_of(f.ids(0)[2]), 0);
     CHECK_EQ(f.server.fills().row_of(f.ids(0)[3]), -1);
-    // All tokens that it reads are computed in this step.
+    // All tokens that the second row reads are computed in this step.
     CHECK_EQ(f.journal.last().rows[1].start, 0);
   }
 }

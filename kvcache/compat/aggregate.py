@@ -255,7 +255,7 @@ class KVOutputAggregator:
             self._state = state
             return None
         report = merged.report(empty, failed & merged.recving, expected)
-        # No call in between, so no signal handler can run between the two assignments.
+        # There is no call between the two assignments, so no signal handler can run there.
         output.kv_connector_output, self._state = report, state
         return output
 

@@ -301,9 +301,9 @@ class KVTopology:
             A new topology.
 
         Raises:
-            ValueError: The id is registered with other sizes or is this engine's own id, or neither the
-                tensor-parallel size nor the number of KV heads divides the other (MLA accepts any
-                size). Other sizes are checked only by the methods that use them.
+            ValueError: The id is registered with different sizes or is this engine's own id, or
+                neither the tensor-parallel size nor the number of KV heads divides the other (MLA
+                accepts any size). Other sizes are checked only by the methods that use them.
         """
         instance(engine_id, str, "engine_id")
         instance(remote, RemoteEngine, "remote")
@@ -440,7 +440,8 @@ class KVTopology:
             remote_pp_size: Pipeline size of the remote engine.
 
         Returns:
-            `(global_rank, pp_rank, tp_rank)` in ascending order. Empty for a replica that is not read.
+            `(global_rank, pp_rank, tp_rank)` in ascending order. Empty if this worker's KV heads
+            are replicas that no remote worker reads.
 
         Raises:
             ValueError: The sizes do not divide evenly.

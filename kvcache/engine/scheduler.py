@@ -161,7 +161,8 @@ class Scheduler:
         self._max_drafts = min(of_states, default=MAX_INT32)
         self._decoding: Decoding | None = None  # None: must be collected again
         self._others: list[Sequence] = []  # running sequences that are not in `_decoding`, by rank
-        self._has_changed = False  # whether sequences have started or stopped running since
+        # Whether sequences have started or stopped running since they were collected.
+        self._has_changed = False
         self._victim: Sequence | None = None
         self._is_short = False  # whether a running sequence did not get blocks in the last step
         self._in_flight: ScheduledStep | None = None

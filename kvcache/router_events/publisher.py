@@ -45,7 +45,7 @@ class PublisherCounts(NamedTuple):
     replays: int  # replays that were started
     snapshots: int  # snapshots for readers that requested batches older than the buffer
     refused_requests: int  # malformed replay requests
-    given_up_replays: int  # replays dropped because the reader left, asked again or stalled
+    given_up_replays: int  # replays dropped because the reader left, stalled or sent a new request
 
 
 class EventPublisher:

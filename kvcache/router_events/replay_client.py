@@ -12,7 +12,7 @@ from kvcache.router_events.wire import END_OF_REPLAY, WireError, decode_sequence
 
 
 class ReplayTimeout(Exception):
-    """Raised if a publisher does not answer or has stopped answering."""
+    """Raised if a publisher does not respond or has stopped responding."""
 
 
 def replay(

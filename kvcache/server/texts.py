@@ -95,7 +95,7 @@ class TokenizerTexts:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def token(self, token_id: int) -> tuple[str, bytes | None]:
-        """Return the text of a token, also of a special one. Parts of characters have no bytes."""
+        """Return the text of a token, which may be special. Parts of characters have no bytes."""
         text = self._tokenizer.decode(
             _checked_tokens([token_id]), clean_up_tokenization_spaces=False
         )

@@ -211,8 +211,7 @@ class Manager {
   // Removes the hashes of these blocks, which may be held or free (see BlockPool::evict).
   void evict(const BlockId* ids, int64_t n);
 
-  // Returns the number of leading blocks of the row in this group that exactly num_running rows
-  // hold.
+  // Returns how many leading blocks of the row in this group are held by exactly num_running rows.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
 
   bool reset_prefix_cache();

@@ -175,7 +175,7 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
 }
 
 // Returns the first multiple of `unit` from num_tokens on that ends a retained hit of all groups.
-// Returns num_tokens itself if it is no multiple.
+// Returns num_tokens itself if it is not a multiple.
 int64_t RowServer::first_retained(int32_t row, int64_t num_tokens, int64_t unit) const {
   const RetainedEnds& ends = c_.rows->info(row).retained;
   for (int64_t before = -1; num_tokens % unit == 0 && num_tokens != before;) {

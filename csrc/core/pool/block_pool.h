@@ -140,8 +140,8 @@ class BlockPool {
     return partial_.find(hash, group, variant);
   }
 
-  // Removes the hash of each block, which may be held or free. Free blocks are allocated first
-  // afterwards. Uncached ids are ignored.
+  // Removes the hash of each block, which may be held or free. Afterwards, the free blocks among
+  // them are allocated first. Uncached ids are ignored.
   void evict(const BlockId* ids, int64_t n);
 
   void evict_group(uint8_t group);  // removes the hashes of all blocks of the group

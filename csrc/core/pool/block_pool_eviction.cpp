@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Eviction in a pool with a policy or pins.
 //
-// `passed_` followed by `cached_free_` contains all free cached blocks in release order, candidates
-// or not. Eviction moves pinned blocks from the head of `cached_free_` to `passed_`. When a pin on
-// one of them is released, all blocks in `passed_` return to the front.
+// `passed_` followed by `cached_free_` contains all free cached blocks in release order, whether or
+// not they are candidates. Eviction moves pinned blocks from the head of `cached_free_` to
+// `passed_`. When a pin on one of them is released, all blocks in `passed_` return to the front.
 #include <cmath>
 #include <stdexcept>
 #include <string>

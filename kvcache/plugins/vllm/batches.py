@@ -12,7 +12,10 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class Facts(NamedTuple):
-    """What does not change while a request runs. Streaming sessions change it, and have none."""
+    """The attributes of a request that do not change while it runs.
+
+    Streaming sessions have no facts, because they change these attributes.
+    """
 
     request: Request
     request_id: str

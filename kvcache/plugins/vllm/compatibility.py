@@ -65,7 +65,7 @@ def accept_new_parameters(ours: type, theirs: type) -> None:
         known = inspect.signature(own).parameters
         if any(each.kind is each.VAR_KEYWORD for each in known.values()):
             continue
-        if getattr(own, "accepts", None) is method:  # by an earlier scheduler of this process
+        if getattr(own, "accepts", None) is method:  # replaced by an earlier scheduler
             continue
         new = {key: each for key, each in parameters.items() if key not in known}
         for key, each in new.items():

@@ -62,7 +62,7 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
     rows = [("vLLM", version, True)]
     try:
         config, sizes = _config(arguments)
-    except Exception as error:  # vLLM's reasons are as many as its options
+    except Exception as error:  # vLLM may raise any exception for its options
         return [*rows, ("options", f"vLLM rejects them: {_one_line(error)}", False)]
     rows.append(("model", f"{config.model_config.architecture}, {config.model_config.dtype}", True))
     connector = config.kv_transfer_config

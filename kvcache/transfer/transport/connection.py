@@ -78,7 +78,7 @@ class StagedTransfer(Transfer):
 
     @property
     def job(self) -> Job | None:
-        """The job that moves the bytes. None until the peer has answered."""
+        """The job that moves the bytes. None until the peer has responded."""
         return self._job
 
     @job.setter

@@ -124,7 +124,7 @@ class ReuseModel {
       for (; number < ghosts_.num_added(); ++number) {
         GhostRing::Record& record = ghosts_.at(number);
         if (clock_ - record.time() < ages_.first(b)) break;
-        if (static_cast<int>(record.bucket) >= b) continue;  // usually those that are done
+        if (static_cast<int>(record.bucket) >= b) continue;  // usually a record that is done
         record.bucket = static_cast<uint32_t>(b);
         hazards_.reach(record.reuse_class, b);
       }
