@@ -370,7 +370,7 @@ class KVCacheManager:
                 all rows or int[n]. Drafts are never cached, and later tokens reuse their slots. No
                 slots are allocated beyond `max_model_len`.
             swap_out: Rows to swap out before all other changes. If the host has no room for a row,
-            its status is `WAIT`, and the row stays on the device. Alternatively, free a
+                its status is `WAIT`, and the row stays on the device. Alternatively, free a
                 preempted request and admit it again. Its blocks that are still cached, on either
                 tier, are then hits.
 
@@ -406,8 +406,7 @@ class KVCacheManager:
                 `Admit.num_tokens` more tokens (None: its known tokens that are not computed yet, at
                 least one). Of the other fields, only `num_lookahead_tokens` may be given.
             whole: Whether the status is for all known tokens of a new request, computed in chunks
-            of
-                `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests take
+                of `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests take
                 some of them. `WAIT`: the blocks of the whole pool suffice. `NEVER`: the whole pool
                 does not suffice. `step` serves a first chunk that fits regardless of this status. A
                 recurrent group counts one page per lookahead token, up to its

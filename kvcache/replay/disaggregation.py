@@ -111,8 +111,9 @@ class DisaggregationReport:
             side.
         unfinished_loads: Requests whose load completed, but for which the pool then had no room for
             the next token; computed by the decode side.
-        rejected_requests: Requests that do not fit into the decode pool. overload: Reason why the
-        modeled engines cannot keep up with the arrivals. None: they can keep up.
+        rejected_requests: Requests that do not fit into the decode pool.
+        overload: Reason why the modeled engines cannot keep up with the arrivals. None: they can
+            keep up.
     """
 
     trace: str

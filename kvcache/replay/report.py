@@ -43,18 +43,22 @@ class ReplayReport:
         host_blocks: Size of the host tier, including its null block.
         host_hit_tokens: Part of `hit_tokens`, from the first block of each request that was loaded from
             the host.
-        written_blocks: Blocks written to the host. unwritten_blocks: Blocks not written because no
-        host page was free. declined_blocks: Blocks not written because `host_write="learned"`
-        expected too few hits. loaded_blocks: Blocks loaded from the host for hits. store_blocks:
-        Size of the simulated store. store_hit_tokens: Part of `hit_tokens` that the store had after
-        the hit of the other tiers. store_stored_blocks: Blocks put into the store, counted per
-        group. store_loaded_blocks: Blocks loaded from the store, counted per group.
-        store_evicted_blocks: Blocks that the store evicted, counted per group. service: Speeds of a
-        timed replay. duration_s: Time from the start to the last end, in seconds of the workload.
-        peak_running: Maximum number of concurrently running requests. mean_ms_to_first_token: Mean
-        time from the arrival of a served request to its first token. p99_ms_to_first_token: 99th
-        percentile of these times. overload: Reason why the modeled engine cannot keep up with the
-        arrivals. None: it can keep up.
+        written_blocks: Blocks written to the host.
+        unwritten_blocks: Blocks not written because no host page was free.
+        declined_blocks: Blocks not written because `host_write="learned"` expected too few hits.
+        loaded_blocks: Blocks loaded from the host for hits.
+        store_blocks: Size of the simulated store.
+        store_hit_tokens: Part of `hit_tokens` that the store had after the hit of the other tiers.
+        store_stored_blocks: Blocks put into the store, counted per group.
+        store_loaded_blocks: Blocks loaded from the store, counted per group.
+        store_evicted_blocks: Blocks that the store evicted, counted per group.
+        service: Speeds of a timed replay.
+        duration_s: Time from the start to the last end, in seconds of the workload.
+        peak_running: Maximum number of concurrently running requests.
+        mean_ms_to_first_token: Mean time from the arrival of a served request to its first token.
+        p99_ms_to_first_token: 99th percentile of these times.
+        overload: Reason why the modeled engine cannot keep up with the arrivals. None: it can keep
+            up.
     """
 
     trace: str

@@ -68,9 +68,9 @@ class EventPublisher:
         hash_seed: The manager's `hash_seed`.
         buffer_steps: Maximum number of batches kept for replay. A reader that requests older
             batches receives a snapshot of all cached blocks.
-        buffer_bytes: Maximum total size of these batches. hwm: Maximum number of batches queued for
-        a slow reader. The reader misses later batches. max_queue_size: Maximum number of batches
-        queued for the thread. `publish` blocks while the
+        buffer_bytes: Maximum total size of these batches.
+        hwm: Maximum number of batches queued for a slow reader. The reader misses later batches.
+        max_queue_size: Maximum number of batches queued for the thread. `publish` blocks while the
             queue is full.
         context: The ZMQ context. None: the process-wide context.
 

@@ -38,10 +38,11 @@ class AskError(Exception):
     """Raised for a request that cannot be served.
 
     Args:
-        message: One line that names the field, its value and the expected value. status: The HTTP
-        status. headers: Headers of the response. param: Path of the invalid field in the body, such
-        as `messages[0].role`. code: A short name of the error for programs. None: the name of the
-        status.
+        message: One line that names the field, its value and the expected value.
+        status: The HTTP status.
+        headers: Headers of the response.
+        param: Path of the invalid field in the body, such as `messages[0].role`.
+        code: A short name of the error for programs. None: the name of the status.
     """
 
     def __init__(

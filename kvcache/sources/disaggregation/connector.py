@@ -229,10 +229,11 @@ class Connector:
         lease has ended.
 
         Args:
-            request: The request. num_tokens: Number of tokens computed in all layers. num_layers:
-            Number of layers that have computed tokens up to `end_token`. end_token: End of the
-            tokens that are computed in these layers. rank: The rank that has made this progress.
-            None: all ranks.
+            request: The request.
+            num_tokens: Number of tokens computed in all layers.
+            num_layers: Number of layers that have computed tokens up to `end_token`.
+            end_token: End of the tokens that are computed in these layers.
+            rank: The rank that has made this progress. None: all ranks.
         """
         instance(request, Request, "request")
         if rank is not None:

@@ -22,9 +22,11 @@ def make_transport(
     """Create a transport that listens for peers.
 
     Args:
-        agent: Name that is unique among the peers. name: "nixl" or "gloo". None: NIXL if it is
-        installed, otherwise gloo. host: Address to listen on. port: Port to listen on. 0: any free
-        port. options: Other options:
+        agent: Name that is unique among the peers.
+        name: "nixl" or "gloo". None: NIXL if it is installed, otherwise gloo.
+        host: Address to listen on.
+        port: Port to listen on. 0: any free port.
+        options: Other options:
 
             - `secret`: secret bytes that must be equal on both sides.
             - `timeout_s`: deadline of a transfer in seconds (30).

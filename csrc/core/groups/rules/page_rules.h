@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules for a group's pages: how rows allocate, write, share and release pages with one kind
-// of content.
+// The rules for a group's pages: how rows allocate, write, share and release pages with one kind of
+// content.
 //
 // Each kind of content has one file with one stateless object. All differences between kinds of
 // content are methods or traits of this class. The default methods apply to pages that store the
