@@ -115,7 +115,7 @@ def test_null_columns_after_a_hit_need_no_blocks():
 def test_a_request_is_not_refused_for_its_hit():
     """The request ran alone beyond the watermark.
 
-    When readmitted, its hit exceeds the admission limit.
+    When it is readmitted, its hit exceeds the admission limit.
     """
     manager = KVCacheManager(4, 11, 64, num_preallocate_tokens=0, watermark=0.2)
     request = Request("a", range(36))

@@ -110,7 +110,9 @@ def test_an_aborted_step_has_loaded_nothing():
 
 
 def test_blocks_of_a_receiver_are_not_hits_before_their_bytes_arrive():
-    """Prompt blocks are normally hits for the next plan, but these bytes arrive later."""
+    """Prompt blocks are normally hits for the next plan, but the bytes of these blocks arrive
+    later.
+    """
     manager = make()
     request, plan = receiver(manager)
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 4)
@@ -321,7 +323,7 @@ def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_fr
 
 
 def test_untransferred_cached_group_excludes_external_tokens():
-    """Its blocks would be hits without valid KV."""
+    """The blocks of the request would be hits without valid KV."""
     own = GroupSpec("full_attention", 4, transferred=False)
     manager = make(groups=(FULL, own))
     request = Request("a", range(9))

@@ -325,7 +325,7 @@ def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     run(manager, request, 24, 1)  # blocks 0 to 3 are dropped immediately
     hits = [hit_length(manager, range(n)) for n in (9, 13, 17)]
     assert hits == [8, 12, 16]
-    # Takes two of the dropped blocks.
+    # The request takes two of the dropped blocks.
     manager.step(new=[Request("b", range(500, 509), write_cache=False)])
     assert manager.pool.num_evicted == 2
     assert [hit_length(manager, range(n)) for n in (9, 13, 17)] == [8, 8, 8]
@@ -846,7 +846,7 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     assert plan.copy.tolist() == [[1, 2]] and plan.append_ids[0].tolist() == [2]
     manager.free(a)
     manager.free(b)
-    # Copies from the oldest block with this content.
+    # The copy is made from the oldest block with this content.
     assert manager.step(new=[Request("c", range(9))]).copy.tolist() == [[1, 3]]
     check_invariants(manager)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of a plan are created on first access, and their values do not depend on when that is."""
+"""The arrays of a plan are created on first access, and their values do not depend on the time of
+that access.
+"""
 
 import copy
 import dataclasses

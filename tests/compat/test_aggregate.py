@@ -43,7 +43,7 @@ class Stats:
 
 
 class OtherStats(Stats):
-    """Modifies itself and returns nothing."""
+    """Statistics that are modified in place and return nothing."""
 
     def aggregate(self, other):
         self.counts += other.counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-group manager, line by line of the contract.
+"""The sequence-group manager: each rule of its documentation.
 
 sequence_driver.py makes random calls.
 """
@@ -59,7 +59,7 @@ def counts(manager):
     return manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
 
 
-# E1: two pools ---------------------------------------------------------------------------------------
+# Two pools -------------------------------------------------------------------------------------------
 
 
 def test_null_blocks_are_in_no_count():
@@ -120,7 +120,7 @@ def test_wrong_types_are_named(arguments, named):
         make(**arguments)
 
 
-# E2: admission ---------------------------------------------------------------------------------------
+# Admission -------------------------------------------------------------------------------------------
 
 
 def test_can_allocate_keeps_the_watermark():
@@ -271,7 +271,7 @@ def test_an_encoder_keeps_a_group_out_of_the_cache():
     assert manager.get_num_cached_tokens(seq("other", 9)) == 0
 
 
-# E3: growth ------------------------------------------------------------------------------------------
+# Growth ----------------------------------------------------------------------------------------------
 
 
 def test_append_slots_is_for_new_tokens():
@@ -670,7 +670,7 @@ def test_siblings_have_one_list_of_hits():
     assert manager.get_common_computed_block_ids(group.seqs[1:]) is again
 
 
-# E4: forks -------------------------------------------------------------------------------------------
+# Forks -----------------------------------------------------------------------------------------------
 
 
 def test_a_fork_shares_all_blocks_and_the_first_write_copies_the_partial_one():
@@ -774,7 +774,7 @@ def test_length_of_a_child_is_checked_if_its_tokens_are_not_read(caching):
     manager.fork(parent, Seq("c", [9] * 6, readable=False))
 
 
-# E5: swaps -------------------------------------------------------------------------------------------
+# Swaps -----------------------------------------------------------------------------------------------
 
 
 def test_blocks_shared_by_sequences_move_once():
@@ -987,7 +987,7 @@ def test_a_swapped_sequence_can_be_freed():
     assert counts(manager) == (10, 10)
 
 
-# E6: windows -----------------------------------------------------------------------------------------
+# Windows ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [2, 4, 7, 9])
@@ -1087,7 +1087,7 @@ def test_hit_with_a_window_holds_only_the_window_and_keeps_the_watermark(size):
     assert num_hits > 1  # prompts that end shortly after the cached blocks
 
 
-# E7: prefix caching ----------------------------------------------------------------------------------
+# Prefix caching --------------------------------------------------------------------------------------
 
 
 def test_only_computed_blocks_are_hits():
@@ -1196,7 +1196,7 @@ def test_a_swap_in_shares_what_is_still_cached_on_the_device():
     assert manager.get_num_cached_tokens(group.seqs[0]) == 12
     again = admitted(manager, 14, "s")  # holds the same three blocks and one more
     assert counts(manager)[0] == 3
-    # Loads only a partial block, plus two of the three free blocks.
+    # The call loads only a partial block, and takes two of the three free blocks.
     assert manager.can_swap_in(group, 10) == OK
     pairs = manager.swap_in(group)
     assert len(pairs) == 1 and counts(manager) == (2, 10)
@@ -1272,7 +1272,7 @@ def test_extra_hash_is_optional_and_checked():
 
 
 def test_the_hashes_are_those_of_the_request_manager():
-    """Two managers over one allocator (E8) compute the same chain with the same salt and seed."""
+    """Two managers over one allocator compute the same chain with the same salt and seed."""
     manager = make(enable_caching=True, hash_seed="s")
     tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
     other = KVCacheManager(4, 10, 100, hash_seed="s")
@@ -1341,7 +1341,7 @@ def test_another_eviction_policy():
     for group in groups:
         manager.free(group.seqs[0])
     admitted(manager, 9, "c", first=30)
-    # The prompt that was released last.
+    # Only the blocks of the prompt that was released last are still cached.
     assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4
     assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 0
     options = {"protected_share": 0.5}
@@ -1540,7 +1540,7 @@ def test_a_length_that_changes_the_manager_ends_append_slots():
 
 
 class FreesWhenCollected:
-    """Part of a reference cycle whose finalizer frees sequences while `is_armed`."""
+    """A part of a reference cycle. Its finalizer frees sequences while `is_armed` is set."""
 
     is_armed = False
 

@@ -45,7 +45,9 @@ from tests.machinery.model import (
 
 @register("test_sinks_and_stride")
 class Strided(AttentionKind):
-    """A user-defined kind. A token reads from the start of the stride before its own."""
+    """A user-defined kind. A token reads from the start of the stride before the one that contains
+    it.
+    """
 
     def __init__(self, *, stride: int) -> None:
         super().__init__()

@@ -508,9 +508,9 @@ def test_tensors_on_two_devices_are_rejected(backend):
 
 @pytest.mark.gpu
 def test_a_captured_launch_serves_changed_inputs():
-    """Captured once.
+    """Capture once, and then change the inputs in place.
 
-    Rows, lengths, tables and the number of requests then change in the same tensors.
+    Rows, lengths, tables and the number of requests change in the same tensors.
     """
     call = put(large(40, columns=9), "cuda")
     torch.ops.kvcache.attention_metadata(**call)

@@ -584,7 +584,7 @@ def test_returning_request_is_matched_again():
         receiver.match(other, offer)
     assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
     rank.steps.clear()
-    # Same offer, which will still be read, so the sender gets no "unread" message.
+    # The offer is the same and will still be read, so the sender gets no "unread" message.
     for _ in range(2):
         request = Request("r", range(71))
         assert receiver.match(request, offer) == 70

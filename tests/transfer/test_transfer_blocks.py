@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`copy_kv_blocks` (CONTRACT C3): tensors of any engine backend, in both directions."""
+"""`copy_kv_blocks`: tensors of any engine backend, in both directions."""
 
 import itertools
 import random

@@ -671,7 +671,7 @@ def test_entries_after_committed_tokens_have_no_slot():
 
 
 def test_commit_clears_a_tail_written_by_the_caller():
-    """A6: the tail is cleared regardless of its writer.
+    """The tail is cleared regardless of its writer.
 
     PCP padding and dummy runs write directly into the buffer.
     """
