@@ -129,7 +129,7 @@ inline int64_t length_of(py::handle seq) {
 [[noreturn]] inline void fail_ids(py::handle seq, int64_t num_ids, int64_t num_tokens) {
   throw py::value_error("get_token_ids() of seq " + repr_of(seq_id_of(seq)) + " has " +
                         std::to_string(num_ids) + " tokens: expected " +
-                        std::to_string(num_tokens) + ", as get_len() says");
+                        std::to_string(num_tokens) + ", the value of get_len()");
 }
 
 [[noreturn]] inline void fail_unknown(py::handle seq) {

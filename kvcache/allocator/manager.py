@@ -428,8 +428,8 @@ class KVCacheManager:
         count, lookahead = ask.num_tokens, ask.num_lookahead_tokens
         if whole or ask != Admit(ask.request, count, num_lookahead_tokens=lookahead):
             raise ValueError(
-                f"request {ask.request.request_id!r} is admitted already: expected num_tokens and "
-                "num_lookahead_tokens alone"
+                f"request {ask.request.request_id!r} is already admitted: expected only num_tokens "
+                "and num_lookahead_tokens"
             )
         if count is None:
             count = max(ask.request.num_tokens - self._native.num_computed_tokens(row), 1)

@@ -175,7 +175,7 @@ class MultiGroupBlockTable(BlockTables):
             if len(values) != len(block_sizes):
                 raise ValueError(
                     f"{name} has {len(values)} entries, block_sizes has {len(block_sizes)}: "
-                    "expected as many"
+                    "expected the same number"
                 )
             return values
 

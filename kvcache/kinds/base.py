@@ -149,7 +149,7 @@ class AttentionKind(KindProperties, core.AttentionKind):
             if first < self._last_first:
                 raise KindError(
                     f"{type(self).__name__}.first_needed_token({position}) is {first}: "
-                    f"expected {self._last_first} or more, the answer for {position - 1}"
+                    f"expected {self._last_first} or more, the value for {position - 1}"
                 )
             if window is not None and position - first >= window:
                 raise KindError(

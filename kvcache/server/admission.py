@@ -52,8 +52,8 @@ class Admission:
         self.check_open()
         if len(self._first) >= self._max_waiting:
             raise Busy(
-                f"{len(self._first)} requests wait already: expected fewer than {self._max_waiting}, "
-                "try later"
+                f"{len(self._first)} requests are waiting: expected fewer than {self._max_waiting}, "
+                "try again later"
             )
 
     def refuse(self, error: Exception) -> None:

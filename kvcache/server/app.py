@@ -72,7 +72,7 @@ def make_app(
         check_name(api_key, "api_key")
         if connector is not None:
             raise ValueError(
-                "api_key is given with connector: expected one, as /prefill has no key"
+                "api_key is given with connector: expected one, /prefill checks no key"
             )
 
     @asynccontextmanager

@@ -157,7 +157,7 @@ def test_would_fit_accepts_the_options_of_step():
         )
     manager.step(new=[request])
     with pytest.raises(
-        ValueError, match=r"request 'a' is admitted already: expected num_tokens and"
+        ValueError, match=r"request 'a' is already admitted: expected only num_tokens and"
     ):
         manager.would_fit(Admit(request, num_tokens=1), whole=True)
     assert manager.pool.num_free == 1

@@ -164,7 +164,7 @@ class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)
             "test_x",
             derived("full_attention", pages="state"),
             TypeError,
-            "'test_x' overrides pages of FullAttention, which the native manager does not ask: "
+            "'test_x' overrides pages of FullAttention, which the native manager does not call: "
             "expected a class derived from AttentionKind",
         ),
         ("test_x", derived("recurrent", pages="tokens"), TypeError, "overrides pages of Recurrent"),

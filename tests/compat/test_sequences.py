@@ -152,7 +152,7 @@ def test_can_allocate_counts_no_hits():
 
 def test_prompt_that_does_not_fit_is_rejected_and_changes_nothing():
     manager = make(num_gpu_blocks=3)
-    with pytest.raises(ValueError, match="expected can_allocate to be asked first"):
+    with pytest.raises(ValueError, match="expected a call of can_allocate first"):
         manager.allocate(Group("r", [seq(0, 9)]))
     assert counts(manager)[0] == 2
     manager.check_invariants()
@@ -214,7 +214,7 @@ def test_allocating_again_is_rejected():
     manager = make()
     group = admitted(manager)
     group.set_status(Status.WAITING)
-    with pytest.raises(ValueError, match="seq 'r0' has blocks already"):
+    with pytest.raises(ValueError, match="seq 'r0' already has blocks"):
         manager.allocate(group)
     with pytest.raises(ValueError, match="'s' has seq 5 twice"):
         manager.allocate(Group("s", [seq(5, 4), seq(5, 4)]))
@@ -258,7 +258,7 @@ def test_an_encoder_counts_in_what_fits():
     assert manager.can_allocate(group) == OK
     manager.allocate(group)
     other = Group("r", [seq(1, 1)], seq("e", 1))
-    with pytest.raises(ValueError, match="'r' has a cross-attention table already"):
+    with pytest.raises(ValueError, match="'r' already has a cross-attention table"):
         manager.allocate(other)
     with pytest.raises(ValueError, match="the encoder of seq_group 's' has 0 tokens"):
         manager.allocate(Group("s", [seq(1, 1)], seq("e", 0)))
@@ -719,7 +719,7 @@ def test_wrong_forks_are_named():
     manager = make(enable_caching=True)
     group = admitted(manager, 6)
     parent = group.seqs[0]
-    with pytest.raises(ValueError, match="child_seq 'r0' has blocks already"):
+    with pytest.raises(ValueError, match="child_seq 'r0' already has blocks"):
         manager.fork(parent, parent)
     with pytest.raises(ValueError, match="seq 'x' has no blocks"):
         manager.fork(seq("x", 6), seq("c", 6))
@@ -1515,7 +1515,7 @@ def test_a_group_allocated_by_its_own_code_is_allocated_once():
     manager = make(20, enable_caching=True)
     group = Group("r", [Calling("a", [*range(9)])])
     group.seqs[0].call = lambda: manager.allocate(group)
-    with pytest.raises((RuntimeError, ValueError), match=r"during this call|has blocks already"):
+    with pytest.raises((RuntimeError, ValueError), match=r"during this call|already has blocks"):
         manager.allocate(group)
     manager.check_invariants()
     assert manager.get_num_free_gpu_blocks() == 19 - 3

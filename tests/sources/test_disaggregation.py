@@ -248,7 +248,7 @@ CHANGES = [
     (("hashing", "algorithm"), "another", "set hash_algorithm to the same in both"),
     (("model", "name"), "another", "name of the model is None here, 'another' in engine 'p'"),
     (("model", "groups"), [], "groups of the model is"),
-    (("digest",), "another", "the offer is of other tokens"),
+    (("digest",), "another", "the offer is for other tokens"),
     (("order",), ["a"], "order is .*: expected each layer"),
 ]
 
@@ -382,14 +382,14 @@ def test_digest_includes_everything_besides_tokens_that_kv_depends_on(ours, thei
     manager.step(new=[request])
     offer = json.loads(json.dumps(sender.publish(request)))
     assert lone()[0].match(Request("r", range(71), **ours), offer) == 70
-    with pytest.raises(ValueError, match="the offer is of other tokens"):
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
         lone()[0].match(Request("r", range(71), **theirs), offer)
 
 
 def test_states_need_the_next_token(engines):
     sender, receiver = engines("p", kinds=STATES), engines("d", kinds=STATES)
     offer = send(sender, "r", range(40))
-    with pytest.raises(ValueError, match="a token more, the first that the sender sampled"):
+    with pytest.raises(ValueError, match="one more token, the first that the sender sampled"):
         receiver.connector.match(Request("r", range(40)), offer)
 
 
@@ -569,7 +569,7 @@ def test_a_request_is_begun_once_and_after_it_was_admitted():
     receiver, *_ = lone()
     request = Request("r", range(71))
     for matched in (False, True):
-        with pytest.raises(ValueError, match="request 'r' is not to be loaded: expected"):
+        with pytest.raises(ValueError, match="request 'r' has no load to begin: expected"):
             receiver.begin(request)
         if not matched:
             receiver.match(request, an_offer())
@@ -580,7 +580,7 @@ def test_returning_request_is_matched_again():
     offer = an_offer()
     assert receiver.match(Request("r", range(71)), offer) == 70
     other = Request("r", range(500, 571))
-    with pytest.raises(ValueError, match="the offer is of other tokens"):
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
         receiver.match(other, offer)
     assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
     rank.steps.clear()
@@ -592,7 +592,7 @@ def test_returning_request_is_matched_again():
     assert receiver.match(Request("r", range(71)), an_offer()) == 70
     assert [len(step.unread) for step in rank.steps] == [1]
     manager.step(new=[Admit(request, external=External(70, delayed=True))])
-    with pytest.raises(ValueError, match="request 'r' is not to be loaded"):
+    with pytest.raises(ValueError, match="request 'r' has no load to begin"):
         receiver.begin(request)  # the last match was for another request with the same id
 
 

@@ -75,7 +75,7 @@ def accept_new_parameters(ours: type, theirs: type) -> None:
             ):
                 raise ValueError(
                     f"vLLM's {theirs.__name__}.{name} has the parameter {key!r}, which kvcache's "
-                    f"does not know; serve with vLLM's own scheduler, or update kvcache"
+                    f"does not have; serve with vLLM's own scheduler, or update kvcache"
                 )
         if new:
             setattr(ours, name, _accepting(own, method, new))

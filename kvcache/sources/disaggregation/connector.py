@@ -109,7 +109,7 @@ class Connector:
             if not kind_class(spec.kind).pages.is_transferable:
                 raise ValueError(
                     f"a group is of kind {spec.kind!r} and transferred: expected transferred=False, its "
-                    "blocks hold no run of tokens"
+                    "blocks do not hold consecutive tokens"
                 )
         self._kinds = [make_kind(spec.kind, spec.options) for spec in specs]
         self._layouts = self._ranks[0].handshake.groups
@@ -504,7 +504,7 @@ class Connector:
                 if end < offer.num_tokens:
                     raise ValueError(
                         f"the request has {request.num_tokens} tokens, and the offer has states after "
-                        f"{offer.num_tokens}: expected a token more, the first that the sender sampled"
+                        f"{offer.num_tokens}: expected one more token, the first that the sender sampled"
                     )
                 is_there = len(blocks) == 1 and blocks[0] > 0
             else:

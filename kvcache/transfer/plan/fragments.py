@@ -284,6 +284,6 @@ def remote_page_ids(
         if len(pages) != num_groups:
             raise ValueError(
                 f"remote_pages of rank {rank} has {len(pages)} groups, local_pages {num_groups}: "
-                "expected as many"
+                "expected the same number"
             )
     return found

@@ -430,7 +430,7 @@ class Connection:
         found = digest_of_request(kind, self._tag(number, mine=False), payload, message)
         if header.get("digest") == found:
             return found
-        reason = "the request is another one than was sent: their digests differ"
+        reason = "the request differs from what was sent: the digests differ"
         self.put({"op": "refused", "id": number, "reason": reason})
         return None
 

@@ -158,7 +158,7 @@ class Scheduling:
 
     def _check(self, request: Request, offer: Offer) -> None:
         if request.prompt_embeds is not None:
-            raise ValueError("prompt_embeds are given: expected token ids, as an offer is of these")
+            raise ValueError("prompt_embeds are given: expected token ids, as in the offer")
         offer.check_answers(self._model, self._hashing(), _CHANGES)
         check_like(self._handshakes[0].groups, offer.groups)
         num_tokens = 0 if request.prompt_token_ids is None else request.num_tokens
