@@ -210,7 +210,7 @@ class RequestRows {
   }
   void check_new(const py::object& id) const {
     if (row_of(id) == nullptr) return;
-    throw py::value_error("request " + repr(id) + " is admitted already");
+    throw py::value_error("request " + repr(id) + " is already admitted");
   }
   // Returns the id as an exact string. `name()` describes the argument in an error.
   template <class Name>

@@ -84,7 +84,7 @@ inline py::object name_of(py::handle of, const py::str& attribute_name) {
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
   PyErr_Clear();
   throw py::type_error(py::cast<std::string>(attribute_name) + " is " + short_repr(value) +
-                       ": expected what is hashable");
+                       ": expected a hashable value");
 }
 inline py::object seq_id_of(py::handle seq) { return name_of(seq, Names::get().seq_id); }
 inline py::object request_id_of(py::handle group) {

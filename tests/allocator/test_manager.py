@@ -403,12 +403,12 @@ def bad_calls():
         lambda m, a: m.step(new=[Admit(unknown, num_reserved_blocks=-1)]),
         "num_reserved_blocks is -1: expected 0",
     )
-    yield lambda m, a: m.step(new=[a]), "request 'a' is admitted already"
+    yield lambda m, a: m.step(new=[a]), "request 'a' is already admitted"
     yield lambda m, a: m.step(new=[Request("b", range(65))]), "a new request would have 65 tokens"
     yield lambda m, a: m.step([0], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"
     yield lambda m, a: m.extend(unknown, 1), "request 'zz' is not admitted"
     yield lambda m, a: m.admit(Admit(unknown, num_tokens=0), ()), "num_tokens is 0"
-    yield lambda m, a: m.admit(Admit(a, num_tokens=3), ()), "request 'a' is admitted already"
+    yield lambda m, a: m.admit(Admit(a, num_tokens=3), ()), "request 'a' is already admitted"
     yield lambda m, a: m.admit(Admit(unknown, num_tokens=65), ()), "would have 65 tokens"
     yield (
         lambda m, a: m.admit(Admit(other, num_tokens=1), [1]),

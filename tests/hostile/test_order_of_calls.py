@@ -131,7 +131,7 @@ def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
     assert (again.lora, again.cache_salt, again.session) == (("l", "/l"), "s", "t")
     # A manager identifies a request by its id.
     assert manager.row(again) == manager.row(request)
-    with pytest.raises(ValueError, match=r"request 'a' is admitted already"):
+    with pytest.raises(ValueError, match=r"request 'a' is already admitted"):
         manager.step(new=[again])
     assert manager.cache.find_prefix(again).num_tokens == 8
 

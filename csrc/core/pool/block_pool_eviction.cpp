@@ -236,7 +236,8 @@ void BlockPool::check_places() const {
   const auto require = [](bool ok, const char* what, int64_t id) {
     if (!ok) throw std::logic_error(std::string(what) + " (block " + std::to_string(id) + ")");
   };
-  require(is_plain_ == (!candidates_ && !pins_), "a pool takes itself for a plain one", 0);
+  require(is_plain_ == (!candidates_ && !pins_), "a pool is wrongly marked as plain or not plain",
+          0);
   int64_t num_pinned = 0;
   for (BlockId id = 1; id < num_blocks_; ++id) {
     const Block& block = blocks_[id];
