@@ -112,15 +112,15 @@ within the calls that the manager makes anyway, and needs no training and no con
 
 - **Segments.** The blocks that a request releases with `free` form one or two segments: the prefix that
   other conversations share, and the request's own blocks after it.
-- **Classes.** The class of an own segment depends on the turn of the conversation (0, 1, 2, 3 and more),
-  on the number of tokens added by that turn (2,560 and more, 20,480 and more) and on whether the answer
-  has 64 tokens or more. `free(request_class=...)` (0, 1, more) splits these classes further when the
-  counts show a difference. The class of a shared segment depends on how often its chain has forked (1,
-  2, 4, 16 and more times). The policy detects turns and forks itself: a request that starts with all
-  tokens of an earlier request continues it, and a request that diverges midway forks from it. If the
-  caller knows the turn, it can pass `free(turn=...)`; if the tokens of the answer were not appended to
-  the request, it can pass `num_output_tokens`. Blocks that leave a running request (out of a window,
-  after a swap) have their own class.
+- **Classes.** The class of a segment of the request's own blocks depends on the turn of the
+  conversation (0, 1, 2, 3 and more), on the number of tokens added by that turn (2,560 and more, 20,480
+  and more) and on whether the answer has 64 tokens or more. `free(request_class=...)` (0, 1, more)
+  splits these classes further when the counts show a difference. The class of a shared segment depends
+  on how often its chain has forked (1, 2, 4, 16 and more times). The policy detects turns and forks
+  itself: a request that starts with all tokens of an earlier request continues it, and a request that
+  diverges midway forks from it. If the caller knows the turn, it can pass `free(turn=...)`; if the
+  tokens of the answer were not appended to the request, it can pass `num_output_tokens`. Blocks that
+  leave a running request (out of a window, after a swap) have their own class.
 - **Ages** are counted in released tokens, not in clock time: the same calls give the same evictions.
 - **Learning.** A sample of blocks, selected by hash, is tracked in a ring of 32,768 records whether or
   not the blocks are cached. Reuse is counted by class and age, and so is aging without reuse. Counts

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Percentiles of decode steps and admissions, in pools of up to ten million blocks.
 
-A shared machine has spikes of its own: another process gets the core for milliseconds. Times are
-therefore those that the core spent in the call, including page faults. The peer is a busy loop of
-about the same length after each call: what is slow there as well comes from the machine.
+A shared machine causes spikes: another process gets the core for milliseconds. Times are therefore
+those that the core spent in the call, including page faults. The peer is a busy loop of about the
+same length after each call: delays that also occur in this loop are caused by the machine.
 
 `python -m benchmarks.tails` measures 100,000 steps per pool in minutes, `make bench` a short form.
 """
@@ -26,7 +26,7 @@ from benchmarks.measure import Result
 from kvcache import KVCacheManager, Request
 
 BLOCK, PROMPT_BLOCKS, LONG = 16, 1024, 1_000_000
-MOST_BLOCKS = 99_999 // BLOCK  # of a call that should stay below MOST_US
+MOST_BLOCKS = 99_999 // BLOCK  # blocks of a call that should stay below MOST_US
 MOST_US, MOST_RATIO = 1000, 5  # goals: the slowest call, and p99.9 by p50
 FULL = {20_000: 64, 1_000_000: 256, 10_000_000: 256}  # blocks of the pool: rows of decode
 SHORT = {20_000: 64, 1_000_000: 256}
@@ -55,8 +55,8 @@ class Times:
     """Core time of calls, and of a busy loop after each of them.
 
     After another process had the core, the caches hold its data. If this happened between two
-    calls, the second one is left out where calls are short (`are_short`). Calls during which it
-    happened always count, because slow ones are more likely to be among them.
+    calls, the second call is left out if calls are short (`are_short`). Calls during which it
+    happened always count, because slow calls are more likely to be among them.
     """
 
     def __init__(self, are_short: bool = False) -> None:
@@ -86,7 +86,7 @@ class Times:
     def _busy(self) -> int:
         """Run the busy loop, and return its core time. Its length is fitted to the first calls."""
         if len(self.core) == 8:
-            self._loops = sorted(self.core)[4] // 10  # ns per iteration, about
+            self._loops = sorted(self.core)[4] // 10  # an iteration takes about 10 ns
         core = thread_time_ns()
         for _ in itertools.repeat(None, self._loops):
             pass

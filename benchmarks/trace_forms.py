@@ -127,8 +127,9 @@ def with_scans(trace: Trace, share: float, num_blocks: int, seed: int) -> Trace:
 
 
 def with_loop(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
-    """Make every tenth request use one of several documents in turn, which is the worst case for
-    LRU."""
+    """Make every tenth request use the next of several documents, cyclically, which is the worst
+    case for LRU.
+    """
     fresh, found = _fresh(trace), []
     for i, r in enumerate(trace):
         found.append(r)
@@ -146,7 +147,7 @@ def with_loop(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
 
 
 def mixed_with_itself(trace: Trace) -> Trace:
-    """Add a second service with different content and its conversations in another order."""
+    """Add a second service with different content and its conversations in a different order."""
     return _sorted([*trace, *_renumbered(permuted(trace, 5), _fresh(trace))])
 
 
@@ -155,7 +156,9 @@ def half_of_conversations(trace: Trace) -> Trace:
 
 
 def change_of_phase(trace: Trace) -> Trace:
-    """Add a phase in which only system prompts recur, then the whole trace again with other content."""
+    """Add a phase in which only system prompts recur, then the whole trace again with different
+    content.
+    """
     end = trace[-1]["timestamp"] + 1000
     firsts = _renumbered([requests[0] for requests in conversations(trace)], _fresh(trace))
     again = _renumbered(trace, 2 * _fresh(trace))

@@ -257,7 +257,7 @@ def build(
         The cache.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
         MemoryError: The host does not have enough memory.
 
@@ -276,7 +276,7 @@ def build(
     for name in _GIVEN_BY_PLAN:
         if name in options:
             raise TypeError(
-                f"{name} is {shown(options[name])}: expected no {name}, the plan gives it"
+                f"{name} is {shown(options[name])}: expected no {name}, the plan sets it"
             )
     CacheOptions.check_names("kvcache.build", options)
     swap_options = _checked_swap_options(swap_options)

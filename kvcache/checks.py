@@ -286,4 +286,4 @@ def refuse_pickle(value: object, instead: str) -> NoReturn:
     """Raise TypeError. Called from `__reduce__` of classes whose native state is local to the
     process.
     """
-    raise TypeError(f"a {type(value).__name__} is not pickled: expected {instead}")
+    raise TypeError(f"a {type(value).__name__} cannot be pickled: expected {instead}")

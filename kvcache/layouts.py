@@ -475,9 +475,7 @@ def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
             "its dimensions are"
         )
     if shape[:2] == [2, 2]:
-        raise ValueError(
-            f"{name} has shape {shape}, which may be either way round: expected a backend"
-        )
+        raise ValueError(f"{name} has shape {shape}, which is ambiguous: expected a backend")
     return backend("FLASH_ATTN" if shape[0] == 2 else "FLASHINFER")
 
 

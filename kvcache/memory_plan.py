@@ -124,9 +124,9 @@ def plan_cache(
 
     Layers with the same kind, options, block size, heads, head sizes, dtype, scales and state form
     groups of the same size. The last group may be smaller. Each group costs a table and a lookup,
-    so we pick the fewest groups for which a request needs at most 10 % more bytes than the optimum.
-    Draft layers (`LayerSpec.drafts`) share groups with other layers of their kind. Their groups
-    have `GroupSpec.drafts` set.
+    so the plan has the fewest groups for which a request needs at most 10 % more bytes than the
+    optimum. Draft layers (`LayerSpec.drafts`) share groups with other layers of their kind. Their
+    groups have `GroupSpec.drafts` set.
 
     A layer's share of a page has the size of the largest block, rounded up to whole elements of every
     dtype. Smaller blocks are enlarged to more tokens (a multiple of `LayerSpec.block_size`). If a
@@ -164,7 +164,7 @@ def plan_cache(
         ValueError: No plan fits, or an argument is out of range. If no plan fits, the message
             states how many bytes are missing and what would fit.
         KindError: An attention kind returned an invalid value.
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> local = {"kind": "sliding_window", "options": {"window": 1024}}

@@ -92,9 +92,7 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
         raise RuntimeError(f"there is nothing to load: {problem}")
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
-        raise ValueError(
-            f"device is {device}: expected one of the {count} that there are, from cuda:0"
-        )
+        raise ValueError(f"device is {device}: expected cuda:0 to cuda:{count - 1}")
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
         _ops._load_kernels(index)
@@ -103,8 +101,8 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
             raise
         major, minor = torch.cuda.get_device_capability(index)
         raise RuntimeError(
-            f"the CUDA library has no code that cuda:{index} (compute capability {major}.{minor}) and "
-            f"its driver take: build it with KVCACHE_CUDA_ARCHS={major}{minor}, or update the driver"
+            f"the CUDA library has no code for cuda:{index} (compute capability {major}.{minor}) and "
+            f"its driver: build it with KVCACHE_CUDA_ARCHS={major}{minor}, or update the driver"
         ) from error
 
 

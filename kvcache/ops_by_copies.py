@@ -289,8 +289,8 @@ class _Fragments:
         if found is None or size < 0 or stride < 0:
             raise RuntimeError(
                 f"regions[{i}] has pages of {size} bytes from {offset} of {side} on, {stride} apart, and "
-                f"not all lie in the memory of the call's tensors: expected that on {call.home}, whose "
-                "addresses the op does not follow"
+                f"not all lie in the memory of the call's tensors: expected this on {call.home}, where "
+                "the op cannot access addresses"
             )
         self._storage, self._shift = found
         self._stride, self._size = stride, size
@@ -382,7 +382,7 @@ def _layer(call: _MirroredCall, cache: torch.Tensor, offset: int) -> torch.Tenso
     if found is None or found[1] % item:
         raise RuntimeError(
             f"offsets has {offset}: expected a layer in the memory of the call's tensors on {call.home}, "
-            "whose addresses the op does not follow"
+            "where the op cannot access addresses"
         )
     place = torch.empty(0, dtype=cache.dtype, device=cache.device)
     return place.set_(found[0], found[1] // item, cache.shape, cache.stride())

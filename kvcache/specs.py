@@ -121,7 +121,7 @@ class GroupSpec:
     groups whose pages hold K and V of tokens can draft.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
 
     Example:
@@ -166,9 +166,10 @@ class LayerSpec:
     "sliding_window" requires `window` (number of tokens that a query attends to, including itself),
     and "chunked_local" requires `chunk_size`.
 
-    A layer whose kind keeps a state ("recurrent") sets `state_bytes` and leaves heads and sizes at 0. A
-    state can be stored after every `block_size` tokens and, with `num_speculative_blocks`, after
-    each of the first `num_speculative_blocks` draft tokens.
+    For a kind that keeps a state ("recurrent"), set `state_bytes` and leave `num_kv_heads`,
+    `head_size` and `v_head_size` at their defaults. A state can be stored after every `block_size`
+    tokens and, with `num_speculative_blocks`, after each of the first `num_speculative_blocks`
+    draft tokens.
 
     For a packed format, use `uint8` and give the head size in bytes.
 
@@ -177,7 +178,7 @@ class LayerSpec:
     `v_head_size` is 0 if `head_size` includes the rotary part, which is the default with `is_mla`.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or options do not fit the kind.
 
     Example:

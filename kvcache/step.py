@@ -64,7 +64,7 @@ class Answers(NamedTuple):
 
 
 class StepAnswers(NamedTuple):
-    """A plan's answers to the arguments `rows`, `swap_out` and `new` of `KVCacheManager.step`."""
+    """A plan's results for the arguments `rows`, `swap_out` and `new` of `KVCacheManager.step`."""
 
     rows: Answers
     swap_out: Answers
@@ -83,7 +83,7 @@ class _HeldArrays(core.HeldArrays):
 
 @dataclass(slots=True, eq=False)
 class StepPlan(_HeldArrays):
-    """The changes that a worker makes before it runs a step, and the answers for the scheduler.
+    """The changes that a worker makes before it runs a step, and the results for the scheduler.
 
     `KVCacheManager.step` creates a plan, and `Worker.apply` applies it. Every plan is applied
     exactly once, in step order. All IDs are int32. A page is a device block. "Per group" means a
@@ -96,7 +96,7 @@ class StepPlan(_HeldArrays):
       applied.
     - `version`: version of this format, `PLAN_VERSION`.
 
-    The answers have one entry for each of `rows`, then `swap_out`, then `new`. The property
+    The results have one entry for each of `rows`, then `swap_out`, then `new`. The property
     `answers` separates the three:
 
     - `rows`: int32[b], the row of each request, or -1 for a new request that was not served.
@@ -105,7 +105,7 @@ class StepPlan(_HeldArrays):
       is the length of its prefix hit.
     - `num_tokens`: int32[b], the number of tokens with allocated slots, or 0 if the row was not served or
       is swapped out.
-    - `num_running`, `num_leaving`: number of answers to `rows` and to `swap_out`.
+    - `num_running`, `num_leaving`: number of results for `rows` and for `swap_out`.
 
     A worker performs these sections in order:
 
@@ -152,7 +152,7 @@ class StepPlan(_HeldArrays):
 
     @property
     def answers(self) -> StepAnswers:
-        """The answers to `rows`, `swap_out` and `new`, as views.
+        """The results for `rows`, `swap_out` and `new`, as views.
 
         Example:
             >>> from kvcache import KVCacheManager, Request

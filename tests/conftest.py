@@ -5,7 +5,7 @@ import signal
 import zlib
 
 # Set before torch is imported; subprocesses inherit it. pytest-xdist already keeps all cores busy,
-# so further OpenMP threads would only spin.
+# so more OpenMP threads would only spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

@@ -428,7 +428,7 @@ def test_invalid_calls_are_reported():
         (lambda: kvcache.build(plan, max_num_reqs=1, num_host_blocks=-1), ValueError, "num_host_blocks"),
         *(
             (lambda name=name: kvcache.build(plan, max_num_reqs=1, **{name: 2}), TypeError,
-             f"{name} is 2: expected no {name}, the plan gives it")
+             f"{name} is 2: expected no {name}, the plan sets it")
             for name in ("page_bytes", "context_parallel", "num_gpu_blocks", "max_model_len",
                          "max_num_batched_tokens", "max_encoder_tokens", "groups")
         ),

@@ -195,7 +195,8 @@ def version(**changes):
 
 TOKENS_FIRST, HEADS_FIRST = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)
 MLA_DIMS = ("block", "token", "element")
-# Versions of one backend in different engine releases, and their answers when set to HND.
+# Versions of one backend in different engine releases, with the order of their dimensions when set
+# to HND.
 VERSIONS = {
     "TRITON_ATTN that has no orders": (
         version(), ("block", "kv", "token", "head", "element"),

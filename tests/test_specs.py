@@ -603,7 +603,7 @@ def test_a_window_shorter_than_what_a_kind_reads_is_not_planned(monkeypatch):
         (lambda n: 0 // (n - 3), r"Wrong.first_needed_token\(3\) raised ZeroDivisionError: "),
         (  # decreases
             lambda n: n if n < 40 else n - 8,
-            r"Wrong.first_needed_token\(40\) is 32: expected 39 or more, the answer for 39$",
+            r"Wrong.first_needed_token\(40\) is 32: expected 39 or more, the value for 39$",
         ),
     ],
 )

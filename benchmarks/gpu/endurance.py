@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage: failures that appear only after some time, or together with other work.
 
-Runs repeated and very large batches on the copy engine, captured ops that are replayed with other
-contents, and jobs that are polled while another thread captures.
+Runs repeated and very large batches on the copy engine, captured ops that are replayed with
+different data, and jobs that are polled while another thread captures.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def large_batch() -> str:
 
 
 def capture_and_replay() -> str:
-    """Replay a graph of a page copy and a token write with other ids and slots."""
+    """Replay a graph of a page copy and a token write with different ids and slots."""
     pages, host = memories(4096, 65)
     other = Pages.allocate(65, [[4096]], device="cuda")
     ids = torch.zeros(8, 2, dtype=torch.int32, device="cuda")

@@ -231,7 +231,7 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
 
-_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # of a case of size 1, per byte of an element
+_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # moved by a case of size 1, per byte of an element
 # Bytes that a case of size 1 reads and writes, for cases measured by their memory traffic.
 TOUCHED = {
     "copy_blocks 4 KiB, ids on the device": 8 * 4 * 2 * 4096,

@@ -14,7 +14,7 @@
 namespace kvcache {
 
 // Growth never copies more than kMostCopied bytes, so that no single append of a long context takes
-// much longer than the others. A larger array has pages of its own. The kernel moves them by
+// much longer than the others. A larger array has dedicated pages. The kernel moves them by
 // changing page tables, and commits them on first access, so unused capacity takes no memory.
 template <class T>
 class GrowingArray {

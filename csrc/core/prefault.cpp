@@ -16,17 +16,17 @@ namespace kvcache {
 
 namespace {
 
-// Arrays of this total size are committed without a look at the available memory.
+// Arrays up to this total size are committed without checking the available memory.
 constexpr size_t kSmall = size_t{64} << 20;
 
 // Returns whether the kernel has committed the pages.
 bool commit_pages(char* data, size_t num_bytes) {
 #ifdef MADV_POPULATE_WRITE
   if (madvise(data, num_bytes, MADV_POPULATE_WRITE) == 0) return true;
-  // Where memory runs out, writing to the pages would end the process.
+  // If memory has run out, writing to the pages would end the process.
   if (errno != EINVAL) return false;
 #endif
-  // Kernels before 5.14 lack the request.
+  // Kernels before 5.14 do not support this request.
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   for (size_t at = 0; at < num_bytes; at += page) {
     volatile char* byte = data + at;

@@ -9,21 +9,22 @@
 
 namespace kvcache {
 
-// The kernel commits and clears a page on first access, and a huge page takes it longer than a
+// The kernel commits and clears a page on first access. For a huge page, this takes longer than a
 // whole step should. While a Prefault exists, zeroed arrays that its thread constructs
-// (zeroed_array.h) are noted, and `commit` commits them together. Nested ones are independent.
+// (zeroed_array.h) are recorded, and `commit` commits them together. Nested Prefaults are
+// independent.
 class Prefault {
  public:
   explicit Prefault(bool is_enabled);
   ~Prefault();
   Prefault(const Prefault&) = delete;
 
-  // Commits the memory of the noted arrays. Arrays created later are not noted. If the arrays need
-  // more than 64 MiB and half of the available memory, nothing is committed, because the system
-  // kills a process that exceeds it.
+  // Commits the memory of the recorded arrays. Arrays created later are not recorded. If the arrays
+  // need more than 64 MiB and half of the available memory, nothing is committed, because the
+  // system kills a process that exceeds it.
   void commit();
-  int64_t num_bytes() const { return num_committed_; }  // committed
-  double seconds() const { return seconds_; }           // taken by `commit`
+  int64_t num_bytes() const { return num_committed_; }  // committed bytes
+  double seconds() const { return seconds_; }           // time that `commit` took
 
   // Called by arrays. `remove` is for an array that is destroyed.
   static void note(void* data, size_t num_bytes) {

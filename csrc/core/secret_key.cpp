@@ -14,7 +14,7 @@ namespace kvcache {
 SecretKey SecretKey::drawn() {
   SecretKey key;
   if (getentropy(key.numbers_, sizeof(key.numbers_)) != 0) {
-    throw std::runtime_error("the system gives no random bytes: expected 80 of getentropy");
+    throw std::runtime_error("getentropy failed: expected 80 random bytes");
   }
   return key;
 }

@@ -25,7 +25,7 @@ class SecretKey {
     for (int i = 0; i < 8; i += 2) {
       uint64_t words;
       std::memcpy(&words, hash.bytes + 4 * i, sizeof(words));
-      // Keeps it in a register, because SSE2 multiplies vectors of 64-bit numbers slowly.
+      // Keeps the words in a register, because SSE2 multiplies vectors of 64-bit numbers slowly.
       __asm__("" : "+r"(words));
       sum += (numbers_[i] + static_cast<uint32_t>(words)) * (numbers_[i + 1] + (words >> 32));
     }

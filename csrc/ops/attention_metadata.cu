@@ -11,7 +11,7 @@
 namespace kvcache {
 namespace {
 
-// These constants were chosen by the amount of work, and have not been measured on a GPU.
+// These constants were chosen by estimating the amount of work. They have not been tuned on a GPU.
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarps = kThreads / 32;
 constexpr unsigned kInFlight = 8;  // table entries that a thread loads at once

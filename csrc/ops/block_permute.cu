@@ -22,7 +22,9 @@ constexpr int64_t kLeastSliceBytes = 64;  // one memory transaction
 constexpr int64_t kLineBytes = 128;       // an L2 cache line; narrower slices read half lines
 // For slices of one line; three blocks fit on an H100 SM.
 constexpr int64_t kWideSharedBytes = 64 << 10;
-constexpr int64_t kPlainSharedBytes = 48 << 10;    // a kernel must request more explicitly
+// The default limit. A kernel must opt in to use more, by
+// cudaFuncAttributeMaxDynamicSharedMemorySize.
+constexpr int64_t kPlainSharedBytes = 48 << 10;
 constexpr int64_t kReservedSharedBytes = 1 << 10;  // used by CUDA in each thread block
 
 constexpr int64_t kMaxGrid = INT32_MAX;

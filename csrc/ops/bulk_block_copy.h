@@ -34,8 +34,8 @@ inline bool is_bulk(const BlockCopy& c, bool with_host, const OnDevice& device) 
   return true;
 }
 
-// One thread of a block starts all copies. Chunks are loaded into the stages in turn and stored in
-// the same order. kBulkStages - kBulkStores loads are in flight.
+// One thread of a block starts all copies. Chunks are loaded into the stages in order, cyclically,
+// and stored in the same order. kBulkStages - kBulkStores loads are in flight.
 template <size_t kParameterBytes>
 __global__ void __launch_bounds__(kBulkThreads)
     copy_blocks_bulk_kernel(KV_PARAMETER CopyLaunch<kParameterBytes> c) {

@@ -7,7 +7,7 @@
 
 #include "ops/block_copy.h"
 #include "ops/device.h"
-// Included after device.h, which includes the CUDA runtime.
+// Must be included after device.h, which includes the CUDA runtime.
 #include "ops/copy_batch.h"
 
 namespace kvcache {

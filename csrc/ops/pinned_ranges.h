@@ -9,9 +9,9 @@
 
 namespace kvcache {
 
-// Caches the driver's answer for each pinned range while the range is registered. A query takes
-// about a microsecond, and a copy may have a hundred regions. Memory pinned by other libraries is
-// not cached, because nothing reports when it is unpinned.
+// Caches the result of the driver query for each pinned range while the range is registered. A
+// query takes about a microsecond, and a copy may have a hundred regions. Memory pinned by other
+// libraries is not cached, because its unpinning is not reported.
 class PinnedRanges {
  public:
   static PinnedRanges& instance() {

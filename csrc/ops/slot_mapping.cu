@@ -83,7 +83,7 @@ void check_values(const SlotMapping& m, cudaStream_t stream) {
   if (i < 0) return;
   int64_t at = i;
   if (m.query_start != nullptr) {
-    at = 0;  // on the host, finds the request of token i again
+    at = 0;  // on the host, the request of token i must be found again
     while (at + 1 < m.num_requests && fetch(m.query_start + at + 1, stream) <= i) ++at;
   }
   fail_slot_mapping(m, i, fetch(m.rows + at, stream), fetch(m.positions + i, stream));

@@ -305,7 +305,7 @@ void bind_hashing(py::module_& m) {
         }
         for (py::ssize_t i = 0; i < which.size(); ++i) {
           if (which.data()[i] < 0 || which.data()[i] >= rows.shape(0)) {
-            throw py::value_error("which: expected rows that there are");
+            throw py::value_error("which: expected existing rows");
           }
         }
         py::array_t<uint8_t> digests({which.size(), py::ssize_t{16}});

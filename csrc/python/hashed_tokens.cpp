@@ -23,7 +23,7 @@ void extend(HashedTokens& self, const py::list& token_ids,
   const int64_t known = self.num_tokens();
   if (size < known) {
     throw py::value_error("token_ids has " + std::to_string(size) + " entries: expected the " +
-                          std::to_string(known) + " that are known, and others behind them");
+                          std::to_string(known) + " known ones, and others after them");
   }
   std::vector<int32_t> tokens = Int32Input::entries_behind(token_ids, "token_ids", known);
   const int64_t num_blocks = self.num_filled_by(size - known);

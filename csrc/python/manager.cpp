@@ -32,9 +32,9 @@
 namespace kvcache {
 namespace {
 
-// An attention kind written in Python. It is called only once per position, so that its answers are
+// An attention kind written in Python. It is called only once per position, so that its results are
 // consistent. Its errors cannot stop a step halfway. They are reported as unraisable, and the
-// answer is 0, for which every block is kept and needed.
+// result is 0, for which every block is kept and needed.
 class PythonKind : public AttentionKind {
  public:
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
@@ -193,13 +193,14 @@ py::object as_python(const std::optional<std::vector<BlockId>>& pairs) {
   return pairs ? list_of_pairs(*pairs) : py::object(py::none());
 }
 
-// The result of a call. Losing the result breaks the manager, because its state has changed.
+// Returns the result of a call. If the result is lost, the manager is broken, because its state has
+// changed.
 template <class Answer>
 py::object answer(Manager& self, const char* call, const Answer& native) {
   const Soundness::Change change = self.change(call);
   return as_python(native);
 }
-// Returns the same result by request id.
+// Does the same, and returns the result by request id.
 py::dict answer(Manager& self, const RequestRows& requests, const char* call,
                 const Recompute& recompute) {
   const Soundness::Change change = self.change(call);

@@ -26,8 +26,9 @@ class PlanType {
     py::object ids, splits, pairs, replace;
   };
 
-  // The fields that the native step sets. Some are set immediately. All answers, or all changes,
-  // are set at the first access to one of them, because most plans are read only for their answers.
+  // The fields that the native step sets. Some are set immediately. All fields of the results, or
+  // all fields of the changes, are set at the first access to one of them, because most plans are
+  // read only for their results.
   enum Field {
     kStepId,
     kPreviousStepId,
@@ -120,7 +121,7 @@ class PlanType {
   // Returns the plan's capsule as a borrowed reference, or null for a plan that was not created by
   // a step.
   PyObject* held(PyObject* plan) const { return value_of(plan, held_); }
-  // Returns the unset answer or change with this name, or kNumFields.
+  // Returns the unset field of the results or changes with this name, or kNumFields.
   Field missing(PyObject* plan, PyObject* name) const {
     for (size_t i = kFirstAnswer; i < slots_.size(); ++i) {
       if (slots_[i].name.ptr() != name) continue;

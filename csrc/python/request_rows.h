@@ -4,7 +4,8 @@
 //
 // A call changes the rows and the manager together, and runs no Python code between the first and
 // the last change. An exception from a signal handler is therefore raised before or after all
-// changes. Names must be exact strings, because these compare and hash without Python code.
+// changes. Names must be exact `str` objects, which are compared and hashed without running Python
+// code.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -131,7 +132,7 @@ class RequestRows {
     if (row != nullptr) return static_cast<int32_t>(PyLong_AsLong(row));
     throw py::value_error("request " + repr(id) + " is not admitted: it has no blocks");
   }
-  // Returns the values per row by request id.
+  // Returns a dict from request id to the value of its row.
   py::dict by_id(const std::vector<int32_t>& rows, const std::vector<int32_t>& values) const {
     py::dict out;
     if (rows.empty()) return out;  // true for most reports
@@ -152,7 +153,7 @@ class RequestRows {
   }
   static PyTypeObject* admit_class() { return reinterpret_cast<PyTypeObject*>(admit_type()); }
 
-  // `name()` returns which argument the request is.
+  // `name()` returns the name of the argument, for error messages.
   template <class Name>
   void add(const py::object& asked, const Name& name, Asking* out) const {
     const py::object request = request_of(asked);
@@ -209,7 +210,7 @@ class RequestRows {
   }
   void check_new(const py::object& id) const {
     if (row_of(id) == nullptr) return;
-    throw py::value_error("request " + repr(id) + " is admitted already");
+    throw py::value_error("request " + repr(id) + " is already admitted");
   }
   // Returns the id as an exact string. `name()` describes the argument in an error.
   template <class Name>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The calls that a scheduler makes for each sequence in each step. They read a sequence's Python
-// objects and return the answer of the native manager.
+// objects and return the result of the native manager.
 //
 // Returned lists are updated in place, so the cost of a call does not depend on the length of the
 // sequence.

@@ -84,7 +84,7 @@ inline py::object name_of(py::handle of, const py::str& attribute_name) {
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
   PyErr_Clear();
   throw py::type_error(py::cast<std::string>(attribute_name) + " is " + short_repr(value) +
-                       ": expected what is hashable");
+                       ": expected a hashable value");
 }
 inline py::object seq_id_of(py::handle seq) { return name_of(seq, Names::get().seq_id); }
 inline py::object request_id_of(py::handle group) {
@@ -129,7 +129,7 @@ inline int64_t length_of(py::handle seq) {
 [[noreturn]] inline void fail_ids(py::handle seq, int64_t num_ids, int64_t num_tokens) {
   throw py::value_error("get_token_ids() of seq " + repr_of(seq_id_of(seq)) + " has " +
                         std::to_string(num_ids) + " tokens: expected " +
-                        std::to_string(num_tokens) + ", as get_len() says");
+                        std::to_string(num_tokens) + ", the value of get_len()");
 }
 
 [[noreturn]] inline void fail_unknown(py::handle seq) {
@@ -152,7 +152,7 @@ inline Status status_named(PyObject* name) {
   const std::pair<PyObject*, Status> known[] = {{names.running.ptr(), Status::kRunning},
                                                 {names.waiting.ptr(), Status::kWaiting},
                                                 {names.swapped.ptr(), Status::kSwapped}};
-  for (const auto& [text, status] : known) {  // texts of Python code are usually interned
+  for (const auto& [text, status] : known) {  // strings in Python code are usually interned
     if (name == text) return status;
   }
   for (const auto& [text, status] : known) {

@@ -148,7 +148,8 @@ std::vector<TableGroupView> table_views(const py::list& fields) {
   for (const py::handle& item : fields) {
     std::vector<int64_t> numbers;
     for (const py::handle& number : item) numbers.push_back(py::cast<int64_t>(number));
-    if (numbers.size() != kNumFields) throw py::value_error("a group has other fields");
+    if (numbers.size() != kNumFields)
+      throw py::value_error("a group has the wrong number of fields");
     views.push_back(table_view(numbers.data()));
   }
   return views;

@@ -183,7 +183,7 @@ class ManagerDriver {
           break;
         }
         {
-          (void)manager_.take_copies();  // of an earlier admission
+          (void)manager_.take_copies();  // copies of an earlier admission
           const RowAsk ask{row->first, 1 + below(room(row->first)), below(20)};
           if (below(2) == 0) {
             manager_.extend(ask);

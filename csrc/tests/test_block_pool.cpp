@@ -408,7 +408,7 @@ TEST(reset_needs_every_block_free) {
   pool.check_invariants();
 }
 
-// First in, first out among candidates; records its notifications.
+// A policy that evicts the oldest candidate first, and records its notifications.
 struct Recorder : kvcache::EvictionPolicy {
   explicit Recorder(std::vector<std::string>* log) : log(log) {}
   std::vector<std::string>* log;

@@ -29,7 +29,7 @@ TEST(a_step_ends_at_the_last_boundary_that_it_reaches) {
 }
 
 TEST(the_last_step_of_a_prompt_ends_where_an_equal_prompt_can_hit) {
-  CHECK_EQ(to_next({1024, 1200, 0, true}, 700), 160);  // at 1,184
+  CHECK_EQ(to_next({1024, 1200, 0, true}, 700), 160);  // the checkpoint is at 1,184 tokens
   CHECK_EQ(to_next({1184, 1200, 0, true}, 700), 16);
   CHECK_EQ(to_next({0, 1195, 0, true}, 1190), 1184);  // a few tokens are left
   // Only a longer prompt can hit all tokens of this prompt.

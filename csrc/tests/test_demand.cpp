@@ -198,7 +198,7 @@ TEST(a_prompt_computed_at_once_never_holds_what_its_window_has_left) {
   const Demand demand = f.rules.of_new(&f.held, asked, {0, 20, 0});
   CHECK_EQ(demand.groups[0].num_skipped, 4);
   CHECK_EQ(demand.groups[0].num_new, 1);
-  CHECK_EQ(f.running({0, 20, 0}).groups[0].num_skipped, 0);  // not for a running row
+  CHECK_EQ(f.running({0, 20, 0}).groups[0].num_skipped, 0);  // a running row skips no blocks
 }
 
 TEST(a_chunk_that_fits_is_served_and_the_whole_is_another_question) {

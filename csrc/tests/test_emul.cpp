@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests that the emulator behaves like CUDA. Each test covers one behaviour on which kernels rely.
+// Tests that the emulator behaves like CUDA. Each test covers one behavior on which kernels rely.
 
 #include <cstdlib>
 #include <numeric>

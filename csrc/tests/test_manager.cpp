@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The manager under random calls of both kinds (steps and single requests), over mixed groups:
 // checks tables that follow the plans, and the invariants. tests/allocator/test_allocator_random.py
-// compares every answer with a model; this test runs under the sanitizers.
+// compares every result with a model; this test runs under the sanitizers.
 #include "core/manager/manager.h"
 
 #include <algorithm>
@@ -237,7 +237,7 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
   }
 }
 
-// Records its notifications, and evicts in release order.
+// A policy that records its notifications, and evicts in release order.
 class Recorder : public kvcache::EvictionPolicy {
  public:
   explicit Recorder(std::vector<std::string>* log) : log_(log) {}
@@ -309,7 +309,7 @@ TEST(a_policy_is_told_what_requests_do) {
   const Request first = make_request(10);
   // A chunk of 6 tokens, and a block for drafts.
   step_new(&manager, {{first.chain, 6}}, /*lookahead=*/4);
-  serve(&manager, 0, 4, 0);  // the remaining tokens
+  serve(&manager, 0, 4, 0);  // serves the remaining tokens
   notified({});
   kvcache::ReleaseFeatures features;
   features.turn = 3;

@@ -71,7 +71,7 @@ TEST(more_than_half_of_the_available_memory_is_left_uncommitted) {
   CHECK_EQ(num_resident(small), 0);
 }
 
-// A folder with the files of /proc and /sys that say how much memory is available.
+// A folder with the files of /proc and /sys that report the available memory.
 class System {
  public:
   System() { put("/proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 1000 kB\n"); }
@@ -109,7 +109,7 @@ TEST(the_smallest_limit_of_a_group_and_those_around_it_counts) {
   system.put("/sys/fs/cgroup/outer/memory.max", "819200\n");
   system.put("/sys/fs/cgroup/outer/memory.current", "409600\n");
   CHECK_EQ(system.num_kib(), 400);
-  system.put("/sys/fs/cgroup/memory.max", "102400\n");  // of a container with its own root
+  system.put("/sys/fs/cgroup/memory.max", "102400\n");  // limit of a container with its own root
   system.put("/sys/fs/cgroup/memory.current", "92160\n");
   CHECK_EQ(system.num_kib(), 10);
   system.put("/sys/fs/cgroup/memory.current", "112640\n");

@@ -83,7 +83,7 @@ TEST(a_drafting_group_finds_one_block_more_than_the_hit_takes) {
   for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block);
   CHECK_EQ(f.find().num_tokens, 8);
   CHECK_EQ(f.find().blocks[0].size(), 2);
-  // Contains the last token, which must be computed, but the block still counts.
+  // The block contains the last token, which must be computed, but still counts for the drafter.
   f.cache(&f.pool, 3);
   CHECK_EQ(f.find().num_tokens, 12);
   f.cache(&f.host, 3);

@@ -32,7 +32,7 @@ TEST(requests_that_cannot_be_meant_are_refused_by_name) {
 
 TEST(a_report_names_a_step_and_blocks_that_there_are) {
   Fixture f;
-  CHECK_THROWS(f.checks.check_report(0, true, {}, {}), "step_id is 0: there was no step yet");
+  CHECK_THROWS(f.checks.check_report(0, true, {}, {}), "step_id is 0: no step has been made");
   f.end();
   f.checks.check_report(0, true, {19}, {});
   CHECK_THROWS(f.checks.check_report(1, true, {}, {}), "step_id is 1: expected 0 to 0");

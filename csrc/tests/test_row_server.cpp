@@ -186,7 +186,7 @@ TEST(later_rows_of_a_step_wait_for_what_earlier_ones_fill_or_share_it) {
     CHECK_EQ(f.ids(1)[2], f.ids(0)[2]);
     CHECK_EQ(f.server.fills().row_of(f.ids(0)[2]), 0);
     CHECK_EQ(f.server.fills().row_of(f.ids(0)[3]), -1);
-    // All tokens that it reads are computed in this step.
+    // All tokens that the second row reads are computed in this step.
     CHECK_EQ(f.journal.last().rows[1].start, 0);
   }
 }
@@ -316,7 +316,8 @@ TEST(a_state_moves_until_all_rows_are_served) {
   request.num_tokens = &count;
   request.num_rows = 1;
   f.server.serve_rows(request);
-  CHECK_THROWS(f.server.check_invariants(), "a step has left a state on the move");
+  CHECK_THROWS(f.server.check_invariants(),
+               "a step has not processed a state that leaves its page");
   f.server.publish_served();
   f.server.check_invariants();
   CHECK(f.ids(0) == Ids({kNullBlock, f.ids(0)[1]}));

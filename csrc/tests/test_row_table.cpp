@@ -57,7 +57,8 @@ TEST(blocks_later_in_the_sequence_come_first_in_all_groups) {
   Fixture f;
   const int32_t row = f.take({1, 2}, {kNullBlock, 3, 4, 5}, {6, 7});
   f.rows.blocks(row)[1].num_dropped = 1;
-  // First tokens: 6 of 5; 4 of 2 and of 4, in the order of the groups; 2 of 3; 0 of 1.
+  // The blocks are ordered by their first token, highest first: block 5 (token 6), blocks 2 and 4
+  // (token 4, in the order of the groups), block 3 (token 2), block 1 (token 0).
   CHECK_EQ(f.rows.tail_first(row, /*with_all=*/false), (Ids{5, 2, 4, 3, 1}));
   CHECK_EQ(f.rows.tail_first(row, /*with_all=*/true), (Ids{7, 6, 5, 2, 4, 3, 1}));
 }

@@ -125,7 +125,7 @@ TEST(a_child_inherits_what_steps_did_for_its_parent) {
 
 TEST(steps_that_there_were_not_are_refused) {
   StepJournal journal;
-  CHECK_THROWS(journal.check_step_id(0), "step_id is 0: there was no step yet");
+  CHECK_THROWS(journal.check_step_id(0), "step_id is 0: no step has been made");
   step(&journal);
   step(&journal);
   journal.check_step_id(1);

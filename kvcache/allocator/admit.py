@@ -21,7 +21,7 @@ class External(NamedTuple):
             be computed.
         delayed: False: the KV is loaded within the step that admits the request, and later plans
             can hit the blocks. True: the KV arrives later. Until `KVCacheManager.finish_receiving`
-            is called, the request is not served and gets no further slots, and its blocks cannot be
+            is called, the request is not served and gets no more slots, and its blocks cannot be
             hit.
     """
 

@@ -20,7 +20,7 @@ _MEDIUMS = ("gpu", "cpu")
 
 class NativeEvents(NamedTuple):
     """Events of the native log, with one entry per event, and the tokens of blocks stored on the
-    device, each block followed by the further tokens that its hash covers.
+    device, each block followed by the additional tokens that its hash covers.
     """
 
     kinds: np.ndarray

@@ -51,7 +51,7 @@ def hash_blocks(
 
     Raises:
         ValueError: A length or value is invalid.
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
 
     >>> hash_blocks(range(50), 16).shape
     (3, 32)

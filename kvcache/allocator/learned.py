@@ -44,7 +44,7 @@ class LearnedReuse:
     40,960 * 2**(k / 2) tokens.
 
     Raises:
-        ValueError: An array has a wrong shape, or an entry is not a valid count.
+        ValueError: An array has the wrong shape, or an entry is not a valid count.
     """
 
     reached: np.ndarray
@@ -56,7 +56,7 @@ class LearnedReuse:
                 counts = as_array(getattr(self, name), name).astype(np.float64)
             except (TypeError, ValueError, OverflowError):
                 raise ValueError(
-                    f"{name} is no array of numbers ({shown(getattr(self, name))}): expected "
+                    f"{name} is not an array of numbers ({shown(getattr(self, name))}): expected "
                     f"[{NUM_CLASSES}, {NUM_AGES}] that floats can hold"
                 ) from None
             if counts.shape != (NUM_CLASSES, NUM_AGES):
@@ -64,7 +64,7 @@ class LearnedReuse:
                     f"{name} has shape {list(counts.shape)}: expected [{NUM_CLASSES}, {NUM_AGES}]"
                 )
             if not ((counts >= 0) & (counts <= _MOST)).all():
-                raise ValueError(f"{name} has numbers that are no counts: expected 0 to {_MOST:g}")
+                raise ValueError(f"{name} has numbers that are not counts: expected 0 to {_MOST:g}")
             counts.setflags(write=False)
             object.__setattr__(self, name, counts)
 
@@ -99,7 +99,7 @@ class LearnedReuse:
                 raise ValueError(f"it has more than {_MOST_BYTES} bytes")
             content = json.loads(data)
             if not isinstance(content, dict) or content.get("kvcache") != "learned reuse":
-                raise ValueError("it is no file of learned reuse")
+                raise ValueError("it is not a file of learned reuse")
             if content.get("version") != VERSION:
                 raise ValueError(
                     f"its version is {shown(content.get('version'))}: expected {VERSION}"

@@ -64,7 +64,7 @@ class KVCacheManager:
     RuntimeError, and the engine must create a new manager.
 
     If a signal handler raises an exception during a call, each request is either fully admitted or
-    not admitted. docs/order.md lists the answers that are lost in this case.
+    not admitted. docs/order.md lists the return values that are lost in this case.
 
     A manager belongs to the thread that first calls one of its methods (except `cache.stats`, `pool`,
     `block_ids` and `num_computed_tokens`). Calls from another thread raise RuntimeError and change
@@ -317,8 +317,8 @@ class KVCacheManager:
         allocates nor releases blocks, and no block leaves a window. An engine that keeps its own
         tables may skip such calls and pass their tokens with the next call. Full blocks then become
         available for hits only at that call. 0: any call may change the blocks, because the row
-        shares blocks, is receiving, or is swapped out. 2**63 - 1: no further call changes the
-        blocks, because the row already has all blocks for `max_model_len`.
+        shares blocks, is receiving, or is swapped out. 2**63 - 1: no later call changes the blocks,
+        because the row already has all blocks for `max_model_len`.
 
         >>> manager = KVCacheManager(16, 9, 128, num_preallocate_tokens=0)
         >>> manager.admit(Request("r1", range(40)))
@@ -346,12 +346,12 @@ class KVCacheManager:
     ) -> StepPlan:
         """Allocate slots to running rows, then admit new requests.
 
-        Rows and requests are served in the given order, if they fit. The answer for a row or
-        request that does not fit is `WAIT` (not now) or `NEVER` (not even alone). The row or
-        request does not change, so pass its tokens and rejections again. A new request that does
-        not fit gets row -1. A new request may fit even if an earlier row did not. To prevent this,
-        do not pass new requests while a row waits. Once a block is filled with known
-        tokens, later plans can hit it.
+        Rows and requests are served in the given order, if they fit. The status of a row or request
+        that does not fit is `WAIT` (not now) or `NEVER` (not even alone). The row or request does
+        not change, so pass its tokens and rejections again. A new request that does not fit gets
+        row -1. A new request may fit even if an earlier row did not. To prevent this, do not pass
+        new requests while a row waits. Once a block is filled with known tokens, later plans can
+        hit it.
 
         Args:
             rows: int[n]. The running rows. A swapped-out row is swapped in when it is in `rows`
@@ -360,7 +360,7 @@ class KVCacheManager:
             num_tokens: int[n]. Number of slots to allocate for each row. For a row with 0 tokens,
                 only `token_ids` and rejections are processed.
             new: Requests to admit. Each request uses its longest cached prefix (none if it never
-                fits with that prefix) and gets slots for its further tokens. See `Admit`.
+                fits with that prefix) and gets slots for its remaining tokens. See `Admit`.
             token_ids: Tokens of the running rows that became known since the last step,
                 concatenated in row order. They are appended to the requests of served rows.
             num_token_ids: int[n]. Number of `token_ids` of each row. Default: one per row.
@@ -370,12 +370,12 @@ class KVCacheManager:
                 all rows or int[n]. Drafts are never cached, and later tokens reuse their slots. No
                 slots are allocated beyond `max_model_len`.
             swap_out: Rows to swap out before all other changes. If the host has no room for a row,
-                the answer is `WAIT`, and the row stays on the device. Alternatively, free a
+                its status is `WAIT`, and the row stays on the device. Alternatively, free a
                 preempted request and admit it again. Its blocks that are still cached, on either
                 tier, are then hits.
 
         Returns:
-            The plan. `plan.answers` has separate answers to `rows`, `swap_out` and `new`.
+            The plan. `plan.answers` has separate results for `rows`, `swap_out` and `new`.
 
         Raises:
             ValueError: A row is unknown, was admitted by `admit`, or is receiving; a row or request
@@ -399,16 +399,16 @@ class KVCacheManager:
         return plan
 
     def would_fit(self, request: Request | Admit, *, whole: bool = False) -> Status:
-        """Return the answer that `step` would give now, without changing anything.
+        """Return the status that `step` would return now, without changing anything.
 
         Args:
-            request: A new request, or an admitted one. For an admitted request, the answer is for
+            request: A new request, or an admitted one. For an admitted request, the status is for
                 `Admit.num_tokens` more tokens (None: its known tokens that are not computed yet, at
                 least one). Of the other fields, only `num_lookahead_tokens` may be given.
-            whole: Whether to answer for all known tokens of a new request, computed in chunks of
-                `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests take
+            whole: Whether the status is for all known tokens of a new request, computed in chunks
+                of `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests take
                 some of them. `WAIT`: the blocks of the whole pool suffice. `NEVER`: the whole pool
-                does not suffice. `step` serves a first chunk that fits regardless of this answer. A
+                does not suffice. `step` serves a first chunk that fits regardless of this status. A
                 recurrent group counts one page per lookahead token, up to its
                 `num_speculative_blocks`.
 
@@ -428,8 +428,8 @@ class KVCacheManager:
         count, lookahead = ask.num_tokens, ask.num_lookahead_tokens
         if whole or ask != Admit(ask.request, count, num_lookahead_tokens=lookahead):
             raise ValueError(
-                f"request {ask.request.request_id!r} is admitted already: expected num_tokens and "
-                "num_lookahead_tokens alone"
+                f"request {ask.request.request_id!r} is already admitted: expected only num_tokens "
+                "and num_lookahead_tokens"
             )
         if count is None:
             count = max(ask.request.num_tokens - self._native.num_computed_tokens(row), 1)
@@ -794,7 +794,7 @@ class KVCacheManager:
         one in a step that may be in flight, or has tokens computed from one. Drafts of its last
         step are dropped, so do not reject them. The next plan contains its complete table.
 
-        IDs refer to the current content of the blocks. Callers that plan further steps before they
+        IDs refer to the current content of the blocks. Callers that plan more steps before they
         learn of a failure need `fence_frees`. Without it, the block may already belong to another
         request.
 

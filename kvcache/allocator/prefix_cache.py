@@ -133,7 +133,7 @@ class PrefixCache:
             group: The cache group.
 
         Raises:
-            TypeError, ValueError: A hash has a wrong length, or the group is unknown.
+            TypeError, ValueError: A hash has the wrong length, or the group is unknown.
 
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
         >>> request = Request("r1", range(40))
@@ -280,7 +280,7 @@ class PrefixCache:
                 changes nothing.
 
         Raises:
-            TypeError: `learned` has a wrong type.
+            TypeError: `learned` has the wrong type.
             ValueError: The eviction policy is not "learned".
 
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, eviction="learned")

@@ -60,14 +60,14 @@ class Request:
             tokens) of the known tokens, each with the manager's `hash_bytes` bytes. With
             `num_hash_lookahead_tokens`, a block counts as full once so many tokens after it are
             known. kvcache then computes no hashes. The list is not copied. Extend it before you
-            append the tokens of a further block, and do not change entries. When the request is
-            first passed to a manager, the number of entries must equal the number of full blocks.
+            append the tokens of another block, and do not change entries. When the request is first
+            passed to a manager, the number of entries must equal the number of full blocks.
             Afterwards, it must be at least the number of full blocks. Otherwise the call (`step`,
             `append_tokens`) raises ValueError and changes nothing.
         session: Name of the session, reported in events.
 
     Raises:
-        TypeError, ValueError: An argument has a wrong type or value.
+        TypeError, ValueError: An argument has the wrong type or value.
 
     >>> request = Request("r1", range(40))
     >>> request.append_tokens([7, 8])

@@ -175,7 +175,7 @@ def _ninja() -> str:
     )  # in a virtual environment that is not activated
     found = which("ninja") or (str(beside) if beside.exists() else None)
     if found is None:
-        raise LookupError("pip install ninja; only builds at run time want it")
+        raise LookupError("pip install ninja; only builds at run time need it")
     return found
 
 
@@ -184,7 +184,7 @@ def _nvcc() -> str:
 
     home = build.cuda_home()
     if home is None:
-        raise LookupError("only CUDA builds want it")
+        raise LookupError("only CUDA builds need it")
     return f"{home / 'bin' / 'nvcc'}, compiles for {', '.join(build.cuda_archs())}"
 
 

@@ -31,7 +31,11 @@ def add_events_options(sub: argparse.ArgumentParser) -> None:
 
 
 def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
-    """Open the requested publisher. Raise UsageError, or MissingError if packages are missing."""
+    """Open the requested publisher.
+
+    Raises UsageError if an option is invalid or given without `--events`, and MissingError if a
+    required package is not installed.
+    """
     if args.events is None:
         for name in ("events_replay", "events_topic", "events_encoding"):
             if (value := getattr(args, name)) is not None:

@@ -12,7 +12,7 @@ from kvcache.cli.errors import MissingError, UsageError
 
 def require_module(module: str, purpose: str, remedy: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise MissingError(f"{module} is not installed, which {purpose} needs: {remedy}")
+        raise MissingError(f"{purpose} needs {module}, which is not installed: {remedy}")
 
 
 def import_module(name: str) -> ModuleType:

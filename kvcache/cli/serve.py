@@ -141,9 +141,7 @@ def run_serve(args: argparse.Namespace) -> int:
         check_cuda(args.device)
     check_source_options(args)
     if args.api_key is not None and args.prefill:
-        raise UsageError(
-            "--api-key is given with --prefill: expected one, as /prefill checks no key"
-        )
+        raise UsageError("--api-key is given with --prefill: expected one, /prefill checks no key")
     options = policy_options(args, "--host-budget")
     budgets = _byte_count(args.budget, "--budget"), _byte_count(args.host_budget, "--host-budget")
     _log_to_stderr(args.log_level)

@@ -144,7 +144,7 @@ class KVOutputAggregator:
             )
         if state.pending is not None and request_id in state.pending.recving:
             raise ValueError(
-                f"request {request_id!r} was received, and no output has said so yet: expected "
+                f"request {request_id!r} was received, and no output has reported it yet: expected "
                 "another call of aggregate first"
             )
         self._state = replace(state, failed_recving=state.failed_recving - {request_id})
@@ -172,7 +172,7 @@ class KVOutputAggregator:
             {3, 5}
         """
         if not isinstance(name, str):
-            raise TypeError(f"name is {shown(name)}: expected that of an attribute")
+            raise TypeError(f"name is {shown(name)}: expected the name of an attribute")
         if not callable(rule):
             raise TypeError(f"rule is {shown(rule)}: expected a function of two values")
         if name in _KNOWN or name in self._rules:
@@ -255,7 +255,7 @@ class KVOutputAggregator:
             self._state = state
             return None
         report = merged.report(empty, failed & merged.recving, expected)
-        # No call in between, so no signal handler can run between the two assignments.
+        # There is no call between the two assignments, so no signal handler can run there.
         output.kv_connector_output, self._state = report, state
         return output
 

@@ -38,7 +38,7 @@ class BlockTable(GroupTable):
         pcp_padding: Whether to pad the slot mapping, as in `BlockTables`.
 
     Raises:
-        TypeError: An argument has a wrong type, or more than eight arguments are positional.
+        TypeError: An argument has the wrong type, or more than eight arguments are positional.
         ValueError: An argument is out of range.
 
     Example:
@@ -117,8 +117,8 @@ class MultiGroupBlockTable(BlockTables):
         pcp_padding: Whether to pad the slot mapping, as in `BlockTables`.
 
     Raises:
-        TypeError: An argument has a wrong type, or more than nine arguments are positional.
-        ValueError: An argument is out of range, or a list has a wrong length.
+        TypeError: An argument has the wrong type, or more than nine arguments are positional.
+        ValueError: An argument is out of range, or a list has the wrong length.
 
     Example:
         >>> tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], [16, 16])
@@ -175,7 +175,7 @@ class MultiGroupBlockTable(BlockTables):
             if len(values) != len(block_sizes):
                 raise ValueError(
                     f"{name} has {len(values)} entries, block_sizes has {len(block_sizes)}: "
-                    "expected as many"
+                    "expected the same number"
                 )
             return values
 

@@ -199,7 +199,7 @@ def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int
     if mine != other:
         raise ValueError(
             f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, "
-            f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected the same but for blocks"
+            f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected them to differ only in blocks"
         )
 
 

@@ -68,7 +68,7 @@ class RemoteEngine:
         for name in ("tp_size", "pp_size"):
             if getattr(self, name) != 1:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}: expected 1 with stages, which say it"
+                    f"{name} is {getattr(self, name)}: expected 1 with stages, which specify it"
                 )
 
     @property
@@ -301,9 +301,9 @@ class KVTopology:
             A new topology.
 
         Raises:
-            ValueError: The id is registered with other sizes or is this engine's own id, or neither the
-                tensor-parallel size nor the number of KV heads divides the other (MLA accepts any
-                size). Other sizes are checked only by the methods that use them.
+            ValueError: The id is registered with different sizes or is this engine's own id, or
+                neither the tensor-parallel size nor the number of KV heads divides the other (MLA
+                accepts any size). Other sizes are checked only by the methods that use them.
         """
         instance(engine_id, str, "engine_id")
         instance(remote, RemoteEngine, "remote")
@@ -375,7 +375,7 @@ class KVTopology:
             4
         """
         if self.stages is not None:
-            raise ValueError("this engine has stages: expected get_target_remote_ranks to be asked")
+            raise ValueError("this engine has stages: expected a call of get_target_remote_ranks")
         mine, theirs = self._stages_of_both(_sized(remote_tp_size, remote_pp_size))
         head = integer(head, "head")
         if head not in self.heads:
@@ -440,7 +440,8 @@ class KVTopology:
             remote_pp_size: Pipeline size of the remote engine.
 
         Returns:
-            `(global_rank, pp_rank, tp_rank)` in ascending order. Empty for a replica that is not read.
+            `(global_rank, pp_rank, tp_rank)` in ascending order. Empty if this worker's KV heads
+            are replicas that no remote worker reads.
 
         Raises:
             ValueError: The sizes do not divide evenly.
@@ -516,7 +517,8 @@ class KVTopology:
             num_layers = counts[0]
             if counts[-1] != num_layers:
                 raise ValueError(
-                    f"local stages hold {num_layers} layers, remote stages {counts[-1]}: expected as many"
+                    f"local stages hold {num_layers} layers, remote stages {counts[-1]}: "
+                    "expected the same number"
                 )
         mine, theirs = (
             engine.stages or equal_stages(num_layers, engine.pp_size, engine.tp_size)
@@ -538,7 +540,7 @@ class KVTopology:
                 f"remotes[{shown(engine_id)}] is {shown(remote)}: expected a RemoteEngine"
             )
         if engine_id == self.engine_id:
-            raise ValueError(f"engine {engine_id!r} is this one's id: expected another's")
+            raise ValueError(f"engine {engine_id!r} is the local engine: expected remote ones")
         for tp_size in remote.tp_sizes:
             self._of_sides(engine_id, lambda: self._check_remote_heads(tp_size))  # noqa: B023
 

@@ -62,7 +62,8 @@ class Chat:
     max_tokens: int = 16  # maximum length of each answer
     num_samples: int = 1  # answers to each message; the chat continues after the first
     stop_token_ids: tuple[int, ...] = ()  # tokens that end an answer
-    questions: tuple[str, ...] = ()  # the messages as text, if they are text
+    # Text of each message; empty if the messages are given as token ids.
+    questions: tuple[str, ...] = ()
     turns: list[Turn] = field(default_factory=list)
 
     def next_prompt(self) -> list[int]:

@@ -125,7 +125,7 @@ class Engine:
         taps = [source for source in self.sources if hasattr(source, "drain_events")]
         if len(taps) > 1:
             raise ValueError(
-                f"sources has {len(taps)} stores: expected one at most, as it takes the cache's events"
+                f"sources has {len(taps)} stores: expected at most one, which takes the cache's events"
             )
         self._event_tap = taps[0] if taps else self.cache.manager.cache
         self._last_report: StepReport | None = None
@@ -219,7 +219,7 @@ class Engine:
             whether the request was added.
 
         Raises:
-            TypeError: An argument has a wrong type.
+            TypeError: An argument has the wrong type.
             ValueError: The prompt is empty or contains unknown token IDs, prompt and answer exceed
                 `max_model_len`, the request has more samples than there are rows, or the ID is in
                 use.

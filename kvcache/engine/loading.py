@@ -31,7 +31,7 @@ class Loading:
                 raise TypeError(f"sources[{i}] is {shown(source)}: expected a KVSource")
         self._chosen: dict[Sequence, KVSource] = {}  # source of each waiting or loading sequence
         self._loading: dict[str, Sequence] = {}
-        self.is_matching = False  # whether a source had no answer yet at the last match
+        self.is_matching = False  # whether a source had no result yet at the last match
 
     def __len__(self) -> int:
         """Number of sequences that are loading."""

@@ -42,8 +42,9 @@ class _Columns:
     sequences: list[Sample]
     ids: list[str]
     indices: list[int]
-    samplers: list[tuple[int, Sampler]]  # only of the samples that have one, with their positions
-    stops: list[tuple[int, tuple[int, ...]]]  # likewise
+    # Both lists have entries only for the samples that have a value, with their positions.
+    samplers: list[tuple[int, Sampler]]
+    stops: list[tuple[int, tuple[int, ...]]]
     are_individual: bool
 
     @classmethod
@@ -78,7 +79,7 @@ class OutputProcessor:
         self.scheduler, self.metrics = scheduler, metrics
         self.generations: dict[str, Generation] = {}
         self.deltas: list[Delta] = []
-        self._columns: _Columns | None = None  # of the last step's `decoding`
+        self._columns: _Columns | None = None  # columns of the last step's `decoding`
 
     def new_sample(
         self, generation: Generation, token_ids: np.ndarray, num_rows: int = 1

@@ -113,8 +113,8 @@ class Scheduler:
     children (`fork`) and ended sequences (`finish`).
 
     `sources` supply KV for new sequences. The first source with more tokens than the local hit
-    loads them, and the remaining tokens are computed. A sequence whose source has not answered yet
-    does not block other sequences. If a load fails, its tokens are computed instead.
+    loads them, and the remaining tokens are computed. A sequence whose source has not returned a
+    result yet does not block other sequences. If a load fails, its tokens are computed instead.
 
     Args:
         manager: A `KVCacheManager` whose `step` is called only by this scheduler.
@@ -161,7 +161,8 @@ class Scheduler:
         self._max_drafts = min(of_states, default=MAX_INT32)
         self._decoding: Decoding | None = None  # None: must be collected again
         self._others: list[Sequence] = []  # running sequences that are not in `_decoding`, by rank
-        self._has_changed = False  # whether sequences have started or stopped running since
+        # Whether sequences have started or stopped running since they were collected.
+        self._has_changed = False
         self._victim: Sequence | None = None
         self._is_short = False  # whether a running sequence did not get blocks in the last step
         self._in_flight: ScheduledStep | None = None
@@ -202,7 +203,7 @@ class Scheduler:
 
     @property
     def is_waiting_for_sources(self) -> bool:
-        """Whether sequences are loading, or a source has not answered yet."""
+        """Whether sequences are loading, or a source has not returned a result yet."""
         return len(self._loading) > 0 or self._loading.is_matching
 
     def schedule(self) -> ScheduledStep | None:
@@ -234,8 +235,8 @@ class Scheduler:
                 return self.schedule()
             if self.num_unfinished:
                 raise RuntimeError(
-                    f"none of {self.num_unfinished} sequences has tokens to compute, or a row to get: "
-                    "expected tokens by accept, or finish"
+                    f"none of the {self.num_unfinished} unfinished sequences has tokens to compute "
+                    "or can get a row: expected a call of accept() or finish() first"
                 )
             return None
         manager = self.manager
@@ -446,8 +447,8 @@ class Scheduler:
         """Return the sequences that decode, the other sequences with blocks on the device and their
         requested tokens, and the number of tokens that the step can still compute.
 
-        If a sequence has drafts, all sequences are among the others. The others that have one
-        known token to compute come first.
+        If any sequence has drafts, all sequences are in the second list. Those that have one known
+        token to compute come first in it.
         """
         if leaving or not self._is_current():
             self._collect(leaving)
@@ -469,8 +470,9 @@ class Scheduler:
         return decoding, asked, budget
 
     def _is_current(self) -> bool:
-        """Return whether the collected sequences are those that decode now, and read their last
-        tokens.
+        """Return whether the collected sequences are exactly those that are decoding now.
+
+        If so, update their last tokens.
         """
         decoding = self._decoding
         if decoding is None or self._has_changed:
@@ -517,7 +519,7 @@ class Scheduler:
         requests = [each.request for each in sequences]
         num_computed = np.concatenate((known.num_computed, num_computed))[order]
         tokens = last_tokens(requests, num_computed)
-        if tokens is None:  # some are no longer as they were
+        if tokens is None:  # the state of some sequences has changed
             self._decoding = None
             self._collect(leaving)
             return
@@ -704,7 +706,8 @@ def _scheduled(
     k = len(decoding)
     token_ids, sequences, rows = decoding.last_tokens[:, None], decoding.sequences, decoding.rows
     num_drafts, num_logits = decoding.zeros, decoding.ones
-    starts = decoding.num_computed.copy()  # `complete` changes the scheduler's own
+    # Copied, because `complete` updates the scheduler's array in place.
+    starts = decoding.num_computed.copy()
     if entries or not k:
         token_ids, drafts_of, logits_of = list(token_ids), [], []
         for sequence, _, start, count in entries:

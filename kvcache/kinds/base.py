@@ -149,7 +149,7 @@ class AttentionKind(KindProperties, core.AttentionKind):
             if first < self._last_first:
                 raise KindError(
                     f"{type(self).__name__}.first_needed_token({position}) is {first}: "
-                    f"expected {self._last_first} or more, the answer for {position - 1}"
+                    f"expected {self._last_first} or more, the value for {position - 1}"
                 )
             if window is not None and position - first >= window:
                 raise KindError(
@@ -200,7 +200,7 @@ def checked_max_pages(
 
     Raises:
         KindError: The kind returned an invalid value.
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
     """
     _check_asked(kind, num_tokens, step_tokens, tokens_per_page)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class PageContent:
     """The content of a kind's pages.
 
-    To add a content, add a value here, a file in `kvcache/kinds`, and a file in
+    To add a kind of content, add a value here, a file in `kvcache/kinds`, and a file in
     `csrc/core/groups/rules`.
 
     Args:

@@ -91,7 +91,7 @@ def make_kind(name: str, options: Mapping[str, int]) -> KindProperties:
             raise
         raise TypeError(
             f"the constructor of kind {name!r}, {kind!r}, does not call super().__init__(): "
-            "expected it to, before anything else"
+            "expected this call before anything else"
         ) from None
 
 
@@ -122,7 +122,7 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
         if any(method in vars(each) for each in added):
             raise TypeError(
                 f"kind {name!r} overrides {method} of {base.__name__}, which the native manager "
-                "does not ask: expected a class derived from AttentionKind"
+                "does not call: expected a class derived from AttentionKind"
             )
 
 

@@ -99,7 +99,7 @@ def pybind11_include() -> Path:
             include = Path(spec.origin).parent / "include"
             if (include / "pybind11" / "pybind11.h").is_file():
                 return include
-    raise RuntimeError("pybind11 is missing, whose headers it needs: `pip install pybind11`")
+    raise RuntimeError("the build needs pybind11, which is not installed: `pip install pybind11`")
 
 
 def python_include() -> Path:
@@ -107,7 +107,7 @@ def python_include() -> Path:
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise RuntimeError(
-            f"Python's headers are missing, there is no {include / 'Python.h'}: install them "
+            f"Python's headers are missing ({include / 'Python.h'}): install them "
             "(Debian and Ubuntu: apt-get install python3-dev)"
         )
     return include

@@ -178,7 +178,7 @@ def _require_ninja() -> None:
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), beside])
     if shutil.which("ninja") is None:
         raise BuildError(
-            "ninja is missing, which torch.utils.cpp_extension builds with: `pip install ninja`, "
+            "torch.utils.cpp_extension needs ninja, which is not installed: `pip install ninja`, "
             f"or build ahead of time by `{build.INSTALL_HINT}`"
         )
 
@@ -234,8 +234,8 @@ def _check_private(folder: Path) -> None:
     found = folder.stat()
     if found.st_uid not in (os.geteuid(), 0):
         raise BuildError(
-            f"{folder} belongs to user {found.st_uid}, this is user {os.geteuid()}: expected a folder "
-            "of the same user, because its files are executed; set KVCACHE_JIT_DIR"
+            f"{folder} belongs to user {found.st_uid}, not user {os.geteuid()}: expected a folder "
+            "of the current user, because its files are executed; set KVCACHE_JIT_DIR"
         )
     if found.st_mode & 0o022:
         raise BuildError(

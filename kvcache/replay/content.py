@@ -16,7 +16,7 @@ _ROLL_INVERSE = np.uint64(pow(int(_ROLL), -1, 1 << 64))
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of SplitMix64 (Steele et al., OOPSLA 2014): uint64[...] to uint64[...]."""
+    """Apply the finalizer of SplitMix64 (Steele et al., OOPSLA 2014) to uint64[...]."""
     x = values + np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a workload with a prefill pool and a decode pool, and with simulated transfers.
 
-Managers, leases and the connector are real. No bytes are moved: a load takes as long as its tokens take
-at a given bandwidth.
+Managers, leases and the connector are real. No bytes are moved. The duration of a load follows from
+its number of tokens and the given bandwidth.
 """
 
 from __future__ import annotations
@@ -109,10 +109,11 @@ class DisaggregationReport:
         lease_over_requests: Requests whose lease expired; computed by the decode side.
         prefill_full_requests: Requests that did not fit into the prefill pool; computed by the decode
             side.
-        unfinished_loads: Loads that completed when the pool had no room for another token;
-            computed by the decode side.
+        unfinished_loads: Requests whose load completed, but for which the pool then had no room for
+            the next token; computed by the decode side.
         rejected_requests: Requests that do not fit into the decode pool.
-        overload: Why the modelled engines cannot keep up with the arrivals. None: they can.
+        overload: Reason why the modeled engines cannot keep up with the arrivals. None: they can
+            keep up.
     """
 
     trace: str

@@ -14,12 +14,10 @@ def split_options(text: str) -> tuple[str, dict[str, str]]:
         option, equals, value = setting.partition("=")
         if not option or not equals:
             raise ValueError(
-                f"{quoted(text)}: {quoted(setting)} is no option: expected option=value"
+                f"{quoted(text)}: {quoted(setting)} is not an option: expected option=value"
             )
         if option in options:
-            raise ValueError(
-                f"{quoted(text)}: {quoted(option)} stands there twice: expected it once"
-            )
+            raise ValueError(f"{quoted(text)}: {quoted(option)} is given twice: expected it once")
         options[option] = value
     return name, options
 

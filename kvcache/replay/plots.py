@@ -243,7 +243,7 @@ def _finish(axes: Axes, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[1]:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.1}
-        # Above the plot: a legend inside hides lines.
+        # The legend is above the plot, because it would hide lines inside the plot.
         axes.legend(ncols=3, frameon=False, fontsize=9, **place)
 
 

@@ -134,7 +134,7 @@ class Replayer:
         self._clock = None if service is None else ServiceClock(service)
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
-        self._last_wait_ms = 0.0  # of the last served request, until its prefill began
+        self._last_wait_ms = 0.0  # wait of the last served request for its prefill
         self._first_token_ms: list[float] = []  # arrival to first token, by served request
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0

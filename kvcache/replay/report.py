@@ -57,7 +57,8 @@ class ReplayReport:
         peak_running: Maximum number of concurrently running requests.
         mean_ms_to_first_token: Mean time from the arrival of a served request to its first token.
         p99_ms_to_first_token: 99th percentile of these times.
-        overload: Why the modelled engine cannot keep up with the arrivals. None: it can.
+        overload: Reason why the modeled engine cannot keep up with the arrivals. None: it can keep
+            up.
     """
 
     trace: str

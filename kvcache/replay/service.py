@@ -59,7 +59,7 @@ class Service:
 def overload(
     service: Service, num_computed: int, span_ms: float, last_wait_ms: float
 ) -> str | None:
-    """Return why the modelled engine cannot keep up with the arrivals, or None if it can.
+    """Return why the modeled engine cannot keep up with the arrivals, or None if it can.
 
     Args:
         service: Speeds of the engine.

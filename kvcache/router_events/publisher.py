@@ -45,7 +45,7 @@ class PublisherCounts(NamedTuple):
     replays: int  # replays that were started
     snapshots: int  # snapshots for readers that requested batches older than the buffer
     refused_requests: int  # malformed replay requests
-    given_up_replays: int  # replays dropped because the reader left, asked again or stalled
+    given_up_replays: int  # replays dropped because the reader left, stalled or sent a new request
 
 
 class EventPublisher:
@@ -69,7 +69,7 @@ class EventPublisher:
         buffer_steps: Maximum number of batches kept for replay. A reader that requests older
             batches receives a snapshot of all cached blocks.
         buffer_bytes: Maximum total size of these batches.
-        hwm: Maximum number of batches queued for a slow reader. The reader misses further batches.
+        hwm: Maximum number of batches queued for a slow reader. The reader misses later batches.
         max_queue_size: Maximum number of batches queued for the thread. `publish` blocks while the
             queue is full.
         context: The ZMQ context. None: the process-wide context.

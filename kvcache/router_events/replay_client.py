@@ -12,7 +12,7 @@ from kvcache.router_events.wire import END_OF_REPLAY, WireError, decode_sequence
 
 
 class ReplayTimeout(Exception):
-    """Raised if a publisher does not answer or has stopped answering."""
+    """Raised if a publisher does not respond or has stopped responding."""
 
 
 def replay(
@@ -20,9 +20,9 @@ def replay(
 ) -> Generator[tuple[int, bytes], None, None]:
     """Yield (sequence number, payload) of the publisher's batches, starting at `first`.
 
-    Each call opens a new connection, so answers to earlier calls cannot interfere. Raises
+    Each call opens a new connection, so responses to earlier calls cannot interfere. Raises
     ReplayTimeout if the replay has not ended within `timeout_s` seconds. Batches that were already
-    yielded remain valid. Raises WireError for a malformed answer.
+    yielded remain valid. Raises WireError for a malformed response.
     """
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
@@ -35,10 +35,10 @@ def replay(
         while True:
             left = deadline - time.monotonic()
             if left <= 0 or not socket.poll(int(left * 1000)):
-                raise ReplayTimeout(f"{endpoint} has not sent all within {timeout_s:g} s")
+                raise ReplayTimeout(f"{endpoint} did not send everything within {timeout_s:g} s")
             frames = socket.recv_multipart()
             if len(frames) != 4:
-                raise WireError(f"answer has {len(frames)} frames: expected 4")
+                raise WireError(f"reply has {len(frames)} frames: expected 4")
             if frames[2] == END_OF_REPLAY:
                 return
             yield decode_sequence(frames[2]), frames[3]

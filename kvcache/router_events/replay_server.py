@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers replay requests a few batches at a time, so that publishing continues meanwhile.
+"""Serves replay requests a few batches at a time, so that publishing continues meanwhile.
 
-A request is [identity, b"", first sequence number]. The empty frame is optional, and answers omit it if
-the request does. Each batch is one answer, [identity, b"", topic, sequence number, payload]. The last
-answer has sequence number -1. If the buffer no longer has the requested batches, the reader
-receives a snapshot under the last sequence number. This batch clears the reader's view and stores
-all cached blocks.
+A request is [identity, b"", first sequence number]. The empty frame is optional, and responses omit
+it if the request does. Each batch is one response, [identity, b"", topic, sequence number,
+payload]. The last response has sequence number -1. If the buffer no longer has the requested
+batches, the reader receives a snapshot under the last sequence number. This batch clears the
+reader's view and stores all cached blocks.
 
 The data queued for readers is bounded. A batch is passed to ZMQ only while less than
 `MOST_BYTES_OF_A_READER` is queued for its reader and less than `MOST_BYTES` for all readers. ZMQ

@@ -49,7 +49,7 @@ class EventSubscriber:
         replay_endpoint: The publisher's replay endpoint. None: lost batches are not recovered.
         topic: Topic of accepted batches, which must match exactly. "": all topics.
         replay_timeout_s: Time limit of a replay. The next `poll` continues an unfinished replay.
-            After a replay without any answer, the next attempt is delayed by this time limit.
+            After a replay without any response, the next attempt is delayed by this time limit.
         context: The ZMQ context. None: the process-wide context.
 
     Raises:

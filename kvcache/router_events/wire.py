@@ -22,7 +22,7 @@ from kvcache.checks import shown
 from kvcache.events import BlockRemoved, BlockStored
 
 WireHash = int | bytes
-EventEncoding = Literal["map", "array"]  # of each event; a batch is always an array
+EventEncoding = Literal["map", "array"]  # form of each event; a batch is always an array
 EVENT_ENCODINGS: tuple[EventEncoding, ...] = get_args(EventEncoding)
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # mediums

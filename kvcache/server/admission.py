@@ -19,7 +19,7 @@ class Admission:
     """Assigns rows of an engine to the prompts of requests. Use from one event loop only.
 
     The first prompt of each request takes any free row, by priority and then in order of arrival.
-    Further prompts of the same request take rows only while less than half of the rows are
+    Additional prompts of the same request take rows only while less than half of the rows are
     assigned, or less than an eighth if other requests have rows. Therefore a new request finds free
     rows, and steps stay short, regardless of the number of prompts in other requests.
     """
@@ -52,8 +52,8 @@ class Admission:
         self.check_open()
         if len(self._first) >= self._max_waiting:
             raise Busy(
-                f"{len(self._first)} requests wait already: expected fewer than {self._max_waiting}, "
-                "try later"
+                f"{len(self._first)} requests are waiting: expected fewer than {self._max_waiting}, "
+                "try again later"
             )
 
     def refuse(self, error: Exception) -> None:

@@ -57,7 +57,7 @@ def make_app(
             no prompts or answers, and are open. None: no key is required.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: A name or the key is empty, or `connector` is given with `api_key`, which
             `/prefill` would not check.
     """
@@ -72,7 +72,7 @@ def make_app(
         check_name(api_key, "api_key")
         if connector is not None:
             raise ValueError(
-                "api_key is given with connector: expected one, as /prefill has no key"
+                "api_key is given with connector: expected one, /prefill checks no key"
             )
 
     @asynccontextmanager

@@ -18,7 +18,7 @@ _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto
 def key_check(api_key: str) -> Callable[[_Bearer], None]:
     """Return a dependency of endpoints that rejects requests without this key.
 
-    The error does not repeat the key that came.
+    The error does not contain the received key.
     """
     expected = api_key.encode()
 

@@ -84,13 +84,13 @@ class Completions:
         stops = asked.stops
         if len(stops) > self._limits.max_stops:
             raise AskError(
-                f"stop has {len(stops)} texts: expected at most {self._limits.max_stops}",
+                f"stop has {len(stops)} strings: expected at most {self._limits.max_stops}",
                 param="stop",
             )
         longest = max(map(len, stops), default=0)
         if longest > self._limits.max_stop_length:
             raise AskError(
-                f"stop has a text of {longest} characters: expected at most "
+                f"stop has a string of {longest} characters: expected at most "
                 f"{self._limits.max_stop_length}",
                 param="stop",
             )
@@ -116,7 +116,7 @@ class Completions:
                 self.reader.check_length(name, len(each))
             elif not isinstance(each, list) or set(map(type, each)) - {int}:
                 raise AskError(
-                    f"{name} is {shown(each)}: expected a text or a list of tokens, or a list of either",
+                    f"{name} is {shown(each)}: expected a string or a list of tokens, or a list of these",
                     param=name,
                 )
             elif len(each) > self._max_model_len:

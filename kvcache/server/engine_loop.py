@@ -60,7 +60,7 @@ class Answer:
             yield delta
 
     def stop(self, index: int) -> None:
-        """End one sample, for example at a stop text. A last `Delta` follows."""
+        """End one sample, for example at a stop string. A last `Delta` follows."""
         with suppress(EngineError):  # the thread has stopped and ended all samples
             self._loop.call(lambda engine: self._loop.stop_sample(self, index))
 
@@ -297,7 +297,7 @@ class EngineLoop:
         events = self.engine.drain_events()
         try:
             self._publisher.publish(events)
-        except RuntimeError:  # do not fail answers because of events
+        except RuntimeError:  # a failure to publish events must not end requests
             _log.exception("cache events are not published any more")
             self._publisher = None
 

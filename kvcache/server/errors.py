@@ -20,7 +20,7 @@ CLOSED = 499  # status for disconnected clients, which never read it
 CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code of prompts that are too long
 _SECONDS_TO_RETRY = 1  # retry delay sent to clients when too many requests wait
 
-# Status -> (type, code) of errors that have no code of their own.
+# Status -> (type, code) of errors without a specific code.
 _KINDS = {
     400: ("invalid_request_error", "invalid_value"),
     401: ("invalid_request_error", "invalid_api_key"),
@@ -38,7 +38,7 @@ class AskError(Exception):
     """Raised for a request that cannot be served.
 
     Args:
-        message: One line that names the field, what came and what was expected.
+        message: One line that names the field, its value and the expected value.
         status: The HTTP status.
         headers: Headers of the response.
         param: Path of the invalid field in the body, such as `messages[0].role`.

@@ -14,11 +14,11 @@ _MOST_LOGPROBS = 20  # OpenAI's limit, and vLLM's default
 _MOST_STOP_TOKENS = 128
 _MOST_METADATA = 16  # OpenAI's limit
 
-# Fields that are not served, with the values that have no effect and are therefore accepted.
+# Fields that are not supported, with the values that have no effect and are therefore accepted.
 _OF_NO_EFFECT: dict[str, tuple[object, ...]] = {
     **{"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,)},
     **{"store": (False,), "service_tier": ("auto", "default"), "modalities": (["text"],)},
-    # of vLLM
+    # Fields of vLLM:
     **{"top_k": (-1,), "min_p": (0,), "min_tokens": (0,), "use_beam_search": (False,)},
     **{"length_penalty": (1,), "add_special_tokens": (True,), "skip_special_tokens": (True,)},
     **{"include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,)},
@@ -69,12 +69,12 @@ class StreamOptions(Fields):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # of vLLM: usage in each event, not only in the last one
+    continuous_usage_stats: bool = False  # vLLM: usage in each event, not only the last
     include_obfuscation: Literal[False] = False
 
 
 def _not_served(*served: object) -> BeforeValidator:
-    """Return a validator that rejects all values but those that are served."""
+    """Return a validator that rejects all values except the supported ones."""
 
     def check(value: object) -> object:
         if value not in served:
@@ -124,12 +124,13 @@ class Asked(Fields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    # Without effect: for the client's own records, or about features that are not served.
+    # These fields have no effect: they are for the client's records, or concern features that are
+    # not supported.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=_MOST_METADATA)] = {}
-    # Not OpenAI fields.
+    # Fields that OpenAI's API does not have.
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     ignore_eos: bool = False
@@ -150,7 +151,7 @@ class Asked(Fields):
 
     @property
     def stops(self) -> list[str]:
-        """Return the non-empty stop texts."""
+        """Return the non-empty stop strings."""
         return [stop for stop in self.stop if stop]
 
     @property
@@ -206,7 +207,7 @@ class AskedChat(Asked):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
-    # Tools are accepted where none may be called.
+    # Tools are accepted if the model is not allowed to call them.
     tools: list[dict[str, Any]] = []
     tool_choice: Annotated[Literal["none"], _not_served("none")] | None = None
     parallel_tool_calls: bool = True

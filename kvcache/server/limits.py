@@ -17,9 +17,10 @@ class Limits:
     - `max_body_bytes`: maximum size of a request body. Larger bodies get a 413 response and are
       discarded. None: 64 KiB plus 32 bytes per token of `max_model_len`.
     - `max_choices`: maximum number of prompts times `n` per request.
-    - `max_stops`, `max_stop_length`: maximum number of stop texts per request, and of characters in each.
-    - `max_waiting`: maximum number of requests waiting for a row of the engine. Further requests get a
-      429 response.
+    - `max_stops`, `max_stop_length`: maximum number of stop strings per request, and of characters
+      in each.
+    - `max_waiting`: maximum number of requests waiting for a row of the engine. Additional requests
+      get a 429 response.
     - `max_connections`: maximum number of open connections. If another connection arrives, the
       connection that has been sending its request for the longest time is closed.
     - `request_seconds`: time limit in seconds for receiving a complete request, from the start of

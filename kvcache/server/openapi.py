@@ -35,7 +35,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     error = {"$ref": f"{_SCHEMAS}{ErrorAnswer.__name__}"}
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # wrong fields get status 400
+            operation["responses"].pop("422", None)  # invalid fields get status 400
             operation["responses"]["default"] = _json(error) | {"description": "An error."}
             if path in _BODIES:
                 body = {"$ref": f"{_SCHEMAS}{_BODIES[path].__name__}"}

@@ -22,7 +22,7 @@ class AskedTokens(Fields):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True  # of a text; a chat has those of the template
+    add_special_tokens: bool = True  # for a text; the template of a chat adds its own
     return_token_strs: bool = False
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ class Server(uvicorn.Server):
     On a stop request (SIGTERM, Ctrl-C) the server lets answers in progress finish for
     `grace_seconds`. Until they have, it listens on and answers new requests, and `/health`, with
     status 503. It then ends the remaining answers with an error: a 503 response, or the last event
-    of a stream. A second Ctrl-C does so at once. Accepts the options of `uvicorn.Config`.
+    of a stream. A second Ctrl-C does so immediately. Accepts the options of `uvicorn.Config`.
     """
 
     def __init__(self, app: FastAPI, **options: object) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stop texts in a growing answer, in constant time per character."""
+"""Finds stop strings in a growing answer, in constant time per character."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 
 class StopTexts:
-    """An automaton that finds several texts at once (Aho and Corasick, 1975).
+    """An Aho-Corasick automaton that searches for several stop strings at once.
 
     `step(state, character)` returns the next state. The initial state is 0. `num_held[state]` is
-    the number of trailing characters that may begin a stop text. `num_stopped[state]` is the length
-    of the stop text that ends in this state, or 0. The cost of a step does not depend on the number
-    of stop texts.
+    the number of trailing characters that may begin a stop string. `num_stopped[state]` is the
+    length of the stop string that ends in this state, or 0. The cost of a step does not depend on
+    the number of stop strings.
 
     >>> stops = StopTexts(["END", "NO"])
     >>> state = 0
@@ -55,7 +55,7 @@ class StopTexts:
     def _link(self) -> None:
         """Set fallbacks in order of depth.
 
-        If the longest suffix of a state is a stop text, the state also stops.
+        If a suffix of the text of a state is a stop string, the state also stops.
         """
         states = deque(self._next[0].values())
         while states:

@@ -95,7 +95,7 @@ class TokenizerTexts:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def token(self, token_id: int) -> tuple[str, bytes | None]:
-        """Return the text of a token, also of a special one. Parts of characters have no bytes."""
+        """Return the text of a token, which may be special. Parts of characters have no bytes."""
         text = self._tokenizer.decode(
             _checked_tokens([token_id]), clean_up_tokenization_spaces=False
         )
@@ -147,9 +147,10 @@ def _in_lines(messages: list[dict[str, str]]) -> str:
 
 
 class AnswerText:
-    """The text of one answer while its tokens arrive. It ends before the first complete stop text.
+    """The text of one answer while its tokens arrive. It ends before the first complete stop
+    string.
 
-    `text` is the text that can be shown so far. Text that may become a stop text, and characters
+    `text` is the text that can be shown so far. Text that may become a stop string, and characters
     with missing bytes, are held back until `end`.
 
     >>> answer = AnswerText(ByteTexts(), ["END"])
@@ -166,7 +167,7 @@ class AnswerText:
         self.is_stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the newly visible text. Sets `is_stopped` at a stop text."""
+        """Add tokens and return the newly visible text. Sets `is_stopped` at a stop string."""
         if self.is_stopped:
             return ""
         self._token_ids += token_ids
@@ -181,7 +182,7 @@ class AnswerText:
         return self._show(before if self.is_stopped else whole)
 
     def _read(self, text: str) -> str:
-        """Return the visible part, up to a stop text or a possible prefix of a stop text."""
+        """Return the visible part, up to a stop string or a possible prefix of a stop string."""
         if not self._stops:
             return text
         for character in text[self._num_read :]:

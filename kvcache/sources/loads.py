@@ -109,7 +109,7 @@ class SourceLoads(Generic[Detail]):
         load = self.matched(request)
         if load is None or not self._is_receiving(request):
             raise ValueError(
-                f"request {request.request_id!r} is not to be loaded: expected match, then a step that "
+                f"request {request.request_id!r} has no load to begin: expected match, then a step that "
                 "admits it with External.delayed"
             )
         if (end := self._manager.num_computed_tokens(request)) != load.end_token:

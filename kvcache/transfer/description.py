@@ -134,7 +134,7 @@ class CacheDescription:
             sides know whether their block hashes are comparable.
 
     Raises:
-        TypeError: A value has a wrong type.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range, sizes do not divide each other, or the version differs.
 
     Example:
@@ -230,7 +230,7 @@ class CacheDescription:
     def _checked_scale(self, given: object, name: str) -> tuple[tuple[float, ...], ...]:
         if ELEMENT_BYTES[self.dtype] != 1:
             raise ValueError(
-                f"{name} is given: expected None with dtype {self.dtype!r}, which is no fp8"
+                f"{name} is given: expected None with dtype {self.dtype!r}, which is not fp8"
             )
         if name == "v_scale" and not self.v_head_size:
             raise ValueError("v_scale is given: expected None where there is no V")
@@ -309,8 +309,8 @@ class CacheDescription:
 
         if kind_class(group.kind).pages.wraps:
             raise ValueError(
-                f"group with layers {group.layers} is circular: its blocks hold no run of tokens, and "
-                "only other groups are transferred"
+                f"group with layers {group.layers} is circular: its blocks do not hold "
+                "consecutive tokens, and only other groups are transferred"
             )
         num_layers = len(group.layers)
         if sizes.get("stages") is not None:
@@ -466,7 +466,7 @@ class CacheDescription:
     def _each_rank(self, name: str) -> StageCache:
         if len(set(self.pipeline_stages)) > 1 or isinstance(self.page_stride, tuple):
             raise ValueError(
-                f"{name} of engine {self.engine_id!r} differs by stage: ask stage_of(rank)"
+                f"{name} of engine {self.engine_id!r} differs by stage: use stage_of(rank)"
             )
         return self.stage_caches[0]
 

@@ -206,7 +206,7 @@ def fetch(
         The fetch in flight.
 
     Raises:
-        TypeError: IDs or tokens have a wrong type. Nothing has been transferred.
+        TypeError: IDs or tokens have the wrong type. Nothing has been transferred.
         ValueError: IDs or tokens do not fit the plans, a rank is unknown, or the first read is
             rejected, for example because memory is not registered. Nothing has been transferred.
         TransferError: The first read is rejected because its peer is not connected.

@@ -120,7 +120,7 @@ def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
     pp_rank = integer(pp_rank, "pp_rank", 0, pp_size - 1)
     if num_layers % pp_size:
         raise ValueError(
-            f"num_layers is {num_layers}, pp_size is {pp_size}: expected equally many layers per rank"
+            f"num_layers is {num_layers}, pp_size is {pp_size}: expected equal layer counts per rank"
         )
     per_rank = num_layers // pp_size
     return range(pp_rank * per_rank, (pp_rank + 1) * per_rank)
@@ -187,7 +187,7 @@ def check_stages_of(
     checked = check_stages(stages)
     for name, size in (("pp_size", pp_size), ("tp_size", tp_size)):
         if size != 1:
-            raise ValueError(f"{name} is {size}: expected 1 with stages, which say it")
+            raise ValueError(f"{name} is {size}: expected 1 with stages, which specify it")
     if (held := sum(stage.num_layers for stage in checked)) != num_layers:
         raise ValueError(
             f"num_layers is {num_layers}, the layers of stages are {held}: expected the same"

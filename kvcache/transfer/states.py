@@ -130,7 +130,7 @@ class StateDescription:
             value for all stages or one per stage.
 
     Raises:
-        TypeError: A value has a wrong type.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range, or sizes do not divide each other.
 
     Example:

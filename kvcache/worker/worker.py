@@ -22,7 +22,7 @@ from kvcache.worker.swap.streams import streams_of
 from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.group_table import GroupTable
 
-_TABLES, _PAGES = 1, 2  # answers of `core.plan_work`; 0: nothing to do
+_TABLES, _PAGES = 1, 2  # return values of `core.plan_work`; 0: nothing to do
 
 
 class PendingStep:

@@ -61,7 +61,7 @@ def test_window_is_computed_in_chunks_for_any_length():
 
 
 def test_whole_prompt_fits_if_its_chunks_complete():
-    """Checks the answers of `would_fit(whole=True)` by running the chunks."""
+    """Check the results of `would_fit(whole=True)` by running the chunks."""
     groups = [FULL, GroupSpec("sliding_window", 16, {"window": 32}), GroupSpec("recurrent", 16)]
     for num_blocks in range(8, 40):
         manager = KVCacheManager.for_groups(groups, num_blocks, 512, num_preallocate_tokens=0)
@@ -115,7 +115,7 @@ def test_null_columns_after_a_hit_need_no_blocks():
 def test_a_request_is_not_refused_for_its_hit():
     """The request ran alone beyond the watermark.
 
-    When readmitted, its hit exceeds the admission limit.
+    When it is readmitted, its hit exceeds the admission limit.
     """
     manager = KVCacheManager(4, 11, 64, num_preallocate_tokens=0, watermark=0.2)
     request = Request("a", range(36))
@@ -157,7 +157,7 @@ def test_would_fit_accepts_the_options_of_step():
         )
     manager.step(new=[request])
     with pytest.raises(
-        ValueError, match=r"request 'a' is admitted already: expected num_tokens and"
+        ValueError, match=r"request 'a' is already admitted: expected only num_tokens and"
     ):
         manager.would_fit(Admit(request, num_tokens=1), whole=True)
     assert manager.pool.num_free == 1

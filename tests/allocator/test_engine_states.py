@@ -177,7 +177,7 @@ class Engine:
                 assert self.slots[0, block] == self.digest(tokens, start), f"{name} at {start}"
                 # New pages are cleared or overwritten by copies at the same time.
                 is_new = block in self.new and (stop - 1) // BLOCK != (start - 1) // BLOCK
-                assert not is_new, "a page is given out that a state is copied from"
+                assert not is_new, "a page is allocated from which a state is still copied"
             for group in range(1, len(self.specs)):
                 window = self.specs[group].options.get("window", 99)
                 for at in range(max(start - window + 1, 0), start):

@@ -110,7 +110,9 @@ def test_an_aborted_step_has_loaded_nothing():
 
 
 def test_blocks_of_a_receiver_are_not_hits_before_their_bytes_arrive():
-    """Prompt blocks are normally hits for the next plan, but these bytes arrive later."""
+    """Prompt blocks are normally hits for the next plan, but the bytes of these blocks arrive
+    later.
+    """
     manager = make()
     request, plan = receiver(manager)
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 4)
@@ -321,7 +323,7 @@ def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_fr
 
 
 def test_untransferred_cached_group_excludes_external_tokens():
-    """Its blocks would be hits without valid KV."""
+    """The blocks of the request would be hits without valid KV."""
     own = GroupSpec("full_attention", 4, transferred=False)
     manager = make(groups=(FULL, own))
     request = Request("a", range(9))
@@ -461,7 +463,7 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
             ValueError, match=r"row 0 is receiving: expected finish_receiving before"
         ):
             call()
-    with pytest.raises(ValueError, match=r"'a' is admitted already"):
+    with pytest.raises(ValueError, match=r"'a' is already admitted"):
         manager.step(new=[Admit(request, external=External(4))])
     with pytest.raises(
         ValueError, match=r"num_tokens is 17: expected 0 to 16, the external tokens"
@@ -482,7 +484,7 @@ def test_nonsensical_arguments_of_free_are_rejected():
     manager.step(new=[request])
     with pytest.raises(ValueError, match=r"after_step is 0 with keep_blocks: expected one of them"):
         manager.free(request, after_step=0, keep_blocks=True)
-    with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps there were"):
+    with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps made so far"):
         manager.free(request, after_step=1)
     with pytest.raises(ValueError, match=r"after_step is -1: expected 0 to"):
         manager.free(request, after_step=-1)
@@ -493,6 +495,6 @@ def test_nonsensical_arguments_of_free_are_rejected():
     manager.free(request, keep_blocks=True)
     manager.step(new=[request])
     with pytest.raises(
-        ValueError, match=r"blocks of request 'a' are kept already: expected release"
+        ValueError, match=r"blocks of request 'a' are already kept: expected release"
     ):
         manager.free(request, keep_blocks=True)

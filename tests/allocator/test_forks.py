@@ -21,7 +21,7 @@ def admit(manager, name, tokens, **options):
 
 
 def child_of(manager, parent, name, *more):
-    """Fork a child with the parent's computed tokens and these further tokens."""
+    """Fork a child with the parent's computed tokens and these additional tokens."""
     computed = manager.num_computed_tokens(parent)
     child = Request(name, [*parent.token_ids[:computed].tolist(), *more])
     assert manager.fork(parent, child) >= 0
@@ -234,7 +234,7 @@ def test_without_a_free_row_nothing_happens():
 @pytest.mark.parametrize(
     ("fork", "message"),
     [
-        (lambda m, p: m.fork(p, p), "'parent' is admitted already"),
+        (lambda m, p: m.fork(p, p), "'parent' is already admitted"),
         (lambda m, p: m.fork(Request("who", [1]), Request("c", [1])), "'who' is not admitted"),
         (lambda m, p: m.fork(p, Request("c", [*range(9), 99])), "other tokens"),
         (lambda m, p: m.fork(p, Request("c", range(9))), "other tokens"),

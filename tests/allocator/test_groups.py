@@ -164,7 +164,7 @@ class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)
             "test_x",
             derived("full_attention", pages="state"),
             TypeError,
-            "'test_x' overrides pages of FullAttention, which the native manager does not ask: "
+            "'test_x' overrides pages of FullAttention, which the native manager does not call: "
             "expected a class derived from AttentionKind",
         ),
         ("test_x", derived("recurrent", pages="tokens"), TypeError, "overrides pages of Recurrent"),
@@ -325,7 +325,7 @@ def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     run(manager, request, 24, 1)  # blocks 0 to 3 are dropped immediately
     hits = [hit_length(manager, range(n)) for n in (9, 13, 17)]
     assert hits == [8, 12, 16]
-    # Takes two of the dropped blocks.
+    # The request takes two of the dropped blocks.
     manager.step(new=[Request("b", range(500, 509), write_cache=False)])
     assert manager.pool.num_evicted == 2
     assert [hit_length(manager, range(n)) for n in (9, 13, 17)] == [8, 8, 8]
@@ -467,7 +467,8 @@ def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
 @pytest.mark.parametrize(
     ("groups", "num_shared", "chunks", "num_hit"),
     [
-        # 2,048-token blocks with states every 512 tokens. Previously 0.
+        # 2,048-token blocks with states every 512 tokens. Regression: this case used to have no
+        # hit.
         ([("full_attention", 2048), ("recurrent", 512)], 1_100, [512, 512, 176], 1_024),
         ([("full_attention", 2048), ("recurrent", 2048)], 1_100, [1_088, 112], 1_088),
         ([("full_attention", 544), ("recurrent", 544)], 1_250, [1_248, 52], 1_248),
@@ -655,9 +656,9 @@ def test_uncached_group_does_not_affect_hits():
 
 
 def test_a_group_that_is_not_cached_may_have_larger_blocks():
-    """In a step, a hit ends at the other groups' hit.
+    """In `step`, the uncached group does not shorten the hit.
 
-    The rest of the uncached block before it is zeroed.
+    Its block at the end of the hit is zeroed, because its earlier tokens are not computed.
     """
     manager = make(FULL, GroupSpec("full_attention", 16, cached=False))
     run(manager, Request("a", range(20)), 20)
@@ -781,15 +782,16 @@ def test_drafting_group_recomputes_the_last_block_of_its_hit():
     ids = manager.block_ids(request)
     manager.free(request)
     manager.cache.evict([ids[2]])
-    # Hits of 16 and 12 would read block 2, and 8 would recompute it.
+    # Hits of 16 and 12 tokens would read the evicted block 2, and for a hit of 8 tokens the drafter
+    # would recompute it.
     assert hit_length(manager, range(30)) == 4
 
 
 @pytest.mark.parametrize(
     ("groups", "hash_block_size", "num_cached", "chunks", "num_hit"),
     [
-        # The first group drafts in every case but the last but one. Previously, one unit of the
-        # joint hit was given up, for 512, 32, 64, 0 and 0 tokens.
+        # The first group drafts in every case. Regression: the joint hit used to be one unit too
+        # short, which gave hits of 512, 32, 64, 0 and 0 tokens.
         ([("full_attention", 16), ("recurrent", 512)], None, 1_100, [512, 512, 76], 1_024),
         ([("full_attention", 4), ("sliding_window", 4, 10)], None, 40, [40], 36),
         ([("full_attention", 32), ("recurrent", 32)], None, 128, [32] * 4, 96),
@@ -844,7 +846,7 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     assert plan.copy.tolist() == [[1, 2]] and plan.append_ids[0].tolist() == [2]
     manager.free(a)
     manager.free(b)
-    # Copies from the oldest block with this content.
+    # The copy is made from the oldest block with this content.
     assert manager.step(new=[Request("c", range(9))]).copy.tolist() == [[1, 3]]
     check_invariants(manager)
 
@@ -982,7 +984,7 @@ def test_hit_may_end_inside_a_window_block_that_is_not_fully_cached():
 
 
 def test_a_large_block_is_hit_by_prompts_shorter_than_it():
-    """B5: hybrid models use blocks of 2048 tokens."""
+    """Hybrid models may use blocks of 2048 tokens."""
     manager = make(
         GroupSpec("full_attention", 2048), hash_block_size=16, max_model_len=8192, num_blocks=9
     )

@@ -171,7 +171,7 @@ def test_an_unknown_algorithm_is_named():
 
 
 def test_token_ids_below_0_are_hashed_as_negative_integers():
-    """They are placeholders of images, which the extra keys identify."""
+    """Negative token ids are placeholders for images, which are identified by the extra keys."""
     tokens = [5, -1, -24, -25, -256, -257, -(2**31), 2**31 - 1]
     keys = [[("mm", "a", 1)], None]
     assert hexes(hash_blocks(tokens, 4, extra_keys=keys)) == reference(tokens, 4, keys)

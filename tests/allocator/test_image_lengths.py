@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One image identifier with two lengths.
 
-The hashes are equal, as engines compute them, but no hit is wrong.
+Engines compute equal hashes for both, but no hit may be wrong.
 """
 
 import numpy as np

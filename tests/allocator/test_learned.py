@@ -81,32 +81,32 @@ GOOD = {
         (None, "No such file"),
         ("", "Expecting value"),
         ("[" * 100_000, "recursion"),
-        ("[1]", "it is no file of learned reuse"),
-        (json.dumps({**GOOD, "kvcache": "calibration"}), "it is no file of learned reuse"),
+        ("[1]", "it is not a file of learned reuse"),
+        (json.dumps({**GOOD, "kvcache": "calibration"}), "it is not a file of learned reuse"),
         (json.dumps({**GOOD, "version": 1}), "its version is 1: expected 2"),
         (
             json.dumps({**GOOD, "reached": [[1.0]]}),
             r"reached has shape \[1, 1\]: expected \[101, 26\]",
         ),
         (json.dumps({**GOOD, "used": None}), r"used has shape \[\]"),
-        (json.dumps({**GOOD, "used": "x"}), "used is no array of numbers"),
-        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 101}), "numbers that are no counts"),
+        (json.dumps({**GOOD, "used": "x"}), "used is not an array of numbers"),
+        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 101}), "numbers that are not counts"),
         (
             json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 101}),
-            "numbers that are no counts",
+            "numbers that are not counts",
         ),
-        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 101}), "numbers that are no counts"),
+        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 101}), "numbers that are not counts"),
         (json.dumps(GOOD)[:-40], "delimiter"),
         (
             json.dumps({**GOOD, "reached": [[10**400, *[1.0] * 25], *GOOD["reached"][1:]]}),
-            r"reached is no array of numbers \(",
+            r"reached is not an array of numbers \(",
         ),
         (
             '{"kvcache": "learned reuse", "version": 2, "reached": [[1' + "0" * 5000,
             "Exceeds the limit",
         ),
-        (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 101}), "numbers that are no counts"),
-        (json.dumps({**GOOD, "used": [[1.0], [1.0, 2.0]]}), "used is no array of numbers"),
+        (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 101}), "numbers that are not counts"),
+        (json.dumps({**GOOD, "used": [[1.0], [1.0, 2.0]]}), "used is not an array of numbers"),
         (json.dumps(GOOD) + " " * (1 << 22), "it has more than 4194304 bytes"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_file_without_an_end_is_ignored_at_once():
 
 def test_numbers_that_no_float_holds_are_named():
     for value in (10**400, 10**5000):
-        with pytest.raises(ValueError, match=r"^reached is no array of numbers \("):
+        with pytest.raises(ValueError, match=r"^reached is not an array of numbers \("):
             LearnedReuse([[value]], [[1]])
 
 
@@ -144,7 +144,7 @@ def test_a_wrong_call_is_named_and_changes_nothing():
     plain = KVCacheManager(16, 9, 64)
     with pytest.raises(ValueError, match="the eviction policy does not learn: expected 'learned'"):
         plain.cache.learn_from(before)
-    with pytest.raises(ValueError, match="used has numbers that are no counts: expected 0 to"):
+    with pytest.raises(ValueError, match="used has numbers that are not counts: expected 0 to"):
         LearnedReuse(np.zeros((101, 26)), -np.ones((101, 26)))
 
 

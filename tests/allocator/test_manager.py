@@ -45,7 +45,7 @@ def test_the_last_token_always_runs():
 
 
 def test_blocks_of_one_step_are_hits_for_later_plans_only():
-    """Both requests in the step compute, so the cache has the same hash twice (D5)."""
+    """Both requests in the step compute, so the cache has the same hash twice."""
     manager = make()
     a, b = Request("a", range(10)), Request("b", range(10))
     plan = manager.step(new=[a, b])
@@ -141,7 +141,7 @@ def test_preallocation_takes_more_but_never_beyond_the_model_or_the_pool():
     assert manager.extend(a, 9).tolist() == []
     assert manager.extend(a, 1).tolist() == [4, 5, 6]
     b = Request("b", range(50, 60))
-    # Preallocated only one of two blocks.
+    # Only one of two blocks was preallocated.
     assert manager.admit(Admit(b, num_tokens=10), ()).tolist() == [7, 8, 9, 10]
     manager = make(num_preallocate_tokens=100, max_model_len=9)
     assert manager.admit(Admit(Request("a", range(3)), num_tokens=3), ()).tolist() == [1, 2, 3]
@@ -403,12 +403,12 @@ def bad_calls():
         lambda m, a: m.step(new=[Admit(unknown, num_reserved_blocks=-1)]),
         "num_reserved_blocks is -1: expected 0",
     )
-    yield lambda m, a: m.step(new=[a]), "request 'a' is admitted already"
+    yield lambda m, a: m.step(new=[a]), "request 'a' is already admitted"
     yield lambda m, a: m.step(new=[Request("b", range(65))]), "a new request would have 65 tokens"
     yield lambda m, a: m.step([0], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"
     yield lambda m, a: m.extend(unknown, 1), "request 'zz' is not admitted"
     yield lambda m, a: m.admit(Admit(unknown, num_tokens=0), ()), "num_tokens is 0"
-    yield lambda m, a: m.admit(Admit(a, num_tokens=3), ()), "request 'a' is admitted already"
+    yield lambda m, a: m.admit(Admit(a, num_tokens=3), ()), "request 'a' is already admitted"
     yield lambda m, a: m.admit(Admit(unknown, num_tokens=65), ()), "would have 65 tokens"
     yield (
         lambda m, a: m.admit(Admit(other, num_tokens=1), [1]),
@@ -584,7 +584,7 @@ check_invariants(small)
 
 
 def test_the_largest_sizes_are_served():
-    """Their sums used to overflow."""
+    """Regression: the sums of these numbers used to overflow."""
     largest = 2**31 - 1
     manager = KVCacheManager(1, 100, largest, num_preallocate_tokens=largest)
     request = Request("a", range(10))
@@ -738,7 +738,7 @@ def test_a_wrong_request_is_named(options, error, message):
 
 
 def test_a_request_without_tokens_yet():
-    """It can be queried and given slots. Blocks are published once the tokens are known."""
+    """The request can be queried and get slots. Blocks are published once the tokens are known."""
     manager = make()
     request = Request("a", [])
     assert request.num_tokens == 0 and len(manager.cache.hashes(request)) == 0

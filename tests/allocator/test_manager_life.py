@@ -216,11 +216,11 @@ def test_without_steps_in_flight_nothing_is_fenced():
 
 def test_report_of_an_unknown_step_is_rejected():
     manager = make()
-    with pytest.raises(ValueError, match="step_id is 0: there was no step yet"):
+    with pytest.raises(ValueError, match="step_id is 0: no step has been made"):
         manager.report(StepReport(0, completed=True))
     for _ in range(70):
         manager.step()
-    with pytest.raises(ValueError, match="step_id is 70: expected 0 to 69, the steps there were"):
+    with pytest.raises(ValueError, match="step_id is 70: expected 0 to 69, the steps made so far"):
         manager.abort(70)
     with pytest.raises(ValueError, match=r"step_id is 5: .* in flight, but it is too long ago"):
         manager.abort(5)

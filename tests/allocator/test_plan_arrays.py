@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of a plan are created on first access, and their values do not depend on when that is."""
+"""The arrays of a plan are created on first access, and their values do not depend on the time of
+that access.
+"""
 
 import copy
 import dataclasses
@@ -148,7 +150,7 @@ def test_fields_may_be_set():
 
 
 def state_after(manager: KVCacheManager) -> list:
-    """Return what determines the manager's further behavior: the ids it allocates, in order."""
+    """Return what determines the manager's later behavior: the ids it allocates, in order."""
     check_invariants(manager)
     answers = [manager.pool.num_free, manager.pool.num_cached]
     plan = manager.step(new=[Request("next", range(500, 570))])

@@ -204,7 +204,7 @@ def test_a_fork_begins_with_the_accepted_state_alone():
         manager.reject_tokens(parent, 1)
     plan = manager.step([row, 0], [4, 4], token_ids=[9], num_token_ids=[0, 1])
     first = manager.block_ids(child, 1).tolist()
-    # Its own state, and three more pages.
+    # The state of the row, and three more pages.
     assert plan.copy[:, 0].tolist()[-1] == pages[2] and len(first) == 4
     assert not set(first) & set(manager.block_ids(parent, 1).tolist())
     check_invariants(manager)

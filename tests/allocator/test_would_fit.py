@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers of `would_fit` hold: random requests run to their end alone in an empty manager."""
+"""The results of `would_fit` are correct: random requests run to their end alone in an empty
+manager.
+"""
 
 import pytest
 
@@ -62,7 +64,7 @@ def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
 
 
 def run(manager: KVCacheManager, request: Request, chunk: int) -> list[int]:
-    """Return the answers to a request that is served alone in chunks."""
+    """Return the statuses of a request that is served alone in chunks."""
     plan = manager.step(new=[Admit(request, num_tokens=chunk)])
     statuses = plan.status.tolist()
     while statuses[-1] == Status.SERVED:

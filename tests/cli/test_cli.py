@@ -236,8 +236,8 @@ def test_requests_of_the_published_trace_verify_with_a_window(capsys, num_reques
             "'window' is 'x': expected a whole number of at most 2147483647",
         ),
         ("sliding_window:window=" + "9" * 5000, "...': expected a whole number of at most"),
-        ("sliding_window:window", "'window' is no option: expected option=value"),
-        ("sliding_window:window=1:window=2", "'window' stands there twice: expected it once"),
+        ("sliding_window:window", "'window' is not an option: expected option=value"),
+        ("sliding_window:window=1:window=2", "'window' is given twice: expected it once"),
         ("full_attention:block_size=0", "block_size is 0: expected 1 to 2147483647"),
         ("full_attention,cross_attention", "in a replay, whose prompts have no encoder tokens"),
         (",".join(["full_attention"] * 33), "33 groups: expected at most 32"),
@@ -395,8 +395,8 @@ def test_table_has_a_host_section(capsys):
         (["--eviction", "s3_fifo:small_share=2"], "option 'small_share' is 2: expected 0 to 1"),
         (["--eviction", "s3_fifo:small_share=nan"], "option 'small_share' is nan: expected 0 to 1"),
         (["--eviction", "s3_fifo:small_share=x"], "'small_share' is 'x': expected a number"),
-        (["--eviction", "s3_fifo:small_share"], "'small_share' is no option: expected option=value"),
-        (["--eviction", "lru:a=1:a=2"], "'a' stands there twice: expected it once"),
+        (["--eviction", "s3_fifo:small_share"], "'small_share' is not an option: expected option=value"),
+        (["--eviction", "lru:a=1:a=2"], "'a' is given twice: expected it once"),
         (["--eviction", "priority:default_priority=1.5"], "expected an integer from 0 to 100"),
         (["--eviction", "x" * 999], "...': expected one of"),
         (["--compare", "x"], "--compare has 'x': expected one of last_access"),
@@ -654,7 +654,7 @@ def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
     path = str(tmp_path / "a.png")
     error = error_of(capsys, "replay", "--json", "--plot", path, code=1)
     assert (
-        "matplotlib is not installed, which --plot needs: pip install 'torch-kvcache[cli]'" in error
+        "--plot needs matplotlib, which is not installed: pip install 'torch-kvcache[cli]'" in error
     )
 
 

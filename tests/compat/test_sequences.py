@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-group manager, line by line of the contract.
+"""The sequence-group manager: each rule of its documentation.
 
 sequence_driver.py makes random calls.
 """
@@ -59,7 +59,7 @@ def counts(manager):
     return manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
 
 
-# E1: two pools ---------------------------------------------------------------------------------------
+# Two pools -------------------------------------------------------------------------------------------
 
 
 def test_null_blocks_are_in_no_count():
@@ -120,7 +120,7 @@ def test_wrong_types_are_named(arguments, named):
         make(**arguments)
 
 
-# E2: admission ---------------------------------------------------------------------------------------
+# Admission -------------------------------------------------------------------------------------------
 
 
 def test_can_allocate_keeps_the_watermark():
@@ -152,7 +152,7 @@ def test_can_allocate_counts_no_hits():
 
 def test_prompt_that_does_not_fit_is_rejected_and_changes_nothing():
     manager = make(num_gpu_blocks=3)
-    with pytest.raises(ValueError, match="expected can_allocate to be asked first"):
+    with pytest.raises(ValueError, match="expected a call of can_allocate first"):
         manager.allocate(Group("r", [seq(0, 9)]))
     assert counts(manager)[0] == 2
     manager.check_invariants()
@@ -214,7 +214,7 @@ def test_allocating_again_is_rejected():
     manager = make()
     group = admitted(manager)
     group.set_status(Status.WAITING)
-    with pytest.raises(ValueError, match="seq 'r0' has blocks already"):
+    with pytest.raises(ValueError, match="seq 'r0' already has blocks"):
         manager.allocate(group)
     with pytest.raises(ValueError, match="'s' has seq 5 twice"):
         manager.allocate(Group("s", [seq(5, 4), seq(5, 4)]))
@@ -258,7 +258,7 @@ def test_an_encoder_counts_in_what_fits():
     assert manager.can_allocate(group) == OK
     manager.allocate(group)
     other = Group("r", [seq(1, 1)], seq("e", 1))
-    with pytest.raises(ValueError, match="'r' has a cross-attention table already"):
+    with pytest.raises(ValueError, match="'r' already has a cross-attention table"):
         manager.allocate(other)
     with pytest.raises(ValueError, match="the encoder of seq_group 's' has 0 tokens"):
         manager.allocate(Group("s", [seq(1, 1)], seq("e", 0)))
@@ -271,7 +271,7 @@ def test_an_encoder_keeps_a_group_out_of_the_cache():
     assert manager.get_num_cached_tokens(seq("other", 9)) == 0
 
 
-# E3: growth ------------------------------------------------------------------------------------------
+# Growth ----------------------------------------------------------------------------------------------
 
 
 def test_append_slots_is_for_new_tokens():
@@ -309,7 +309,7 @@ def test_can_append_slots_counts_every_block_that_is_touched():
     manager = make(num_gpu_blocks=6)  # 5 blocks
     group = admitted(manager, 6, num_seqs=2)  # 2 blocks
     assert manager.can_append_slots(group, 0)  # nothing to write
-    # Slots 6 and 7 are in one block, which each sequence needs for itself.
+    # Slots 6 and 7 are in one block, of which each sequence needs its own copy.
     assert manager.can_append_slots(group, 2)
     assert not manager.can_append_slots(group, 3)  # two blocks each, 4 > 3
     group.seqs[1].status = Status.FINISHED_STOPPED
@@ -670,7 +670,7 @@ def test_siblings_have_one_list_of_hits():
     assert manager.get_common_computed_block_ids(group.seqs[1:]) is again
 
 
-# E4: forks -------------------------------------------------------------------------------------------
+# Forks -----------------------------------------------------------------------------------------------
 
 
 def test_a_fork_shares_all_blocks_and_the_first_write_copies_the_partial_one():
@@ -719,7 +719,7 @@ def test_wrong_forks_are_named():
     manager = make(enable_caching=True)
     group = admitted(manager, 6)
     parent = group.seqs[0]
-    with pytest.raises(ValueError, match="child_seq 'r0' has blocks already"):
+    with pytest.raises(ValueError, match="child_seq 'r0' already has blocks"):
         manager.fork(parent, parent)
     with pytest.raises(ValueError, match="seq 'x' has no blocks"):
         manager.fork(seq("x", 6), seq("c", 6))
@@ -774,7 +774,7 @@ def test_length_of_a_child_is_checked_if_its_tokens_are_not_read(caching):
     manager.fork(parent, Seq("c", [9] * 6, readable=False))
 
 
-# E5: swaps -------------------------------------------------------------------------------------------
+# Swaps -----------------------------------------------------------------------------------------------
 
 
 def test_blocks_shared_by_sequences_move_once():
@@ -888,7 +888,7 @@ def test_can_swap_in_counts_a_partial_last_block_once():
 
 
 def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
-    """Return the answer of can_swap_in, and whether swap_in and append_slots succeed.
+    """Return the result of can_swap_in, and whether swap_in and append_slots succeed.
 
     None: not attempted.
 
@@ -987,7 +987,7 @@ def test_a_swapped_sequence_can_be_freed():
     assert counts(manager) == (10, 10)
 
 
-# E6: windows -----------------------------------------------------------------------------------------
+# Windows ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [2, 4, 7, 9])
@@ -1087,7 +1087,7 @@ def test_hit_with_a_window_holds_only_the_window_and_keeps_the_watermark(size):
     assert num_hits > 1  # prompts that end shortly after the cached blocks
 
 
-# E7: prefix caching ----------------------------------------------------------------------------------
+# Prefix caching --------------------------------------------------------------------------------------
 
 
 def test_only_computed_blocks_are_hits():
@@ -1196,7 +1196,7 @@ def test_a_swap_in_shares_what_is_still_cached_on_the_device():
     assert manager.get_num_cached_tokens(group.seqs[0]) == 12
     again = admitted(manager, 14, "s")  # holds the same three blocks and one more
     assert counts(manager)[0] == 3
-    # Loads only a partial block, plus two of the three free blocks.
+    # The call loads only a partial block, and takes two of the three free blocks.
     assert manager.can_swap_in(group, 10) == OK
     pairs = manager.swap_in(group)
     assert len(pairs) == 1 and counts(manager) == (2, 10)
@@ -1272,7 +1272,7 @@ def test_extra_hash_is_optional_and_checked():
 
 
 def test_the_hashes_are_those_of_the_request_manager():
-    """Two managers over one allocator (E8) compute the same chain with the same salt and seed."""
+    """Two managers over one allocator compute the same chain with the same salt and seed."""
     manager = make(enable_caching=True, hash_seed="s")
     tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
     other = KVCacheManager(4, 10, 100, hash_seed="s")
@@ -1341,7 +1341,7 @@ def test_another_eviction_policy():
     for group in groups:
         manager.free(group.seqs[0])
     admitted(manager, 9, "c", first=30)
-    # The prompt that was released last.
+    # Only the blocks of the prompt that was released last are still cached.
     assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4
     assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 0
     options = {"protected_share": 0.5}
@@ -1515,7 +1515,7 @@ def test_a_group_allocated_by_its_own_code_is_allocated_once():
     manager = make(20, enable_caching=True)
     group = Group("r", [Calling("a", [*range(9)])])
     group.seqs[0].call = lambda: manager.allocate(group)
-    with pytest.raises((RuntimeError, ValueError), match=r"during this call|has blocks already"):
+    with pytest.raises((RuntimeError, ValueError), match=r"during this call|already has blocks"):
         manager.allocate(group)
     manager.check_invariants()
     assert manager.get_num_free_gpu_blocks() == 19 - 3
@@ -1540,7 +1540,7 @@ def test_a_length_that_changes_the_manager_ends_append_slots():
 
 
 class FreesWhenCollected:
-    """Part of a reference cycle whose finalizer frees sequences while `is_armed`."""
+    """A part of a reference cycle. Its finalizer frees sequences while `is_armed` is set."""
 
     is_armed = False
 

@@ -286,7 +286,7 @@ def test_engines_are_added_without_changing_the_topology():
     assert third.engine("local") == RemoteEngine(2, 1, 16)
     with pytest.raises(ValueError, match=r"engine 'a' is RemoteEngine\(tp_size=8.*known as .*=4"):
         third.with_remote("a", RemoteEngine(8))
-    with pytest.raises(ValueError, match="engine 'local' is this one's id"):
+    with pytest.raises(ValueError, match="engine 'local' is the local engine"):
         third.with_remote("local", RemoteEngine(8))
     with pytest.raises(TypeError, match="remote is 8: expected a RemoteEngine"):
         third.with_remote("c", 8)
@@ -475,7 +475,7 @@ def test_targets_and_readers_of_uneven_stages():
         (
             lambda: with_stages([(2, 1), (3, 1)], 0, 0, remotes={"r": UNLIKE})
             .get_target_remote_ranks_from_engine_id("r"),
-            "local stages hold 5 layers, remote stages 4: expected as many",
+            "local stages hold 5 layers, remote stages 4: expected the same number",
         ),
         (
             lambda: with_stages([(2, 1), (3, 1)], 0, 0).get_target_remote_ranks(1, 2),

@@ -305,5 +305,5 @@ class TestDefectsAreNoticed:
 def test_unsupported_attention_is_served_request_by_request_without_the_check():
     """The structural check still runs, because such a model is served request by request."""
     paged = attach(tiny_architecture("gpt_neo"), "8MiB", max_model_len=96, check=False)
-    assert paged.by_request and "attend by other ways than" in paged.why_by_request
+    assert paged.by_request and "do not attend through" in paged.why_by_request
     paged.detach()

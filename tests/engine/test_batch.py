@@ -56,7 +56,7 @@ def test_it_equals_a_new_batch(cache):
 
 
 def test_the_earlier_batch_keeps_its_inputs(cache):
-    """A GPU may still read them."""
+    """A GPU may still read the inputs of the earlier batch."""
     steps = steps_of(cache, 2)
     rows, starts, tokens = next(steps)
     batch = Batch(cache, rows, starts, tokens[:, None])

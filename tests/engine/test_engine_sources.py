@@ -209,7 +209,7 @@ def test_non_sources_and_two_stores_are_rejected():
     with pytest.raises(TypeError, match=r"sources\[0\] is 5: expected a KVSource"):
         Engine(engine.model, sources=[5])
     tiers = [a_tier(MemoryStore())(engine.cache) for _ in range(2)]
-    with pytest.raises(ValueError, match="sources has 2 stores: expected one at most"):
+    with pytest.raises(ValueError, match="sources has 2 stores: expected at most one"):
         Engine(engine.model, sources=tiers)
     assert all(tier.close() for tier in tiers)
 

@@ -55,7 +55,7 @@ class Course:
             if holds():
                 return
             self.step()
-        raise AssertionError("not within so many steps")
+        raise AssertionError(f"the condition did not hold within {most} steps")
 
 
 class TestBudget:
@@ -251,7 +251,7 @@ class TestErrors:
         course = Course(8)
         sequence = course.add(20)
         course.scheduler.complete(course.scheduler.schedule())
-        with pytest.raises(RuntimeError, match="none of 1 sequences has tokens to compute"):
+        with pytest.raises(RuntimeError, match="none of the 1 unfinished sequences has tokens"):
             course.scheduler.schedule()
         course.scheduler.accept(sequence, [1])
         assert course.step() == {"r0": 1}

@@ -131,7 +131,7 @@ def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
     assert (again.lora, again.cache_salt, again.session) == (("l", "/l"), "s", "t")
     # A manager identifies a request by its id.
     assert manager.row(again) == manager.row(request)
-    with pytest.raises(ValueError, match=r"request 'a' is admitted already"):
+    with pytest.raises(ValueError, match=r"request 'a' is already admitted"):
         manager.step(new=[again])
     assert manager.cache.find_prefix(again).num_tokens == 8
 
@@ -148,7 +148,7 @@ def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_error_of_pickling_native_state_names_the_class(what, protocol):
     made = what()
-    with pytest.raises(TypeError, match=rf"a {type(made).__name__} is not pickled: expected "):
+    with pytest.raises(TypeError, match=rf"a {type(made).__name__} cannot be pickled: expected "):
         pickle.dumps(made, protocol)
 
 

@@ -206,7 +206,7 @@ def huge(dtype: type = np.int32) -> np.ndarray:
             "num_computed_tokens is 'a': expected an integer",
         ),
         (lambda: Request("r", [1]).chain({}), "key is {}: expected a HashKey"),
-        (lambda: LearnedReuse(huge(), huge()), "reached is no array of numbers"),
+        (lambda: LearnedReuse(huge(), huge()), "reached is not an array of numbers"),
         (lambda: LearnedReuse.load("\0"), "path is .*: expected the name of a file"),
         (lambda: server.Limits().body_bytes([1]), r"max_model_len is \[1\]: expected an integer"),
         (lambda: server.ByteTexts().encode(5), "text is 5: expected a string"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives the manager and its plain model through the same random calls and compares every answer.
+"""Drives the manager and its plain model through the same random calls and compares every result.
 
 The choices come either from hypothesis, which shrinks its failures, or from a seeded generator,
 which is fast. An error names its seed. Keep each failure as a fixed case. `make soak SECONDS=600`
@@ -45,7 +45,9 @@ from tests.machinery.model import (
 
 @register("test_sinks_and_stride")
 class Strided(AttentionKind):
-    """A user-defined kind. A token reads from the start of the stride before its own."""
+    """A user-defined kind. A token reads from the start of the stride before the one that contains
+    it.
+    """
 
     def __init__(self, *, stride: int) -> None:
         super().__init__()
@@ -517,7 +519,7 @@ class Driver:
     def check_never(
         self, model: ModelRequest, start: int, stop: int, chunk: int, lookahead: int
     ) -> None:
-        """Check that a request answered NEVER does not fit an empty manager either.
+        """Check that a request with the status NEVER does not fit an empty manager either.
 
         The request is computed token by token up to `start`, and then in chunks.
         """

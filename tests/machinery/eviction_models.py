@@ -111,7 +111,7 @@ class Pool:
 
     def publish(self, i, number, group, parent):
         self.blocks[i].cached = (number, group, parent)
-        # Without a parent; "none" is never a hash number, so the block is no child.
+        # There is no parent. "none" is never a hash number, so the block is not a child.
         if parent is None:
             self.blocks[i].cached = (number, group, "none")
         self.blocks[i].published = self.tick()
@@ -408,7 +408,7 @@ class Ghost:
 
 
 class ByWorth(Policy):
-    """Evicts the segment with the least worth, estimated from what `source` has learned."""
+    """Evicts the segment with the lowest worth, estimated from what `source` has learned."""
 
     OF_REQUEST, NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 24, 96, 4, 26, 32_768
     LOOSE, LOADED = NUM_OWN + NUM_SHARED, NUM_OWN + NUM_SHARED + 1
@@ -503,7 +503,9 @@ class ByWorth(Policy):
 
 
 class Learned(ByWorth):
-    """Learns from a sample of blocks when each class is reused, and evicts the least worth."""
+    """Learns from a sample of blocks when each class is reused, and evicts the segment with the
+    lowest worth.
+    """
 
     def __init__(self, num_blocks, double_cost_tokens=0, tenant_share=1):
         self.source = self
@@ -574,7 +576,7 @@ class Learned(ByWorth):
             self.wanted[i] = given
 
     def give(self, i):
-        """Set the block's priority: the one of this release, else an earlier one that has not
+        """Set the block's priority: that of this release, or otherwise an earlier one that has not
         expired.
         """
         self.tenants[i] = self.tenant

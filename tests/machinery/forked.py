@@ -33,7 +33,7 @@ context.set_forkserver_preload(
 class Forked:
     """A process that runs `serve(commands, **options)`. Leaving the block kills it.
 
-    Commands and answers are JSON objects. `greeting` is the first object that `serve` sends.
+    Commands and responses are JSON objects. `greeting` is the first object that `serve` sends.
     """
 
     def __init__(self, serve: Callable[..., None], **options: object) -> None:
@@ -55,12 +55,12 @@ class Forked:
         self._commands.close()
 
     def ask(self, command: str, timeout_s: float = 90, **arguments: object) -> dict:
-        """Send a command and return the answer."""
+        """Send a command and return the response."""
         self.tell(command, **arguments)
         return self.answer(timeout_s)
 
     def tell(self, command: str, **arguments: object) -> None:
-        """Send a command that has no answer."""
+        """Send a command that has no response."""
         send(self._commands, command=command, **arguments)
 
     def signal(self, number: int) -> None:
@@ -79,13 +79,13 @@ class Forked:
         return all(each.read_text().rpartition(") ")[2][0] == "T" for each in tasks)
 
     def answer(self, timeout_s: float = 90) -> dict:
-        """Return the next answer. Most commands have one, which `ask` returns."""
+        """Return the next response. Most commands have one, which `ask` returns."""
         assert self._commands.poll(timeout_s), f"no answer within {timeout_s} s"
         return received(self._commands)
 
 
 def send(to: Connection, **values: object) -> None:
-    """Send a command or an answer as JSON."""
+    """Send a command or a response as JSON."""
     to.send_bytes(json.dumps(values).encode())
 
 

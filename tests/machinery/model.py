@@ -513,8 +513,8 @@ class ModelManager:
         self.in_flight[-1]["rows"].append(entry)
 
     def would_fit_whole(self, request, chunk, lookahead, reserved, cap):
-        """Return whether all known tokens fit when computed in chunks (now, later or never), and
-        the hits tried.
+        """Return whether all known tokens, computed in chunks, fit now, later or never, and return
+        the hits that were tried.
 
         Excludes a hit that never fits because the first chunk reads one of its pages and writes
         another. A row that computes these tokens itself needs a single page for both.
@@ -532,7 +532,7 @@ class ModelManager:
         return min(statuses), tried
 
     def _fits_whole(self, request, chunk, lookahead, reserved, num_hit):
-        """Return the answers for the whole request and for its first chunk, with this hit."""
+        """Return the statuses of the whole request and of its first chunk, with this hit."""
         held = self.hit_blocks(request, num_hit)
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
@@ -585,7 +585,9 @@ class ModelManager:
         return SERVED if fits and most_new <= room_later else WAIT, chunk_status
 
     def would_extend(self, row, count, lookahead):
-        """Return the answer that a row would get. Called on a copy of the model."""
+        """Return the status that the row would get for `count` additional tokens. Called on a copy
+        of the model.
+        """
         state = self.rows[row]
         if self.step_answer is None:
             self.step_answer, self.held_for_step = Answer(), []
@@ -604,7 +606,10 @@ class ModelManager:
         num_shared=0,
         num_prompt=None,
     ):
-        """Return the row and its blocks after the hit per group, or None."""
+        """Return the row and, for each group, its blocks after the hit.
+
+        Returns None if the request is not admitted.
+        """
         start = num_hit + num_external
         status, row = self._admit(
             request,
@@ -774,7 +779,9 @@ class ModelManager:
         return whole or [g for g in cached if self.groups[g].pages == TOKENS]
 
     def retained_ends(self, num_prompt, num_hit, num_shared):
-        """Return the hits that are retained for a request in addition to the interval."""
+        """Return the hit lengths that are retained for a request in addition to the multiples of
+        the retention interval.
+        """
         ends = set()
         drafting = [g for g, group in enumerate(self.groups) if group.drafts and group.cached]
         for partial, unit in ((True, self.unit), (False, self.whole_unit)):
@@ -818,8 +825,8 @@ class ModelManager:
         return True
 
     def has_end(self, g, tokens, num_tokens, with_host):
-        """Return the block in which this prefix ends if it is filled up to the prefix, else a false
-        value.
+        """Return the block in which this prefix ends if the block is filled up to the end of the
+        prefix; otherwise, return a falsy value.
         """
         if num_tokens > len(tokens):
             return False
@@ -1788,7 +1795,8 @@ class ModelManager:
                     continue
                 right = max(limit, start)
             invalid[block] = min(invalid.get(block, right), right)
-            # No longer found, but requests that released it are recorded.
+            # The block is no longer found, but the requests that released it must still be
+            # considered.
             if self.groups[g].pages != STATE:
                 first = (len(prefix) - 1) // size * size
                 dropped += [(of, first, block, who) for of, who in left if of == admission]

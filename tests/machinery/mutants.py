@@ -286,7 +286,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "pinning tiers",
         [
             ("unpin_all(of_session);", ""),
-            ("break;  // nothing finds what comes behind", "continue;"),
+            ("break;  // lookups cannot find the blocks after it", "continue;"),
             ("pool_->generation(pinned.id) == pinned.generation &&", ""),
         ],
     ),

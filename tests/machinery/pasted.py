@@ -223,7 +223,7 @@ class Pages:
             output = self._output(block)
             if not (missing := missing_lines(lines, output)):
                 return
-            # Metrics are updated after the answer.
+            # Metrics are updated after the response.
             is_late = "/metrics" not in block.text or time.monotonic() > deadline
             assert not is_late, f"line {block.line} of {page}: {missing} not in:\n{output[-6000:]}"
             time.sleep(0.5)

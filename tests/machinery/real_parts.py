@@ -4,10 +4,10 @@
     python -m tests.machinery.real_parts [ARGUMENT ...]
 
 The packages are installed once, into a folder outside the checkout that is put in front of the
-development environment. `make test` runs all other tests of the same files, so they are left out here.
-The tests must not be skipped because something is not installed; otherwise the run fails and lists
-them. If the packages cannot be had on this machine, the script prints the reason and exits successfully.
-ARGUMENTs go to pytest.
+development environment. `make test` runs all other tests of the same files, so they are left out
+here. The tests must not be skipped because something is not installed; otherwise the run fails and
+lists them. If the packages cannot be installed on this machine, the script prints the reason and
+exits successfully. ARGUMENTs go to pytest.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def curve(
 ) -> list[Mark]:
     """Open `count` connections, read over each one and end it.
 
-    Return a mark per `every` connections. With `most_more`, first wait until at most so many more
-    descriptors than at first are open, but not for long.
+    Return a mark per `every` connections. With `most_more`, first wait, for a limited time, until
+    at most this number of additional descriptors is open.
     """
     memory = np.zeros(4096, np.uint8)
     side = make_transport(f"a{next(_numbers)}", name, **OPTIONS)

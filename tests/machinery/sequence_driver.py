@@ -519,8 +519,8 @@ class Driver:
                 self.check_reads(group, seq, num_tokens, self.pages.cpu)
 
     def compare_events(self):
-        """Check that the number of cached hashes according to the events equals the model's number
-        of contents.
+        """Check that the number of cached hashes according to the events equals the number of
+        distinct cached blocks in the model.
         """
         for event in self.manager.drain_events():
             found = self.findable[event.medium]

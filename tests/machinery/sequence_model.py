@@ -192,7 +192,9 @@ class ModelSpace:
         return len(self.moving(keys)) <= self.cpu.num_free()
 
     def can_swap_in(self, keys, lengths, lookahead):
-        """Answer by trying it on copies: in the current state, and with an otherwise empty device."""
+        """Determine the result by trying it on copies: in the current state, and with an otherwise
+        empty device.
+        """
         if copy.deepcopy(self)._fits_back(keys, lengths, lookahead, self.watermark):
             return OK
         alone = copy.deepcopy(self)

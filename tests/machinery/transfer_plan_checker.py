@@ -96,7 +96,7 @@ class Wrong(Exception):
 
 
 def tokens_of_pages(cache, num_pages):
-    """Return [cp_world_size, num_pages, block_size] with the token in each slot (contract, A5)."""
+    """Return [cp_world_size, num_pages, block_size] with the token in each slot."""
     n, interleave = cache.cp_world_size, cache.cp_interleave
     virtual = cache.block_size * n
     position = np.arange(num_pages * virtual)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM engine in a separate process, which continues stepping while it waits for commands.
 
-`python -m tests.machinery.vllm_engine OPTIONS` reads commands and writes answers, one JSON value per
-line.
+`python -m tests.machinery.vllm_engine OPTIONS` reads commands and writes responses, one JSON value
+per line.
 """
 
 import json
@@ -61,7 +61,7 @@ class Engine:
             kept.append(line)
 
     def answer(self, timeout_s=DEADLINE_S):
-        """Return the next answer of the engine."""
+        """Return the next response of the engine."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith("@") for line in self.lines):
             assert self.process.poll() is None, "".join(self.errors)[-3000:]
@@ -72,12 +72,12 @@ class Engine:
         )
 
     def ask(self, command, *arguments, timeout_s=DEADLINE_S):
-        """Send a command and return its answer."""
+        """Send a command and return its response."""
         self.send(command, *arguments)
         return self.answer(timeout_s)
 
     def send(self, command, *arguments):
-        """Send a command whose answer is read later."""
+        """Send a command whose response is read later."""
         self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
         self.process.stdin.flush()
 

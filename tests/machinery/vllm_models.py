@@ -54,7 +54,7 @@ MODELS = {
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
         "attention_multiplier": 0.17,
     },
-    # Layers with windows and without take turns; logits are capped.
+    # Layers with and without windows alternate; logits are capped.
     "gemma2": {
         **{**TINY, "num_hidden_layers": 4, "tie_word_embeddings": True},
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},

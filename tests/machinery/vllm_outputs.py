@@ -49,7 +49,7 @@ def compare_outputs(theirs, ours, *, are_dense=True):
 
 
 def _plain(value, skipped):
-    """Return a value as containers that compare by value, without times and what managers count."""
+    """Return a value as containers that compare by value, without times and managers' counts."""
     if isinstance(value, (list, tuple)):
         return [_plain(each, skipped) for each in value]
     if hasattr(value, "tolist"):
@@ -82,7 +82,7 @@ def _compare_attributes(one, other, owner):
 
 
 def _simple(value):
-    """Return an attribute as something to compare: numbers, texts, and requests by their ids."""
+    """Return an attribute in a comparable form: numbers, texts, and requests by their ids."""
     if hasattr(value, "request_id"):
         return value.request_id
     if isinstance(value, (list, tuple, set, frozenset)) or hasattr(value, "popleft"):

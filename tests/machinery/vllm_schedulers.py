@@ -314,9 +314,9 @@ class Contents:
         for group, block in self.states_of(request, start - 1) if start else ():
             wanted = self.digest(request, start - 1)
             found = self.resolved(self.slots.get((group, block)))
-            assert found == wanted, f"{request.request_id} goes on at {start} from another state"
+            assert found == wanted, f"{request.request_id} continues at {start} from another state"
             if (stop - 1) // self.size != (start - 1) // self.size:
-                assert block not in given, "a page is given out that a state is copied from"
+                assert block not in given, "a page is allocated from which a state is still copied"
 
     def resolved(self, content):
         """Return a digest, including that of a token that was unknown when it was written."""
@@ -412,7 +412,7 @@ class SideBySide:
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
         self.drafts, self.images, self.resets, self.priorities = drafts, images, resets, priorities
-        # request id -> number, for sessions that take further parts
+        # request id -> number, for sessions that take more parts
         self.sessions = {} if sessions else None
         size = BLOCK * context_parallel_size
         self.hashers = [
@@ -466,7 +466,7 @@ class SideBySide:
         # If drafts are accepted in a request's last step, only kvcache and vLLM 0.33 cache their
         # blocks.
         is_same = live[0] <= live[1] if self.drafts and IS_032 else live[0] == live[1]
-        assert not self.exact or is_same, "events tell of other blocks"
+        assert not self.exact or is_same, "events report other blocks"
         # If there are null blocks in between, vLLM's events contain tokens that belong to none of
         # their hashes.
         if self.exact and self.is_dense and not (self.drafts and IS_032):
@@ -562,7 +562,7 @@ class SideBySide:
             )
 
     def _add_parts(self, share):
-        """Add further parts to sessions, or end them."""
+        """Add parts to sessions, or end them."""
         rng = self.rng
         for request_id, number in list((self.sessions or {}).items()):
             request = self.pair[0].requests.get(request_id)

@@ -42,7 +42,7 @@ def write_llama(folder, config):
 
 
 def write_tokenizer(folder, vocab_size):
-    """Write a tokenizer with a token per byte, and further tokens that no text contains."""
+    """Write a tokenizer with a token per byte, and additional tokens that no text contains."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

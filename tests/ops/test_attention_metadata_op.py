@@ -408,7 +408,9 @@ def test_value_out_of_range_writes_nothing(backend, message, monkeypatch):
 @each_device_backend
 @pytest.mark.parametrize("message", BAD_VALUES)
 def test_unchecked_invalid_request_becomes_padding(backend, message, monkeypatch):
-    """The request keeps its queries, so that the tokens of other requests do not move."""
+    """The invalid request keeps its query length, so that the token offsets of other requests do
+    not change.
+    """
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     changes = {
         name: value if isinstance(value, int) else ints(backend, *value)
@@ -506,9 +508,9 @@ def test_tensors_on_two_devices_are_rejected(backend):
 
 @pytest.mark.gpu
 def test_a_captured_launch_serves_changed_inputs():
-    """Captured once.
+    """Capture once, and then change the inputs in place.
 
-    Rows, lengths, tables and the number of requests then change in the same tensors.
+    Rows, lengths, tables and the number of requests change in the same tensors.
     """
     call = put(large(40, columns=9), "cuda")
     torch.ops.kvcache.attention_metadata(**call)

@@ -14,7 +14,7 @@ FIELDS = ("offset", "columns", "block_size", "world", "rank", "interleave", "win
 
 
 def reference_slot(row_ids, position, block_size, world, rank, interleave):
-    """Formula A5 of the contract, or A4 if the world size is 1."""
+    """Return the slot of a position by the documented formula; -1 on all other ranks."""
     virtual = block_size * world
     offset = position % virtual
     if (offset // interleave) % world != rank:

@@ -265,7 +265,7 @@ APART = {
     "halves of each block": halves((2, 2, 5, 2, 4), (EVERY, 0), (EVERY, 1)),
     "halves of each token": halves((2, 5, 2, 2, 4), (EVERY, EVERY, 0), (EVERY, EVERY, 1)),
     "halves of each head": halves((2, 5, 2, 8), (..., slice(0, 4)), (..., slice(4, 8))),
-    "blocks in turns": halves((4, 5, 2, 4), slice(0, 4, 2), slice(1, 4, 2)),
+    "alternating blocks": halves((4, 5, 2, 4), slice(0, 4, 2), slice(1, 4, 2)),
     "one NHD, one HND": (
         LINE[:80].view(2, 5, 2, 4),
         LINE[80:].view(2, 2, 5, 4).transpose(1, 2),

@@ -399,7 +399,7 @@ def test_blocks_read_by_custom_kind_are_kept(lookback, is_right):
 
 @register("test_goes_back")
 class GoesBack(AttentionKind):
-    """From token `at` on, reads 16 further tokens that the manager has already dropped."""
+    """From token `at` on, reads 16 more tokens that the manager has already dropped."""
 
     def __init__(self, *, at):
         super().__init__()

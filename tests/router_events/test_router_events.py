@@ -122,7 +122,7 @@ class Asker:
         self.socket.send_multipart(frames)
 
     def answers(self, num_delimiters=1):
-        """Return (topic, sequence, payload) of every answer up to the end marker."""
+        """Return (topic, sequence, payload) of every response up to the end marker."""
         found = []
         while True:
             assert self.socket.poll(DEADLINE_S * 1000), "no answer"
@@ -396,7 +396,7 @@ def test_batches_are_replayed_from_a_number_on(context, publisher, num_delimiter
 
 
 def test_req_client_gets_a_reply_per_request(context, publisher):
-    """A REQ socket receives only the first answer."""
+    """A REQ socket receives only the first response."""
     publish(publisher, 3)
     for i in range(3):
         asker = Asker(context, publisher, zmq.REQ)

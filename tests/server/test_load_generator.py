@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's load generator, `vllm bench serve`, runs against the server unchanged.
 
-`make test-vllm` runs this file, because vLLM has an environment of its own.
+`make test-vllm` runs this file, because vLLM has a separate environment.
 """
 
 import importlib.metadata

@@ -301,7 +301,7 @@ class TestChat:
         ({"prompt": []}, 400, "prompt is empty"),
         ({"prompt": [[]]}, 400, "prompt[0] is empty"),
         ({"prompt": ["fine", ""]}, 400, "prompt[1] is empty"),
-        ({"prompt": None}, 400, "prompt is None: expected a text or a list of tokens"),
+        ({"prompt": None}, 400, "prompt is None: expected a string or a list of tokens"),
         (
             {"prompt": "x" * 250},
             400,

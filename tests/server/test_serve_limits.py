@@ -138,8 +138,8 @@ class TestBodies:
     @pytest.mark.parametrize(
         "stop,expected",
         [
-            (["z"] * 17, "stop has 17 texts: expected at most 16"),
-            ("z" * 129, "stop has a text of 129 characters: expected at most 128"),
+            (["z"] * 17, "stop has 17 strings: expected at most 16"),
+            ("z" * 129, "stop has a string of 129 characters: expected at most 128"),
             ([1], "stop"),
         ],
         ids=["many", "long", "number"],
@@ -344,7 +344,7 @@ class TestAnswers:
                 thread.start()
             served.wait_until(lambda _: len(served.admission._first) == 3)
             answer = post(served)
-            assert "3 requests wait already" in message_of(answer, 429)
+            assert "3 requests are waiting" in message_of(answer, 429)
             assert answer.headers["retry-after"] == "1"
         finally:
             served.slow_seconds = 0.0
@@ -637,7 +637,7 @@ class TestAdmission:
                 for p in (2, 1, 3)
             ]
             await asyncio.sleep(0)
-            with pytest.raises(Busy, match="3 requests wait already: expected fewer than 3"):
+            with pytest.raises(Busy, match="3 requests are waiting: expected fewer than 3"):
                 admission.check()
             release.set()
             await asyncio.gather(first, *tasks)

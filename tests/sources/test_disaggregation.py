@@ -248,7 +248,7 @@ CHANGES = [
     (("hashing", "algorithm"), "another", "set hash_algorithm to the same in both"),
     (("model", "name"), "another", "name of the model is None here, 'another' in engine 'p'"),
     (("model", "groups"), [], "groups of the model is"),
-    (("digest",), "another", "the offer is of other tokens"),
+    (("digest",), "another", "the offer is for other tokens"),
     (("order",), ["a"], "order is .*: expected each layer"),
 ]
 
@@ -382,14 +382,14 @@ def test_digest_includes_everything_besides_tokens_that_kv_depends_on(ours, thei
     manager.step(new=[request])
     offer = json.loads(json.dumps(sender.publish(request)))
     assert lone()[0].match(Request("r", range(71), **ours), offer) == 70
-    with pytest.raises(ValueError, match="the offer is of other tokens"):
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
         lone()[0].match(Request("r", range(71), **theirs), offer)
 
 
 def test_states_need_the_next_token(engines):
     sender, receiver = engines("p", kinds=STATES), engines("d", kinds=STATES)
     offer = send(sender, "r", range(40))
-    with pytest.raises(ValueError, match="a token more, the first that the sender sampled"):
+    with pytest.raises(ValueError, match="one more token, the first that the sender sampled"):
         receiver.connector.match(Request("r", range(40)), offer)
 
 
@@ -569,7 +569,7 @@ def test_a_request_is_begun_once_and_after_it_was_admitted():
     receiver, *_ = lone()
     request = Request("r", range(71))
     for matched in (False, True):
-        with pytest.raises(ValueError, match="request 'r' is not to be loaded: expected"):
+        with pytest.raises(ValueError, match="request 'r' has no load to begin: expected"):
             receiver.begin(request)
         if not matched:
             receiver.match(request, an_offer())
@@ -580,11 +580,11 @@ def test_returning_request_is_matched_again():
     offer = an_offer()
     assert receiver.match(Request("r", range(71)), offer) == 70
     other = Request("r", range(500, 571))
-    with pytest.raises(ValueError, match="the offer is of other tokens"):
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
         receiver.match(other, offer)
     assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
     rank.steps.clear()
-    # Same offer, which will still be read, so the sender gets no "unread" message.
+    # The offer is the same and will still be read, so the sender gets no "unread" message.
     for _ in range(2):
         request = Request("r", range(71))
         assert receiver.match(request, offer) == 70
@@ -592,7 +592,7 @@ def test_returning_request_is_matched_again():
     assert receiver.match(Request("r", range(71)), an_offer()) == 70
     assert [len(step.unread) for step in rank.steps] == [1]
     manager.step(new=[Admit(request, external=External(70, delayed=True))])
-    with pytest.raises(ValueError, match="request 'r' is not to be loaded"):
+    with pytest.raises(ValueError, match="request 'r' has no load to begin"):
         receiver.begin(request)  # the last match was for another request with the same id
 
 
@@ -695,7 +695,7 @@ def test_a_sender_that_is_stopped_costs_the_deadline_and_no_more(engines):
         offers = [
             sender.ask("prefill", id=f"r{n}", tokens=[*range(n, n + 60)])["offer"] for n in range(3)
         ]
-        # On a busy machine, a load may take longer than the second.
+        # On a busy machine, a load may take longer than `timeout_s` (1 s).
         check_load_again(receiver, "r0", range(61), offers[0])
         sender.signal(signal.SIGSTOP)
         begun, request = time.monotonic(), Request("r1", range(1, 62))

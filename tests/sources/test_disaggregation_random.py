@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of two connectors whose ranks answer at random times: no request is lost and no
+"""Random calls of two connectors whose ranks respond at random times: no request is lost and no
 block leaks.
 """
 

@@ -793,7 +793,7 @@ def test_a_request_that_is_not_receiving_is_not_loaded():
     user = a_user()
     request = Request("a", range(20))
     user.manager.step(new=[request])
-    with pytest.raises(ValueError, match="'a' is not to be loaded: expected match"):
+    with pytest.raises(ValueError, match="'a' has no load to begin: expected match"):
         user.tier.begin(request)
     user.tier.cancel(request)
     user.end()

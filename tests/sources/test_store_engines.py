@@ -257,15 +257,15 @@ def refused_folder(tmp_path, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("a link to a folder", "is a link or no folder: expected a folder"),
-        ("a file", "is a link or no folder: expected a folder"),
+        ("a link to a folder", "is a link or not a folder: expected a folder"),
+        ("a file", "is a link or not a folder: expected a folder"),
         ("a folder of another user", "belongs to user 12345: expected"),
         ("a folder that others write to", "has mode 1777: expected one that only its owner"),
         ("a link to a file", "blocks.kv is a link: expected a file"),
         ("a file of another user", "blocks.kv' belongs to user 12345: expected"),
         ("a file that others write to", "blocks.kv' has mode 660: expected one"),
         ("a file of two names", "or has 2 names: expected a file with one name"),
-        ("a pipe", "is no regular file, or has 1 names"),
+        ("a pipe", "is not a regular file, or has 1 names"),
     ],
 )
 def test_folder_not_private_to_this_user_is_rejected(tmp_path, how, message):
@@ -303,7 +303,7 @@ def test_too_little_room_and_keys_that_are_too_long_are_named(tmp_path):
     with pytest.raises(StoreError, match="capacity_bytes is 9000: expected 12288 or more"):
         Opened(DiskStore(tmp_path, 9000))
     opened = Opened(DiskStore(tmp_path, "1MiB"))
-    with pytest.raises(StoreError, match="keys has one of 300 bytes: expected 207 at most"):
+    with pytest.raises(StoreError, match="keys has a key of 300 bytes: expected at most 207"):
         opened.store.put(["a", "b" * 300], opened.values(0, 1))
     assert opened.store.exists(["a"]) == [False]
     opened.store.close()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that give false answers, and full, torn or corrupted disks cause misses and nothing worse."""
+"""Stores that return wrong results, and full, torn or corrupted disks cause misses and nothing
+worse.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ needs_nixl = pytest.mark.skipif(
 
 
 class LyingStore(BlockStore):
-    """A store whose calls may do or answer anything.
+    """A store whose calls may do or return anything.
 
     Calls that hang continue after `gate` opens.
     """

@@ -2,8 +2,8 @@
 """Transports, fetching, disaggregation and stores with device tensors, concurrent with compute on
 another stream.
 
-The CUDA runtime without a GPU delays streams; `torch.cuda._sleep` delays one of them further.
-A stand-in replaces NIXL there and moves bytes immediately, ignoring streams, as RDMA does.
+The CUDA runtime without a GPU delays streams; `torch.cuda._sleep` delays one of them more. A
+stand-in replaces NIXL there and moves bytes immediately, ignoring streams, as RDMA does.
 """
 
 import threading

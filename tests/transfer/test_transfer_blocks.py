@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`copy_kv_blocks` (CONTRACT C3): tensors of any engine backend, in both directions."""
+"""`copy_kv_blocks`: tensors of any engine backend, in both directions."""
 
 import itertools
 import random
@@ -210,7 +210,7 @@ def test_invalid_arguments_move_nothing(message):
 
 def test_ambiguous_block_dimension_must_be_given():
     here, there = ({"a": torch.randn(2, 2, 4, 1, 8)} for _ in range(2))
-    with pytest.raises(ValueError, match="which may be either way round: expected a backend"):
+    with pytest.raises(ValueError, match="which is ambiguous: expected a backend"):
         copy_kv_blocks(here, there, [1], [0], "h2d")
     with pytest.raises(ValueError, match=r"shape \[2, 2, 4, 1, 8\]: expected \[block, token, elem"):
         copy_kv_blocks(here, there, [1], [0], "h2d", backend="MLA")

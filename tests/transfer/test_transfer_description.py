@@ -136,7 +136,7 @@ def test_ranks_of_uneven_stages_are_numbered_by_stage():
         "layers_per_rank",
     ):
         with pytest.raises(
-            ValueError, match=rf"{name} of engine 'a' differs by stage: ask stage_of"
+            ValueError, match=rf"{name} of engine 'a' differs by stage: use stage_of"
         ):
             getattr(one, name)
     alike = cache(stages=[(1, 2), (1, 2)])

@@ -270,7 +270,7 @@ def test_partial_plan_requires_only_used_pages():
     with pytest.raises(ValueError, match="local_pages holds -1"):
         plan.for_tokens(12).apply(local, np.array([[3]]))
     with pytest.raises(
-        ValueError, match="the plan is of some tokens already: expected that of whole"
+        ValueError, match="the plan is for some tokens only: expected a plan for whole"
     ):
         part.for_tokens(12)
 

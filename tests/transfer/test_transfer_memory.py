@@ -143,7 +143,7 @@ def test_ranks_of_uneven_stages_have_own_addresses():
         storage = KVStorage(9, 4, heads, 8, num_layers=layers, dtype=torch.float16)
         found = region_addresses(described, storage.pages, rank) - storage.pages.base
         assert found.tolist() == storage.pages.offsets.tolist()
-    with pytest.raises(ValueError, match="placement of engine 'e' differs by stage: ask stage_of"):
+    with pytest.raises(ValueError, match="placement of engine 'e' differs by stage: use stage_of"):
         region_addresses(described, storage.pages)
     with pytest.raises(ValueError, match="pages have 1 layers, the description 3 per rank"):
         region_addresses(described, storage.pages, 0)

@@ -131,7 +131,7 @@ def test_mutated_handshakes_are_rejected(name, rng, monkeypatch):
                             if header["op"] != "metadata":
                                 break
                     except (OSError, KeyError):
-                        pass  # the side disconnected first, or its answer has no nonce
+                        pass  # the side disconnected first, or its response has no nonce
         for connected in side.transport.peers():
             assert not connected.startswith("stranger")
         check_alive(side, name, before)

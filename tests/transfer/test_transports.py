@@ -302,7 +302,7 @@ def test_flipped_request_bits_never_give_wrong_bytes(name, kind, monkeypatch):
     assert len(np.unique(right)) == 4
     for bit in range(flips.num_bits):
         flips.bit = bit
-        with pytest.raises(TransferError, match="the request is another one than was sent"):
+        with pytest.raises(TransferError, match="the request differs from what was sent"):
             flips.run()
         target = flips.mine if kind == "pull" else flips.theirs
         assert not target.any(), bit
@@ -351,7 +351,7 @@ def test_flipped_frame_bits_are_rejected():
         with pytest.raises(ChannelError):
             taken(changed)
     for number in (4, 6):  # as if a frame were lost or duplicated
-        with pytest.raises(ChannelError, match=f"frame {number} is another one than was sent"):
+        with pytest.raises(ChannelError, match=f"frame {number} differs from what was sent"):
             taken(sent, number)
 
 
@@ -928,10 +928,10 @@ def test_listener_survives_failed_accept(side, name, monkeypatch):
 @pytest.mark.parametrize("mine, theirs", sampled([(b"a", b"b"), (b"", b"b"), (b"a", b"")]))
 def test_wrong_secret_is_rejected_on_both_sides(name, mine, theirs):
     with Side(name, secret=mine) as side, Peer(name, secret=theirs) as peer:
-        with pytest.raises(ConnectionError, match="has another secret"):
+        with pytest.raises(ConnectionError, match="has a different secret"):
             side.transport.connect(peer.metadata)
         answer = peer.ask("connect", metadata=side.transport.metadata().decode())
-        assert "has another secret" in answer["error"]
+        assert "has a different secret" in answer["error"]
         assert side.transport.peers() == []
 
 
@@ -970,7 +970,7 @@ def test_relayed_proof_is_rejected(name, own):
                 send_frame(back, answer)
                 thread.join(40)
         assert answer["op"] == ("hello" if own else "refused")
-        assert re.search("another secret" if own else "address is '127", errors[0])
+        assert re.search("a different secret" if own else "address is '127", errors[0])
         assert caller.transport.peers() == victim.transport.peers() == []
 
 

@@ -389,7 +389,7 @@ def test_a_group_may_have_no_slot_mapping():
 )
 def test_lists_of_wrong_length_are_named_with_both_lengths(name):
     options = {name: [[1]] * 3 if name == "kernel_sizes" else [1] * 3}
-    message = f"{name} has 3 entries, block_sizes has 2: expected as many"
+    message = f"{name} has 3 entries, block_sizes has 2: expected the same number"
     with pytest.raises(ValueError, match=message):
         MultiGroupBlockTable(4, 64, 16, False, "cpu", [8, 16], **options)
 
@@ -671,7 +671,7 @@ def test_entries_after_committed_tokens_have_no_slot():
 
 
 def test_commit_clears_a_tail_written_by_the_caller():
-    """A6: the tail is cleared regardless of its writer.
+    """The tail is cleared regardless of its writer.
 
     PCP padding and dummy runs write directly into the buffer.
     """

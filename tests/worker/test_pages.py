@@ -348,7 +348,7 @@ def two(shape, *others):
         (lambda: KVStorage.from_tensors([]), "kv_caches is empty: expected one entry per layer"),
         (
             lambda: KVStorage.from_tensors([torch.zeros(2, 2, 4, 1, 8)]),
-            r"kv_caches\[0\] has shape \[2, 2, 4, 1, 8\], which may be either way round",
+            r"kv_caches\[0\] has shape \[2, 2, 4, 1, 8\], which is ambiguous",
         ),
         (
             lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8)], backend="FLASH_ATTN"),

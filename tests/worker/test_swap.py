@@ -41,8 +41,8 @@ def pairs(*values):
 class Race:
     """Compute, swap out, reuse and swap in by a random sequence of calls, and compare every read.
 
-    The expected result is that of immediate execution: `device` and `host` track the number of each
-    page. The simulated device executes later, in a random legal order.
+    The expected result is that of immediate execution: `device` and `host` track the value last
+    written to each page. The simulated device executes later, in a random legal order.
     """
 
     def __init__(self, seed: int, **form) -> None:
@@ -229,7 +229,7 @@ def test_staging_halves_overlap_with_transfers(direction):
     staging = worker.engine._swap_streams[direction].staging
     first = "relayout" if direction == "out" else "bus"
     last = "bus" if direction == "out" else "relayout"
-    # `first` gets ahead of `last` by both halves and no more.
+    # Without `last`, `first` processes exactly two pages, one per staging half.
     only_first = [s for s in streams._streams if s is not staging.last]
     everything, streams._streams = streams._streams, only_first
     streams.advance()
@@ -668,7 +668,8 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
     for layer in range(LAYERS):
         storage.key_cache(layer).zero_()
         storage.value_cache(layer).zero_()
-    # Runs the given number of steps, or for 3 s and at least enough steps to reuse pages.
+    # Run the given number of steps. By default, run for 3 s, but at least long enough that pages
+    # are reused.
     steps = int(os.environ.get("KVCACHE_TEST_SWAP_STEPS", "0"))
     deadline = time.monotonic() + 3
     number = 0

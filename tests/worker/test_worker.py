@@ -714,7 +714,7 @@ def test_a_plan_that_changes_nothing_counts_as_a_step():
         w.start(manager.step([0], [1]))
 
 
-# --- answers of a plan ----------------------------------------------------------------------------
+# --- results of a plan ----------------------------------------------------------------------------
 
 
 def test_plan_answers_are_split_by_list():

@@ -40,8 +40,8 @@ struct ReleaseFeatures {
 // A learning policy's classification of a released block.
 struct ReleasedAs {
   int64_t segment = 0;     // equal for blocks released together; 0: unknown
-  int64_t time = 0;        // on the policy's clock
-  float cost = 1;          // of recomputing the block, relative to the first block of a chain
+  int64_t time = 0;        // release time, on the policy's clock
+  float cost = 1;          // cost of recomputing the block, relative to the first block of a chain
   uint16_t num_forks = 0;  // forks observed in its chain
   uint8_t reuse_class = 0;
 };
@@ -73,7 +73,7 @@ class EvictionPolicy {
 
   // Notifications from which policies learn. Each is sent before the `insert` or after the `remove`
   // that it causes.
-  virtual void on_allocate(const BlockId*, int64_t) {}  // allocated for new content
+  virtual void on_allocate(const BlockId*, int64_t) {}  // blocks were allocated for new content
   // The block becomes cached. `hash` is null while the block is only partially cached.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // a request hits these cached blocks
@@ -95,7 +95,7 @@ class EvictionPolicy {
   virtual void clear() {}  // no block is cached any more
   // Exchange of data between the policies of two tiers. `released_as` returns this policy's
   // classification of a block. `on_copy` passes the classification of a copied block to the policy
-  // of the copy's tier, and is called again after each further eviction from the other tier. Copied
+  // of the copy's tier, and is called again after each later eviction from the other tier. Copied
   // blocks are cached and held.
   virtual ReleasedAs released_as(BlockId) const { return {}; }
   virtual void on_copy(BlockId, const ReleasedAs&) {}

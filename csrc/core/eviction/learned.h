@@ -58,7 +58,7 @@ class Learned : public EvictionPolicy {
     if (chain_.size() < static_cast<size_t>(n)) chain_.resize(n);
     num_in_chain_ = 0;
     bool is_sorted = true;
-    int64_t end = 0;  // of the previous block
+    int64_t end = 0;  // end of the previous block
     for (int64_t i = n - 1; i >= 0; --i) {
       if (i >= kPrefetchBlocks) prefetch(ids[i - kPrefetchBlocks]);
       const Block* block = blocks_.find(ids[i]);
@@ -101,7 +101,7 @@ class Learned : public EvictionPolicy {
   struct Released {  // a block with a hash
     int64_t prefix_tokens;
     BlockId id;
-    uint32_t key;  // of its hash
+    uint32_t key;  // key of the block's hash
     bool operator<(const Released& other) const {
       return std::make_pair(prefix_tokens, id) < std::make_pair(other.prefix_tokens, other.id);
     }

@@ -53,7 +53,7 @@ class RetainedHits {
     int64_t tokens;
     int64_t num_redone;  // tokens after a hit that must also be known; at least the last token
   };
-  std::array<Unit, 2> units_;  // of all hits, and of hits of whole blocks
+  std::array<Unit, 2> units_;  // the units of all hits, and of hits of whole blocks
   bool is_dense_ = true, has_drafts_ = false;
 };
 

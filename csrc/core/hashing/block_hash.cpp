@@ -61,7 +61,7 @@ Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {
 
 Hash BlockHasher::hash(HashAlgorithm algorithm, const Hash& parent, const int32_t* tokens,
                        int64_t num_tokens, std::string_view extra) {
-  // Other bytes of the block, and those that are overwritten after its end.
+  // The remaining bytes of the encoded block, and the bytes that may be overwritten after its end.
   constexpr size_t kOther = 16 + kDigestOverwritten;
   static_assert(kDigestOverwritten >= kIntsOverwritten);
   const size_t capacity =

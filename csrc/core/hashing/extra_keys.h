@@ -71,7 +71,7 @@ class ExtraKeys {
   uint32_t tenant_ = 0;
   std::vector<MmItem> items_;
   std::shared_ptr<const RowDigests> embeds_;
-  mutable std::vector<Hash> embed_digests_;  // of the first blocks; computed on demand
+  mutable std::vector<Hash> embed_digests_;  // digests of the first blocks; computed on demand
   std::vector<size_t> by_first_;             // items by first token
   size_t next_ = 0;  // index in by_first_ of the first item that no requested block has reached
   std::vector<size_t> touching_;  // items that overlap the last requested block, ascending

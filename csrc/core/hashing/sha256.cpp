@@ -199,7 +199,7 @@ void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
                      const Sha256Implementation& implementation) {
   // The padding consists of a set bit, zeros, and the number of bits in 8 bytes.
   const size_t num_chunks = (size + 8) / kChunkBytes + 1;
-  std::memset(data + size, 0, kSha256Padding);  // of a fixed size, which is faster
+  std::memset(data + size, 0, kSha256Padding);  // the size is fixed, which is faster
   data[size] = 0x80;
   uint8_t* const end = data + num_chunks * kChunkBytes;
   const uint64_t num_bits = uint64_t{size} * 8;

@@ -23,7 +23,7 @@ void sha256(const uint8_t* data, size_t size, uint8_t* out,
 
 // Number of bytes after the end of the data that the padding overwrites.
 inline constexpr size_t kSha256Padding = 72;
-// The same for data that the caller no longer needs, which is padded where it is.
+// The same for data that the caller no longer needs. The data is padded in place.
 void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
                      const Sha256Implementation& implementation = sha256_implementations().front());
 

@@ -51,7 +51,7 @@ void TokenIds::take_back(int64_t n) {
 void TokenIds::fail_negative(int64_t i, int32_t id) {
   throw std::invalid_argument(
       "token_ids[" + std::to_string(i) + "] is " + std::to_string(id) +
-      ": expected 0 to 2147483647 (below 0 only where extra keys or given hashes say what it is)");
+      ": expected 0 to 2147483647 (below 0 only where extra keys or given hashes identify it)");
 }
 
 TokenChain::TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,

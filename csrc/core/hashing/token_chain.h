@@ -74,7 +74,7 @@ class TokenIds {
 class GivenHashes {
  public:
   virtual ~GivenHashes() = default;
-  // Writes the hashes of blocks [first, stop). Throws if they are missing or have another length.
+  // Writes the hashes of blocks [first, stop). Throws if they are missing or have the wrong length.
   virtual void read(int64_t first, int64_t stop, Hash* out) const = 0;
 };
 

@@ -119,7 +119,7 @@ void DeferredFrees::check_invariants(PerBlock<int32_t>* references) const {
   for (BlockId id = 1; id < pool_->num_blocks(); ++id) {
     if (counted[id] != waiting_[id] || kept_of[id] != kept_of_[id]) {
       throw std::logic_error("fences and names hold block " + std::to_string(id) +
-                             " another number of times");
+                             " a different number of times");
     }
   }
 }

@@ -65,7 +65,7 @@ class DemandRules {
   bool shares_from(const RowBlocks* held, int64_t start) const;
 
   int64_t watermark_blocks() const { return watermark_blocks_; }
-  // The answer for a row of num_blocks blocks that does not fit.
+  // Returns the status of a row of num_blocks blocks that does not fit.
   Status never_or_wait(int64_t num_blocks) const {
     return num_blocks > pool_->num_total() ? Status::kNever : Status::kWait;
   }

@@ -52,9 +52,8 @@ class Invalidation {
   // Finds everything that was computed from the invalid content.
   void spread();
 
-  const Limits& limits() const {
-    return limits_;
-  }  // of all rows that must recompute, and possibly of other rows
+  // Returns the limits of all rows that must recompute, and possibly of other rows.
+  const Limits& limits() const { return limits_; }
   std::vector<BlockId> blocks() const;  // in ascending order
   InvalidChains chains() const;         // invalid chains of both tiers
 

@@ -289,7 +289,7 @@ void Manager::check_copies_taken() const {
   if (!tiers_.frees().awaits_copies()) return;
   throw std::invalid_argument(
       "hits of admit end inside blocks, and their copies were not taken: expected a call of "
-      "take_copies before requests go on");
+      "take_copies before requests continue");
 }
 
 int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {

@@ -78,8 +78,8 @@ class Manager {
   void check_reader() const { guard_.check_reader(); }
   bool is_broken() const { return guard_.is_broken(); }
   void check_sound() const { guard_.check_sound(); }
-  // Used for changes that are part of a call but follow it. While the result exists, an exception
-  // breaks the manager.
+  // For changes made by the caller that belong to a call of the manager. While the result exists,
+  // an exception breaks the manager.
   Soundness::Change change(const char* call) { return {soundness(), call}; }
   Soundness* soundness() { return &guard_.soundness(); }
 
@@ -135,11 +135,11 @@ class Manager {
   // continues.
   int64_t finish_receiving(int32_t row, int64_t num_tokens);
 
-  // Serves rows created by `admit`, in two calls. First, `take_in` checks all asks and appends
-  // their ids to the chains. If an ask is rejected or hashing is interrupted, no chain changes.
-  // Then `serve` allocates the slots of one row. If they do not fit, it removes the row's ids again
-  // and changes nothing else. Pass an ask that will not be served to `give_back`. `lists_new`:
-  // whether the result lists the new blocks.
+  // Serves rows created by `admit`, in two calls. First, `take_in` checks all requests (`RowAsk`)
+  // and appends their token ids to the chains. If one is rejected or hashing is interrupted, no
+  // chain changes. Then `serve` allocates the slots of one row. If they do not fit, it removes the
+  // row's token ids again and changes nothing else. Pass every RowAsk that will not be served to
+  // `give_back`. `lists_new`: whether the result lists the new blocks.
   void take_in(const RowAsk* asks, size_t n);
   Slots serve(const RowAsk& ask, bool lists_new = true);
   // Both calls in one, for one row.
@@ -211,8 +211,7 @@ class Manager {
   // Removes the hashes of these blocks, which may be held or free (see BlockPool::evict).
   void evict(const BlockId* ids, int64_t n);
 
-  // Returns the number of leading blocks of the row in this group that exactly num_running rows
-  // hold.
+  // Returns how many leading blocks of the row in this group are held by exactly num_running rows.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
 
   bool reset_prefix_cache();
@@ -271,7 +270,7 @@ class Manager {
   std::vector<int64_t> external_hits(const std::vector<NewRow>& requests);
 
   ManagerSetup setup_;
-  Prefault prefault_;  // notes the arrays of the members that follow
+  Prefault prefault_;  // records the arrays that the members below allocate
   CallGuard guard_;
   RowTable rows_;
   Steps steps_;

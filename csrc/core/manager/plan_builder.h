@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Builds the plan of a step, which consists of answers and changes.
+// Builds the plan of a step, which consists of results and changes.
 //
 // Between steps, the builder collects what the next plan must contain: freed rows to clear, and
 // rows whose tables must be sent again. Within a step, it holds the blocks that the plan reads.
@@ -28,13 +28,13 @@ class PlanBuilder {
   const std::vector<int32_t>& direct_pairs() const { return direct_pairs_; }
   bool is_step() const { return is_step_; }
 
-  // Sets the sizes of the first two parts of the answers, for running rows and for rows to swap
-  // out. The answers for new requests follow.
+  // Sets the numbers of results for running rows and for rows to swap out, which come first. The
+  // results for new requests follow.
   void set_parts(int64_t num_running, int64_t num_leaving) {
     plan_.num_running = num_running;
     plan_.num_leaving = num_leaving;
   }
-  // Adds an answer. `row` is -1 for a request that got no row.
+  // Adds a result. `row` is -1 for a request that got no row.
   void answer(int32_t row, Status status, int64_t num_computed_tokens, int64_t num_tokens) {
     plan_.rows.push_back(row);
     plan_.status.push_back(static_cast<uint8_t>(status));

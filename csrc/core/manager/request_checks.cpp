@@ -141,7 +141,7 @@ void RequestChecks::check_departure(int32_t row, const Departure& departure) con
   check_on_device(row);
   if (!c_.frees->keeps(*departure.keep_as)) return;
   throw std::invalid_argument("blocks of request '" + *departure.keep_as +
-                              "' are kept already: expected release_blocks before");
+                              "' are already kept: expected release_blocks before");
 }
 
 void RequestChecks::check_kept(const std::string& name) const {

@@ -175,7 +175,7 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
 }
 
 // Returns the first multiple of `unit` from num_tokens on that ends a retained hit of all groups.
-// Returns num_tokens itself if it is no multiple.
+// Returns num_tokens itself if it is not a multiple.
 int64_t RowServer::first_retained(int32_t row, int64_t num_tokens, int64_t unit) const {
   const RetainedEnds& ends = c_.rows->info(row).retained;
   for (int64_t before = -1; num_tokens % unit == 0 && num_tokens != before;) {
@@ -234,7 +234,7 @@ Status RowServer::would_fit(const NewRow& asked, bool whole) {
     const Status status =
         whole ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
               : demand.status;
-    // Accepts the first hit that fits, like `step`, which does not consider further chunks.
+    // Accepts the first hit that fits, like `step`, which does not consider later chunks.
     if (demand.status == Status::kServed) return status;
     answer = std::min(answer, status);
     if (!tries_less(asked, hit, demand.status)) break;
@@ -501,7 +501,9 @@ int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, in
 }
 
 void RowServer::check_invariants() const {
-  if (!growth_.left_states().empty()) throw std::logic_error("a step has left a state on the move");
+  if (!growth_.left_states().empty()) {
+    throw std::logic_error("a step has not processed a state that leaves its page");
+  }
 }
 
 }  // namespace kvcache

@@ -2,8 +2,8 @@
 // Serves rows: allocates the next slots of running rows, admits requests, and forks rows.
 //
 // DemandRules computes what a row needs. If the demand fits, RowGrowth allocates it, and the
-// journal and the plan record it. Invariant: a row that does not fit gets an answer and stays
-// unchanged.
+// journal and the plan record it. Invariant: a row that does not fit gets the corresponding status
+// and stays unchanged.
 #pragma once
 
 #include <cstdint>
@@ -75,14 +75,14 @@ class RowServer {
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // Continues a row, which has released its blocks, from its hit in the device cache. Encoder pages
-  // on the host stay there until the row returns.
+  // on the host stay there until the row is swapped in.
   void restart(int32_t row);
 
-  // Returns the number of leading blocks of the row in this group that exactly num_running rows
-  // hold.
+  // Returns how many leading blocks of the row in this group are held by exactly num_running rows.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const;
 
-  // Throws std::logic_error if a state is still about to leave its page after a step.
+  // Throws std::logic_error if a state that leaves its page has not been processed by the end of a
+  // step.
   void check_invariants() const;
 
  private:

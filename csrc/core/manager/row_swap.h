@@ -50,7 +50,7 @@ class RowSwap {
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
 
   // Called within a step before rows are served. Moves the step's rows that fit to the host.
-  // Returns which rows have moved. Their answers follow the answers for running rows.
+  // Returns which rows have moved. Their results follow the results for running rows.
   std::vector<bool> leave(const StepRequest& request);
   void answer(const StepRequest& request, const std::vector<bool>& have_left);
 

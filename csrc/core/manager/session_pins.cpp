@@ -40,7 +40,7 @@ std::vector<SessionPins::Pinned> SessionPins::found(const Hash* hashes, size_t n
       if (id != kNullBlock) {
         pinned.push_back({id, group.id, pool_->generation(id), hashes[i]});
       } else if (group.keeps_all) {
-        break;  // nothing finds what comes behind
+        break;  // lookups cannot find the blocks after it
       }
     }
   }

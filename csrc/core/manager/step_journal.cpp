@@ -82,9 +82,9 @@ void StepJournal::check_step_id(int64_t step_id) const {
   if (step_id >= 0 && step_id < numbers_.num_steps) return;
   throw std::invalid_argument("step_id is " + std::to_string(step_id) +
                               (numbers_.num_steps == 0
-                                   ? std::string(": there was no step yet")
+                                   ? std::string(": no step has been made")
                                    : ": expected 0 to " + std::to_string(numbers_.num_steps - 1) +
-                                         ", the steps there were"));
+                                         ", the steps made so far"));
 }
 
 void StepJournal::check_may_abort(int64_t step_id) const {

@@ -11,14 +11,14 @@ namespace kvcache {
 
 enum class Status : uint8_t { kServed = 0, kWait = 1, kNever = 2 };
 
-// The answers and the changes of a step. Ragged arrays are grouped by row.
+// The results and the changes of a step. Ragged arrays are grouped by row.
 struct StepPlan {
   int64_t step_id = -1;
   int64_t previous_step_id = -1;  // last earlier step that was not aborted, or -1
-  // Answers for running rows come first, then answers for rows to swap out, then answers for new
+  // Results for running rows come first, then results for rows to swap out, then results for new
   // requests.
   int64_t num_running = 0, num_leaving = 0;
-  std::vector<int32_t> rows;  // per answer; -1: no row
+  std::vector<int32_t> rows;  // per result; -1: no row
   std::vector<uint8_t> status;
   std::vector<int32_t> num_computed_tokens;  // position at which the new tokens of the row start
   std::vector<int32_t> num_tokens;           // tokens that got slots; 0 if not served

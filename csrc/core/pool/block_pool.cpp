@@ -180,7 +180,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
     }
     at(id, "ids");  // throws if the id is not in this pool
     throw std::invalid_argument(named("ids", id) +
-                                " more often than it is held: it was released already");
+                                " more often than it is held: it was already released");
   }
   if (!candidates_) return;
   const Soundness::Change change = this->change("release");

@@ -36,8 +36,7 @@
 
 namespace kvcache {
 
-// Invalid content, identified by the tags of its hashes, and the short tags of the roots of its
-// chains.
+// Invalid content: the tags of its hashes, and the short tags of the roots of its chains.
 struct InvalidChains {
   std::unordered_set<uint64_t> hashes;
   std::unordered_set<uint32_t> roots;
@@ -45,8 +44,9 @@ struct InvalidChains {
 
 class BlockPool {
  public:
-  // `num_blocks` includes the null block. Memory stays zero pages until a block is first used.
-  // Without a policy, the least recently released block is evicted first.
+  // `num_blocks` includes the null block. The memory for a block's metadata is not committed until
+  // the block is first used, unless a Prefault commits it. Without a policy, the least recently
+  // released block is evicted first.
   explicit BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy = nullptr);
 
   int64_t num_blocks() const { return num_blocks_; }
@@ -105,11 +105,10 @@ class BlockPool {
   // blocks may have the same hash.
   void publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group);
 
-  // Records events that blocks with this content are reused, because a request hits them.
+  // Records an event for the reuse of blocks with this content, which a request has hit.
   void announce(const Content& content, int64_t n, uint8_t group);
 
-  // Like `publish`, for one block that holds a copy of a cached block of another pool. Returns
-  // whether it is the first under its hash.
+  // Like `publish`, for one block that holds a copy of a cached block of another pool.
   void publish_copy(BlockId id, const Copied& copied);
   Copied copied(BlockId id, bool is_chain) const;  // for a published block
 
@@ -141,8 +140,8 @@ class BlockPool {
     return partial_.find(hash, group, variant);
   }
 
-  // Removes the hash of each block, which may be held or free. Free blocks are allocated first
-  // afterwards. Uncached ids are ignored.
+  // Removes the hash of each block, which may be held or free. Afterwards, the free blocks among
+  // them are allocated first. Uncached ids are ignored.
   void evict(const BlockId* ids, int64_t n);
 
   void evict_group(uint8_t group);  // removes the hashes of all blocks of the group
@@ -299,7 +298,8 @@ class BlockPool {
   ZeroedArray<Lineage> lineage_;  // lineage of cached blocks
   HashIndex index_;
   FreeList uncached_free_, cached_free_;
-  FreeList passed_;  // pinned blocks skipped by eviction, released before all of `cached_free_`
+  // Pinned blocks that eviction has skipped. All were released before those in `cached_free_`.
+  FreeList passed_;
   BlockId next_fresh_ = 1;  // blocks from this id on were never used; they are free and in no list
   int64_t num_free_;
   int64_t num_cached_ = 0;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Eviction in a pool with a policy or pins.
 //
-// `passed_` followed by `cached_free_` contains all free cached blocks in release order, candidates
-// or not. Eviction moves pinned blocks from the head of `cached_free_` to `passed_`. When a pin on
-// one of them is released, all blocks in `passed_` return to the front.
+// `passed_` followed by `cached_free_` contains all free cached blocks in release order, whether or
+// not they are candidates. Eviction moves pinned blocks from the head of `cached_free_` to
+// `passed_`. When a pin on one of them is released, all blocks in `passed_` return to the front.
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -236,7 +236,8 @@ void BlockPool::check_places() const {
   const auto require = [](bool ok, const char* what, int64_t id) {
     if (!ok) throw std::logic_error(std::string(what) + " (block " + std::to_string(id) + ")");
   };
-  require(is_plain_ == (!candidates_ && !pins_), "a pool takes itself for a plain one", 0);
+  require(is_plain_ == (!candidates_ && !pins_), "a pool is wrongly marked as plain or not plain",
+          0);
   int64_t num_pinned = 0;
   for (BlockId id = 1; id < num_blocks_; ++id) {
     const Block& block = blocks_[id];

@@ -139,7 +139,7 @@ void CacheTree::check_invariants(const std::vector<Member>& members) const {
     const Block& block = blocks_[entry.block];
     require(entry.num_children == 0 && block.older != kNullBlock &&
                 key_of(block.group, tag_of(block.hash)) == key,
-            "an entry names a block of another hash");
+            "an entry names a block with a different hash");
   }
   for (const auto& [key, num] : num_counted) {
     const auto found = num_children.find(key);

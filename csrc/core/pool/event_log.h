@@ -34,7 +34,7 @@ class EventLog {
   };
   struct Drained {
     std::vector<Event> events;
-    std::vector<int32_t> tokens;  // of the stored blocks, each with its lookahead, concatenated
+    std::vector<int32_t> tokens;  // tokens of the stored blocks, each followed by its lookahead
   };
 
   static constexpr size_t kMostEvents = size_t{1} << 20, kMostTokens = size_t{1} << 24;

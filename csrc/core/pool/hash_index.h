@@ -69,7 +69,7 @@ class HashIndex {
     // Number of entries stored after this bucket whose home is at or before it.
     uint32_t num_displaced;
     BlockId ids[kSlots];
-    uint32_t epoch;  // of the content
+    uint32_t epoch;  // epoch of the content
   };
   static_assert(sizeof(Bucket) == 64, "a search reads one cache line per bucket");
   struct Place {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distinguishes contents with equal hashes.
+// Distinguishes different content with equal hashes.
 //
 // The interoperable hash contains an image's identifier and start, but not its number of tokens.
 // Two requests that use the same identifier with different lengths may have equal hashes but

@@ -303,7 +303,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         parent = self._known(parent_seq)
         child_id = core.seq_id_of(child_seq)
         if child_id in self._allocated:
-            raise ValueError(f"child_seq {child_id!r} has blocks already: expected a new seq_id")
+            raise ValueError(f"child_seq {child_id!r} already has blocks: expected a new seq_id")
         parent_id = core.seq_id_of(parent_seq)
         core.check_tier(self._native, parent.row, "parent_seq", parent_id, on_host=False)
         tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
@@ -323,6 +323,6 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         self._cross.check_new(request_id)
         for seq_id in seq_ids:
             if seq_id in self._allocated:
-                raise ValueError(f"seq {seq_id!r} has blocks already: expected a new seq_id")
+                raise ValueError(f"seq {seq_id!r} already has blocks: expected a new seq_id")
         if len(seqs) > 1:
             check_one_prompt(seq_group, seqs, reads_ids)

@@ -18,8 +18,8 @@ def checked_window(sliding_window: int | None) -> int | None:
     window = integer(sliding_window, "sliding_window")
     if window < 2:
         raise ValueError(
-            f"sliding_window is {window}: expected 2 or more, a token that reads itself alone needs "
-            "no cache"
+            f"sliding_window is {window}: expected 2 or more, because a token that reads only "
+            "itself needs no cache"
         )
     return window
 
@@ -45,8 +45,8 @@ def check_one_prompt(
         )
         if not same:
             raise ValueError(
-                f"seq {seq.seq_id!r} of seq_group {seq_group.request_id!r} has other tokens, or "
-                f"another extra_hash, than seq {shown(first.seq_id)}: expected one prompt"
+                f"seq {seq.seq_id!r} of seq_group {seq_group.request_id!r} has different "
+                f"tokens or extra_hash than seq {shown(first.seq_id)}: expected one prompt"
             )
 
 
@@ -55,7 +55,7 @@ def device_name(device: Enum | str) -> str:
     name = device if isinstance(device, str) else getattr(device, "name", None)
     if not isinstance(name, str):
         raise TypeError(
-            f"device is {shown(device)}: expected 'gpu', 'cpu' or an enum member so named"
+            f"device is {shown(device)}: expected 'gpu', 'cpu' or an enum member with that name"
         )
     if name.lower() not in ("gpu", "cpu"):
         raise ValueError(f"device is {shown(device)}: expected 'gpu' or 'cpu'")
@@ -64,4 +64,4 @@ def device_name(device: Enum | str) -> str:
 
 def fail_to_fit(what: str, num_free: int, question: str) -> NoReturn:
     """Raise ValueError for a request that needs more than the free blocks."""
-    raise ValueError(f"{what}, {num_free} blocks are free: expected {question} to be asked first")
+    raise ValueError(f"{what}, {num_free} blocks are free: expected a call of {question} first")

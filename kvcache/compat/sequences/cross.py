@@ -39,7 +39,7 @@ class CrossTables:
         """Check that the group has no table."""
         if request_id in self.by_request:
             raise ValueError(
-                f"seq_group {request_id!r} has a cross-attention table already: expected "
+                f"seq_group {request_id!r} already has a cross-attention table: expected "
                 "free_cross first"
             )
 

@@ -65,7 +65,7 @@ class SequenceSwaps(SequenceTables):
             self._known(seq).num_tokens + count > self.max_model_len
             for seq, count in zip(seqs, new)
         )
-        slots += [0] * (len(rows) - len(slots))  # for the row of the encoder
+        slots += [0] * (len(rows) - len(slots))  # 0 for the row of the encoder
         required, alone = self._native.num_blocks_back(rows, slots)
         if self._pool.num_free - required >= self.watermark_blocks and not too_long:
             return AllocStatus.OK

@@ -95,8 +95,8 @@ class SequenceTables(core.SequenceCalls):
             num_tokens = self._native.num_computed_tokens(known.row)
             if not num_tokens == known.num_tokens == len(known.tokens.ids):
                 raise RuntimeError(
-                    f"seq {seq_id!r} has {num_tokens} tokens with slots, {known.num_tokens} that are "
-                    f"said to be, and {len(known.tokens.ids)} known ids"
+                    f"seq {seq_id!r} has {num_tokens} tokens with slots, a count of "
+                    f"{known.num_tokens}, and {len(known.tokens.ids)} known ids"
                 )
             if self._native.is_on_host(known.row):
                 continue

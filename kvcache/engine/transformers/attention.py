@@ -176,16 +176,14 @@ def paged_attention(
 
 def _attention_of(module: torch.nn.Module, options: dict[str, object]) -> Callable:
     if options.get("position_bias") is not None:
-        raise ValueError(
-            f"{type(module).__name__} passes a position_bias: such attention is not supported"
-        )
+        raise ValueError(f"{type(module).__name__} passes a position_bias, which is not supported")
     if options.get("softcap") is None and options.get("s_aux") is None:
         return sdpa_attention_forward
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise ValueError(
             f"{type(module).__name__} caps scores or has sinks, and its module has no "
-            "eager_attention_forward: such attention is not supported"
+            "eager_attention_forward: this is not supported"
         )
 
     def attend(module, q, k, v, mask, **options):

@@ -107,7 +107,7 @@ class PagedCache(Cache):
         """End the forward pass. Raises RuntimeError if the model bypassed paged attention."""
         if self._unread:
             raise RuntimeError(
-                f"layers {sorted(self._unread)} update K and V, and attend by other ways than "
+                f"layers {sorted(self._unread)} update K and V, but do not attend through "
                 "transformers' attention interface"
             )
 

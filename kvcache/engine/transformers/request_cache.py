@@ -65,7 +65,7 @@ class _PagedLayer(CacheLayerMixin):
         """Return -1, which means no limit."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name in transformers 5.23
+    get_max_cache_shape = get_max_length  # the name of this method in transformers 5.23
 
 
 class _PagedHybridLayer(LinearAttentionLayer, _PagedLayer):

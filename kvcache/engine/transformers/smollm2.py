@@ -68,7 +68,7 @@ def _weights() -> Path:
 def _require(module: str, install: str) -> None:
     if find_spec(module) is None:
         raise ModuleNotFoundError(
-            f"{module} is not installed, which smollm2 needs: {install}", name=module
+            f"smollm2 needs {module}, which is not installed: {install}", name=module
         )
 
 

@@ -12,7 +12,10 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class Facts(NamedTuple):
-    """What does not change while a request runs. Streaming sessions change it, and have none."""
+    """The attributes of a request that do not change while it runs.
+
+    Streaming sessions have no facts, because they change these attributes.
+    """
 
     request: Request
     request_id: str
@@ -83,7 +86,7 @@ class SteadyBatch:
         return SteadyBatch([list(compress(column, mask)) for column in self.columns], self.checked)
 
     def extended(self, facts: Sequence[Facts]) -> SteadyBatch:
-        """Return the batch with further requests at its end."""
+        """Return the batch with additional requests at its end."""
         return SteadyBatch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
 
     def num_tokens(self) -> np.ndarray:

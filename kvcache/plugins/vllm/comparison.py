@@ -29,7 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvcache.plugins.vllm.hashing import get_request_block_hasher
 
 _Pair = tuple[Request, Request]
-_Scheduled = tuple[_Pair, int]  # and the number of tokens of the step
+_Scheduled = tuple[_Pair, int]  # a pair and its number of tokens in the step
 NUM_STEPS = 50
 _MOST_RUNNING = 4
 _MOST_PROMPT_TOKENS = 5120
@@ -108,11 +108,11 @@ class _Sides:
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._unit = arguments["scheduler_block_size"]
         self._has_encoder = any(isinstance(each, CrossAttentionSpec) for each in specs)
-        # A state becomes a hit at another step than in vLLM, so such requests run one by one, and
-        # their chunks are single blocks.
+        # A state becomes a hit in a different step than in vLLM, so requests with states run one by
+        # one, and their chunks are single blocks.
         self._has_states = any(isinstance(each, MambaSpec) for each in specs)
         self._most_running = 1 if self._has_states else _MOST_RUNNING
-        self._num_lookahead = 0 if self._has_states else 3  # as for drafts
+        self._num_lookahead = 0 if self._has_states else 3  # slots as for three drafts
         windows = [getattr(each, "sliding_window", None) or 0 for each in specs]
         most = max(8 * self._unit + self._unit // 2, max(windows) + 4 * self._unit)
         self._longest = arguments["max_model_len"]

@@ -65,7 +65,7 @@ def accept_new_parameters(ours: type, theirs: type) -> None:
         known = inspect.signature(own).parameters
         if any(each.kind is each.VAR_KEYWORD for each in known.values()):
             continue
-        if getattr(own, "accepts", None) is method:  # by an earlier scheduler of this process
+        if getattr(own, "accepts", None) is method:  # replaced by an earlier scheduler
             continue
         new = {key: each for key, each in parameters.items() if key not in known}
         for key, each in new.items():
@@ -75,7 +75,7 @@ def accept_new_parameters(ours: type, theirs: type) -> None:
             ):
                 raise ValueError(
                     f"vLLM's {theirs.__name__}.{name} has the parameter {key!r}, which kvcache's "
-                    f"does not know; serve with vLLM's own scheduler, or update kvcache"
+                    f"does not have; serve with vLLM's own scheduler, or update kvcache"
                 )
         if new:
             setattr(ours, name, _accepting(own, method, new))

@@ -62,7 +62,7 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
     rows = [("vLLM", version, True)]
     try:
         config, sizes = _config(arguments)
-    except Exception as error:  # vLLM's reasons are as many as its options
+    except Exception as error:  # vLLM may raise any exception for its options
         return [*rows, ("options", f"vLLM rejects them: {_one_line(error)}", False)]
     rows.append(("model", f"{config.model_config.architecture}, {config.model_config.dtype}", True))
     connector = config.kv_transfer_config
@@ -134,7 +134,7 @@ def _scheduler(config: VllmConfig) -> Any:
 
 
 class _NoWorkers(Executor):
-    """Answers what the engine core asks its workers before it creates the scheduler."""
+    """Stands in for the workers, which the engine core queries before it creates the scheduler."""
 
     def _init_executor(self) -> None:
         config = self.vllm_config

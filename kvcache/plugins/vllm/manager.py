@@ -119,7 +119,8 @@ class VllmCacheManager:
         self._has_waiting = lambda: True
         self._may_look = True  # whether this step may look up hits
         self._step_of_lookup = -1
-        self._has_begun = False  # the current step, before vLLM's scheduler begins it
+        # Whether `begin_decode_step` has already begun the step that vLLM's scheduler begins next.
+        self._has_begun = False
 
     def described(self) -> str:
         """Return the policy, the number of blocks, the groups and the hashes in one line."""
@@ -228,7 +229,7 @@ class VllmCacheManager:
             held.stop = stop = request.num_computed_tokens + num_new_tokens
             held.step = self._ahead.step
             if self._states.are_copied and request.status is not RequestStatus.RUNNING:
-                # A session goes on. The worker gets all of its blocks again.
+                # A session continues, so all of its blocks are sent to the worker again.
                 held.copied_states = self._states.last_held(
                     self.native, held.request, request.num_computed_tokens
                 )
@@ -266,7 +267,7 @@ class VllmCacheManager:
     def begin_decode_step(self, request_ids: Container[str]) -> dict[str, KVCacheBlocks] | None:
         """Begin a step that computes one token of each of these running requests.
 
-        Return the new blocks by request. None: a request needs a native call of its own, which may
+        Return the new blocks by request. None: a request needs a separate native call, which may
         fail. The step has begun nevertheless: the next `new_step_starts` does nothing, and
         `allocate_slots` serves the requests.
         """
@@ -408,8 +409,8 @@ class VllmCacheManager:
         num_computed = min(
             request.num_computed_tokens - request.num_output_placeholders, request.num_tokens
         )
-        # The native row cannot go back behind the start of its last step, which counts drafts that may
-        # have been rejected since. Without its tokens, a block is not cached.
+        # The native row cannot be rolled back past the start of its last step. This start includes
+        # drafts that may have been rejected since. Without its tokens, a block is not cached.
         self._append_known(request, held.request, num_computed + self._hashed.num_lookahead)
         num_computed = max(num_computed, held.num_published, held.start)
         # A state cannot be rolled back, so the request's last step counts as computed.
@@ -564,7 +565,9 @@ class VllmCacheManager:
         return found
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Return 0 for each group, like vLLM's own: 0.32 has no cascade attention."""
+        """Return 0 for each group, as vLLM 0.32's own manager does, because it has no cascade
+        attention.
+        """
         return [0] * self.num_kv_cache_groups
 
     # --- requests ---

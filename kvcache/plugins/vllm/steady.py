@@ -2,9 +2,9 @@
 """Steady decode steps of vLLM's scheduler, built from columns instead of one request at a time.
 
 In a steady step nothing waits and each running request computes one token, so `schedule()` repeats
-the previous step with other numbers, and `update_from_output` appends one token to each request.
-Both change the same state as vLLM's methods. Every condition is checked before anything changes, and
-the methods return None where one fails; the caller then runs vLLM's own code.
+the previous step with different numbers, and `update_from_output` appends one token to each
+request. Both change the same state as vLLM's methods. Every condition is checked before anything
+changes, and the methods return None if one fails; the caller then runs vLLM's own code.
 
 The code follows vLLM's line by line, so it runs only with versions of `known_sources.py`.
 """
@@ -46,7 +46,7 @@ class SteadySteps:
         self._batch = NOBODY
         self._refused: Request | None = None  # a running request that needs vLLM's code
         self._in_flight: deque[tuple[SchedulerOutput, SteadyBatch]] = deque(maxlen=_MOST_IN_FLIGHT)
-        self._has_nans = False  # requests keep their number of NaNs
+        self._has_nans = False  # whether requests store their number of NaNs
         # Only vLLM's schedule() preempts, resumes and admits requests. Between two calls, requests that
         # were checked need fewer checks.
         self._epoch = 0
@@ -66,7 +66,7 @@ class SteadySteps:
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput | None:
         scheduler = self._scheduler
         if not scheduler.running:
-            self._batch = NOBODY  # which holds no requests
+            self._batch = NOBODY  # NOBODY contains no requests
             return None
         if throttle_prefills or not self._is_plain():
             return None
@@ -123,7 +123,7 @@ class SteadySteps:
         wanted = set(requests)
         last = last.where([each in wanted for each in last.requests])
         new = requests[len(last.requests) :]
-        if last.requests + new != requests:  # in another order
+        if last.requests + new != requests:  # the order has changed
             last, new = NOBODY, requests
         facts = [facts_of(each) for each in new]
         self._refused = next((each for each, own in zip(new, facts) if own is None), None)
@@ -323,7 +323,7 @@ class SteadySteps:
                     return None
             batch.checked = self._epoch
         sampled, at = answered.sampled_token_ids, answered.req_id_to_index
-        if list(at) != batch.ids or list(at.values()) != batch.positions:  # in another order
+        if list(at) != batch.ids or list(at.values()) != batch.positions:  # the order differs
             if not all(map(at.__contains__, batch.ids)):
                 return None
             sampled = list(map(sampled.__getitem__, map(at.__getitem__, batch.ids)))

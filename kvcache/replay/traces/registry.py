@@ -16,7 +16,7 @@ from kvcache.replay.traces.fields import Line, TraceError, quoted
 from kvcache.replay.workload import WorkloadRequest
 
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
-_MOST_LOOKED_AT = 10_000  # lines of a log before the first request
+_MOST_LOOKED_AT = 10_000  # maximum number of log lines before the first request
 MOST_LINE_BYTES = 2**26  # larger than a prompt of several million tokens
 
 

@@ -113,7 +113,7 @@ class CacheRank(RankThread):
         secret: Secret that peers must share.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: The storages do not match the layouts. `make_transport` may raise other errors.
     """
 

@@ -109,7 +109,7 @@ class Connector:
             if not kind_class(spec.kind).pages.is_transferable:
                 raise ValueError(
                     f"a group is of kind {spec.kind!r} and transferred: expected transferred=False, its "
-                    "blocks hold no run of tokens"
+                    "blocks do not hold consecutive tokens"
                 )
         self._kinds = [make_kind(spec.kind, spec.options) for spec in specs]
         self._layouts = self._ranks[0].handshake.groups
@@ -231,7 +231,7 @@ class Connector:
         Args:
             request: The request.
             num_tokens: Number of tokens computed in all layers.
-            num_layers: Number of layers that are further ahead.
+            num_layers: Number of layers that have computed tokens up to `end_token`.
             end_token: End of the tokens that are computed in these layers.
             rank: The rank that has made this progress. None: all ranks.
         """
@@ -270,8 +270,8 @@ class Connector:
     def match(self, request: Request, offer: Mapping[str, Any] | None = None) -> int:
         """Return the number of tokens of an offer that can be loaded after the local hit.
 
-        This method does not read blocks or change the manager. While steps answer `WAIT`, call it
-        again immediately before each step.
+        This method does not read blocks or change the manager. While the status in plans is `WAIT`,
+        call it again immediately before each step.
 
         Args:
             request: A request that is not admitted.
@@ -504,7 +504,7 @@ class Connector:
                 if end < offer.num_tokens:
                     raise ValueError(
                         f"the request has {request.num_tokens} tokens, and the offer has states after "
-                        f"{offer.num_tokens}: expected a token more, the first that the sender sampled"
+                        f"{offer.num_tokens}: expected one more token, the first that the sender sampled"
                     )
                 is_there = len(blocks) == 1 and blocks[0] > 0
             else:
@@ -515,8 +515,8 @@ class Connector:
         return end
 
     def _forget_incomplete(self, load: SourceLoad[_Reading]) -> None:
-        """Remove blocks that the sender had filled only partially from the cache. They are valid
-        only for this request.
+        """Remove from the cache the blocks that the sender had only partially filled. They are
+        valid only for this request.
         """
         lost: list[int] = []
         for group, layout, theirs, ids in zip(

@@ -175,11 +175,11 @@ class Offer:
         if integer(num_tokens, "num_tokens") < self.num_tokens:
             raise ValueError(
                 f"the request has {num_tokens} tokens, the offer {self.num_tokens}: expected a prompt of "
-                "as many tokens"
+                "at least as many tokens"
             )
         if digest_of_first(self.num_tokens) != self.digest:
             raise ValueError(
-                "the offer is of other tokens, images or another adapter: send both engines the same "
+                "the offer is for other tokens, images or another adapter: send both engines the same "
                 "prompt"
             )
 
@@ -194,7 +194,9 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         text = json.dumps(own, sort_keys=True)
     except (ValueError, RecursionError):
-        raise ValueError("a value has no form in JSON: expected numbers and strings") from None
+        raise ValueError(
+            "a value cannot be represented in JSON: expected numbers and strings"
+        ) from None
     return own | {"seal": hashlib.sha256(text.encode()).hexdigest()}
 
 

@@ -23,7 +23,7 @@ class ConnectorOptions:
             if either side requests it.
 
     Raises:
-        TypeError: A value has a wrong type.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range.
     """
 

@@ -94,7 +94,7 @@ class RemotePrefill:
         self._circuit = Circuit() if circuit is None else circuit
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "kvcache prefill")
         self._prefills: dict[str, _Prefill] = {}
-        self._late: list[Future[Mapping[str, Any]]] = []  # answers for abandoned prompts
+        self._late: list[Future[Mapping[str, Any]]] = []  # responses for abandoned prompts
         self._asked = self._unanswered = self._unasked = self._refused = 0
 
     @property
@@ -121,7 +121,7 @@ class RemotePrefill:
 
     @property
     def is_busy(self) -> bool:
-        """Whether loads, quarantined blocks, leases or late answers are left."""
+        """Whether loads, quarantined blocks, leases or late responses are left."""
         return self._connector.is_busy or bool(self._late)
 
     def match(self, request: Request) -> int | None:

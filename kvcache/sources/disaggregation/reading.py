@@ -211,7 +211,7 @@ class Read(ABC):
             if self.error is None and time.monotonic() >= self._deadline:
                 raise TransferError(f"not done within {self._timeout_s:g} s")
             return self._stage()
-        except Exception as error:  # the request must get an answer after any error
+        except Exception as error:  # the request must get a result after any error
             self._fail(f"{error}" if isinstance(error, _ERRORS) else repr(error))
             return self._stage()
 

@@ -45,7 +45,7 @@ class DiskStore(BlockStore):
 
     Values persist across restarts. If the version or size of values has changed, the file is
     replaced. After a crash, a value that was being written is either missing or has a wrong digest.
-    If the disk is full, no further values are stored.
+    If the disk is full, no more values are stored.
 
     Args:
         folder: The folder.
@@ -147,7 +147,7 @@ class DiskStore(BlockStore):
             if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                 raise
             raise StoreError(
-                f"folder {str(self.folder)!r} is a link or no folder: expected a folder"
+                f"folder {str(self.folder)!r} is a link or not a folder: expected a folder"
             ) from error
         try:
             _check_own(found, self.folder, is_folder=True)
@@ -167,7 +167,7 @@ class DiskStore(BlockStore):
         for key in keys:
             if (size := len(key.encode())) > _MOST_KEY_BYTES:
                 raise StoreError(
-                    f"keys has one of {size} bytes: expected {_MOST_KEY_BYTES} at most"
+                    f"keys has a key of {size} bytes: expected at most {_MOST_KEY_BYTES}"
                 )
         for first in range(0, len(keys), _BLOCKS_PER_CALL):
             stop = first + _BLOCKS_PER_CALL
@@ -254,7 +254,7 @@ class DiskStore(BlockStore):
         """
         keys, values = _checked_keys(keys), listed(values, "values")
         if self._agent is None:
-            raise StoreError("the store is not open: expected open before")
+            raise StoreError("the store is not open: expected a call of open first")
         if len(values) != len(keys):
             raise ValueError(f"values has {len(values)} entries: expected {len(keys)}, one per key")
         begin = self._memory.ctypes.data
@@ -384,7 +384,7 @@ def _check_own(fd: int, path: Path, *, is_folder: bool) -> None:
         )
     if not is_folder and (not stat.S_ISREG(found.st_mode) or found.st_nlink != 1):
         raise StoreError(
-            f"file {str(path)!r} is no regular file, or has {found.st_nlink} names: expected a file "
+            f"file {str(path)!r} is not a regular file, or has {found.st_nlink} names: expected a file "
             "with one name"
         )
 

@@ -56,7 +56,7 @@ def fingerprint(
         ValueError: The contents of the pages are unknown and `contents` is missing, `contents` is
             not one storage per group over `pages`, or the interleave for context parallelism is
             missing or differs from the interleave of the pages.
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)

@@ -33,14 +33,15 @@ from kvcache.worker import KVStorage, Pages, SwapEngine, SwapJob
 from kvcache.worker.pages.page_copy import PageCopy
 
 _MOST_LOOKUPS = 4096  # maximum number of cached lookups; the oldest is dropped first
-# Limits of bytes and blocks per call. Reads wait only milliseconds for a write, while blocks share
-# the cost of a call. Mooncake accepts at most 1,024 keys.
+# Limits of bytes and blocks per call. The limits are small enough that a read waits only
+# milliseconds for a write, and large enough that many blocks share the fixed cost of a call.
+# Mooncake accepts at most 1,024 keys.
 _BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
 _TOO_LATE = "the store did not answer in time"
 _WRONG = {
     "missing": "the store no longer has a block",
     "corrupt": "the digest of a block is wrong",
-    "misfit": "a block has another size or key",
+    "misfit": "a block has the wrong size or key",
     "error": "a call of the store failed",
 }
 _MEDIUMS = {"device": "gpu", "host": "cpu"}
@@ -132,7 +133,7 @@ class StoreTier:
         circuit: Circuit breaker for a failing store.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: The manager has no events, a store cannot fill its groups (`StoredPrefixes`), or an
             argument is invalid.
         MemoryError: There is not enough memory for staging.

@@ -254,7 +254,7 @@ def check_each_once(ids: np.ndarray, name: str) -> None:
     if ids.size == 0:
         return
     most = int(ids.max())
-    if most < 64 * ids.size:  # here marking pages is cheaper than sorting them
+    if most < 64 * ids.size:  # in this case, marking pages is cheaper than sorting them
         named = np.zeros(most + 1, bool)
         named[ids] = True
         if np.count_nonzero(named) == ids.size:
@@ -284,6 +284,6 @@ def remote_page_ids(
         if len(pages) != num_groups:
             raise ValueError(
                 f"remote_pages of rank {rank} has {len(pages)} groups, local_pages {num_groups}: "
-                "expected as many"
+                "expected the same number"
             )
     return found

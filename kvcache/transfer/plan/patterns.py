@@ -468,5 +468,6 @@ def _may_join(runs: np.ndarray, remote_stride: int, local_stride: int) -> bool:
     both sides.
     """
     ends = runs[:, 1:5:2] + runs[:, 4:]
-    begins_next = np.concatenate([runs[1:, 1:5:2], runs[:1, 1:5:2]])  # the first follows the last
+    # The first run follows the last run.
+    begins_next = np.concatenate([runs[1:, 1:5:2], runs[:1, 1:5:2]])
     return bool(((ends - begins_next) % (remote_stride, local_stride) == 0).all(axis=1).any())

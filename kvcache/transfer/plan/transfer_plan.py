@@ -200,7 +200,7 @@ class TransferPlan(PatternPlan):
             [0, 1, 2, 0, 1, 2]
         """
         if self.is_partial:
-            raise ValueError("the plan is of some tokens already: expected that of whole groups")
+            raise ValueError("the plan is for some tokens only: expected a plan for whole groups")
         num_tokens = integer(num_tokens, "num_tokens", 1, self.tokens_per_group)
         first_token = integer(first_token, "first_token", 0, num_tokens - 1)
         if first_token % self.local.tokens_per_page:

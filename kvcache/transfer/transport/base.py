@@ -302,4 +302,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all connections and threads, and stop listening. Further calls have no effect."""
+        """End all connections and threads, and stop listening. Later calls have no effect."""

@@ -71,7 +71,7 @@ def receive_frame(
     if number is not None:
         told = bytes(_receive(sock, _DIGEST_BYTES, deadline))
         if told != _digest(number, lengths + text, payload):
-            raise ChannelError(f"frame {number} is another one than was sent: their digests differ")
+            raise ChannelError(f"frame {number} differs from what was sent: the digests differ")
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):

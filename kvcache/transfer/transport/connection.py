@@ -78,7 +78,7 @@ class StagedTransfer(Transfer):
 
     @property
     def job(self) -> Job | None:
-        """The job that moves the bytes. None until the peer has answered."""
+        """The job that moves the bytes. None until the peer has responded."""
         return self._job
 
     @job.setter
@@ -129,7 +129,7 @@ class Connection:
     - `pull` (id, spans): the peer reads. Answered with `start` (id), then bytes, then `done` (id,
       message).
     - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, bytes, and `landed`.
-    - `refused` (id, reason): the request is refused; sent instead of another answer.
+    - `refused` (id, reason): the request is refused; sent instead of another response.
     - `more` and `end` (tag): whether another piece of the bytes after a `start` follows.
     - `digest` (tag, digest): the digest of the next piece. On a mismatch, `spoiled` (id) is sent
       instead of `landed`. If digests are enabled, `pull`, `push` and every frame (`Channel`) also
@@ -430,7 +430,7 @@ class Connection:
         found = digest_of_request(kind, self._tag(number, mine=False), payload, message)
         if header.get("digest") == found:
             return found
-        reason = "the request is another one than was sent: their digests differ"
+        reason = "the request differs from what was sent: the digests differ"
         self.put({"op": "refused", "id": number, "reason": reason})
         return None
 
@@ -564,7 +564,7 @@ class Connection:
             self.put({"op": "cancelled", "id": number})
         elif (job := self._incoming.get(self._tag(number, mine=False))) is not None:
             job.stop()
-        # If the job is gone, the answer is already in flight.
+        # If the job no longer exists, the response is already in flight.
 
     def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
         if number not in self._given_up or self._transfers[number][2] != "push":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests that detect data which differs from what was sent or requested.
 
-A request has a digest. The digest of each piece of the answer covers the request's digest, the
+A request has a digest. The digest of each piece of the response covers the request's digest, the
 piece's number and its bytes. Each side computes it from its own copy of the request, so bytes of
 another request or another piece do not match. The digest of a frame covers its number and content
 (`channel`).
@@ -33,5 +33,5 @@ def digest_of_request(kind: str, tag: int, payload: bytes, message: bytes) -> st
 
 
 def digest_of_answer(request: str, number: int, piece: str) -> str:
-    """Return the digest of a piece in an answer. `piece` is the digest of its bytes."""
+    """Return the digest of a piece of a response. `piece` is the digest of its bytes."""
     return core.xxh3_128(f"{request} {number} {piece}".encode()).hex()

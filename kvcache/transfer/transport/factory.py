@@ -26,7 +26,7 @@ def make_transport(
         name: "nixl" or "gloo". None: NIXL if it is installed, otherwise gloo.
         host: Address to listen on.
         port: Port to listen on. 0: any free port.
-        options: Further options:
+        options: Other options:
 
             - `secret`: secret bytes that must be equal on both sides.
             - `timeout_s`: deadline of a transfer in seconds (30).
@@ -45,7 +45,7 @@ def make_transport(
         The transport.
 
     Raises:
-        TypeError: An option is unknown or has a wrong type.
+        TypeError: An option is unknown or has the wrong type.
         ValueError: An option is out of range.
         ImportError: NIXL is requested but not installed.
         OSError: The address is in use.

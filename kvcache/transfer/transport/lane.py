@@ -106,14 +106,14 @@ class Job:
         self._copying = threading.Lock()
         self._changed = threading.Condition()
         self._stopped = False
-        self._is_over = False  # whether no further pieces will be promised
+        self._is_over = False  # whether no more pieces will be announced
         self.num_promised = PIECES_AHEAD
         self._digests: deque[str] = deque()  # digests of pieces that were not checked yet
         self._num_digests = 0
         self.is_spoiled = False  # whether the received bytes differ from the sent bytes
 
     def stop(self) -> None:
-        """Prevent further copies."""
+        """Prevent more copies."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -145,7 +145,7 @@ class Job:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Record that no further piece will arrive, or that no piece is expected."""
+        """Record that no more pieces will arrive, or that no piece is expected."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -161,7 +161,9 @@ class Job:
 
         with self._changed:
             if not self._changed.wait_for(is_known, self.timeout_s):
-                raise TimeoutError("the peer did not say in time that it goes on")
+                raise TimeoutError(
+                    "the peer did not announce in time whether another piece follows"
+                )
             return number < self.num_promised
 
     def digest_of(self, number: int, piece: torch.Tensor) -> str:
@@ -196,7 +198,7 @@ class Flow:
     time.
 
     While pieces are in flight, the next piece is gathered or scattered. `say` informs the other
-    side that a job has another piece ("more") or no further piece ("end") and, with `has_digest`,
+    side that a job has another piece ("more") or no more pieces ("end") and, with `has_digest`,
     sends the digest of each piece ("digest").
     """
 

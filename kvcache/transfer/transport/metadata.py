@@ -59,7 +59,7 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
     """Deserialize metadata.
 
     Raises:
-        TypeError: A field has a wrong type.
+        TypeError: A field has the wrong type.
         ValueError: The data is invalid, or belongs to another version or transport.
     """
     if not isinstance(data, bytes | bytearray | memoryview):

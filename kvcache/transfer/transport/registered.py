@@ -85,7 +85,7 @@ class RegisteredMemory:
             The new regions, with adjacent regions of an allocation merged.
 
         Raises:
-            TypeError: A value has a wrong type. Nothing was added.
+            TypeError: A value has the wrong type. Nothing was added.
             ValueError: A size is below 1, or the memory is already registered under another device.
                 Nothing was added.
         """

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvcache.worker.pages.pages import Pages
 
 _MOST_GREETING = 64  # maximum number of sides that connect at the same time
-_PIECE_BYTES = 8 << 20  # default bytes per piece; measured only on two busy cores
+_PIECE_BYTES = 8 << 20  # default bytes per piece; tuned only on a machine with two busy cores
 _CALL_S = 0.005  # interval in seconds for checking whether a peer has connected
 _RETRY_S = 0.05  # pause in seconds after a connection that could not be accepted
 _LINGER_S = 1.0  # seconds for `close` to send queued frames
@@ -325,7 +325,7 @@ class StagedTransport(Transport):
                 connection.fail(str(error))
 
     def _await_call(self, theirs: Metadata, deadline: float) -> bool:
-        """Wait for a connection from the peer that replaces this side's connection.
+        """Wait until the peer connects. Its connection replaces the one opened by this side.
 
         Returns whether the peer is connected.
         """

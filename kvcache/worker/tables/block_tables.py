@@ -37,7 +37,7 @@ class BlockTables:
         pcp_padding: Whether to lengthen the slot mapping by `2 * pcp_world_size * max_num_reqs`.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or the groups differ in `context_parallel`.
 
     Example:
@@ -129,7 +129,7 @@ class BlockTables:
             The tables.
 
         Raises:
-            TypeError: An argument has a wrong type.
+            TypeError: An argument has the wrong type.
             ValueError: An argument is out of range, or `max_encoder_tokens` is given without an encoder
                 group.
 

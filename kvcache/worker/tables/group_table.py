@@ -39,7 +39,7 @@ class GroupTable:
         group: Index of the group.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: `group` is out of range.
 
     Example:

@@ -36,7 +36,7 @@ class TableShape:
             in `max_num_blocks`.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, no kernel block size divides `block_size`,
             `cp_kv_cache_interleave_size` does not divide the kernel block size, or both `encoder` and
             `circular` are True.

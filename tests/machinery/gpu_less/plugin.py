@@ -139,7 +139,8 @@ def _waits_for_values(func, args, kwargs) -> bool:
         masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
         if not masks or name == "index":
             return bool(masks)
-        fill = args[2].numel() == 1 and args[2].device.type == "cpu"  # masked_fill in torch
+        # torch implements this case as masked_fill, which does not wait.
+        fill = args[2].numel() == 1 and args[2].device.type == "cpu"
         return not (fill and sum(x is not None for x in args[1]) == 1)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     return name == "_unique" or any(tag in func.tags for tag in tags)

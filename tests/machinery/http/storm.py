@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures whether honest clients of a server get correct answers in time next to hostile clients.
 
-`python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the same
-honest clients run alone first, and then together with hostile clients, which are threads of another
-process. The hostile clients send tiny temperatures, floods of stop texts, large bodies, many
-prompts, many samples, surrogates, huge numbers and broken HTTP. Others leave in the middle of a
-stream, do not read, send single bytes slowly, or stay silent. The output is the number of correct
+`python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the
+same honest clients run alone first, and then together with hostile clients, which are threads of
+another process. The hostile clients send tiny temperatures, floods of stop strings, large bodies,
+many prompts, many samples, surrogates, huge numbers and broken HTTP. Others leave in the middle of
+a stream, do not read, send single bytes slowly, or stay silent. The output is the number of correct
 answers and the honest clients' p99 latency: the medians over the turns and their ratio.
 """
 

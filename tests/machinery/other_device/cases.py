@@ -684,7 +684,7 @@ def _(device: str) -> object:
 
 @case("Engine", "PagedModel", "attach", "Batch", "Context", ops_needed=True)
 def _(device: str) -> object:
-    """Answers equal the CPU's, with prefix hits and swapped-out sequences."""
+    """The outputs equal the CPU's, with prefix hits and swapped-out sequences."""
     found = []
     for name, options in (("llama", {"host_budget": 1 << 20}), ("bamba", {})):
         model = attach(tiny_model(name).to(device), "1MiB", max_model_len=128, **options)

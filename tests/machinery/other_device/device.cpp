@@ -2,10 +2,10 @@
 // The device "sealed", a backend of PrivateUse1: memory that the host may touch only within the
 // device's own copies.
 //
-// Every allocation is a mapping of its own, PROT_NONE but while a copy of the device runs, so
-// anything else that follows its address dies of SIGSEGV at the first byte. The device can
-// allocate, view, fill and copy; every other op runs on the CPU by torch's boxed fallback, which
-// can be switched off.
+// Every allocation is a separate mapping, which is PROT_NONE except while a copy of the device
+// runs. Any other access to its address causes SIGSEGV at the first byte. The device can allocate,
+// view, fill and copy; every other op runs on the CPU by torch's boxed fallback, which can be
+// switched off.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -86,7 +86,7 @@ void Memory::release(void* at) {
   memory().mappings_.erase(found);
 }
 
-// A tensor as one of the CPU, over the same bytes, which are open as long as this object lives.
+// A CPU tensor over the same bytes, which are accessible as long as this object exists.
 class Opened {
  public:
   explicit Opened(const Tensor& tensor) : on_cpu(tensor) {
@@ -174,7 +174,7 @@ Tensor& set_storage(Tensor& self, at::Storage storage, int64_t offset, at::IntAr
   return at::cpu::set_(self, std::move(storage), offset, size, stride);
 }
 
-// Composite operators lead here, and torch has no fallback for it.
+// Composite operators call this operator, for which torch has no fallback.
 Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                    bool transposed, at::IntArrayRef output_padding, int64_t groups) {

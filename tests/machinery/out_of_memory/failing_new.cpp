@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// To be preloaded: `operator new` that throws std::bad_alloc at the n-th call after fail_new_at(n),
-// in the thread that asked for it. n < 0: never. `spares`: calls by torch's own libraries do not count.
+// A library to preload. Its `operator new` throws std::bad_alloc at the n-th call after
+// fail_new_at(n), in the thread that called fail_new_at (n < 0: never). `spares`: calls by torch's
+// own libraries do not count.
 #include <dlfcn.h>
 
 #include <cstdlib>
@@ -11,7 +12,7 @@ namespace {
 thread_local long left = -1;
 thread_local bool spares_torch = false;
 
-// Whether it is torch itself that allocates: some of its functions end the process then.
+// Whether torch itself allocates. Some of its functions end the process if an allocation fails.
 bool is_spared(void* caller) {
   Dl_info found{};
   if (!spares_torch || dladdr(caller, &found) == 0 || found.dli_fname == nullptr) return false;
@@ -23,7 +24,7 @@ void* allocate(std::size_t size, std::size_t alignment, void* caller) {
     left = -1;
     throw std::bad_alloc();
   }
-  // aligned_alloc takes multiples of the alignment only.
+  // aligned_alloc accepts only multiples of the alignment.
   const std::size_t rounded =
       alignment == 0 ? size : (size + alignment - 1) / alignment * alignment;
   void* const memory =

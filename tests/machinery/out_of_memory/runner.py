@@ -75,7 +75,7 @@ def _say_broken(trial: Trial) -> list[bool]:
 
 
 def _states(case: Case) -> list[list[object]]:
-    """Return the state of an untouched twin, and the answer and state of a twin after the call."""
+    """Return the state of an untouched twin, and the result and state of a twin after the call."""
     untouched, called = case.make(), case.make()
     answered = plain(called.call())
     return [

@@ -18,7 +18,7 @@ class Trial:
     """A fresh object and the call that must fail."""
 
     call: Callable[[], object]
-    # Queries that show the complete state, and change it. Their answers may have any type.
+    # Queries that show the complete state, and change it. Their results may have any type.
     state: Callable[[], Iterator[object]]
     # Calls that a broken object rejects. The first one must not change an intact object.
     refusals: list[Callable[[], object]]
@@ -54,7 +54,7 @@ def plain(value: object) -> object:
 
 
 def answer(call: Callable[[], object]) -> object:
-    """Make the call. Return its answer or the exception that it raised."""
+    """Make the call. Return its result or the exception that it raised."""
     try:
         return plain(call())
     except Exception as error:

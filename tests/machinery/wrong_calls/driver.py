@@ -51,7 +51,7 @@ _JOURNAL = 900  # file descriptor for a child's findings; no argument uses this 
 _ERRORS = ".stderr"  # file in a child's folder
 _OWN_FAULT = 99  # exit code of a worker for an error of the fuzzer itself
 _ROUNDS = 3  # repetitions of a batch that may leak
-_MOST_DEATHS = 2  # per scene in a child; further batches of the scene are skipped
+_MOST_DEATHS = 2  # per scene in a child; later batches of the scene are skipped
 
 
 @dataclass
@@ -170,7 +170,7 @@ class _Child:
     def batch(self, numbers: list[int], name: str, make: Callable, wanted: object) -> None:
         """Run a batch of calls on one scene.
 
-        `wanted`: (the answer of an untouched twin,), or None if the scene's state is compared
+        `wanted`: (the result of an untouched twin,), or None if the scene's state is compared
         instead.
         """
         started = time.process_time()

@@ -2,8 +2,8 @@
 """Objects in a known state, valid calls for them, and their subsequent behavior.
 
 A scene has `calls()`, which yields (name, function, valid arguments by name) with new arguments for
-each call. It also has `follow()`, which returns the further answers of the objects as plain values,
-to be compared with an untouched twin's.
+each call. It also has `follow()`, which continues to use the objects and returns the results as
+plain values, for comparison with those of an untouched twin.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Scene:
         return None
 
     def others(self) -> list[object]:
-        """Return valid objects to pass as the wrong argument."""
+        """Return valid objects to pass where an object of another type is expected."""
         return []
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class ManagerScene(Scene):
 
 
 class Seq:
-    """An engine's sequence, whose answers can each be made invalid."""
+    """An engine's sequence. The return value of each of its methods can be made invalid."""
 
     def __init__(self, seq_id: object, tokens: list[int], status: object = "WAITING") -> None:
         self.seq_id, self.tokens, self.status = seq_id, tokens, status

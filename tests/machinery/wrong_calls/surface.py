@@ -129,7 +129,7 @@ def modules() -> list[ModuleType]:
     found = [kvcache]
     extra = os.environ.get(
         "KVCACHE_FUZZ_PATH"
-    )  # folder with further modules, for testing the fuzzer
+    )  # folder with additional modules, for testing the fuzzer
     if extra is not None and extra not in kvcache.__path__:
         kvcache.__path__.append(extra)
     for each in pkgutil.walk_packages(kvcache.__path__, "kvcache.", onerror=lambda name: None):

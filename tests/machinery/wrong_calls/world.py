@@ -43,7 +43,7 @@ class World:
 
     @property
     def others(self) -> list[object]:
-        """Return all objects made so far, to pass as the wrong argument."""
+        """Return all objects made so far, to pass where an object of another type is expected."""
         return list(self._made.values())
 
     def get(self, name: str) -> object:

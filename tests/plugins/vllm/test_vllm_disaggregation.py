@@ -171,7 +171,7 @@ WRONG = {
     "a hash algorithm": (("hashing", "algorithm"), "xxhash", "set --prefix-caching-hash-algo"),
     "another model": (("model", "head_size"), 64, "serve the same model"),
     "another dtype": (("groups", 0, "description", "dtype"), "bfloat16", "dtype"),
-    "another prompt": (("digest",), "0" * 64, "the offer is of other tokens"),
+    "another prompt": (("digest",), "0" * 64, "the offer is for other tokens"),
     "no blocks": (("blocks", 0), [], "expected enough"),
     "freed blocks": (("blocks", 0, 0), 0, "a window's blocks"),
     "metadata": (("ranks", 0, "metadata"), "bm9uZQ==", "expected JSON"),

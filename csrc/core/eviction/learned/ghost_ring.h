@@ -16,11 +16,11 @@ namespace kvcache {
 // the later record.
 class GhostRing {
  public:
-  static constexpr int kMostTurn = 3;    // later turns are alike
+  static constexpr int kMostTurn = 3;    // later turns are recorded as this one
   static constexpr uint32_t kDone = 31;  // bucket of records that are not sampled or were used
   struct Record {
     uint32_t key;             // even
-    uint32_t time_lower = 0;  // of the release
+    uint32_t time_lower = 0;  // lower and upper bits of the release time
     uint32_t time_upper : 16;
     uint32_t reuse_class : 7;
     uint32_t bucket : 5;     // age bucket reached so far; kDone: no longer counted
@@ -84,7 +84,8 @@ class GhostRing {
   // If half of 32,768 records are unsampled, one of four counts is not 0. With 16,384 counts, two
   // of three were not, and a release took 6 ns more per block.
   static constexpr uint32_t kNumCounts = 65'536;
-  static constexpr uint8_t kMostCount = UINT8_MAX;  // stays, because it may stand for more
+  // A count that has reached this value stays there, because more records may have been counted.
+  static constexpr uint8_t kMostCount = UINT8_MAX;
 
   size_t place_of(int64_t number) const {
     return static_cast<size_t>(number) & (records_.size() - 1);

@@ -57,7 +57,8 @@ class Levels {
   // The level that owns this block's segment.
   Level& of(BlockId id) { return places_.empty() ? default_ : *level_of(id); }
   const Level& of(BlockId id) const { return const_cast<Levels*>(this)->of(id); }
-  // Whether a block was told of a release is stored here for all levels.
+  // The segments that store, for the blocks of all levels, whether a request has released the
+  // block.
   Segments& told() { return default_.segments; }
   void prefetch(BlockId id) const { default_.segments.prefetch(id); }
 
@@ -129,7 +130,7 @@ class Levels {
   static constexpr uint32_t kTenants = 63;  // tenant buckets; additional tenants share them
   using Key = std::pair<int32_t, int>;      // priority and tenant bucket; 0: no tenant
 
-  struct Place {  // of a block outside the default level
+  struct Place {  // the place of a block outside the default level
     Level* level;
     Key key;
     int64_t end;  // time at which the priority expires, in ms

@@ -7,9 +7,10 @@
 
 namespace kvcache {
 
-// Own blocks of a conversation are classified by the caller's request class, the turn, the tokens
-// that the turn added, and the answer length. Blocks shared by several conversations are classified
-// by the number of observed forks. Blocks without a reported release have a class of their own.
+// The blocks of a single conversation are classified by the caller's request class, the turn, the
+// tokens that the turn added, and the answer length. Blocks shared by several conversations are
+// classified by the number of observed forks. Blocks without a reported release have a separate
+// class.
 class ReuseClass {
  public:
   static constexpr int kTurns = 4, kAdded = 3, kAnswers = 2, kForks = 4;

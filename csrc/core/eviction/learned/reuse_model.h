@@ -68,8 +68,8 @@ class ReuseModel {
     if (is_sampled(key) || is_last) add_record(key, reuse_class, turn, is_end);
   }
 
-  // Ends a release. Values are recomputed every 32 releases, because after the first thousand they
-  // change slowly.
+  // Ends a release. Values are recomputed every 32 releases, and only every 128 after the first
+  // 1,024, because they change slowly from then on.
   void learn() {
     if (++num_releases_ % 32 != 0) return;
     age_samples();
@@ -124,7 +124,7 @@ class ReuseModel {
       for (; number < ghosts_.num_added(); ++number) {
         GhostRing::Record& record = ghosts_.at(number);
         if (clock_ - record.time() < ages_.first(b)) break;
-        if (static_cast<int>(record.bucket) >= b) continue;  // usually those that are done
+        if (static_cast<int>(record.bucket) >= b) continue;  // usually a record that is done
         record.bucket = static_cast<uint32_t>(b);
         hazards_.reach(record.reuse_class, b);
       }

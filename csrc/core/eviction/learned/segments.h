@@ -15,14 +15,15 @@
 
 namespace kvcache {
 
-// A segment exists while it contains a block. Its members are linked in the order of assignment,
-// candidates for eviction or not. Segments with candidates are listed by class, oldest first.
+// A segment exists while it contains a block. Its members, whether or not they are candidates for
+// eviction, are linked in the order of assignment. Segments with candidates are listed by class,
+// oldest first.
 //
-// A block takes 8 bytes, because members are linked in one direction. Blocks usually leave from the
-// front: the deepest block is assigned first, and evicted or released again first. Otherwise the
-// predecessor is searched from the front. The search remembers the members that it passed, because
-// the next block to leave is usually a neighbor. A block that joins no other segment stays linked
-// until the next search, so that the blocks of a long segment can be forgotten in any order.
+// A block takes only 8 bytes, because members form a singly linked list. Blocks usually leave from
+// the front: the deepest block is assigned first, and evicted or released again first. Otherwise
+// the predecessor is searched from the front. The search remembers the members that it passed,
+// because the next block to leave is usually a neighbor. A block that joins no other segment stays
+// linked until the next search, so that the blocks of a long segment can be forgotten in any order.
 class Segments {
  public:
   static constexpr int32_t kNone = 0;
@@ -34,7 +35,7 @@ class Segments {
     BlockId first, last;     // members
     BlockId scanned;         // no member before this one is a candidate, if there are candidates
     int32_t older, younger;  // neighbors in the class list; `younger` also links unused segments
-    float cost;              // of recomputing a block, relative to a first block
+    float cost;              // cost of recomputing a block, relative to the first block of a prompt
     uint16_t num_forks;
     uint8_t reuse_class;
     bool is_listed;
@@ -98,14 +99,14 @@ class Segments {
     all_[s].reuse_class = static_cast<uint8_t>(reuse_class);
     return s;
   }
-  // Assigns a block that is not a candidate; kNone: to no segment.
+  // Assigns a block that is not a candidate to segment s, or to no segment if s is kNone.
   void assign(BlockId id, int32_t s) {
     const int32_t before = of(id);
     if (before != kNone) leave(id, &all_[before], /*joins=*/s != kNone);
     if (s != kNone) append(id, s);
     if (before != kNone && --all_[before].num_blocks == 0) close(before);
   }
-  // Assigns a block of a request that releases it.
+  // Assigns a block that a request is releasing to segment s.
   void release(BlockId id, int32_t s) {
     if (of(id) == kNone) {
       append(id, s);
@@ -117,7 +118,7 @@ class Segments {
     const int32_t s = of(id);
     Segment& segment = all_[s];
     places_[id].next |= kFlag;
-    // Usually this is the only candidate, unless blocks are no chain or a pin was removed.
+    // This is the only candidate unless the blocks do not form a chain or a pin was removed.
     segment.scanned = segment.num_candidates++ == 0 ? id : segment.first;
     if (!segment.is_listed) list(s);
   }

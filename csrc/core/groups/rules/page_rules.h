@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules of a group's pages: how rows allocate, write, share and release pages of one content.
+// The rules for a group's pages: how rows allocate, write, share and release pages with one kind of
+// content.
 //
-// Each kind of content has one file with one stateless object. All differences between contents are
-// methods or traits of this class. The default methods apply to pages that store the tokens of the
-// sequence, block by block. Rules read and change the records of rows (core/manager/row_context.h).
-// They are called by the components that serve, publish and release rows.
+// Each kind of content has one file with one stateless object. All differences between kinds of
+// content are methods or traits of this class. The default methods apply to pages that store the
+// tokens of the sequence, block by block. Rules read and change the records of rows
+// (core/manager/row_context.h). They are called by the components that serve, publish and release
+// rows.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +29,7 @@ struct PrefixHit;
 struct RowContext;
 struct ServedRow;
 
-// Properties of a content that do not depend on a row.
+// Properties of a kind of content that do not depend on a row.
 struct PageTraits {
   bool follows_sequence;  // blocks grow with the sequence; otherwise admission allocates them
   bool has_hits;          // blocks can be prefix hits
@@ -147,8 +149,8 @@ class PageRules {
     return column * group.block_size;
   }
 
-  // Returns the number of blocks that contain KV, including dropped blocks. All further blocks are
-  // for lookahead.
+  // Returns the number of blocks that contain KV, including dropped blocks. All remaining blocks
+  // are for lookahead.
   virtual int64_t num_written(const CacheGroup& group, const RowBlocks& held,
                               int64_t num_computed) const {
     return std::min(held.size(), ceil_div(num_computed, group.block_size));
@@ -184,8 +186,8 @@ class PageRules {
     return std::max(limit, block * group.block_size);
   }
 
-  // Publishes blocks that have been filled since the last call, out of num_hashed hash blocks.
-  // Called for cached groups only.
+  // Publishes the blocks, among the first num_hashed hash blocks, that have been filled since the
+  // last call. Called for cached groups only.
   virtual void publish(Publisher*, int32_t /*row*/, const CacheGroup&,
                        int64_t /*num_hashed*/) const {}
   // Publishes only whole blocks, so that later rows of the same step can share them.

@@ -60,7 +60,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Return this connector's options.
 
         Raises:
-            ValueError, TypeError: An option is invalid, or vLLM's configuration does not suit.
+            ValueError, TypeError: An option is invalid, or vLLM's configuration is not supported.
         """
         options = Options.from_config(transfer.kv_connector_extra_config)
         _check_config(parallel, cache)

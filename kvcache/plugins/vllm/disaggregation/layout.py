@@ -73,7 +73,7 @@ def layout_of_group(
             "content together, as in vLLM's layouts LBHNC, LBNHC, BLHNC and BLNHC"
         )
     if interior != BY_TOKEN and order != "HND":
-        raise ValueError(f"layer {layers[0]} lies as {order}: expected HND on a CPU")
+        raise ValueError(f"layer {layers[0]} has the order {order}: expected HND on a CPU")
     total = heads * tp_size
     if total != total_num_kv_heads and heads == 1 and total_num_kv_heads < tp_size:
         total = total_num_kv_heads

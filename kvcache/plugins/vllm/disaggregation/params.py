@@ -29,7 +29,7 @@ def offer_in(params: Mapping[str, Any] | None) -> Offer | None:
         return None
     if (own := params.get(_KEY)) is None:
         raise ValueError(
-            f"kv_transfer_params have {sorted(params)}: expected {_KEY!r}, as a producer with this "
-            "connector answers; use the same connector in both engines"
+            f"kv_transfer_params have {sorted(params)}: expected {_KEY!r}, as returned by a producer "
+            "with this connector; use the same connector in both engines"
         )
     return Offer.from_dict(own)

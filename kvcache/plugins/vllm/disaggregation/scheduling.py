@@ -65,8 +65,8 @@ class Scheduling:
             return 0, False
         own = self._handshakes[0].groups
         for spec, mine, layout, blocks in zip(self._specs, own, offer.groups, offer.blocks):
-            # A loaded block can become a hit of a different length, so all of its tokens must be
-            # loaded.
+            # A loaded block may later be part of a hit of a different length, so all of its tokens
+            # must be loaded.
             first = first_needed(spec, end) // mine.block_size * mine.block_size
             first = max(num_computed_tokens, first)
             if not is_complete(blocks, layout.block_size, first, end):
@@ -158,7 +158,7 @@ class Scheduling:
 
     def _check(self, request: Request, offer: Offer) -> None:
         if request.prompt_embeds is not None:
-            raise ValueError("prompt_embeds are given: expected token ids, as an offer is of these")
+            raise ValueError("prompt_embeds are given: expected token ids, as in the offer")
         offer.check_answers(self._model, self._hashing(), _CHANGES)
         check_like(self._handshakes[0].groups, offer.groups)
         num_tokens = 0 if request.prompt_token_ids is None else request.num_tokens
