@@ -78,7 +78,7 @@ def test_hit_rates_equal_single_replays():
         ),
         ({"lru": [0.0, 0.0], "a": [0.0, 0.1]}, "a: most hits at 2 of 2 sizes"),
         ({"a": [0.1], "b": [0.2]}, "b: most hits at 1 of 1 sizes"),
-        ({"lru": [0.0], "a": [0.0]}, "lru: no other has"),
+        ({"lru": [0.0], "a": [0.0]}, "none: no policy has a hit"),
     ],
 )
 def test_recommended_policy(rates, says):
