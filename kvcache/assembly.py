@@ -280,7 +280,7 @@ def build(
             )
     CacheOptions.check_names("kvcache.build", options)
     swap_options = _checked_swap_options(swap_options)
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"device is {shown(str(device))}: expected cpu, torch {torch.__version__} finds no CUDA "
             "device"

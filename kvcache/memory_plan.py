@@ -296,7 +296,7 @@ class _Demand:
         return (
             f"budget_bytes is {_with_unit(budget)}: one request of max_model_len {max_model_len} "
             f"{encoder}needs {_with_unit(needed)}, {_with_unit(needed - budget)} more; "
-            + (f"the budget holds a max_model_len of at most {fits}" if fits else "it holds none")
+            f"the budget holds a max_model_len of at most {fits}"
         )
 
 

@@ -324,7 +324,7 @@ def test_slots_that_do_not_fit_are_rejected_and_can_be_requested_again():
     one = admitted(manager, 8).seqs[0]
     one.tokens += [1]
     with pytest.raises(
-        ValueError, match="1 slots and 2 more, 0 blocks are free: expected can_append"
+        ValueError, match="1 slots and 2 more, 0 blocks are free: expected a call of can_append"
     ):
         manager.append_slots(one, 2)
     manager.check_invariants()
@@ -818,7 +818,7 @@ def test_a_swap_out_that_does_not_fit_changes_nothing():
     group = admitted(manager, 12)
     assert not manager.can_swap_out(group)
     with pytest.raises(
-        ValueError, match="does not fit on the host, 2 blocks are free: expected can_sw"
+        ValueError, match="does not fit on the host, 2 blocks are free: expected a call of can_sw"
     ):
         manager.swap_out(group)
     assert counts(manager) == (7, 2)
@@ -940,7 +940,7 @@ def test_a_swap_in_that_does_not_fit_changes_nothing():
     admitted(manager, 5, "s")
     assert manager.can_swap_in(group, 0) == LATER
     with pytest.raises(
-        ValueError, match="does not fit on the device, 1 blocks are free: expected can"
+        ValueError, match="does not fit on the device, 1 blocks are free: expected a call of can"
     ):
         manager.swap_in(group)
     assert counts(manager) == (1, 8)

@@ -272,7 +272,7 @@ def test_pybind11_of_torch_is_used_if_there_is_no_other(monkeypatch):
 def test_missing_headers_of_python_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
     says = refused(monkeypatch, tmp_path)
-    assert f"there is no {tmp_path / 'none' / 'Python.h'}" in says
+    assert f"headers are missing ({tmp_path / 'none' / 'Python.h'})" in says
     assert "apt-get install python3-dev" in says
 
 
