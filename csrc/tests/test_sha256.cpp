@@ -71,6 +71,27 @@ TEST(the_implementations_agree_on_every_length) {
   }
 }
 
+TEST(two_messages_have_the_digests_of_each) {
+  for (const Sha256Implementation& each : sha256_implementations()) {
+    if (each.digest_two == nullptr) continue;
+    for (size_t size = 0; size < 300; ++size) {
+      std::vector<uint8_t> first(size + kSha256Padding, 'a'), second(size + kSha256Padding, 'b');
+      for (size_t i = 0; i < size; ++i) second[i] = static_cast<uint8_t>(i * i);
+      const std::vector<uint8_t> texts[] = {first, second};
+      const size_t num_chunks = sha256_pad(first.data(), size);
+      CHECK_EQ(sha256_pad(second.data(), size), num_chunks);
+      const uint8_t* const chunks[] = {first.data(), second.data()};
+      uint8_t out[2][32], expected[32];
+      uint8_t* const outs[] = {out[0], out[1]};
+      each.digest_two(chunks, num_chunks, outs);
+      for (size_t i = 0; i < 2; ++i) {
+        sha256(texts[i].data(), size, expected, sha256_implementations().back());
+        CHECK(std::equal(out[i], out[i] + 32, expected));
+      }
+    }
+  }
+}
+
 TEST(bytes_need_not_be_aligned_and_no_others_are_read) {
   for (size_t size : {size_t{3}, size_t{55}, size_t{56}, size_t{64}, size_t{150}}) {
     for (size_t offset = 0; offset < 16; ++offset) {

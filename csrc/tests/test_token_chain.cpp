@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/hashing/token_chain.h"
 
+#include <algorithm>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 
 #include "core/hashing/hashed_tokens.h"
+#include "core/hashing/long_work.h"
 #include "core/hashing/xxh3.h"
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
@@ -87,6 +90,85 @@ TEST(generated_blocks_do_not_copy_all_hashes_each_time) {
   }
   CHECK_EQ(f.chain.known_hashes().size(), 2'000);
   CHECK(num_moves <= 1);
+}
+
+// Chains of different lengths and algorithms, whose blocks have different numbers of bytes.
+std::vector<std::unique_ptr<Fixture>> some_chains() {
+  std::vector<std::unique_ptr<Fixture>> out;
+  for (const int64_t num_tokens : {0, 3, 4, 9, 400, 41, 4, 2'000, 403}) {
+    const bool is_short = num_tokens == 41;
+    out.push_back(std::make_unique<Fixture>(
+        num_tokens, is_short ? HashAlgorithm::kXxh3Cbor : HashAlgorithm::kSha256Cbor));
+  }
+  return out;
+}
+
+std::vector<TokenChain*> pointers(const std::vector<std::unique_ptr<Fixture>>& fixtures) {
+  std::vector<TokenChain*> out;
+  for (const auto& each : fixtures) out.push_back(&each->chain);
+  return out;
+}
+
+bool are_equal(const TokenChain& one, const TokenChain& other) {
+  const HashList &a = one.known_hashes(), &b = other.known_hashes();
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
+TEST(chains_hashed_together_have_the_same_hashes_as_alone) {
+  const auto alone = some_chains(), together = some_chains();
+  for (const auto& each : alone) each->chain.hashes();
+  std::vector<TokenChain*> chains = pointers(together);
+  chains.insert(chains.begin() + 5, {chains[4], chains[4]});  // listed several times
+  TokenChain::hash_all(chains.data(), chains.size());
+  TokenChain::hash_all(nullptr, 0);
+  for (size_t i = 0; i < alone.size(); ++i) {
+    CHECK(!together[i]->chain.has_unhashed_blocks());
+    CHECK(are_equal(alone[i]->chain, together[i]->chain));
+  }
+}
+
+TEST(interrupted_chains_keep_their_hashes_and_continue) {
+  static int num_pieces;
+  tokens_per_piece = 4;
+  between_pieces = [](bool) {
+    if (++num_pieces % 7 == 0) throw std::runtime_error("interrupted");
+  };
+  const auto alone = some_chains(), together = some_chains();
+  std::vector<TokenChain*> chains = pointers(together);
+  int num_interrupted = 0;
+  for (bool is_done = false; !is_done;) {
+    try {
+      TokenChain::hash_all(chains.data(), chains.size());
+      is_done = true;
+    } catch (const std::runtime_error& error) {
+      CHECK_EQ(std::string(error.what()), "interrupted");
+      ++num_interrupted;
+    }
+  }
+  between_pieces = nullptr;
+  tokens_per_piece = int64_t{1} << 16;
+  CHECK(num_interrupted > 50);
+  for (size_t i = 0; i < alone.size(); ++i) {
+    alone[i]->chain.hashes();
+    CHECK(are_equal(alone[i]->chain, together[i]->chain));
+  }
+}
+
+TEST(a_chain_that_is_being_hashed_is_rejected) {
+  static TokenChain* chain;
+  Fixture f(4'000), other(4'000);
+  chain = &f.chain;
+  tokens_per_piece = 4;
+  between_pieces = [](bool) {
+    between_pieces = nullptr;
+    chain->hashes();
+  };
+  TokenChain* const chains[] = {&other.chain, &f.chain};
+  CHECK_THROWS(TokenChain::hash_all(chains, 2), "are being hashed by a call that has not returned");
+  tokens_per_piece = int64_t{1} << 16;
+  f.append(4);  // allowed again
+  TokenChain::hash_all(chains, 2);
+  CHECK_EQ(f.chain.known_hashes().size(), 1'001);
 }
 
 TEST(short_digests_are_followed_by_zeros) {

@@ -8,6 +8,7 @@
 // already encoded. H is SHA-256 (32 bytes), or 128-bit XXH3 (16 bytes) if speed matters more.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -29,15 +30,28 @@ inline int64_t digest_bytes(HashAlgorithm algorithm) {
 // Returns the parent hash of the first block of a chain.
 Hash hash_seed(std::string_view seed, HashAlgorithm algorithm);
 
-// Hashes the blocks of a chain in order, reusing its buffer.
+// The content of a block.
+struct BlockContent {
+  HashAlgorithm algorithm;
+  const Hash& parent;
+  const int32_t* tokens;
+  int64_t num_tokens;
+  std::string_view extra;  // the CBOR of the block's extra keys; empty means null
+};
+
+// Hashes blocks, reusing its buffers.
 class BlockHasher {
  public:
-  // `extra` is the CBOR of the block's extra keys. Empty means null.
-  Hash hash(HashAlgorithm algorithm, const Hash& parent, const int32_t* tokens, int64_t num_tokens,
-            std::string_view extra);
+  void hash(const BlockContent& block, Hash* out);
+  // Writes the hashes of two blocks to out[0] and out[1], in less time than one after the other.
+  // Neither block may be the parent of the other.
+  void hash_two(const BlockContent& first, const BlockContent& second, Hash* out);
 
  private:
-  std::vector<uint8_t> buffer_;
+  using Buffer = std::vector<uint8_t>;
+  static size_t encode(const BlockContent& block, Buffer* buffer);  // returns the size
+
+  std::array<Buffer, 2> buffers_;
 };
 
 // Returns the hashes of all full blocks. `extras` is empty, or has one entry per full block.

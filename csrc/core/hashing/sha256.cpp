@@ -91,8 +91,10 @@ bool has_sha_ni() {
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_SSE4_1) != 0;
 }
 
-__attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* chunks, size_t num_chunks,
-                                                         uint8_t* out) {
+// Interleaves N messages, because each round waits for the previous round of its message.
+template <int N>
+__attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* const* chunks,
+                                                         size_t num_chunks, uint8_t* const* out) {
   const __m128i to_big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
   const auto* const words = reinterpret_cast<const __m128i*>(kFirstState);
   const auto* const constants = reinterpret_cast<const __m128i*>(kConstants);
@@ -100,36 +102,54 @@ __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* chunks, 
   // highest lane.
   const __m128i badc = _mm_shuffle_epi32(_mm_load_si128(words), 0xB1);
   const __m128i hgfe = _mm_shuffle_epi32(_mm_load_si128(words + 1), 0x1B);
-  __m128i abef = _mm_alignr_epi8(badc, hgfe, 8);
-  __m128i cdgh = _mm_blend_epi16(hgfe, badc, 0xF0);
-  for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
-    const __m128i abef_before = abef, cdgh_before = cdgh;
-    __m128i schedule[4];  // the last 16 words
+  __m128i abef[N], cdgh[N];
+  for (int k = 0; k < N; ++k) {
+    abef[k] = _mm_alignr_epi8(badc, hgfe, 8);
+    cdgh[k] = _mm_blend_epi16(hgfe, badc, 0xF0);
+  }
+  for (size_t chunk = 0; chunk < num_chunks; ++chunk) {
+    __m128i abef_before[N], cdgh_before[N];
+    std::copy_n(abef, N, abef_before);
+    std::copy_n(cdgh, N, cdgh_before);
+    __m128i schedules[N][4];  // the last 16 words
 #pragma GCC unroll 16
     for (int i = 0; i < kNumRounds / 4; ++i) {
-      __m128i& next = schedule[i % 4];
-      if (i < 4) {
-        next = _mm_loadu_si128(reinterpret_cast<const __m128i*>(chunks) + i);
-        next = _mm_shuffle_epi8(next, to_big_endian);
-      } else {
-        const __m128i last = schedule[(i + 3) % 4];
-        const __m128i seven_back = _mm_alignr_epi8(last, schedule[(i + 2) % 4], 4);
-        next = _mm_sha256msg1_epu32(next, schedule[(i + 1) % 4]);
-        next = _mm_sha256msg2_epu32(_mm_add_epi32(next, seven_back), last);
+#pragma GCC unroll 2
+      for (int k = 0; k < N; ++k) {
+        __m128i* const schedule = schedules[k];
+        __m128i& next = schedule[i % 4];
+        if (i < 4) {
+          const uint8_t* const words_of_chunk = chunks[k] + chunk * kChunkBytes;
+          next = _mm_loadu_si128(reinterpret_cast<const __m128i*>(words_of_chunk) + i);
+          next = _mm_shuffle_epi8(next, to_big_endian);
+        } else {
+          const __m128i last = schedule[(i + 3) % 4];
+          const __m128i seven_back = _mm_alignr_epi8(last, schedule[(i + 2) % 4], 4);
+          next = _mm_sha256msg1_epu32(next, schedule[(i + 1) % 4]);
+          next = _mm_sha256msg2_epu32(_mm_add_epi32(next, seven_back), last);
+        }
+        const __m128i sums = _mm_add_epi32(next, _mm_load_si128(constants + i));
+        cdgh[k] = _mm_sha256rnds2_epu32(cdgh[k], abef[k], sums);
+        abef[k] = _mm_sha256rnds2_epu32(abef[k], cdgh[k], _mm_shuffle_epi32(sums, 0x0E));
       }
-      const __m128i sums = _mm_add_epi32(next, _mm_load_si128(constants + i));
-      cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sums);
-      abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sums, 0x0E));
     }
-    abef = _mm_add_epi32(abef, abef_before);
-    cdgh = _mm_add_epi32(cdgh, cdgh_before);
+    for (int k = 0; k < N; ++k) {
+      abef[k] = _mm_add_epi32(abef[k], abef_before[k]);
+      cdgh[k] = _mm_add_epi32(cdgh[k], cdgh_before[k]);
+    }
   }
-  const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
-  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
-  const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xF0), efgh = _mm_alignr_epi8(dchg, feba, 8);
-  auto* const digest = reinterpret_cast<__m128i*>(out);
-  _mm_storeu_si128(digest, _mm_shuffle_epi8(abcd, to_big_endian));
-  _mm_storeu_si128(digest + 1, _mm_shuffle_epi8(efgh, to_big_endian));
+  for (int k = 0; k < N; ++k) {
+    const __m128i feba = _mm_shuffle_epi32(abef[k], 0x1B);
+    const __m128i dchg = _mm_shuffle_epi32(cdgh[k], 0xB1);
+    const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xF0), efgh = _mm_alignr_epi8(dchg, feba, 8);
+    auto* const digest = reinterpret_cast<__m128i*>(out[k]);
+    _mm_storeu_si128(digest, _mm_shuffle_epi8(abcd, to_big_endian));
+    _mm_storeu_si128(digest + 1, _mm_shuffle_epi8(efgh, to_big_endian));
+  }
+}
+
+void digest_one_sha_ni(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
+  digest_sha_ni<1>(&chunks, num_chunks, &out);
 }
 
 #elif defined(__aarch64__)
@@ -180,11 +200,11 @@ void digest_armv8(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
 std::vector<Sha256Implementation> find_implementations() {
   std::vector<Sha256Implementation> found;
 #if defined(__x86_64__)
-  if (has_sha_ni()) found.push_back({"sha_ni", &digest_sha_ni});
+  if (has_sha_ni()) found.push_back({"sha_ni", &digest_one_sha_ni, &digest_sha_ni<2>});
 #elif defined(__aarch64__)
-  if (has_sha2()) found.push_back({"armv8", &digest_armv8});
+  if (has_sha2()) found.push_back({"armv8", &digest_armv8, nullptr});
 #endif
-  found.push_back({"portable", &digest_portable});
+  found.push_back({"portable", &digest_portable, nullptr});
   return found;
 }
 
@@ -195,8 +215,7 @@ const std::vector<Sha256Implementation>& sha256_implementations() {
   return found;
 }
 
-void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
-                     const Sha256Implementation& implementation) {
+size_t sha256_pad(uint8_t* data, size_t size) {
   // The padding consists of a set bit, zeros, and the number of bits in 8 bytes.
   const size_t num_chunks = (size + 8) / kChunkBytes + 1;
   std::memset(data + size, 0, kSha256Padding);  // the size is fixed, which is faster
@@ -205,7 +224,12 @@ void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
   const uint64_t num_bits = uint64_t{size} * 8;
   store_big_endian(static_cast<uint32_t>(num_bits >> 32), end - 8);
   store_big_endian(static_cast<uint32_t>(num_bits), end - 4);
-  implementation.digest(data, num_chunks, out);
+  return num_chunks;
+}
+
+void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
+                     const Sha256Implementation& implementation) {
+  implementation.digest(data, sha256_pad(data, size), out);
 }
 
 void sha256(const uint8_t* data, size_t size, uint8_t* out,

@@ -2,6 +2,8 @@
 #include "core/hashing/token_chain.h"
 
 #include <algorithm>
+#include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -102,47 +104,89 @@ void TokenChain::forget_removed() {
   if (variants_.size() > num_full) variants_.resize(num_full);
 }
 
-const HashList& TokenChain::hashes() {
-  if (is_hashing_) {
-    throw std::runtime_error(
-        "the blocks of this request are being hashed by a call that has not returned: "
-        "a request serves one call at a time");
+// A chain whose missing hashes are computed. Its tokens do not change meanwhile.
+class TokenChain::Hashing {
+ public:
+  explicit Hashing(TokenChain* chain) : chain_(chain) {
+    if (chain->is_hashing_) {
+      throw std::runtime_error(
+          "the blocks of this request are being hashed by a call that has not returned: "
+          "a request serves one call at a time");
+    }
+    // The hashes grow with the capacity of the tokens, so that most generated blocks cause no copy.
+    chain->hashes_.reserve(static_cast<size_t>(chain->tokens_->capacity() / chain->block_size_));
+    chain->is_hashing_ = true;
+    ++chain->tokens_->num_hashing_;
   }
-  if (!has_unhashed_blocks()) return hashes_;
+  Hashing(Hashing&& other) noexcept : chain_(std::exchange(other.chain_, nullptr)) {}
+  Hashing& operator=(Hashing&& other) noexcept {
+    std::swap(chain_, other.chain_);
+    return *this;
+  }
+  ~Hashing() {
+    if (chain_ == nullptr) return;
+    chain_->is_hashing_ = false;
+    --chain_->tokens_->num_hashing_;
+  }
 
-  struct Hashing {
-    explicit Hashing(TokenChain* c) : chain(c) {
-      chain->is_hashing_ = true;
-      ++chain->tokens_->num_hashing_;
-    }
-    ~Hashing() {
-      chain->is_hashing_ = false;
-      --chain->tokens_->num_hashing_;
-    }
-    TokenChain* chain;
-  } const hashing(this);
+  const TokenChain* chain() const { return chain_; }
 
-  const auto num_full = static_cast<size_t>(num_hashable());
-  static thread_local BlockHasher hasher;
-  const int32_t* tokens = tokens_->data();
-  // The hashes grow with the capacity of the tokens, so that most generated blocks cause no copy.
-  hashes_.reserve(static_cast<size_t>(tokens_->capacity() / block_size_));
-  Pieces pieces;
-  while (hashes_.size() < num_full) {
-    const auto i = static_cast<int64_t>(hashes_.size());
-    const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
-    const std::string_view keys = extra_keys_.of_block(i, block_size_);
-    const Hash hash =
-        hasher.hash(scheme_.algorithm, parent, tokens + i * block_size_, block_size_, keys);
-    if (extra_keys_.has_items()) {
+  bool is_done() const { return !chain_->has_unhashed_blocks(); }
+  BlockContent next() const {
+    const auto i = static_cast<int64_t>(chain_->hashes_.size());
+    return {chain_->scheme_.algorithm, i == 0 ? chain_->parent_ : chain_->hashes_.back(),
+            chain_->tokens_->data() + i * chain_->block_size_, chain_->block_size_,
+            chain_->extra_keys_.of_block(i, chain_->block_size_)};
+  }
+  void put(const Hash& hash) {
+    if (chain_->extra_keys_.has_items()) {
+      GrowingArray<uint64_t>& variants = chain_->variants_;
       // An earlier attempt that threw may have left an extra entry.
-      variants_.resize(hashes_.size());
-      variants_.push_back(extra_keys_.variant_behind(variants_.empty() ? 0 : variants_.back()));
+      variants.resize(chain_->hashes_.size());
+      variants.push_back(
+          chain_->extra_keys_.variant_behind(variants.empty() ? 0 : variants.back()));
     }
-    hashes_.push_back(hash);
-    pieces.pass(block_size_);
+    chain_->hashes_.push_back(hash);
   }
+
+ private:
+  TokenChain* chain_;
+};
+
+const HashList& TokenChain::hashes() {
+  TokenChain* const chain = this;
+  hash_all(&chain, 1);
   return hashes_;
+}
+
+void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
+  static thread_local BlockHasher hasher;
+  Pieces pieces;
+  std::array<std::optional<Hashing>, 2> pair;
+  size_t num_begun = 0;
+  for (;;) {
+    for (std::optional<Hashing>& each : pair) {
+      if (each && each->is_done()) each.reset();
+      for (; !each && num_begun < n; ++num_begun) {
+        TokenChain* const chain = chains[num_begun];
+        const auto is_in_pair = [&](const auto& h) { return h && h->chain() == chain; };
+        if (std::any_of(pair.begin(), pair.end(), is_in_pair)) continue;  // listed twice
+        if (chain->is_hashing_ || chain->has_unhashed_blocks()) each.emplace(chain);
+      }
+    }
+    if (!pair[0]) std::swap(pair[0], pair[1]);
+    if (!pair[0]) return;
+    Hash hashes[2];
+    if (pair[1]) {
+      hasher.hash_two(pair[0]->next(), pair[1]->next(), hashes);
+      pair[1]->put(hashes[1]);
+      pieces.pass(pair[1]->chain()->block_size_);
+    } else {
+      hasher.hash(pair[0]->next(), &hashes[0]);
+    }
+    pair[0]->put(hashes[0]);
+    pieces.pass(pair[0]->chain()->block_size_);
+  }
 }
 
 void TokenChain::read_given() {

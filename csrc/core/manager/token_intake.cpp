@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/token_intake.h"
 
+#include <vector>
+
 namespace kvcache {
 
 void TokenIntake::take_in(const StepRequest& request) const {
@@ -30,15 +32,23 @@ void TokenIntake::hash_filled(int32_t row) const {
 }
 
 void TokenIntake::hash_ahead(const StepRequest& request) const {
+  std::vector<TokenChain*> chains;
+  const auto add = [&](TokenChain& chain, bool reads) {
+    if (must_hash(chain, reads)) chains.push_back(&chain);
+  };
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const Row& row = (*c_.rows)[request.rows[i]];
     // In most steps, a row fills no block, so its chain is not accessed.
     if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
-      hash_ahead(*row.chain, /*reads=*/false);
+      add(*row.chain, /*reads=*/false);
     }
   }
-  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) hash_filled(request.swap_out_rows[i]);
-  for (const NewRow& row : request.new_rows) hash_ahead(*row.chain, row.reads());
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
+    const int32_t row = request.swap_out_rows[i];
+    if (c_.publisher->may_publish(row)) add(*(*c_.rows)[row].chain, /*reads=*/false);
+  }
+  for (const NewRow& row : request.new_rows) add(*row.chain, row.reads());
+  TokenChain::hash_all(chains.data(), chains.size());
 }
 
 void TokenIntake::append_ids(const StepRequest& request) const {
