@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `kvcache` command: replay, bench, demo, serve and doctor.
+"""The `kvcache` command: replay, bench, demo, serve, sanitize and doctor.
 
 Exit codes: 0 for success; 1 if a check failed (wrong KV, answers that differ, a component that `doctor`
 rejects), a requirement is missing, or the output cannot be written; 2 for wrong usage, or an empty or
@@ -24,6 +24,7 @@ from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say, show, writing
 from kvcache.cli.replay import run_replay
 from kvcache.cli.replay_options import add_replay_options
+from kvcache.cli.sanitize import add_sanitize_options, run_sanitize
 from kvcache.cli.serve import add_serve_options, run_serve
 
 _INTERRUPTED = 130
@@ -101,6 +102,12 @@ def _parser() -> argparse.ArgumentParser:
             "serve a model with an OpenAI-compatible API and a cache page (reference server)",
             run_serve,
             add_serve_options,
+        ),
+        (
+            "sanitize",
+            "replay a record of the KV cache sanitizer, and print its reports",
+            run_sanitize,
+            add_sanitize_options,
         ),
         (
             "doctor",

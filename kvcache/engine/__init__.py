@@ -10,6 +10,7 @@ from kvcache.engine.generation import Delta, Generation, Sample
 from kvcache.engine.metrics import Metrics
 from kvcache.engine.pool_states import PoolStates, pool_states
 from kvcache.engine.sampling import SamplingParams, TokenLogprob
+from kvcache.engine.sanitizing import sanitizer_of
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import Sequence, State
 
@@ -30,4 +31,5 @@ __all__ = [
     "State",
     "TokenLogprob",
     "pool_states",
+    "sanitizer_of",
 ]

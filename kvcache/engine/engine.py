@@ -33,10 +33,12 @@ from kvcache.engine.generation import Delta, Generation
 from kvcache.engine.metrics import Metrics, Timer
 from kvcache.engine.output_processor import OutputProcessor
 from kvcache.engine.sampling import SamplingParams, most_likely
+from kvcache.engine.sanitizing import observer_of
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import State
 from kvcache.engine.signals import SignalHold
 from kvcache.events import CacheEvent
+from kvcache.sanitizer import Sanitizer
 from kvcache.sources.base import KVSource
 from kvcache.step import StepPlan, StepReport
 
@@ -74,6 +76,8 @@ class Engine:
       first source that has more of its tokens than the local cache. Tokens that do not arrive in
       time are computed, so answers do not depend on sources. Sources must belong to the cache's
       manager. A store also receives the blocks that steps compute.
+    - `sanitizer`: "report" or "stop" checks all KV that attention reads (`docs/sanitizer.md`). Also
+      a `Sanitizer` made by `sanitizer_of(cache)`. None: KVCACHE_SANITIZE=1 or =stop switches it on.
 
     An engine must be used from a single thread. `step` handles these failures:
 
@@ -105,6 +109,7 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         drafter: Drafter | None = None,
         sources: SequenceOf[KVSource] = (),
+        sanitizer: Sanitizer | str | None = None,
     ) -> None:
         instance(getattr(model, "cache", None), KVCache, "model.cache")
         self.model, self.cache, self.drafter = model, model.cache, drafter
@@ -121,6 +126,7 @@ class Engine:
             preemption=preemption,
             sources=sources,
         )
+        self._observer = observer_of(self.cache, self.scheduler, sanitizer)
         self.sources = tuple(self.scheduler.sources)
         taps = [source for source in self.sources if hasattr(source, "drain_events")]
         if len(taps) > 1:
@@ -139,6 +145,11 @@ class Engine:
         self._computing = Timer(self.metrics, "model_seconds")
         self._sampling = Timer(self.metrics, "sample_seconds")
         self._inference_mode = torch.inference_mode()
+
+    @property
+    def sanitizer(self) -> Sanitizer | None:
+        """The sanitizer, whose `reports` are its findings. None if it is off."""
+        return None if self._observer is None else self._observer.sanitizer
 
     @property
     def num_unfinished(self) -> int:
@@ -177,6 +188,8 @@ class Engine:
             self.step()
         for source in self.sources:
             source.close()
+        if self.sanitizer is not None:
+            self.sanitizer.close()
 
     @property
     def _is_storing(self) -> bool:
@@ -389,7 +402,11 @@ class Engine:
             return None
         self._count(step)
         try:
+            if self._observer is not None:
+                self._observer.scheduled(step)
             report = self.cache.worker.apply(step.plan)
+            if self._observer is not None:
+                self._observer.applied(step, report)
         except BaseException:
             self._undo(step)
             raise
@@ -420,6 +437,8 @@ class Engine:
     def _forward(self, step: ScheduledStep) -> torch.Tensor:
         with self._scheduling:
             batch = self._batch(step)
+            if self._observer is not None:
+                self._observer.computes(step, batch)
         with self._computing:
             logits = self.model.forward(batch)
         wanted = (batch.logits_indices.shape[0], self.model.vocab_size)

@@ -617,6 +617,7 @@ class Scheduler:
             running = [(sequence, 0) for sequence in decoding.sequences] + running
             decoding, k, self._decoding = decoding.first(0), 0, None
         admitted = [(sequence, external) for sequence, _, external in new]
+        externals = dict(admitted)
         for of, first, sequences in ((answers.rows, k, running), (answers.new, 0, admitted)):
             for (sequence, external), row, status, start, count in zip(
                 sequences, *(each[first:].tolist() for each in of)
@@ -653,6 +654,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._insert(self.admitted, sequence)
             sequence.state, sequence.has_begun = State.LOADING, True
+            sequence.num_external_tokens = externals[sequence]
             _stamp_admission(sequence)
             self._loading.admitted(sequence)
         for sequence in refused:

@@ -50,6 +50,7 @@ class Sequence:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # tokens of the prefix hit at first admission; None before
     num_loaded_tokens: int = 0  # tokens loaded from sources
+    num_external_tokens: int = 0  # tokens that the last admission expected from a source
     admitted_at: float | None = None  # `time.monotonic()` of the first admission; None before
     failed_sources: list[object] = field(default_factory=list)  # sources not to query again
 
@@ -69,5 +70,6 @@ class Sequence:
         if self.num_cached_tokens is not None:
             integer(self.num_cached_tokens, "num_cached_tokens")
         integer(self.num_loaded_tokens, "num_loaded_tokens")
+        integer(self.num_external_tokens, "num_external_tokens")
         listed(self.drafts, "drafts", "a list of tokens")
         listed(self.failed_sources, "failed_sources", "a list of sources")

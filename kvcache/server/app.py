@@ -27,6 +27,7 @@ from kvcache.server.metrics import metrics_text
 from kvcache.server.openapi import openapi_document
 from kvcache.server.prefill import add_prefill
 from kvcache.server.request_log import RequestLog
+from kvcache.server.snapshot import sanitizer_reports
 from kvcache.server.texts import Texts
 from kvcache.sources.disaggregation import Connector
 
@@ -160,6 +161,11 @@ def make_app(
         if since is not None:
             found |= {"history": loop.history.since(since)}
         return JSONResponse(found)
+
+    @app.get("/kvcache/sanitizer")
+    async def sanitizer() -> Response:
+        """Return the counts and reports of the KV cache sanitizer."""
+        return JSONResponse(sanitizer_reports(loop.engine, loop.state))
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvcache.sanitizer import ReportKind
 from kvcache.server.admission import Admission
 from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.request_log import RequestLog
@@ -32,7 +33,22 @@ class _EngineCollector(Collector):
             count = sum(each["state"] == name for each in state["sequences"])
             sequences.add_metric([name], count)
         yield sequences
+        yield from self._of_sanitizer()
         yield from self._of_sources()
+
+    def _of_sanitizer(self) -> Iterator[Metric]:
+        sanitizer = self._state["sanitizer"]
+        if sanitizer["mode"] == "off":
+            return
+        reports = CounterMetricFamily(
+            "kvcache_sanitizer_reports", "findings of the KV cache sanitizer", labels=["kind"]
+        )
+        for kind in map(str, ReportKind):
+            reports.add_metric([kind], sanitizer["counts"].get(kind, 0))
+        yield reports
+        for name in ("slots_read", "slots_written"):
+            text = f"{name.replace('_', ' ')} that the sanitizer has followed"
+            yield CounterMetricFamily(f"kvcache_sanitizer_{name}", text, sanitizer[name])
 
     def _of_sources(self) -> Iterator[Metric]:
         sources = self._state["sources"]

@@ -36,10 +36,30 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "host_evicted": 0 if host is None else host.num_evicted,
         "eviction": manager.options.eviction,
         "metrics": engine.metrics.as_dict(),
+        "sanitizer": _sanitizer(engine),
         "sources": [_source(source) for source in engine.sources],
         "num_sequences": len(sequences),
         "sequences": [_sequence(engine, each) for each in sequences[:_MAX_SEQUENCES]],
     }
+
+
+def _sanitizer(engine: Engine) -> dict[str, Any]:
+    sanitizer = engine.sanitizer
+    if sanitizer is None:
+        return {"mode": "off", "counts": {}}
+    return {
+        "mode": sanitizer.mode,
+        "counts": dict(sanitizer.counts),
+        "slots_read": sanitizer.slots_read,
+        "slots_written": sanitizer.slots_written,
+    }
+
+
+def sanitizer_reports(engine: Engine, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the counts in a snapshot, and the reports of the sanitizer. Thread-safe."""
+    sanitizer = engine.sanitizer
+    reports = [] if sanitizer is None else [asdict(each) for each in sanitizer.reports[:]]
+    return state["sanitizer"] | {"reports": reports}
 
 
 def _source(source: KVSource) -> dict[str, Any]:

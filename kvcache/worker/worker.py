@@ -178,6 +178,8 @@ class Worker:
         # ID of the step in progress, or of the step that broke the worker.
         self._begun: int | None = None
         self._process = os.getpid()
+        # Called with "swap_out", "copy", "zero" or "swap_in" and the pages of each such section.
+        self.on_move: Callable[[str, np.ndarray], object] | None = None
 
     def __reduce__(self) -> NoReturn:
         refuse_pickle(self, "its plans and reports, which pass between processes")
@@ -341,24 +343,32 @@ class Worker:
 
     def _swap_out(self, written: np.ndarray, moves: PageMoves, step: PendingStep) -> None:
         if len(moves.swap_out):
+            self._note("swap_out", moves.swap_out)
             step._out = self.engine.swap_out(moves.swap_out)
         if not self.engine.is_idle:
             self.engine.before_write(written)
 
     def _copy(self, moves: PageMoves) -> None:
         if len(moves.copy):
+            self._note("copy", moves.copy)
             self._launch(lambda: self._within.copy(moves.copy))
 
     def _zero(self, moves: PageMoves) -> None:
         if len(moves.zero):
+            self._note("zero", moves.zero)
             self._launch(lambda: self._within.zero(moves.zero))
 
     def _swap_in(self, moves: PageMoves, step: PendingStep) -> None:
         if len(moves.swap_in) == 0:
             return
+        self._note("swap_in", moves.swap_in)
         step._in = self.engine.swap_in(moves.swap_in)
         if not self.engine.layers_per_event:
             self.engine.before_read(step._in)
+
+    def _note(self, section: str, pages: np.ndarray) -> None:
+        if self.on_move is not None:
+            self.on_move(section, pages)
 
     def _launch(self, work: Callable[[], None]) -> None:
         """Run `work` on the calling stream."""

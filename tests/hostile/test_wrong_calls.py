@@ -61,6 +61,7 @@ MENDED = [
     *("kvcache.demo", "kvcache.sources.disaggregation", "kvcache.events", "kvcache.plugins"),
     *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache.replay"),
     *("kvcache.router_events", "kvcache.server.", "kvcache.engine", "kvcache.sources.store"),
+    "kvcache.sanitizer",
     *("kvcache.transfer", "kvcache.worker", "kvcache.Pages", "kvcache.KVStorage"),
     *("kvcache.SwapEngine", "kvcache.Worker", "kvcache.GroupTable", "kvcache.BlockTables"),
     "kvcache.AttentionMetadata",

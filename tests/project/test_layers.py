@@ -23,7 +23,7 @@ RINGS = {
         *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
         *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.router_events"),
         *("kvcache.sources.disaggregation", "kvcache.sources.store", "kvcache.sources"),
-        *("kvcache.metrics", "kvcache.tracing"),
+        *("kvcache.metrics", "kvcache.tracing", "kvcache.sanitizer"),
     },
     "compat": {"kvcache.compat"},
     "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "kvcache.transfer": {"kvcache.ops", "kvcache.ops_by_copies", "kvcache.worker"},
     "kvcache.metrics": {"kvcache.allocator"},
     "kvcache.tracing": {"kvcache.allocator", "kvcache.sources", "kvcache.worker"},
+    "kvcache.sanitizer": set(),
     "kvcache.sources": {"kvcache.allocator"},
     "kvcache.sources.disaggregation": {
         *(
@@ -71,6 +72,7 @@ MAY_IMPORT = {
     },
     "kvcache.engine": {
         *("kvcache.allocator", "kvcache.assembly", "kvcache.sources", "kvcache.worker"),
+        "kvcache.sanitizer",
     },
     "kvcache.engine.transformers": {
         *("kvcache.allocator", "kvcache.assembly", "kvcache.engine", "kvcache.memory_plan"),
@@ -78,6 +80,7 @@ MAY_IMPORT = {
     },
     "kvcache.server": {
         *("kvcache", "kvcache.engine", "kvcache.metrics", "kvcache.router_events"),
+        "kvcache.sanitizer",
         *("kvcache.allocator", "kvcache.sources", "kvcache.sources.disaggregation"),
     },
     "kvcache.plugins": set(),
@@ -98,7 +101,7 @@ MAY_IMPORT = {
         "kvcache.replay",
         *("kvcache.engine.transformers", "kvcache.router_events", "kvcache.server"),
         *("kvcache.sources", "kvcache.sources.disaggregation", "kvcache.sources.store"),
-        *("kvcache.worker", "kvcache.plugins.vllm"),
+        *("kvcache.worker", "kvcache.plugins.vllm", "kvcache.sanitizer"),
     },
     "kvcache.__main__": {"kvcache.cli"},
 }
@@ -116,6 +119,7 @@ TORCH_FREE = {
     "kvcache.router_events",
     "kvcache.metrics",
     "kvcache.native",
+    "kvcache.sanitizer",
     "kvcache.layouts",
     "kvcache.placement",
     "kvcache.cli",

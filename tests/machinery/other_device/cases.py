@@ -98,6 +98,7 @@ NO_TENSORS = {
         "Sequence",
         "State",
         "pool_states",
+        "sanitizer_of",
         "DiskStore",
         "open_store",
         "register_store",

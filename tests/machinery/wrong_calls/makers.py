@@ -40,6 +40,7 @@ from kvcache import (
     hash_blocks,
     plan_cache,
 )
+from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from tests.machinery.stores import MemoryStore
 from tests.machinery.wrong_calls.ops import Calls
 from tests.machinery.wrong_calls.scenes import Group, Seq
@@ -111,6 +112,23 @@ def plan(w: World) -> kvcache.CachePlan:
 
 def cache(w: World) -> kvcache.KVCache:
     return kvcache.build(w.get("CachePlan"), max_num_reqs=6, num_host_blocks=6, enable_events=True)
+
+
+def sanitizer(w: World) -> Sanitizer:
+    """Make a sanitizer with a group of tokens, a group of states, and the request "a"."""
+    groups = [SanitizedGroup("full", 4), SanitizedGroup("state", 4)]
+    made = Sanitizer(groups, 9, log=lambda report: None)
+    made.observe_request("a", range(6))
+    return made
+
+
+def record(w: World) -> str:
+    """Write a record of a sanitizer, and return its path."""
+    folder = tempfile.mkdtemp()
+    w.on_close.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+    path = os.path.join(folder, "record")
+    Sanitizer([SanitizedGroup("full", 4)], 9, record=path).close()
+    return path
 
 
 def steps(w: World) -> SimpleNamespace:
@@ -546,6 +564,8 @@ def paged_batch(w: World) -> object:
 MAKERS: dict[str, Callable[[World], object]] = {
     "CachePlan": plan,
     "KVCache": cache,
+    "Sanitizer": sanitizer,
+    "SanitizedGroup": lambda w: SanitizedGroup("full", 4),
     "steps": steps,
     "PrefixCache": lambda w: w.get("KVCacheManager").cache,
     "KVCacheManager": lambda w: (w.get("KVCache").manager, w.get("steps"))[0],

@@ -508,3 +508,34 @@ for _below, _engine in (("GroupTable", "BlockTable"), ("BlockTables", "MultiGrou
             for name, value in _table.items()
             if name.startswith(f"{_below}.")
         }
+
+RIGHT |= {
+    "replay_record.record": m.record,
+    "SanitizedGroup.kind": lambda w: "full",
+    "Sanitizer.groups": lambda w: [w.get("SanitizedGroup")],
+    "Sanitizer.num_blocks": lambda w: 9,
+}
+for _name in ("write", "load", "read", "state_write", "state_read", "tokens"):
+    RIGHT |= {
+        f"Sanitizer.observe_{_name}.group": lambda w, g=int("state" in _name): g,
+        f"Sanitizer.observe_{_name}.request_ids": lambda w: ["a"],
+        f"Sanitizer.observe_{_name}.starts": lambda w: [0],
+        f"Sanitizer.observe_{_name}.stops": lambda w: [2],
+        f"Sanitizer.observe_{_name}.query_lens": lambda w: [2],
+        f"Sanitizer.observe_{_name}.seq_lens": lambda w: [2],
+        f"Sanitizer.observe_{_name}.num_tokens": lambda w: [2],
+        f"Sanitizer.observe_{_name}.pages": lambda w: [2],
+        f"Sanitizer.observe_{_name}.slot_mapping": lambda w: [4, 5],
+        f"Sanitizer.observe_{_name}.token_ids": lambda w: [4, 5],
+        f"Sanitizer.observe_{_name}.block_table": lambda w: np.array([[1, 2]]),
+    }
+for _name in ("observe_allocation", "observe_free", "observe_clear"):
+    RIGHT[f"Sanitizer.{_name}.blocks"] = lambda w: [1, 2]
+for _name in ("src", "dst"):
+    RIGHT[f"Sanitizer.observe_copy.{_name}"] = lambda w: [1, 2]
+RIGHT |= {
+    f"Sanitizer.{name}.request_id": lambda w: "a"
+    for name in ("finish", "num_tokens", "observe_allocation", "observe_free", "observe_request")
+}
+RIGHT["Sanitizer.observe_request.token_ids"] = lambda w: [1, 2]
+RIGHT["SanitizedGroup.first_needed.starts"] = lambda w: [1, 2]

@@ -79,6 +79,8 @@ MADE_BY = {
     "kvcache.engine.PoolStates": "pool_states",
     "kvcache.engine.Sample": "Engine.add",
     "kvcache.engine.ScheduledStep": "Scheduler.schedule",
+    "kvcache.sanitizer.BlockEvent": "Sanitizer.observe_read",
+    "kvcache.sanitizer.Report": "Sanitizer.observe_read",
     "kvcache.sources.store.StoreStats": "StoreTier.stats",
     "kvcache.transfer.Fetch": "fetch",
     "kvcache.transfer.StateTransferPlan": "plan_states",

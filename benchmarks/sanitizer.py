@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of the sanitizer per decode step, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.measure import Result, median_times
+from kvcache.sanitizer import SanitizedGroup, Sanitizer
+
+ROWS, TOKENS, BLOCK_SIZE = 256, 1024, 16
+GROUPS = {"full": {}, "window": {"window": 512}, "chunk": {"chunk": 512}}
+
+
+class Decoding:
+    """Requests that decode one token per step, with one group."""
+
+    def __init__(self, kind: str, num_rows: int, num_tokens: int) -> None:
+        rng = np.random.default_rng(0)
+        width = num_tokens // BLOCK_SIZE + 64
+        group = SanitizedGroup(kind, BLOCK_SIZE, **GROUPS[kind])
+        self.sanitizer = Sanitizer([group], num_rows * width + 1, mode="stop")
+        self.table = 1 + np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
+        self.names = [f"request-{row}" for row in range(num_rows)]
+        self.lengths = num_tokens - rng.integers(0, BLOCK_SIZE, num_rows)  # blocks fill in turn
+        self.ones = np.ones(num_rows, np.int64)
+        self.tokens = rng.integers(0, 100_000, num_rows)
+        rows = np.repeat(np.arange(num_rows), self.lengths)
+        places = np.concatenate([np.arange(length) for length in self.lengths])
+        for name, row, length in zip(self.names, self.table, self.lengths):
+            self.sanitizer.observe_request(name, rng.integers(0, 100_000, length))
+            self.sanitizer.observe_allocation(name, row)
+        zeros = np.zeros(num_rows, np.int64)
+        slots = self.slots(rows, places)
+        self.sanitizer.observe_write(0, self.names, zeros, self.lengths, slots)
+        self.sanitizer.observe_read(0, self.names, zeros, self.lengths, self.table)
+
+    def slots(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        blocks = self.table[rows, places // BLOCK_SIZE].astype(np.int64)
+        return blocks * BLOCK_SIZE + places % BLOCK_SIZE
+
+    def begin(self) -> None:
+        """Observe the tokens of the next step, which all groups share."""
+        self.lengths = self.lengths + 1
+        self.starts = self.lengths - 1
+        self.mapping = self.slots(np.arange(len(self.names)), self.starts)
+        self.sanitizer.observe_step()
+        self.sanitizer.observe_tokens(self.names, self.starts, self.ones, self.tokens)
+
+    def group(self) -> None:
+        """Observe the writes and reads of one group."""
+        sanitizer, names = self.sanitizer, self.names
+        sanitizer.observe_write(0, names, self.starts, self.ones, self.mapping)
+        sanitizer.observe_read(0, names, self.starts, self.lengths, self.table)
+
+
+def all_results() -> Iterator[Result]:
+    """Measure a step's tokens once, and its writes and reads per kind of group."""
+    shape = f"{ROWS} rows of {TOKENS:,} tokens"
+    for kind in GROUPS:
+        run = Decoding(kind, ROWS, TOKENS)
+        for _ in range(20):
+            run.begin()
+            run.group()
+        begin, group = median_times(run.begin, run.group, rounds=400)
+        if kind == "full":
+            yield Result(f"sanitizer, tokens of a decode step, {shape}", "us", begin * 1e6)
+        yield Result(f"sanitizer, {kind} group, {shape}", "us", group * 1e6, goal=50)
+    num_slots = run.sanitizer._device.num_blocks * BLOCK_SIZE
+    size = run.sanitizer.num_bytes / num_slots
+    yield Result("sanitizer, memory per slot, 16 tokens per block", "bytes", size)

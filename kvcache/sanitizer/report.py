@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of the sanitizer, as pages of text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+
+class ReportKind(str, Enum):
+    """What was found.
+
+    - `WRONG_CONTENT`: a slot that is read holds KV of other tokens.
+    - `READ_BEFORE_WRITTEN`: a slot that is read was never written.
+    - `FREED_AND_READ`: a block that is read is held by no request.
+    - `WRITE_AFTER_FREE`: a block that is written is held by no request.
+    - `TWO_WRITERS`: two requests write one block in a step, or a request writes a block that only
+      another request holds.
+    - `WRITE_TO_SHARED`: a request overwrites KV in a block that several requests hold.
+    - `NULL_BLOCK_WRITE`: KV of a token is written to the null block.
+    - `SLOT_MISMATCH`: the slot mapping differs from the block table.
+    - `STALE_ROW`: a row of the batch belongs to a request that has ended.
+    - `READ_BEYOND_LENGTH`: a row reads more tokens than its request has.
+    - `WRONG_STATE`: a recurrent state that is read is not the state after the tokens before the step.
+    """
+
+    WRONG_CONTENT = "wrong-content"
+    READ_BEFORE_WRITTEN = "read-before-written"
+    FREED_AND_READ = "freed-and-read"
+    WRITE_AFTER_FREE = "write-after-free"
+    TWO_WRITERS = "two-writers"
+    WRITE_TO_SHARED = "write-to-shared"
+    NULL_BLOCK_WRITE = "null-block-write"
+    SLOT_MISMATCH = "slot-mismatch"
+    STALE_ROW = "stale-row"
+    READ_BEYOND_LENGTH = "read-beyond-length"
+    WRONG_STATE = "wrong-state"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_CAUSES = {
+    ReportKind.WRONG_CONTENT: "a wrong block ID in the table, a prefix hit of other tokens, or a block "
+    "that was freed and reused too early",
+    ReportKind.READ_BEFORE_WRITTEN: "a skipped copy, swap or load, or a sequence length that counts "
+    "tokens that were not computed",
+    ReportKind.FREED_AND_READ: "a block freed while its request runs, or a table row kept after a free",
+    ReportKind.WRITE_AFTER_FREE: "a block freed before its last write, or a table row kept after a free",
+    ReportKind.TWO_WRITERS: "a missing copy-on-write, or a block allocated twice",
+    ReportKind.WRITE_TO_SHARED: "a missing copy-on-write",
+    ReportKind.NULL_BLOCK_WRITE: "a table entry that was not filled, or was cleared too early",
+    ReportKind.SLOT_MISMATCH: "positions or rows that differ between slot mapping and block table",
+    ReportKind.STALE_ROW: "a row that was not removed from the batch when its request ended",
+    ReportKind.READ_BEYOND_LENGTH: "rejected drafts or padding counted as tokens",
+    ReportKind.WRONG_STATE: "a skipped state copy, or the state after a rejected draft",
+}
+
+
+class SanitizerError(Exception):
+    """Raised at the first finding if the mode is "stop". `report` describes it."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """An event in the history of a block.
+
+    - `step`: the step of the event.
+    - `kind`: "allocated", "freed", "written", "copied", "loaded" or "cleared".
+    - `request`: the request, or None if it is not known.
+    - `detail`: first token written or loaded, or the source of a copy.
+    """
+
+    step: int
+    kind: str
+    request: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A finding of the sanitizer. `str(report)` is a page of text.
+
+    - `kind`: what was found.
+    - `step`: the step in which it was found.
+    - `request`: the request that reads or writes.
+    - `group`, `group_kind`: the cache group.
+    - `position`: position of the token in the request.
+    - `block`, `offset`: the block, and the slot within it. -1 if there is none.
+    - `num_slots`: number of wrong slots of this block.
+    - `expected`, `found`: what the slot should hold, and what it holds.
+    - `writer`, `writer_position`, `writer_step`: the request that wrote the slot, the position of
+      its token, and the step of the block's last write. None if nothing was written.
+    - `events`: the last events of the block, the oldest first.
+    """
+
+    kind: ReportKind
+    step: int
+    request: str
+    group: int
+    group_kind: str
+    position: int
+    block: int
+    offset: int
+    num_slots: int
+    expected: str
+    found: str
+    writer: str | None = None
+    writer_position: int | None = None
+    writer_step: int | None = None
+    events: tuple[BlockEvent, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The finding in one line."""
+        return (
+            f"{self.kind}: request {self.request!r}, token {self.position}, group {self.group} "
+            f"({self.group_kind}), block {self.block}, offset {self.offset}, step {self.step}"
+        )
+
+    def to_json(self) -> str:
+        """Return the report as one line of JSON.
+
+        Example:
+            >>> report = Report(ReportKind.STALE_ROW, 3, "r1", 0, "full", 0, -1, -1, 1, "a", "b")
+            >>> report.to_json()[:40]
+            '{"kind": "stale-row", "step": 3, "reques'
+        """
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        lines = [
+            f"==kvcache sanitizer== {self.summary}",
+            f"  expected: {self.expected}",
+            f"  found:    {self.found}",
+        ]
+        if self.num_slots > 1:
+            lines.append(
+                f"  {self.num_slots} slots of this block are wrong; the first one is shown"
+            )
+        if self.block >= 0:
+            lines.append(f"  last events of block {self.block}, the oldest first:")
+            for event in self.events:
+                by = "" if event.request is None else f" by {event.request!r}"
+                lines.append(f"    step {event.step:<6} {event.kind}{by}{event.detail}")
+            if not self.events:
+                lines.append("    none")
+        lines.append(f"  typical causes: {_CAUSES[self.kind]}")
+        return "\n".join(lines)

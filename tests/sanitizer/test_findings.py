@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each kind of finding, planted by hand in otherwise correct calls."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvcache.sanitizer import ReportKind, SanitizedGroup, Sanitizer, SanitizerError
+
+FULL = SanitizedGroup("full", 4)
+
+
+def sanitizer_of(*groups, **options) -> Sanitizer:
+    return Sanitizer(groups or [FULL], 16, num_host_blocks=8, log=lambda report: None, **options)
+
+
+def write(sanitizer, name, tokens, blocks, start=0, group=0):
+    """Observe the tokens of a request from `start` on, and write them to its blocks."""
+    if sanitizer.num_tokens(name) < start:
+        sanitizer.observe_request(name, tokens[:start])
+    elif sanitizer.num_tokens(name) < 0:
+        sanitizer.observe_request(name, [])
+    count, size = len(tokens) - start, sanitizer.groups[group].block_size
+    sanitizer.observe_tokens([name], [start], [count], tokens[start:])
+    places = np.arange(start, len(tokens))
+    slots = np.array(blocks)[places // size] * size + places % size
+    sanitizer.observe_write(group, [name], [start], [count], slots, [blocks])
+
+
+def read(sanitizer, name, length, blocks, start=0, group=0):
+    sanitizer.observe_read(group, [name], [start], [length], np.array([blocks]))
+
+
+def only(sanitizer, kind):
+    (report,) = sanitizer.reports
+    assert report.kind == kind, report
+    return report
+
+
+def test_correct_reads_are_not_reported():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3, 4, 5], [3, 1])
+    read(sanitizer, "a", 5, [3, 1])
+    write(sanitizer, "b", [1, 2, 3, 4, 6], [3, 2], start=4)  # hits block 3
+    read(sanitizer, "b", 5, [3, 2], start=4)
+    assert not sanitizer.reports and sanitizer.slots_read == 10
+
+
+def test_wrong_block_names_both_requests():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3, 4, 5], [3, 1])
+    write(sanitizer, "b", [9, 8, 7, 6, 5], [4, 2])
+    read(sanitizer, "b", 5, [4, 1])
+    report = only(sanitizer, ReportKind.WRONG_CONTENT)
+    assert (report.request, report.position, report.block, report.offset) == ("b", 4, 1, 0)
+    assert (report.writer, report.writer_position) == ("a", 4) and report.num_slots == 1
+    lines = str(report).splitlines()
+    assert 6 <= len(lines) <= 17 and "'a'" in lines[2]
+    assert json.loads(report.to_json())["kind"] == "wrong-content"
+
+
+def test_same_tokens_at_another_position_are_other_content():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [7] * 8, [1, 2])
+    read(sanitizer, "a", 8, [2, 1])
+    assert sanitizer.counts == {"wrong-content": 2}
+
+
+@pytest.mark.parametrize("change", [{"adapter": "x"}, {"salt": "x"}, {"images": [(0, 2, "x")]}])
+def test_adapters_salts_and_images_are_part_of_the_content(change):
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3], [1])
+    sanitizer.observe_request("b", [1, 2, 3], **change)
+    read(sanitizer, "b", 3, [1])
+    only(sanitizer, ReportKind.WRONG_CONTENT)
+
+
+def test_slot_that_was_never_written():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3, 4, 5, 6], [1, 2])
+    read(sanitizer, "a", 6, [1, 5])
+    assert only(sanitizer, ReportKind.READ_BEFORE_WRITTEN).num_slots == 2
+
+
+def test_block_that_is_read_after_its_free():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_allocation("a", [1, 2])
+    write(sanitizer, "a", [1, 2, 3, 4, 5], [1, 2])
+    read(sanitizer, "a", 5, [1, 2])
+    sanitizer.observe_step()
+    sanitizer.observe_free("a", [1])
+    write(sanitizer, "a", [1, 2, 3, 4, 5, 6], [1, 2], start=5)
+    read(sanitizer, "a", 6, [1, 2], start=5)
+    report = only(sanitizer, ReportKind.FREED_AND_READ)
+    assert report.block == 1 and [each.kind for each in report.events] == [
+        *("allocated", "written", "freed"),
+    ]
+
+
+def test_block_that_is_written_after_its_free():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_allocation("a", [1])
+    sanitizer.observe_free("a", [1])
+    write(sanitizer, "a", [1], [1])
+    only(sanitizer, ReportKind.WRITE_AFTER_FREE)
+
+
+def test_two_requests_that_write_one_block_in_a_step():
+    sanitizer = sanitizer_of()
+    for name in "ab":
+        sanitizer.observe_request(name, [1, 2, 3])
+        sanitizer.observe_tokens([name], [3], [1], [ord(name)])
+    sanitizer.observe_write(0, ["a", "b"], [3, 3], [1, 1], [7, 7])
+    assert {report.kind for report in sanitizer.reports} == {ReportKind.TWO_WRITERS}
+    assert "'b'" in sanitizer.reports[0].found + sanitizer.reports[0].request
+
+
+def test_write_to_a_block_that_another_request_holds():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_allocation("a", [1])
+    write(sanitizer, "a", [1, 2], [1])
+    sanitizer.observe_step()
+    sanitizer.observe_allocation("b", [2])
+    write(sanitizer, "b", [3, 4], [1])
+    assert "'a'" in only(sanitizer, ReportKind.TWO_WRITERS).found
+
+
+def test_shared_block_that_is_overwritten():
+    sanitizer = sanitizer_of()
+    for name in "ab":
+        sanitizer.observe_allocation(name, [1])
+    write(sanitizer, "a", [1, 2, 3], [1])
+    write(sanitizer, "b", [1, 2, 3], [1], start=2)  # the same content is harmless
+    sanitizer.observe_step()
+    sanitizer.reports.clear()
+    write(sanitizer, "b", [1, 2, 9], [1], start=2)
+    report = only(sanitizer, ReportKind.WRITE_TO_SHARED)
+    assert report.request == "b" and "2 holders" in report.found
+
+
+def test_write_to_the_null_block():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2], [0])
+    only(sanitizer, ReportKind.NULL_BLOCK_WRITE)
+
+
+def test_slot_mapping_that_differs_from_the_block_table():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_request("a", [1, 2])
+    sanitizer.observe_write(0, ["a"], [0], [2], [5, 6], [[1]])
+    report = only(sanitizer, ReportKind.SLOT_MISMATCH)
+    assert "slot 4" in report.expected and "slot 5" in report.found
+
+
+def test_slot_outside_the_pool():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_request("a", [1, 2])
+    sanitizer.observe_write(0, ["a"], [0], [2], [4, 1_000_000])
+    only(sanitizer, ReportKind.SLOT_MISMATCH)
+
+
+def test_block_outside_the_pool():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_request("a", [1, 2])
+    read(sanitizer, "a", 2, [99])
+    assert "does not exist" in only(sanitizer, ReportKind.WRONG_CONTENT).found
+
+
+def test_row_that_outlives_its_request():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2], [1])
+    sanitizer.finish("a")
+    read(sanitizer, "a", 2, [1])
+    assert only(sanitizer, ReportKind.STALE_ROW).request == "a"
+
+
+def test_read_beyond_the_tokens_of_a_request():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2], [1])
+    read(sanitizer, "a", 3, [1])
+    only(sanitizer, ReportKind.READ_BEYOND_LENGTH)
+
+
+def test_rejected_drafts_are_not_content():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3, 4], [1])
+    read(sanitizer, "a", 4, [1])
+    sanitizer.observe_tokens(["a"], [2], [1], [9])  # 3 and 4 were rejected; 9 is not written
+    read(sanitizer, "a", 3, [1], start=2)
+    assert only(sanitizer, ReportKind.WRONG_CONTENT).position == 2
+
+
+def test_recurrent_states_and_their_copies():
+    sanitizer = sanitizer_of(SanitizedGroup("state", 4))
+    sanitizer.observe_request("a", [1, 2, 3, 4, 5])
+    sanitizer.observe_state_read(0, ["a"], [0], [1])
+    sanitizer.observe_state_write(0, ["a"], [3], [1])
+    sanitizer.observe_state_read(0, ["a"], [3], [1])
+    sanitizer.observe_state_write(0, ["a", "a"], [4, 5], [1, 2])
+    sanitizer.observe_copy([2], [3])
+    sanitizer.observe_state_read(0, ["a"], [5], [3])
+    assert not sanitizer.reports
+    sanitizer.observe_state_read(0, ["a"], [5], [1])
+    report = only(sanitizer, ReportKind.WRONG_STATE)
+    assert report.writer_position == 3
+
+
+def test_swaps_keep_content_and_a_swapped_pair_is_found():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3, 4, 5, 6, 7, 8], [1, 2])
+    sanitizer.observe_copy([1, 2], [3, 4], dst_medium="host")
+    sanitizer.observe_clear([1, 2])
+    sanitizer.observe_copy([3, 4], [6, 5], src_medium="host")
+    read(sanitizer, "a", 8, [6, 5])
+    assert not sanitizer.reports
+    read(sanitizer, "a", 8, [5, 6])
+    report = sanitizer.reports[0]
+    assert report.kind == ReportKind.WRONG_CONTENT and "host block 4" in str(report)
+
+
+def test_windows_and_chunks_read_only_what_they_need():
+    sanitizer = sanitizer_of(
+        SanitizedGroup("window", 4, window=3), SanitizedGroup("chunk", 4, chunk=4)
+    )
+    tokens = [*range(9)]
+    for group, blocks in ((0, [1, 2, 3]), (1, [4, 5, 6])):
+        write(sanitizer, "a", tokens, blocks, group=group)
+    read(sanitizer, "a", 9, [0, 2, 3], start=8, group=0)
+    read(sanitizer, "a", 9, [0, 0, 6], start=8, group=1)
+    assert not sanitizer.reports and sanitizer.slots_read == 3 + 1
+    read(sanitizer, "a", 9, [0, 0, 3], start=8, group=0)
+    assert "null block" in only(sanitizer, ReportKind.WRONG_CONTENT).found
+
+
+def test_circular_windows():
+    sanitizer = sanitizer_of(SanitizedGroup("circular", 4, window=5, columns=2))
+    sanitizer.observe_request("a", range(12))
+    for first in (0, 4, 8):
+        slots = [4 * (1 + first // 4 % 2) + i for i in range(4)]
+        sanitizer.observe_write(0, ["a"], [first], [4], slots, [[1, 2]])
+        read(sanitizer, "a", first + 4, [1, 2], start=first)
+    assert not sanitizer.reports
+    read(sanitizer, "a", 12, [1, 2], start=6)
+    assert only(sanitizer, ReportKind.WRONG_CONTENT).position == 2
+
+
+def test_cross_attention_content_is_that_of_the_encoder():
+    sanitizer = sanitizer_of(SanitizedGroup("cross", 4))
+    for name in "abc":
+        sanitizer.observe_request(name, [1], encoder="audio" if name < "c" else "other")
+    sanitizer.observe_write(0, ["a"], [0], [6], range(4, 10))
+    read(sanitizer, "b", 6, [1, 2])
+    assert not sanitizer.reports
+    read(sanitizer, "c", 6, [1, 2])
+    assert sanitizer.counts == {"wrong-content": 2}
+
+
+def test_block_of_another_group_holds_other_content():
+    sanitizer = sanitizer_of(FULL, SanitizedGroup("full", 8))
+    write(sanitizer, "a", [1, 2, 3], [1])
+    read(sanitizer, "a", 3, [1], group=1)
+    assert "of group 0" in only(sanitizer, ReportKind.WRONG_CONTENT).found
+
+
+def test_loaded_content_is_trusted():
+    sanitizer = sanitizer_of(FULL, SanitizedGroup("state", 4))
+    sanitizer.observe_request("a", range(6))
+    sanitizer.observe_load(0, ["a"], [0], [6], [[1, 2]])
+    sanitizer.observe_load(1, ["a"], [0], [6], [[3]])
+    read(sanitizer, "a", 6, [1, 2])
+    sanitizer.observe_state_read(1, ["a"], [6], [3])
+    assert not sanitizer.reports
+
+
+def test_each_finding_is_reported_once_and_all_are_counted():
+    sanitizer = sanitizer_of(max_reports=1)
+    write(sanitizer, "a", [1] * 8, [1, 2])
+    for _ in range(3):
+        read(sanitizer, "a", 8, [4, 5])
+        read(sanitizer, "a", 8, [1, 2])
+    assert len(sanitizer.reports) == 1 and sanitizer.num_reports == 2
+
+
+def test_stop_raises_at_the_first_finding():
+    sanitizer = sanitizer_of(mode="stop")
+    sanitizer.observe_request("a", [1])
+    with pytest.raises(SanitizerError, match="read-before-written") as raised:
+        read(sanitizer, "a", 1, [1])
+    assert raised.value.report is sanitizer.reports[0]
+
+
+def test_only_some_steps_are_checked():
+    sanitizer = sanitizer_of(every=2)
+    sanitizer.observe_request("a", [1])
+    sanitizer.observe_step(1)
+    read(sanitizer, "a", 1, [1])
+    assert not sanitizer.reports
+    sanitizer.observe_step(2)
+    read(sanitizer, "a", 1, [1])
+    assert len(sanitizer.reports) == 1
+
+
+def test_reset_forgets_requests_and_contents():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2], [1])
+    sanitizer.reset()
+    assert sanitizer.num_tokens("a") == -1
+    sanitizer.observe_request("a", [1, 2])
+    read(sanitizer, "a", 2, [1])
+    only(sanitizer, ReportKind.READ_BEFORE_WRITTEN)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: SanitizedGroup("ring", 4), "kind is 'ring': expected one of 'full'"),
+        (lambda s: SanitizedGroup("window", 4), "window is 0: expected"),
+        (lambda s: Sanitizer([], 4), "groups is empty"),
+        (lambda s: Sanitizer([FULL], 4, mode="off"), "mode is 'off': expected 'report' or 'stop'"),
+        (lambda s: s.observe_write(1, ["a"], [0], [1], [4]), "group is 1: expected 0 to 0"),
+        (lambda s: s.observe_write(0, ["a"], [0], [1], [4]), "'a' has 0 known tokens: expected 1"),
+        (lambda s: s.observe_tokens(["a"], [1], [1], [4]), r"starts\[0\] is 1: expected at most 0"),
+        (lambda s: s.observe_tokens(["a"], [0], [2], [4]), "token_ids has 1 entries: expected 2"),
+        (lambda s: s.observe_read(0, ["a"], [0], [9], [[1]]), "block_table has 1 columns"),
+        (lambda s: s.observe_copy([1], [2], dst_medium="disk"), "dst_medium is 'disk': expected"),
+        (lambda s: s.observe_free("a", [99]), r"blocks\[0\] is 99: expected 0 to 15"),
+        (lambda s: s.observe_state_read(0, ["a"], [1], [1]), "expected a group of states"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(call, message):
+    sanitizer = sanitizer_of()
+    sanitizer.observe_request("a", [])
+    with pytest.raises(ValueError, match=message):
+        call(sanitizer)
