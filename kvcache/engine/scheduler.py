@@ -334,8 +334,8 @@ class Scheduler:
                 break
         if type(num_rejected) is not int or num_rejected:
             num_rejected = integer(num_rejected, "num_rejected")
-            self._decoding = None
             self.manager.reject_tokens(sequence.request, num_rejected)
+            self._decoding = None
         sequence.drafts = []
         sequence.request.append_tokens(token_ids)
 

@@ -29,7 +29,9 @@ def checked_counts(name: str, values: object, num_rows: int) -> np.ndarray:
     """Return int64[num_rows] of values from 0 to MAX_INT32. Raises TypeError or ValueError."""
     array = checked_int64(values, name)
     if len(array) != num_rows:
-        raise ValueError(f"{name} has {len(array)} entries: expected {num_rows}")
+        raise ValueError(
+            f"{name} has {len(array)} entries: expected {num_rows}, one per request_id"
+        )
     if not 0 <= np.bitwise_or.reduce(array) <= MAX_INT32:  # negative or large if any entry is
         check_range(name, "is", array, 0, MAX_INT32 + 1)
     return array

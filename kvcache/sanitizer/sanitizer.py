@@ -236,7 +236,9 @@ class Sanitizer(Findings):
         tokens = checked_int64(token_ids, "token_ids")
         of_tokens, positions = spread(starts, query_lens)
         if len(tokens) != len(positions):
-            raise ValueError(f"token_ids has {len(tokens)} entries: expected {len(positions)}")
+            raise ValueError(
+                f"token_ids has {len(tokens)} entries: expected {len(positions)}, the sum of query_lens"
+            )
         if rows.min(initial=0) < 0:
             kept = rows >= 0
             tokens = tokens[kept[of_tokens]]

@@ -247,6 +247,17 @@ class TestErrors:
         course.scheduler.complete(step)
         assert sequence.state is State.FINISHED and course.scheduler.schedule() is None
 
+    def test_rejected_accept_keeps_the_arrays_of_the_decode_step(self):
+        """Regression: found by the fuzzer. The arrays were dropped before the error."""
+        course = Course(8)
+        sequence = course.add(5)
+        course.step(), course.step()
+        kept = course.scheduler._decoding
+        with pytest.raises(ValueError, match="num_rejected_tokens of row 0 is 17"):
+            course.scheduler.accept(sequence, [1], 17)
+        assert kept is not None and course.scheduler._decoding is kept
+        assert course.step() == {"r0": 1}
+
     def test_sequences_that_wait_for_tokens(self):
         course = Course(8)
         sequence = course.add(20)
