@@ -117,10 +117,11 @@ test-real: setup
 bench-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) -m benchmarks.vllm_schedule
 
-# Call the public API with invalid and hostile arguments for SECONDS. Prints the seed and any
-# findings. SCENES limits the run to some modules.
+# Call the public API with invalid and hostile arguments for SECONDS, or CALLS times. Prints the seed
+# and any findings. SCENES limits the run to some modules, and SEED repeats an earlier run.
 fuzz: setup
-	$(BIN)/python -m tests.machinery.wrong_calls --seconds $(SECONDS) $(SCENES:%=--scene=%)
+	$(BIN)/python -m tests.machinery.wrong_calls --seconds $(SECONDS) $(CALLS:%=--calls %) \
+	  $(SEED:%=--seed %) $(SCENES:%=--scene=%)
 
 # Compile every kernel and check the machine code. Requires nvcc and cuobjdump, but no GPU.
 cuda-check: setup
