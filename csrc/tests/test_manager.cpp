@@ -140,15 +140,17 @@ TEST(calls_made_while_hashing_are_refused) {
 
 TEST(a_new_request_that_outgrows_the_model_while_another_is_hashed_is_refused) {
   Manager manager(make_options(4, 9, 12));
-  const Request first = make_request(8), second = make_request(8, 1);
+  // Two requests are hashed at a time, before the last one.
+  const Request first = make_request(8), second = make_request(8, 1), last = make_request(8, 2);
   {
     bool has_grown = false;
     const WhileHashing hashing([&] {
       const int32_t more[5] = {};
-      if (!has_grown) second.tokens->append(more, 5);
+      if (!has_grown) last.tokens->append(more, 5);
       has_grown = true;
     });
-    CHECK_THROWS(step_new(&manager, {{first.chain, 100}, {second.chain, 100}}), "a new request");
+    CHECK_THROWS(step_new(&manager, {{first.chain, 100}, {second.chain, 100}, {last.chain, 100}}),
+                 "a new request");
   }
   CHECK_EQ(manager.num_rows(), 0);
   manager.check_invariants();
