@@ -54,7 +54,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Deselect tests of other shares, and those marked gpu if torch finds no CUDA device.
 
-    The summary reports how many marked gpu were deselected.
+    The summary reports the number of deselected tests that are marked gpu.
     """
     if share := config.getoption("--share"):
         k, n = map(int, share.split("/"))

@@ -18,6 +18,12 @@ def checked_table(block_table: object, num_rows: int) -> np.ndarray:
     return integers(table, "block_table", table.shape[1:])
 
 
+def check_width(table: np.ndarray, width: int) -> None:
+    """Raise ValueError if a block table has fewer columns than `width`."""
+    if table.shape[1] < width:
+        raise ValueError(f"block_table has {table.shape[1]} columns: expected {width}")
+
+
 def checked_int64(values: object, name: str) -> np.ndarray:
     """Return int64[n], without a copy if possible. Raises TypeError or ValueError."""
     if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:

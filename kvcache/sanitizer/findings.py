@@ -142,19 +142,15 @@ class Findings:
             return
         counts, offsets = shadow.num_holders[blocks], slots % one.spec.block_size
         free = (counts == 0) & (blocks > 0)
-        for i in first_of_each(free, rows, blocks):
-            self._found(
-                *(ReportKind.WRITE_AFTER_FREE, one, rows[i], positions[i], blocks[i], offsets[i]),
-                expected=f"a block that {self._name(serials[i])} holds",
-                found="a block that no request holds",
-            )
         other = (counts == 1) & (holders != serials) & (holders != NOBODY)
-        for i in first_of_each(other, rows, blocks):
-            self._found(
-                *(ReportKind.TWO_WRITERS, one, rows[i], positions[i], blocks[i], offsets[i]),
-                expected=f"a block that {self._name(serials[i])} holds",
-                found=f"a block that only {self._name(holders[i])} holds",
-            )
+        for kind, wrong in ((ReportKind.WRITE_AFTER_FREE, free), (ReportKind.TWO_WRITERS, other)):
+            for i in first_of_each(wrong, rows, blocks):
+                holder = f"only {self._name(holders[i])}" if other[i] else "no request"
+                self._found(
+                    *(kind, one, rows[i], positions[i], blocks[i], offsets[i]),
+                    expected=f"a block that {self._name(serials[i])} holds",
+                    found=f"a block that {holder} holds",
+                )
 
     def _overwrite(
         self,

@@ -25,6 +25,7 @@ from kvcache.checks import (
     shown,
 )
 from kvcache.sanitizer.arguments import (
+    check_width,
     checked_counts,
     checked_int64,
     checked_table,
@@ -108,10 +109,7 @@ class Sanitizer(Findings):
         if len(self.groups) > 256:
             raise ValueError(f"groups has {len(self.groups)} entries: expected at most 256")
         check_range("num_blocks", "has slots", np.array([*sizes.values()]) * stride, 0, 2**40)
-        self._shadows = {
-            name: Shadow(size, stride, history) for name, size in sizes.items() if size
-        }
-        self._device = self._shadows["device"]
+        self._shapes = {name: (size, stride, history) for name, size in sizes.items() if size}
         self.reports: list[Report] = []
         self.counts: Counter[str] = Counter()
         self.slots_read = self.slots_written = 0
@@ -136,9 +134,7 @@ class Sanitizer(Findings):
 
     def reset(self) -> None:
         """Forget all requests and all contents. Reports and counts stay."""
-        for name, shadow in self._shadows.items():
-            size = shadow.num_blocks, shadow.stride, shadow._ring.shape[1]
-            self._shadows[name] = Shadow(*size)
+        self._shadows = {name: Shadow(*shape) for name, shape in self._shapes.items()}
         self._device = self._shadows["device"]
         self._groups = [CheckedRows(index, spec) for index, spec in enumerate(self.groups)]
         self._chains = TagChains()
@@ -150,8 +146,7 @@ class Sanitizer(Findings):
         self._clock = 0
         self._tracks_holders = False
         self._seen: set[tuple] = set()
-        self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)
-        self._step: StepTokens | None = None
+        self._forget_step()
         self._record("reset")
 
     def close(self) -> None:
@@ -279,7 +274,7 @@ class Sanitizer(Findings):
         self._images.pop(row, None)
         for group in self._groups:
             group.forget(row)
-        self._last, self._step = ([], np.zeros(0, np.int64)), None
+        self._forget_step()
         self._record("finish", [request_id])
 
     # Blocks -------------------------------------------------------------------------------------------
@@ -434,10 +429,8 @@ class Sanitizer(Findings):
         table = None if block_table is None else checked_table(block_table, len(step.starts))
         size, limit = one.spec.block_size, self._device.num_blocks * one.spec.block_size
         columns = None if table is None else self._columns(one, step.positions)
-        if table is not None and table.shape[1] <= columns.max(initial=-1):
-            raise ValueError(
-                f"block_table has {table.shape[1]} columns: expected {columns.max() + 1}"
-            )
+        if table is not None:
+            check_width(table, columns.max(initial=-1) + 1)
         self._record("write", request_ids, group, step.starts, step.query_lens, slots, table)
         if table is not None:
             wanted = table[step.of_tokens, columns] * size
@@ -529,11 +522,8 @@ class Sanitizer(Findings):
         """
         one = self._group(group)
         rows, starts, stops = self._batch(request_ids, starts=starts, stops=stops)
-        table, size, shadow = (
-            checked_table(block_table, len(rows)),
-            one.spec.block_size,
-            self._device,
-        )
+        table = checked_table(block_table, len(rows))
+        size, shadow = one.spec.block_size, self._device
         counts = np.maximum(stops - starts, 0)
         self._check_known(one, rows, stops, request_ids)
         if one.spec.kind == "state":
@@ -542,9 +532,7 @@ class Sanitizer(Findings):
         else:
             of_tokens, positions = spread(starts, counts)
             columns, offsets = self._columns(one, positions), positions % size
-        if len(columns) and columns.max() >= table.shape[1]:
-            wanted = int(columns.max()) + 1
-            raise ValueError(f"block_table has {table.shape[1]} columns: expected {wanted}")
+        check_width(table, columns.max(initial=-1) + 1)
         self._record("load", request_ids, group, starts, stops, table)
         blocks = table[of_tokens, columns]
         kept = (blocks > 0) & (blocks < shadow.num_blocks) & (rows[of_tokens] >= 0)
@@ -639,8 +627,7 @@ class Sanitizer(Findings):
         width = -(-longest // one.spec.block_size)
         if one.spec.kind == "circular":
             width = min(one.spec.columns, width)
-        if table.shape[1] < width:
-            raise ValueError(f"block_table has {table.shape[1]} columns: expected {width}")
+        check_width(table, width)
         table = table[:, :width]
         self._record("read", request_ids, group, starts, stops, table)
         if self.step % self.every:
@@ -882,7 +869,7 @@ class Sanitizer(Findings):
             self._names[serial] = request_id
             if len(self._names) > _MAX_NAMES + len(self._rows):
                 self._forget_names()
-            self._last, self._step = ([], np.zeros(0, np.int64)), None
+            self._forget_step()
         elif (
             self._chains.tags[self._chains.offsets[row]] != seed
             or self._images.get(row, []) != images
@@ -896,6 +883,11 @@ class Sanitizer(Findings):
         if images:
             self._images[row] = images
         self._record("request", [request_id], numbers=(seed, encoder))
+
+    def _forget_step(self) -> None:
+        """Forget the requests and tokens of the last `observe_tokens`."""
+        self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)
+        self._step: StepTokens | None = None
 
     def _forget_names(self) -> None:
         live = set(self._of_rows.tolist())

@@ -81,8 +81,8 @@ def curve(
 ) -> list[Mark]:
     """Open `count` connections, read over each one and end it.
 
-    Return a mark per `every` connections. With `most_more`, first wait, for a limited time, until
-    at most this number of additional descriptors is open.
+    Return one mark for every `every` connections. If `most_more` is given, wait before each mark until
+    at most this many additional descriptors are open, or until a time limit.
     """
     memory = np.zeros(4096, np.uint8)
     side = make_transport(f"a{next(_numbers)}", name, **OPTIONS)

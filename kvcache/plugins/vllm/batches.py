@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 class Facts(NamedTuple):
     """The attributes of a request that do not change while it runs.
 
-    Streaming sessions have no facts, because they change these attributes.
+    `facts_of` returns None for a streaming session, because its attributes change.
     """
 
     request: Request
