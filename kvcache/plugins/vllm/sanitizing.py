@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports the steps of a vLLM worker to a `Sanitizer`.
+
+The observer sees what kernels get: the tokens and positions of the batch, the slot mapping and the block
+table of each cache group, copies of blocks and of recurrent states, and blocks that a connector filled.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker import gpu_model_runner, mamba_utils
+
+from kvcache.plugins.vllm.compatibility import check_version
+from kvcache.sanitizer import SanitizedGroup, Sanitizer, SanitizerError
+from kvcache.sanitizer.environment import options_from_environment
+
+_log = logging.getLogger("kvcache.sanitizer")
+_HOOKS = ("execute_model", "_build_attention_metadata", "_zero_block_ids")
+_current: WorkerObserver | None = None  # the observer whose step runs
+
+
+def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
+    """Observe the model runner of a worker whose KV cache is allocated.
+
+    Args:
+        worker: A worker of vLLM, on a CPU or a GPU.
+        sanitizer: Default: one with the options of the environment.
+
+    Returns:
+        The observer, also in `worker.model_runner.kvcache_sanitizer`. `findings` returns its reports.
+
+    Raises:
+        ValueError: The model runner or its cache layout is not supported.
+
+    Example:
+        >>> import os
+        >>> os.environ["KVCACHE_SANITIZE"] = "1"  # before vLLM starts, instead of a call
+    """
+    runner = worker.model_runner
+    if not isinstance(runner, gpu_model_runner.GPUModelRunner):
+        raise ValueError(
+            f"the model runner is {type(runner).__module__}.{type(runner).__qualname__}: expected vLLM's "
+            "V1 runner (VLLM_USE_V2_MODEL_RUNNER=0)"
+        )
+    missing = [name for name in _HOOKS if not hasattr(runner, name)]
+    if missing:
+        raise ValueError(f"vLLM {check_version()}: its model runner has no {', '.join(missing)}")
+    if runner.dcp_world_size > 1:
+        raise ValueError("decode context parallelism spreads a block over ranks: not supported")
+    observer = WorkerObserver(runner, sanitizer)
+    observer.install()
+    return observer
+
+
+def findings(worker: Any) -> dict[str, object]:
+    """Return what the sanitizer of a worker found, for `LLM.collective_rpc(findings)`.
+
+    Args:
+        worker: A worker of vLLM.
+
+    Returns:
+        "reports": pages of text. "counts": findings by kind. "steps", "slots_read", "slots_written".
+        "unchecked": groups that are not checked, each with the reason. "seconds": time spent.
+
+    Raises:
+        ValueError: The worker has no sanitizer.
+    """
+    observer = getattr(worker.model_runner, "kvcache_sanitizer", None)
+    if observer is None:
+        raise ValueError("the worker has no sanitizer: expected KVCACHE_SANITIZE=1 at its start")
+    return observer.findings()
+
+
+def _checked_group(spec: KVCacheSpec, is_drafting: bool) -> SanitizedGroup | str:
+    """Return a group, or the reason why it is not checked."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        each = [_checked_group(one, is_drafting) for one in spec.kv_cache_specs.values()]
+        return each[0] if all(one == each[0] for one in each) else "its layers differ in kind"
+    size = spec.block_size
+    if isinstance(spec, MambaSpec):
+        if is_drafting:
+            return "states of draft tokens are copied by a kernel that is not observed"
+        return SanitizedGroup("state", 1)  # one state per page, whatever tokens it stands for
+    if isinstance(spec, SlidingWindowSpec):
+        return SanitizedGroup("window", size, window=spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return SanitizedGroup("chunk", size, chunk=spec.attention_chunk_size)
+    if isinstance(spec, FullAttentionSpec):
+        if spec.attention_chunk_size is not None:
+            return SanitizedGroup("chunk", size, chunk=spec.attention_chunk_size)
+        if spec.sliding_window is not None:
+            return SanitizedGroup("window", size, window=spec.sliding_window)
+        return SanitizedGroup("full", size)
+    return f"{type(spec).__name__} is not supported"
+
+
+class WorkerObserver:
+    """Observes one model runner. See `observe`."""
+
+    def __init__(self, runner: Any, sanitizer: Sanitizer | None = None) -> None:
+        config = runner.kv_cache_config
+        is_drafting = runner.speculative_config is not None
+        self.unchecked: dict[int, str] = {}
+        self._gids: list[int] = []  # vLLM's number of each sanitized group
+        groups = []
+        for gid, group in enumerate(config.kv_cache_groups):
+            checked = _checked_group(group.kv_cache_spec, is_drafting)
+            if isinstance(checked, str):
+                self.unchecked[gid] = checked
+                _log.warning("The KV cache sanitizer does not check group %d: %s", gid, checked)
+                continue
+            self._gids.append(gid)
+            groups.append(checked)
+        if not groups:
+            raise ValueError("no cache group can be checked")
+        if sanitizer is None:
+            sanitizer = Sanitizer(groups, config.num_blocks, **(options_from_environment() or {}))
+        elif sanitizer.groups != tuple(groups):
+            raise ValueError(f"sanitizer has groups {sanitizer.groups}: expected {tuple(groups)}")
+        self.sanitizer = sanitizer
+        self._runner = runner
+        specs = [config.kv_cache_groups[gid].kv_cache_spec for gid in self._gids]
+        self._sizes = [spec.block_size for spec in specs]
+        self._holds = Holds(sanitizer, self._gids, self._sizes)
+        self._arguments: dict[str, dict[str, object]] = {}  # of `observe_request`
+        self._loaded: set[str] = set()  # requests for which a connector loaded blocks
+        self._drafted: dict[str, int] = {}  # start of requests that had drafts in the last step
+        self._is_computing = False
+        self._has_sync_loads = False
+        self._is_off = False
+
+    def install(self) -> None:
+        """Wrap the hooks of the model runner."""
+        runner = self._runner
+        runner.kvcache_sanitizer = self
+        for name in _HOOKS:
+            setattr(runner, name, getattr(self, f"_{name.lstrip('_')}")(getattr(runner, name)))
+        _wrap_once(gpu_model_runner, "copy_kv_cache_blocks_inplace", _copied)
+        _wrap_once(mamba_utils, "collect_mamba_copy_meta", _copied_state)
+        if has_kv_transfer_group():
+            connector = get_kv_transfer_group()
+            connector.get_finished = self._get_finished(connector.get_finished)
+
+    def findings(self) -> dict[str, object]:
+        """See the function of this name."""
+        sanitizer = self.sanitizer
+        return {
+            "reports": [str(report) for report in sanitizer.reports],
+            "counts": dict(sanitizer.counts),
+            "steps": sanitizer.step,
+            "slots_read": sanitizer.slots_read,
+            "slots_written": sanitizer.slots_written,
+            "unchecked": self.unchecked,
+        }
+
+    # Hooks --------------------------------------------------------------------------------------------
+
+    def _execute_model(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def execute_model(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+            global _current
+            self._guarded(self._begin, scheduler_output)
+            self._is_computing, before, _current = True, _current, self
+            try:
+                return original(scheduler_output, *arguments, **options)
+            finally:
+                self._is_computing, _current = False, before
+
+        return execute_model
+
+    def _build_attention_metadata(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def build(*arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)
+            if self._is_computing:  # not a warm-up
+                self._guarded(self._computes, result[0], options["slot_mappings"])
+            return result
+
+        return build
+
+    def _zero_block_ids(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def zero_block_ids(block_ids: list[int]) -> None:
+            original(block_ids)
+            self._guarded(self.sanitizer.observe_clear, block_ids)
+
+        return zero_block_ids
+
+    def _get_finished(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def get_finished(finished_req_ids: set[str]) -> Any:
+            result = original(finished_req_ids)
+            self._loaded.update(result[1] or ())
+            return result
+
+        return get_finished
+
+    def _guarded(self, call: Callable, *arguments: Any) -> None:
+        """Call a part of the observer. If it fails, the engine continues without it."""
+        if self._is_off:
+            return
+        try:
+            call(*arguments)
+        except SanitizerError:
+            raise
+        except Exception:
+            self._is_off = True
+            _log.exception("The KV cache sanitizer cannot follow this engine and is off from now on")
+
+    # A step -------------------------------------------------------------------------------------------
+
+    def _begin(self, output: Any) -> None:
+        """Observe what the scheduler has decided, before the worker acts on it."""
+        sanitizer, holds = self.sanitizer, self._holds
+        self._output = output
+        sanitizer.observe_step()
+        self._has_sync_loads = getattr(output, "has_sync_kv_loads", has_kv_transfer_group())
+        for name in output.finished_req_ids:
+            holds.release(name)
+            sanitizer.finish(name)
+            self._arguments.pop(name, None)
+        for name in output.preempted_req_ids or ():
+            holds.release(name)
+        cached = output.scheduled_cached_reqs
+        holds.scheduled = output.num_scheduled_tokens.keys()
+        for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens):
+            holds.leave(name, num_computed)
+        for request in output.scheduled_new_reqs:
+            name, tokens = request.req_id, request.prompt_token_ids
+            if tokens is None or request.prompt_embeds is not None:
+                raise ValueError(f"{name!r} has prompt embeddings, which are not supported")
+            images = [
+                (each.mm_position.offset, each.mm_position.length, each.identifier)
+                for each in request.mm_features
+            ]
+            lora = None if request.lora_request is None else request.lora_request.lora_name
+            self._arguments[name] = {"adapter": lora, "images": images}
+            holds.release(name)
+            self._begin_request(name, tokens, request.block_ids, request.num_computed_tokens)
+        for name, blocks, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+        ):
+            if name in cached.resumed_req_ids:
+                holds.release(name)
+                self._begin_request(name, cached.all_token_ids[name], blocks, num_computed)
+            elif blocks is not None:
+                holds.take(name, blocks)
+
+    def _begin_request(
+        self, name: str, tokens: list[int], blocks: tuple[list[int], ...], num_computed: int
+    ) -> None:
+        """Observe a new or resumed request, with `num_computed` tokens from prefix hits and loads."""
+        sanitizer = self.sanitizer
+        sanitizer.observe_request(name, tokens[:num_computed], **self._arguments[name])
+        self._holds.take(name, blocks)
+        if num_computed == 0 or not (name in self._loaded or self._has_sync_loads):
+            return
+        self._loaded.discard(name)
+        for g, gid in enumerate(self._gids):
+            table, first = np.array([blocks[gid]], np.int64), 0
+            if sanitizer.groups[g].kind == "state":
+                first = num_computed - 1
+                table = table[:, first // self._sizes[g], None]
+            sanitizer.observe_load(g, [name], [first], [num_computed], table)
+
+    def _computes(self, metadata: Any, slot_mappings: dict[int, torch.Tensor]) -> None:
+        """Observe the tokens, writes and reads of a step, before the model computes it."""
+        runner, sanitizer = self._runner, self.sanitizer
+        batch = runner.input_batch
+        names = list(batch.req_ids)
+        splits = runner.query_start_loc.np[: len(names) + 1].astype(np.int64)
+        total = int(splits[-1])
+        starts = _array(runner.positions[:total])[splits[:-1]].astype(np.int64)
+        counts = np.diff(splits)
+        tokens = _array(runner.input_ids.gpu[:total]).astype(np.int64)
+        self._observe_accepted(names, starts)
+        sanitizer.observe_tokens(names, starts, counts, tokens)
+        tables, stops = {}, starts + counts
+        for g, gid in enumerate(self._gids):
+            layer = self._layer_metadata(metadata, gid)
+            table = self._table(layer, gid, len(names))
+            if sanitizer.groups[g].kind == "state":
+                self._observe_states(g, names, starts, stops, table)
+                self._observe_checkpoints(g, names, starts, layer)
+                continue
+            tables[g] = table, self._seq_lens(layer, len(names))
+            slots = _array(slot_mappings[gid][:total])
+            sanitizer.observe_write(g, names, starts, counts, slots, table)
+        for g, (table, seq_lens) in tables.items():
+            sanitizer.observe_read(g, names, starts, seq_lens, table)
+
+    def _observe_accepted(self, names: list[str], starts: np.ndarray) -> None:
+        """Observe which tokens became of the drafts of the step before."""
+        for name, first in self._drafted.items():
+            row = self._runner.input_batch.req_id_to_index.get(name)
+            if row is None or starts[row] <= first:
+                continue
+            tokens = self._runner.input_batch.token_ids_cpu[row, first : starts[row]].astype(np.int64)
+            if tokens.min() >= 0:  # otherwise, they are still on the device
+                self.sanitizer.observe_tokens([name], [first], [len(tokens)], tokens)
+        drafts = self._output.scheduled_spec_decode_tokens
+        self._drafted = {name: int(starts[i]) for i, name in enumerate(names) if name in drafts}
+
+    def _observe_states(
+        self, g: int, names: list[str], starts: np.ndarray, stops: np.ndarray, table: np.ndarray
+    ) -> None:
+        sanitizer, size = self.sanitizer, self._sizes[g]
+        rows, mode = np.arange(len(names)), self._runner.cache_config.mamba_cache_mode
+        first = last = np.zeros_like(starts)
+        if mode != "none":
+            last = (stops - 1) // size
+            first = last if mode == "align" else np.maximum(starts - 1, 0) // size
+        sanitizer.observe_state_read(g, names, starts, table[rows, first].astype(np.int64))
+        if mode == "all":  # a state at the end of each block
+            for i, name in enumerate(names):
+                ends = np.arange(starts[i] // size + 1, (stops[i] - 1) // size + 1)
+                if len(ends):
+                    pages = table[i, ends - 1].astype(np.int64)
+                    sanitizer.observe_state_write(g, [name] * len(ends), ends * size, pages)
+        sanitizer.observe_state_write(g, names, stops, table[rows, last].astype(np.int64))
+
+    def _observe_checkpoints(self, g: int, names: list[str], starts: np.ndarray, layer: Any) -> None:
+        """Observe states that a prompt's chunk writes at a position inside it."""
+        found = getattr(layer, "checkpoint_meta", None) or getattr(layer, "checkpoint", None)
+        if found is None:
+            return
+        rows, offsets = _array(found.request_rows), np.array(found.offsets, np.int64)
+        rows, pages = rows[offsets > 0], _array(found.state_indices)[offsets > 0].astype(np.int64)
+        counts = starts[rows] + offsets[offsets > 0]
+        self.sanitizer.observe_state_write(g, [names[row] for row in rows], counts, pages)
+
+    # What kernels get ---------------------------------------------------------------------------------
+
+    def _layer_metadata(self, metadata: Any, gid: int) -> Any:
+        """Return the metadata of the first layer of a group, or None if batches are split."""
+        if not isinstance(metadata, dict):
+            return None
+        return metadata.get(self._runner.kv_cache_config.kv_cache_groups[gid].layer_names[0])
+
+    def _table(self, layer: Any, gid: int, num_rows: int) -> np.ndarray:
+        """Return the block table of a group, of the layer's metadata if it has one like vLLM's."""
+        runner = self._runner
+        ours = runner.input_batch.block_table[gid]
+        table = ours.get_device_tensor(num_rows)
+        seen = getattr(layer, "block_table", None)
+        if isinstance(seen, torch.Tensor) and seen.shape == table.shape:
+            table = seen
+        spec = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
+        ratio = spec.block_size // ours.block_size
+        array = _array(table)
+        return array if ratio == 1 else array[:, ::ratio] // ratio
+
+    def _seq_lens(self, layer: Any, num_rows: int) -> np.ndarray:
+        seen = getattr(layer, "seq_lens", None)
+        if not isinstance(seen, torch.Tensor) or seen.ndim != 1 or len(seen) < num_rows:
+            seen = self._runner.seq_lens
+        return _array(seen[:num_rows]).astype(np.int64)
+
+
+class Holds:
+    """The blocks of each request, as far as a worker is told."""
+
+    def __init__(self, sanitizer: Sanitizer, gids: list[int], sizes: list[int]) -> None:
+        self._sanitizer, self._gids, self._sizes = sanitizer, gids, sizes
+        self._blocks: dict[str, list[list[int]]] = {}  # per group, by column; 0 if released
+        self._left: dict[str, list[int]] = {}  # number of columns that were left behind
+        self._holders: dict[int, set[tuple[str, int]]] = {}  # by block: (name, group)
+        self.scheduled: Iterable[str] = ()
+
+    def take(self, name: str, blocks: tuple[list[int], ...]) -> None:
+        """Append blocks to a request, new ones or hits."""
+        held = self._blocks.setdefault(name, [[] for _ in self._gids])
+        self._left.setdefault(name, [0] * len(self._gids))
+        for g, gid in enumerate(self._gids):
+            new = [block for block in blocks[gid] if block]
+            for block in new:
+                self._take_over(block, name, g)
+            held[g].extend(blocks[gid])
+            if new:
+                self._sanitizer.observe_allocation(name, new, group=g)
+
+    def release(self, name: str) -> None:
+        """Release all blocks of a request."""
+        self._left.pop(name, None)
+        for g, blocks in enumerate(self._blocks.pop(name, ())):
+            self._free(name, g, [block for block in blocks if block])
+
+    def leave(self, name: str, num_computed: int) -> None:
+        """Release the blocks that a request's window or recurrent state has left behind."""
+        for g, blocks in enumerate(self._blocks.get(name, ())):
+            spec = self._sanitizer.groups[g]
+            if spec.kind == "full":
+                continue
+            first = num_computed - 1 if spec.kind == "state" else spec.first_needed([num_computed])[0]
+            columns = slice(self._left[name][g], int(first) // self._sizes[g])
+            self._free(name, g, [block for block in blocks[columns] if block])
+            self._left[name][g] = max(columns.start, columns.stop)
+            blocks[columns] = [0] * len(blocks[columns])
+
+    def _take_over(self, block: int, name: str, g: int) -> None:
+        """Release a block from requests that cannot hold it: of other groups, or not in this step.
+
+        The worker is not told when the scheduler releases blocks of requests that wait.
+        """
+        for holder, group in list(self._holders.get(block, ())):
+            if group != g or (holder not in self.scheduled and holder != name):
+                self._free(holder, group, [block])
+                blocks = self._blocks[holder][group]
+                blocks[blocks.index(block)] = 0
+        self._holders.setdefault(block, set()).add((name, g))
+
+    def _free(self, name: str, g: int, blocks: list[int]) -> None:
+        if blocks:
+            self._sanitizer.observe_free(name, blocks, group=g)
+        for block in blocks:
+            self._holders[block].discard((name, g))
+
+
+def _wrap_once(module: Any, name: str, wrap: Callable) -> None:
+    if not hasattr(getattr(module, name), "__wrapped__"):
+        setattr(module, name, wrap(getattr(module, name)))
+
+
+def _copied(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def copy_blocks(kv_caches: Any, num_blocks: int, copies: Any) -> None:
+        original(kv_caches, num_blocks, copies)
+        if _current is not None and copies:
+            pairs = np.array([tuple(each) for each in copies], np.int64)
+            _current._guarded(_current.sanitizer.observe_copy, pairs[:, 0], pairs[:, 1])
+
+    return copy_blocks
+
+
+def _copied_state(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def collect(*arguments: Any) -> None:
+        original(*arguments)
+        if _current is not None:
+            gids, src, dst, bias, request = arguments[3:8]
+            for gid in gids:
+                blocks = request.block_ids[gid]
+                _current._guarded(_current.sanitizer.observe_copy, [blocks[src + bias]], [blocks[dst]])
+
+    return collect
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()

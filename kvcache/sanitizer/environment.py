@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the sanitizer from environment variables, for engines that are not changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvcache.checks import shown
+
+_MODES = {"1": "report", "report": "report", "stop": "stop"}
+
+
+def checked_mode(mode: str, name: str) -> str:
+    """Return "report" or "stop". Raises ValueError."""
+    if mode not in _MODES:
+        known = ", ".join(map(repr, _MODES))
+        raise ValueError(f"{name} is {shown(mode)}: expected one of {known}")
+    return _MODES[mode]
+
+
+def options_from_environment() -> dict[str, object] | None:
+    """Return options for `Sanitizer`, or None if no sanitizer is wanted.
+
+    - `KVCACHE_SANITIZE`: "1" or "report", "stop", or "0" for none.
+    - `KVCACHE_SANITIZE_EVERY`: check the reads of one step in this number.
+    - `KVCACHE_SANITIZE_RECORD`: folder for a record of each process, `PID.kvsan`.
+
+    Raises:
+        ValueError: A variable has an unknown value.
+    """
+    mode = os.environ.get("KVCACHE_SANITIZE", "")
+    if mode in ("", "0"):
+        return None
+    options: dict[str, object] = {"mode": checked_mode(mode, "KVCACHE_SANITIZE")}
+    every = os.environ.get("KVCACHE_SANITIZE_EVERY", "")
+    if every:
+        if not every.isdecimal() or int(every) < 1:
+            raise ValueError(f"KVCACHE_SANITIZE_EVERY is {shown(every)}: expected a positive integer")
+        options["every"] = int(every)
+    folder = os.environ.get("KVCACHE_SANITIZE_RECORD", "")
+    if folder:
+        options["record"] = Path(folder) / f"{os.getpid()}.kvsan"
+    return options

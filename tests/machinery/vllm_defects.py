@@ -1,0 +1,764 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defects that are planted in vLLM's own code, one at a time, as the sanitizer watches.
+
+`python -m tests.machinery.vllm_defects MODEL ENGINE` prints what was found, as JSON in its last line.
+"""
+
+import itertools
+import json
+import pathlib
+import random
+import sys
+import tempfile
+
+from tests.machinery import vllm_schedulers  # noqa: F401  settings of the environment
+from tests.machinery.vllm_models import ENGINES, OPTIONS, make_room, write_config
+from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
+
+DEFECTS = {}  # by name: (function, models)
+ALL = ("llama", "gemma3", "granite4")
+
+
+def defect(*models):
+    """Register a function that plants a defect in an `Engine`. Its docstring describes the defect."""
+
+    def add(plant):
+        DEFECTS[plant.__name__] = plant, models or ALL
+        return plant
+
+    return add
+
+
+# In the scheduler's block pool -------------------------------------------------------------------
+
+
+@defect()
+def block_of_a_running_request_is_freed(engine):
+    """The last block of a running request is given out again."""
+    free_early(engine, -1)
+
+
+@defect("llama")
+def first_block_of_a_running_request_is_freed(engine):
+    """The first block of a running request is given out again."""
+    free_early(engine, 0)
+
+
+def free_early(engine, index):
+    pool = engine.pool
+
+    def free(original, *arguments):
+        requests = [each for each in engine.scheduler.running if each.num_computed_tokens]
+        if engine.now(8) and len(requests) > 2:
+            manager = engine.manager.coordinator.single_type_managers[engine.slot_group]
+            blocks = manager.req_to_blocks[requests[0].request_id]
+            block = [each for each in blocks if not each.is_null][index]
+            pool._maybe_evict_cached_block(block)
+            if block.ref_cnt == 1:
+                block.ref_cnt = 0
+                pool.free_block_queue.prepend_n([block])
+                engine.planted()
+        return original(*arguments)
+
+    engine.wrap(engine.scheduler, "schedule", free)
+
+
+@defect()
+def hit_blocks_are_not_referenced(engine):
+    """Blocks of a prefix hit stay in the free list, so that others get them."""
+
+    def touch(original, blocks):
+        original(blocks)
+        for block in blocks:
+            if not block.is_null and block.ref_cnt == 1:
+                block.ref_cnt = 0
+                engine.pool.free_block_queue.prepend_n([block])
+                engine.planted()
+
+    engine.wrap(engine.pool, "touch", touch)
+
+
+@defect("llama", "gemma3")
+def block_is_allocated_twice(engine):
+    """Two requests get the same new block."""
+
+    def get(original, count):
+        blocks = original(count)
+        if count and engine.now(25):
+            request = engine.scheduler.running[0]
+            manager = engine.manager.coordinator.single_type_managers[engine.slot_group]
+            held = [b for b in manager.req_to_blocks[request.request_id] if not b.is_null]
+            if held:
+                blocks[-1] = held[-1]
+                held[-1].ref_cnt += 1
+                engine.planted()
+        return blocks
+
+    engine.wrap(engine.pool, "get_new_blocks", get)
+
+
+# In prefix caching -------------------------------------------------------------------------------
+
+
+@defect("llama")
+def hash_without_the_prefix(engine):
+    """A block's hash covers its own tokens only, not those before it."""
+    from vllm.v1.core import kv_cache_utils
+
+    def block_hash(original, function, parent, tokens, extra_keys=None):
+        engine.planted()
+        return original(function, None, tokens, extra_keys)
+
+    engine.wrap(kv_cache_utils, "hash_block_tokens", block_hash)
+
+
+@defect()
+def hash_of_another_request(engine):
+    """Two requests have equal block hashes, although their tokens differ."""
+    first = {}
+
+    def add(original, request):
+        hashes = first.setdefault("hashes", list(request.block_hashes))
+        if len(first) and len(request.block_hashes) >= len(hashes) > 0:
+            if request.block_hashes[0] != hashes[0]:
+                request.block_hashes[: len(hashes)] = hashes
+                engine.planted()
+        return original(request)
+
+    engine.wrap(engine.scheduler, "add_request", add)
+
+
+@defect("llama")
+def hit_with_a_block_of_other_tokens(engine):
+    """The second block of a prefix hit is another block."""
+
+    def find(original, *arguments):
+        found = original(*arguments)
+        if len(found[0][0]) > 1 and engine.now(2):
+            found[0][0][1] = found[0][0][0]
+            engine.planted()
+        return found
+
+    engine.wrap(engine.manager.coordinator, "find_longest_cache_hit", find)
+
+
+@defect("llama")
+def hit_in_another_order(engine):
+    """Two blocks of a prefix hit are exchanged."""
+
+    def find(original, *arguments):
+        found = original(*arguments)
+        blocks = found[0][0]
+        if len(blocks) > 2 and engine.now(2):
+            blocks[0], blocks[1] = blocks[1], blocks[0]
+            engine.planted()
+        return found
+
+    engine.wrap(engine.manager.coordinator, "find_longest_cache_hit", find)
+
+
+@defect("llama")
+def blocks_are_cached_before_they_are_computed(engine):
+    """A request's blocks can be hit before their KV exists, and the hit ends in such a block."""
+
+    def cache(original, request, num_tokens, *arguments, **options):
+        engine.planted()
+        return original(request, request.num_tokens, *arguments, **options)
+
+    engine.wrap(engine.manager.coordinator, "cache_blocks", cache)
+
+
+@defect("gemma3")
+def window_hit_without_all_of_its_blocks(engine):
+    """A prefix hit of a window group needs one block instead of all blocks of the window."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    def contiguous(original, *arguments, **options):
+        engine.planted()
+        return 1
+
+    engine.wrap(SlidingWindowManager, "_contiguous_blocks_for_hit", contiguous, is_static=True)
+
+
+@defect("gemma3")
+def hit_blocks_of_another_group(engine):
+    """The window group gets the blocks that the full group has hit."""
+
+    def blocks(original, *arguments, **options):
+        found, count = original(*arguments, **options)[:2]
+        groups = found
+        if count and engine.now(1):
+            engine.planted()
+            window = list(groups[1 - engine.full_group])
+            full = groups[engine.full_group]
+            for i in range(min(len(window), len(full))):
+                if not window[i].is_null:
+                    window[i] = full[i]
+            groups = list(groups)
+            groups[1 - engine.full_group] = window
+        return (tuple(groups), count, *original(*arguments, **options)[2:])
+
+    engine.wrap(engine.manager.coordinator, "find_longest_cache_hit", blocks)
+
+
+# In windows and states ---------------------------------------------------------------------------
+
+
+@defect("gemma3")
+def window_is_left_a_block_too_early(engine):
+    """Blocks that the window still covers are released."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    def skipped(original, manager, num_computed_tokens):
+        engine.planted()
+        return max(original(manager, num_computed_tokens) + 2 * manager.block_size, 0)
+
+    engine.wrap(SlidingWindowManager, "get_num_skipped_tokens", skipped)
+
+
+@defect("granite4")
+def state_is_not_copied(engine):
+    """The state of the last block is not copied to the new block."""
+    from vllm.v1.worker import mamba_utils
+
+    def collect(original, *arguments):
+        if engine.now(3):
+            engine.planted()
+            return None
+        return original(*arguments)
+
+    engine.wrap(mamba_utils, "collect_mamba_copy_meta", collect)
+
+
+@defect("granite4")
+def state_is_copied_from_another_block(engine):
+    """A state is copied from the block before the right one."""
+    from vllm.v1.worker import mamba_utils
+
+    def collect(original, *arguments):
+        arguments = list(arguments)
+        blocks = arguments[7].block_ids[arguments[3][0]]
+        if arguments[4] > 0 and blocks[arguments[4] - 1] != blocks[arguments[4]]:
+            arguments[4] -= 1
+            engine.planted()
+        return original(*arguments)
+
+    engine.wrap(mamba_utils, "collect_mamba_copy_meta", collect)
+
+
+@defect("granite4")
+def state_index_outlives_a_preemption(engine):
+    """A resumed request continues in the block of its state before the preemption."""
+    from vllm.v1.worker import mamba_utils
+
+    kept = {}
+
+    def cleanup(original, output, state_idx):
+        kept.update({name: state_idx[name] for name in output.preempted_req_ids if name in state_idx})
+        original(output, state_idx)
+        for name in output.scheduled_cached_reqs.resumed_req_ids & kept.keys():
+            state_idx[name] = kept[name]
+            engine.planted()
+
+    engine.wrap(mamba_utils, "cleanup_mamba_state_idx", cleanup)
+
+
+@defect("granite4")
+def state_of_another_prefix(engine):
+    """A prefix hit starts from a block that holds another state."""
+
+    def find(original, *arguments, **options):
+        found = original(*arguments, **options)
+        blocks = found[0][engine.state_group]
+        if blocks and not blocks[-1].is_null:
+            free = [each for each in engine.pool.blocks[1:] if each.ref_cnt == 0]
+            if free and free[0] is not blocks[-1]:
+                blocks[-1] = free[0]
+                engine.planted()
+        return found
+
+    engine.wrap(engine.manager.coordinator, "find_longest_cache_hit", find)
+
+
+# In the scheduler --------------------------------------------------------------------------------
+
+
+@defect("llama", "gemma3")
+def preemption_keeps_computed_tokens(engine):
+    """A preempted request counts its tokens as computed when it is resumed."""
+
+    def preempt(original, request, *arguments, **options):
+        computed = request.num_computed_tokens
+        original(request, *arguments, **options)
+        if computed > 64 and engine.now(2):
+            engine.resumed = request.request_id, computed // 32 * 32
+            engine.planted()
+
+    engine.wrap(engine.scheduler, "_preempt_request", preempt)
+
+    def schedule(original, *arguments):
+        output = original(*arguments)
+        cached = output.scheduled_cached_reqs
+        name, computed = getattr(engine, "resumed", (None, 0))
+        if name in cached.resumed_req_ids:
+            i = cached.req_ids.index(name)
+            if cached.num_computed_tokens[i] < computed:
+                cached.num_computed_tokens[i] = cached.num_computed_tokens[i] + 32
+                engine.planted()
+        return output
+
+    engine.wrap(engine.scheduler, "schedule", schedule)
+
+
+@defect("llama", "gemma3")
+def new_blocks_are_not_sent(engine):
+    """The worker is not told the new block of a request."""
+
+    def schedule(original, *arguments):
+        output = original(*arguments)
+        cached = output.scheduled_cached_reqs
+        for i, blocks in enumerate(cached.new_block_ids):
+            if blocks is not None and cached.req_ids[i] not in cached.resumed_req_ids and engine.now(4):
+                cached.new_block_ids[i] = None
+                engine.planted()
+                break
+        return output
+
+    engine.wrap(engine.scheduler, "schedule", schedule)
+
+
+@defect("llama")
+def resumed_request_keeps_its_old_blocks(engine):
+    """The worker appends the blocks of a resumed request to those that it had."""
+
+    def schedule(original, *arguments):
+        output = original(*arguments)
+        cached = output.scheduled_cached_reqs
+        for name in list(cached.resumed_req_ids):
+            i = cached.req_ids.index(name)
+            cached.new_block_ids[i] = tuple(
+                [engine.pool.blocks[-1].block_id, *blocks[1:]] if blocks else blocks
+                for blocks in cached.new_block_ids[i]
+            )
+            engine.planted()
+        return output
+
+    engine.wrap(engine.scheduler, "schedule", schedule)
+
+
+@defect("llama", "gemma3")
+def blocks_in_use_are_zeroed(engine):
+    """A block of a running request is zeroed as a new one."""
+
+    def schedule(original, *arguments):
+        output = original(*arguments)
+        if len(engine.scheduler.running) > 2 and engine.now(10):
+            manager = engine.manager.coordinator.single_type_managers[engine.slot_group]
+            name = engine.scheduler.running[0].request_id
+            held = [b.block_id for b in manager.req_to_blocks[name] if not b.is_null]
+            if len(held) > 1:
+                output.new_block_ids_to_zero = [held[-2]]
+                engine.planted()
+        return output
+
+    engine.wrap(engine.scheduler, "schedule", schedule)
+
+
+@defect("llama", "gemma3")
+def copy_into_a_block_in_use(engine):
+    """A copy-on-write goes to a block of another running request."""
+
+    def schedule(original, *arguments):
+        output = original(*arguments)
+        if len(engine.scheduler.running) > 2 and engine.now(10):
+            manager = engine.manager.coordinator.single_type_managers[engine.slot_group]
+            held = [
+                [b.block_id for b in manager.req_to_blocks[r.request_id] if not b.is_null]
+                for r in engine.scheduler.running[:3]
+            ]
+            if all(held):
+                output.kv_cache_block_copies = [(held[0][-1], held[1][-1])]
+                engine.planted()
+        return output
+
+    engine.wrap(engine.scheduler, "schedule", schedule)
+
+
+@defect("llama drafts")
+def rejected_drafts_count_as_tokens(engine):
+    """The worker is told one computed token too many after a rejected draft."""
+
+    def schedule(original, *arguments):
+        output = original(*arguments)
+        cached = output.scheduled_cached_reqs
+        for i, name in enumerate(cached.req_ids):
+            before = engine.sanitizer.num_tokens(name)
+            if cached.num_computed_tokens[i] < before and engine.now(3):
+                cached.num_computed_tokens[i] += 1
+                engine.planted()
+                break
+        return output
+
+    engine.wrap(engine.scheduler, "schedule", schedule)
+
+
+# In the worker -----------------------------------------------------------------------------------
+
+
+@defect()
+def wrong_block_in_a_row(engine):
+    """A new request's row of the block table has a wrong first block."""
+
+    def add_row(original, blocks, row):
+        if engine.now(6):
+            blocks = tuple(
+                [max(each[0] ^ 1, 1), *each[1:]] if each and each[0] else each for each in blocks
+            )
+            engine.planted()
+        return original(blocks, row)
+
+    engine.wrap(engine.tables, "add_row", add_row)
+
+
+@defect("llama", "gemma3")
+def blocks_are_appended_to_another_row(engine):
+    """A new block goes to the row of another request."""
+
+    def append(original, blocks, row):
+        if row > 0 and any(blocks) and engine.now(5):
+            row -= 1
+            engine.planted()
+        return original(blocks, row)
+
+    engine.wrap(engine.tables, "append_row", append)
+
+
+@defect()
+def row_is_not_moved(engine):
+    """A request that moves to another row of the batch leaves its blocks behind."""
+
+    def move(original, src, dst):
+        engine.planted()
+
+    engine.wrap(engine.tables, "move_row", move)
+
+
+@defect("llama")
+def row_is_moved_to_another_place(engine):
+    """A request that moves gets the row after its own."""
+
+    def move(original, src, dst):
+        original(src, dst)
+        if dst + 1 < src:
+            engine.tables.swap_row(dst, dst + 1)
+            engine.planted()
+
+    engine.wrap(engine.tables, "move_row", move)
+
+
+@defect("llama", "gemma3")
+def table_is_not_committed(engine):
+    """Kernels get the block table of the step before."""
+    table = engine.tables[engine.slot_group]
+    copy = {}
+
+    def get(original, count):
+        now = original(count)
+        before, copy["table"] = copy.get("table"), now.clone()
+        if before is not None and before.shape == now.shape and engine.now(4, (before != now).any()):
+            engine.planted()
+            return before
+        return now
+
+    engine.wrap(table, "get_device_tensor", get)
+
+
+@defect("llama", "gemma3")
+def null_entry_in_a_row(engine):
+    """An entry of the block table is the null block."""
+
+    def get(original, count):
+        table = original(count)
+        if engine.now(40) and table[0, 0] > 0:
+            table[0, 0] = 0
+            engine.planted()
+        return table
+
+    engine.wrap(engine.tables[engine.full_group], "get_device_tensor", get)
+
+
+@defect("llama", "gemma3")
+def slots_off_by_one(engine):
+    """The slot mapping is that of the next positions."""
+
+    def compute(original, num_reqs, starts, positions):
+        original(num_reqs, starts, positions)
+        if engine.now(10):
+            slots = engine.tables[engine.slot_group].slot_mapping.gpu
+            slots[: len(positions)] += 1
+            engine.planted()
+
+    engine.wrap(engine.tables, "compute_slot_mapping", compute)
+
+
+@defect("llama")
+def slots_of_the_step_before(engine):
+    """The slot mapping is not computed in one step."""
+
+    def compute(original, *arguments):
+        if engine.now(20):
+            engine.planted()
+            return
+        original(*arguments)
+
+    engine.wrap(engine.tables, "compute_slot_mapping", compute)
+
+
+@defect("llama", "gemma3")
+def slots_of_another_row(engine):
+    """The first two rows of the batch write to each other's slots."""
+
+    def compute(original, num_reqs, starts, positions):
+        original(num_reqs, starts, positions)
+        if num_reqs > 1 and int(starts[2]) == 2 and engine.now(3):
+            slots = engine.tables[engine.slot_group].slot_mapping.gpu
+            slots[:2] = slots[:2].flip(0)
+            engine.planted()
+
+    engine.wrap(engine.tables, "compute_slot_mapping", compute)
+
+
+@defect("llama", "gemma3")
+def lengths_count_a_token_too_many(engine):
+    """Attention reads one slot beyond the tokens of each request."""
+    change_lengths(engine, 1)
+
+
+def change_lengths(engine, by):
+    def build(original, *arguments, **options):
+        result = original(*arguments, **options)
+        if engine.now(20):
+            seen = set()
+            for layer in result[0].values():
+                if id(layer.seq_lens) not in seen:
+                    seen.add(id(layer.seq_lens))
+                    layer.seq_lens = layer.seq_lens + by
+            engine.planted()
+        return result
+
+    # The sanitizer's hook is outside, and sees what the kernel gets.
+    engine.wrap_inner(engine.runner, "_build_attention_metadata", build)
+
+
+@defect("llama", "gemma3")
+def groups_get_the_same_table(engine):
+    """Two layers' metadata exchange their block tables."""
+    if engine.model == "llama":
+
+        def build(original, *arguments, **options):
+            result = original(*arguments, **options)
+            layer = next(iter(result[0].values()))
+            if len(layer.block_table) > 1 and engine.now(20):
+                layer.block_table = layer.block_table.flip(0)
+                engine.planted()
+            return result
+
+    else:
+
+        def build(original, *arguments, **options):
+            result = original(*arguments, **options)
+            groups = engine.runner.kv_cache_config.kv_cache_groups
+            first, second = (result[0][group.layer_names[0]] for group in groups[:2])
+            if engine.now(20):
+                first.block_table, second.block_table = second.block_table, first.block_table
+                engine.planted()
+            return result
+
+    engine.wrap_inner(engine.runner, "_build_attention_metadata", build)
+
+
+@defect("llama", "gemma3")
+def request_stays_in_the_batch(engine):
+    """A request that was preempted keeps its place, and its row, when it is resumed."""
+
+    def states(original, output):
+        cached = output.scheduled_cached_reqs
+        for name in list(cached.resumed_req_ids):
+            i = cached.req_ids.index(name)
+            state = engine.runner.requests[name]
+            old = tuple(list(each) for each in state.block_ids)
+            new = cached.new_block_ids[i]
+            mixed = tuple(o[: len(n)] if len(o) >= len(n) else n for o, n in zip(old, new))
+            if mixed != tuple(new):
+                cached.new_block_ids[i] = mixed
+                engine.planted()
+        return original(output)
+
+    engine.wrap(engine.runner, "_update_states", states)
+
+
+# The engine --------------------------------------------------------------------------------------
+
+
+class Engine:
+    """An engine of vLLM with the sanitizer, in which defects can be planted and removed."""
+
+    def __init__(self, model, engine):
+        self.model, self.engine = model, engine
+        self.folder = write_config(pathlib.Path(tempfile.mkdtemp()), model)
+        self.llm = None
+        self.start()
+
+    def start(self):
+        from vllm import LLM
+
+        from kvcache.plugins.vllm.sanitizing import observe
+
+        defaults = {
+            **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "seed": 0},
+            **{"dtype": "float32", "max_model_len": 1024, "block_size": 32, "max_num_seqs": 16},
+            **{"max_num_batched_tokens": 256, "long_prefill_token_threshold": 80},
+            **{"prefix_caching_hash_algo": "sha256_cbor"},
+        }
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+            make_room()
+        self.llm = LLM(self.folder, **defaults | OPTIONS[self.model] | ENGINES[self.engine])
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.manager = self.scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        worker = core.model_executor.driver_worker.worker
+        self.runner = worker.model_runner
+        self.tables = self.runner.input_batch.block_table
+        self.sanitizer = observe(worker).sanitizer
+        kinds = [each.kind for each in self.sanitizer.groups]
+        self.full_group = kinds.index("full")
+        self.slot_group = next(g for g, kind in enumerate(kinds) if kind != "state")
+        self.state_group = kinds.index("state") if "state" in kinds else None
+        self._clear()
+
+    def _clear(self):
+        self._undo, self._calls, self._plants = [], itertools.count(1), 0
+        self.step_of_plant = None
+        self.sanitizer.reset()
+        self.sanitizer.reports.clear()
+        self.sanitizer.counts.clear()
+
+    def now(self, count, condition=True):
+        """Whether this is the call number `count` of this defect, or a later one, and none acted."""
+        return bool(condition) and self._plants == 0 and next(self._calls) >= count
+
+    def planted(self):
+        self._plants += 1
+        if self.step_of_plant is None:
+            self.step_of_plant = self.sanitizer.step
+
+    def wrap(self, target, name, function, is_static=False):
+        """Replace a method by a function whose first argument is the method."""
+        original = getattr(target, name)
+        had = name in vars(target)
+        before = vars(target).get(name)
+
+        def wrapped(*arguments, **options):
+            return function(original, *arguments, **options)
+
+        wrapped.__wrapped__ = original
+        setattr(target, name, staticmethod(wrapped) if is_static else wrapped)
+        self._undo.append(lambda: setattr(target, name, before) if had else delattr(target, name))
+
+    def wrap_inner(self, target, name, function):
+        """As `wrap`, below the hook of the sanitizer."""
+        hook = getattr(target, name)
+        cell = next(
+            cell
+            for cell, key in zip(hook.__closure__, hook.__code__.co_freevars)
+            if key == "original"
+        )
+        original = cell.cell_contents
+
+        def wrapped(*arguments, **options):
+            return function(original, *arguments, **options)
+
+        cell.cell_contents = wrapped
+        self._undo.append(lambda: setattr(cell, "cell_contents", original))
+
+    def find(self, name, seed=1):
+        """Plant a defect, run requests, remove it, and return what was found."""
+        plant, _ = DEFECTS[name]
+        print("planting", name, file=sys.stderr, flush=True)
+        before = self.sanitizer.slots_read
+        first_step = self.sanitizer.step
+        plant(self)
+        failure = None
+        try:
+            self.run(seed)
+        except Exception as error:  # the engine itself may notice
+            failure = f"{type(error).__name__}: {str(error)[:80]}"
+        for undo in reversed(self._undo):
+            undo()
+        reports = self.sanitizer.reports
+        found = {
+            "name": name,
+            "model": f"{self.model} {self.engine}",
+            "about": plant.__doc__,
+            "planted": self._plants,
+            "planted_at": self.step_of_plant and self.step_of_plant - first_step,
+            "found_at": reports[0].step - first_step if reports else None,
+            "kind": str(reports[0].kind) if reports else None,
+            "kinds": dict(self.sanitizer.counts),
+            "slots_read": self.sanitizer.slots_read - before,
+            "engine": failure or "answered",
+        }
+        if failure is None:
+            self.llm.llm_engine.engine_core.engine_core.scheduler.reset_prefix_cache()
+            self._clear()
+            failure = self._is_broken()
+        if failure is not None:
+            self.start()
+        return found
+
+    def _is_broken(self):
+        """Run requests without a defect, which must not be reported."""
+        try:
+            self.run(7)
+        except Exception as error:
+            return str(error)
+        broken = bool(self.sanitizer.reports)
+        self.scheduler.reset_prefix_cache()
+        self._clear()
+        return "reports" if broken else None
+
+    def run(self, seed, count=14):
+        from vllm import SamplingParams
+
+        rng = random.Random(seed)
+        heads = [[rng.randrange(3, 512) for _ in range(170)] for _ in range(2)]
+        prompts = [
+            heads[n % 2][: rng.randrange(100, 171)] + [rng.randrange(3, 512) for _ in range(60)]
+            for n in range(count)
+        ]
+        prompts.append(heads[0][32:160])  # its first block has the tokens of another's second block
+        sampling = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, detokenize=False)
+        self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        )
+
+
+def run(model, engine, names=None):
+    """Return what was found for each defect of a model, and for runs without a defect."""
+    fill_at_random()
+    without_checkpoints()
+    one = Engine(model, engine)
+    one.run(1)
+    assert not one.sanitizer.reports, one.sanitizer.reports[0]
+    one.scheduler.reset_prefix_cache()
+    one._clear()
+    key = model if "drafts" not in engine else f"{model} drafts"
+    return [one.find(name) for name in names or DEFECTS if key in DEFECTS[name][1]]
+
+
+if __name__ == "__main__":
+    found = run(sys.argv[1], sys.argv[2], sys.argv[3:])
+    print(json.dumps(found))
