@@ -299,8 +299,7 @@ class Sanitizer(Findings):
         spec, shadow = self._group(group), self._device
         serial = self._serial_of(request_id)
         self._tracks_holders = True
-        # A block that is hit before its content is written, in the same step, stays fresh.
-        shadow.is_fresh[blocks] |= shadow.num_holders[blocks] == 0
+        shadow.is_fresh[blocks] = shadow.num_holders[blocks] == 0
         shadow.num_holders[blocks] += 1
         shadow.holders[blocks] = serial
         shadow.log(blocks, EventKind.ALLOCATED, self.step, serial, group=spec.index)

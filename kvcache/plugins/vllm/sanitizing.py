@@ -155,7 +155,9 @@ class WorkerObserver:
         _wrap_once(mamba_utils, "collect_mamba_copy_meta", _copied_state)
         if has_kv_transfer_group():
             connector = get_kv_transfer_group()
-            connector.get_finished = self._get_finished(connector.get_finished)
+            name = "get_transfer_results"  # of later versions
+            name = name if hasattr(connector, name) else "get_finished"
+            setattr(connector, name, self._get_finished(getattr(connector, name)))
 
     def findings(self) -> dict[str, object]:
         """See the function of this name."""
@@ -206,7 +208,8 @@ class WorkerObserver:
         @functools.wraps(original)
         def get_finished(finished_req_ids: set[str]) -> Any:
             result = original(finished_req_ids)
-            self._loaded.update(result[1] or ())
+            loaded = result[1] if isinstance(result, tuple) else result.finished_recving
+            self._loaded.update(loaded or ())
             return result
 
         return get_finished
