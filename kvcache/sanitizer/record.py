@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.sanitizer.tags import name_hash
+from kvcache.sanitizer.requests import name_hash
 
 if TYPE_CHECKING:
     from kvcache.sanitizer.groups import SanitizedGroup
