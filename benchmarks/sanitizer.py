@@ -75,6 +75,6 @@ def all_results() -> Iterator[Result]:
                 f"sanitizer, step with one group, {shape}", "us", (begin + group) * 1e6, goal=50
             )
         yield Result(f"sanitizer, {kind} group, {shape}", "us", group * 1e6)
-    num_slots = run.sanitizer._device.num_blocks * BLOCK_SIZE
+    num_slots = run.sanitizer._blocks.device.num_blocks * BLOCK_SIZE
     size = run.sanitizer.num_bytes / num_slots
     yield Result("sanitizer, memory per slot, 16 tokens per block", "bytes", size)

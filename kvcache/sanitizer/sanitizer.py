@@ -21,11 +21,12 @@ from kvcache.checks import (
 )
 from kvcache.native.load import core
 from kvcache.sanitizer.arguments import checked_int64, checked_table
-from kvcache.sanitizer.findings import MEDIA, EventKind, Findings
+from kvcache.sanitizer.blocks import ObservedBlocks
+from kvcache.sanitizer.findings import Findings
 from kvcache.sanitizer.groups import CheckedGroup, SanitizedGroup
 from kvcache.sanitizer.record import Recorder
 from kvcache.sanitizer.report import Report
-from kvcache.sanitizer.requests import NOBODY, ObservedRequests, name_hash
+from kvcache.sanitizer.requests import ObservedRequests, name_hash
 
 _log = logging.getLogger(__name__)
 
@@ -94,10 +95,11 @@ class Sanitizer:
         if len(self.groups) > 256:
             raise ValueError(f"groups has {len(self.groups)} entries: expected at most 256")
         check_range("num_blocks", "has slots", np.array([*sizes.values()]) * stride, 0, 2**40)
-        self._shapes = {name: (size, stride, history) for name, size in sizes.items() if size}
+        shapes = {name: (size, stride, history) for name, size in sizes.items() if size}
         self.slots_read = self.slots_written = 0
         self._recorder = None
         self._requests = ObservedRequests(self._record)
+        self._blocks = ObservedBlocks(shapes, self._record)
         self._findings = Findings(self.groups, self._requests, mode, max_reports, log)
         self.reports, self.counts = self._findings.reports, self._findings.counts
         self.reset()
@@ -121,7 +123,7 @@ class Sanitizer:
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory that the shadow of the slots uses."""
-        return sum(shadow.num_bytes for shadow in self._shadows.values())
+        return sum(shadow.num_bytes for shadow in self._blocks.shadows.values())
 
     @property
     def num_reports(self) -> int:
@@ -130,16 +132,15 @@ class Sanitizer:
 
     def reset(self) -> None:
         """Forget all requests and all contents. Reports and counts stay."""
-        self._shadows = {name: core.Shadow(*shape) for name, shape in self._shapes.items()}
-        self._device = self._shadows["device"]
+        self._blocks.reset()
         self._requests.reset()
-        tags = self._requests.tags
+        device, tags = self._blocks.device, self._requests.tags
         self._groups = [
-            CheckedGroup(index, spec, self._device, tags) for index, spec in enumerate(self.groups)
+            CheckedGroup(index, spec, device, tags) for index, spec in enumerate(self.groups)
         ]
         self._requests.reads = [group.reads for group in self._groups]
-        self._writes = core.SlotWrites(self._device, tags)
-        self._findings.reset(self._device)
+        self._writes = core.SlotWrites(device, tags)
+        self._findings.reset(device)
         self._record("reset")
 
     def close(self) -> None:
@@ -271,17 +272,12 @@ class Sanitizer:
             TypeError, ValueError: An argument is invalid.
         """
         check_name(request_id, "request_id")
-        blocks, shadow = self._blocks(blocks), self._device
-        index = self._group(group).index
-        if self._requests.row(request_id) < 0:
-            self._requests.begin(request_id, self._requests.seed(None, None))
-        serial, held = self._requests.serial(request_id), shadow.blocks
-        shadow.tracks_holders = True
-        held["is_fresh"][blocks] = held["num_holders"][blocks] == 0
-        held["num_holders"][blocks] += 1
-        held["holder"][blocks] = serial
-        shadow.log(blocks, EventKind.ALLOCATED, self.step, serial, index)
-        self._record("allocation", [request_id], group, blocks)
+        blocks, index = self._blocks.checked(blocks), self._group(group).index
+        requests = self._requests
+        if requests.row(request_id) < 0:
+            requests.begin(request_id, requests.seed(None, None))
+        serial = requests.serial(request_id)
+        self._blocks.allocate(request_id, serial, blocks, index, self.step)
 
     def observe_free(
         self, request_id: str, blocks: Sequence[int] | np.ndarray, *, group: int = 0
@@ -297,14 +293,9 @@ class Sanitizer:
             TypeError, ValueError: An argument is invalid.
         """
         check_name(request_id, "request_id")
-        blocks, shadow = self._blocks(blocks), self._device
-        index, serial = self._group(group).index, self._requests.serial(request_id)
-        held = shadow.blocks
-        held["num_holders"][blocks] = np.maximum(held["num_holders"][blocks] - 1, 0)
-        held["holder"][blocks[held["holder"][blocks] == serial]] = NOBODY
-        shadow.log(blocks, EventKind.FREED, self.step, serial, index)
-        shadow.change(blocks[held["num_holders"][blocks] == 0])
-        self._record("free", [request_id], group, blocks)
+        blocks, index = self._blocks.checked(blocks), self._group(group).index
+        serial = self._requests.serial(request_id)
+        self._blocks.free(request_id, serial, blocks, index, self.step)
 
     def observe_copy(
         self,
@@ -325,19 +316,7 @@ class Sanitizer:
         Raises:
             TypeError, ValueError: An argument is invalid.
         """
-        source = self._shadow(src_medium, "src_medium")
-        target = self._shadow(dst_medium, "dst_medium")
-        src, dst = self._blocks(src, "src", source), self._blocks(dst, "dst", target)
-        if len(src) != len(dst):
-            raise ValueError(f"dst has {len(dst)} entries: expected {len(src)}, one per source")
-        target.slots[dst] = source.slots[src]
-        for name in ("owner", "writer", "write_step"):
-            target.blocks[name][dst] = source.blocks[name][src]
-        target.blocks["is_fresh"][dst] = False
-        target.change(dst)
-        medium = MEDIA.index(src_medium)
-        target.log(dst, EventKind.COPIED, self.step, sources=src, medium=medium)
-        self._record("copy", [], 0, src, dst, numbers=(medium, MEDIA.index(dst_medium)))
+        self._blocks.copy(src, dst, src_medium, dst_medium, self.step)
 
     def observe_clear(self, blocks: Sequence[int] | np.ndarray, *, medium: str = "device") -> None:
         """Record that blocks were zeroed, or that a failed transfer left them without valid content.
@@ -349,11 +328,7 @@ class Sanitizer:
         Raises:
             TypeError, ValueError: An argument is invalid.
         """
-        shadow = self._shadow(medium, "medium")
-        blocks = self._blocks(blocks, "blocks", shadow)
-        shadow.clear(blocks)
-        shadow.log(blocks, EventKind.CLEARED, self.step)
-        self._record("clear", [], 0, blocks, numbers=(MEDIA.index(medium),))
+        self._blocks.clear(blocks, medium, self.step)
 
     # Writes -------------------------------------------------------------------------------------------
 
@@ -447,7 +422,7 @@ class Sanitizer:
         one = self._group(group, has_slots=False)
         request_ids, rows = self._requests.rows_of(request_ids)
         counts, pages = checked_int64(num_tokens, "num_tokens"), checked_int64(pages, "pages")
-        check_range("pages", "is", pages, 0, self._device.num_blocks)
+        check_range("pages", "is", pages, 0, self._blocks.device.num_blocks)
         found = self._writes.begin_states(one.slots, request_ids, rows, counts, pages, self.step)
         self._record("state_write", request_ids, group, counts, pages)
         self._finish_write(one, found, request_ids)
@@ -539,19 +514,6 @@ class Sanitizer:
             wanted = "a group with slots" if has_slots else "a group of states"
             raise ValueError(f"group is {group}, of kind {one.spec.kind!r}: expected {wanted}")
         return one
-
-    def _shadow(self, medium: str, name: str) -> core.Shadow:
-        if not isinstance(medium, str) or medium not in self._shadows:
-            known = " or ".join(map(repr, self._shadows))
-            raise ValueError(f"{name} is {shown(medium)}: expected {known}")
-        return self._shadows[medium]
-
-    def _blocks(
-        self, blocks: object, name: str = "blocks", shadow: core.Shadow | None = None
-    ) -> np.ndarray:
-        blocks = integers(blocks, name, ())
-        check_range(name, "is", blocks, 0, (shadow or self._device).num_blocks)
-        return blocks
 
     def _record(
         self,
