@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to whole blocks: allocations, frees, copies and clears."""
+"""What happens to whole blocks: allocations, frees, evictions, copies and clears."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ class ObservedBlocks:
         shadow.log(blocks, EventKind.FREED, step, serial, group)
         shadow.change(blocks[held["num_holders"][blocks] == 0])
         self._record("free", [request_id], group, blocks)
+
+    def evict(self, blocks: Sequence[int], step: int) -> None:
+        """Note that the prefix cache dropped blocks. Raises TypeError or ValueError."""
+        blocks = self.checked(blocks)
+        self.device.log(blocks, EventKind.EVICTED, step)
+        self._record("eviction", [], 0, blocks)
 
     def copy(
         self, src: Sequence[int], dst: Sequence[int], src_medium: str, dst_medium: str, step: int

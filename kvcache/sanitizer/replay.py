@@ -196,6 +196,8 @@ def _repeat(
         sanitizer.finish(*names)
     elif name in ("allocation", "free"):
         getattr(sanitizer, f"observe_{name}")(*names, *arrays, group=group)
+    elif name == "eviction":
+        sanitizer.observe_eviction(*arrays)
     elif name == "copy":
         source, target = (MEDIA[number] for number in numbers)
         sanitizer.observe_copy(*arrays, src_medium=source, dst_medium=target)

@@ -297,6 +297,19 @@ class Sanitizer:
         serial = self._requests.serial(request_id)
         self._blocks.free(request_id, serial, blocks, index, self.step)
 
+    def observe_eviction(self, blocks: Sequence[int] | np.ndarray) -> None:
+        """Record that the prefix cache dropped blocks, which can then be given out again.
+
+        Optional. The event appears in the history of the blocks. Their content and holders stay.
+
+        Args:
+            blocks: int[n]. Blocks on the device.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+        """
+        self._blocks.evict(blocks, self.step)
+
     def observe_copy(
         self,
         src: Sequence[int] | np.ndarray,
