@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to whole blocks: allocations, frees, evictions, copies and clears."""
+"""What happens to blocks apart from writes and reads: allocations, frees, evictions, copies, clears."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from kvcache.checks import check_range, integers, shown
 from kvcache.native.load import core
 from kvcache.sanitizer.findings import MEDIA, EventKind
+from kvcache.sanitizer.groups import CheckedGroup
 from kvcache.sanitizer.requests import NOBODY
 
 
@@ -82,6 +83,21 @@ class ObservedBlocks:
         medium = MEDIA.index(src_medium)
         target.log(dst, EventKind.COPIED, step, sources=src, medium=medium)
         self._record("copy", [], 0, src, dst, numbers=(medium, MEDIA.index(dst_medium)))
+
+    def copy_slots(
+        self, group: CheckedGroup, src: Sequence[int], dst: Sequence[int], step: int
+    ) -> None:
+        """Copy single slots. Raises TypeError or ValueError."""
+        slots = []
+        for name, values in (("src_slots", src), ("dst_slots", dst)):
+            slots.append(integers(values, name, ()))
+            check_range(name, "is", slots[-1], 0, self.device.num_blocks * group.spec.block_size)
+        if len(slots[0]) != len(slots[1]):
+            raise ValueError(
+                f"dst_slots has {len(slots[1])} entries: expected {len(slots[0])}, one per source"
+            )
+        self.device.copy_slots(group.slots, *slots, step)
+        self._record("slot_copy", [], group.index, *slots)
 
     def clear(self, blocks: Sequence[int], medium: str, step: int) -> None:
         """Drop the content of blocks. Raises TypeError or ValueError."""

@@ -185,19 +185,21 @@ def _repeat(
             raise ValueError(f"expected at most {_MAX_REQUESTS} requests at a time")
         requests.begin(one, seed, encoder)
     elif name == "tokens":
-        starts, counts, hashes = arrays
+        starts, counts, hashes, *tree = arrays
         if hashes.size + requests.tags.num_tags > _MAX_TAGS:
             raise ValueError(f"expected at most {_MAX_TAGS} tokens")
         names, rows = requests.rows_of(names)
         if rows.min(initial=0) < 0 or len(set(names)) < len(rows):
             raise ValueError("tokens of a request are missing")
-        requests.put(names, rows, starts, counts, hashes)
+        requests.put(names, rows, starts, counts, hashes, *tree)
     elif name == "finish":
         sanitizer.finish(*names)
     elif name in ("allocation", "free"):
         getattr(sanitizer, f"observe_{name}")(*names, *arrays, group=group)
     elif name == "eviction":
         sanitizer.observe_eviction(*arrays)
+    elif name == "slot_copy":
+        sanitizer.observe_slot_copy(group, *arrays)
     elif name == "copy":
         source, target = (MEDIA[number] for number in numbers)
         sanitizer.observe_copy(*arrays, src_medium=source, dst_medium=target)

@@ -109,9 +109,14 @@ class ObservedRequests:
         return True
 
     def hashes(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: np.ndarray
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        tokens: np.ndarray,
+        parents: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return the hashes of new tokens, int64[t]. Raises ValueError."""
+        """Return the hashes of new tokens and their positions, int64[t]. Raises ValueError."""
         if self._images:
             tokens, first = tokens.copy(), 0
             for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist()):
@@ -119,7 +124,7 @@ class ObservedRequests:
                 for position, length, identity in self._images.get(row, ()):
                     own[max(position - start, 0) : max(position + length - start, 0)] += identity
                 first += count
-        return core.hash_tokens(starts, counts, tokens, self._key, None)
+        return core.hash_tokens(starts, counts, tokens, self._key, parents)
 
     def put(
         self,
@@ -128,14 +133,16 @@ class ObservedRequests:
         starts: np.ndarray,
         counts: np.ndarray,
         hashes: np.ndarray,
+        parents: np.ndarray | None = None,
     ) -> None:
         """Set tokens by their hashes. Checks of replaced tokens are no longer valid.
 
         Raises:
             ValueError: Tokens before `starts` are not known.
         """
-        self.tags.put(request_ids, rows, starts, counts, hashes, None, self.reads)
-        self._record("tokens", request_ids, 0, starts, counts, hashes)
+        self.tags.put(request_ids, rows, starts, counts, hashes, parents, self.reads)
+        tree = () if parents is None else (parents,)
+        self._record("tokens", request_ids, 0, starts, counts, hashes, *tree)
 
     def remember(self, request_ids: list[str], rows: np.ndarray) -> None:
         """Remember the requests of a step, which its later calls have as well."""

@@ -204,6 +204,7 @@ class Sanitizer:
         starts: Sequence[int] | np.ndarray,
         query_lens: Sequence[int] | np.ndarray,
         token_ids: Sequence[int] | np.ndarray,
+        parents: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         """Set the tokens that requests compute in this step, drafts included.
 
@@ -214,6 +215,11 @@ class Sanitizer:
             starts: int[n]. Position of each request's first new token.
             query_lens: int[n]. Number of new tokens of each request.
             token_ids: int[sum(query_lens)]. The new tokens.
+            parents: int[sum(query_lens)]. For draft trees: index of each token's parent among its
+                request's new tokens, or -1 for the last token before them. Parents come before
+                their children. Token i of a request is stored at position `start + i`; its depth in
+                the tree counts for its position in the text. After the step, set the accepted tokens
+                by another call. None: each token follows the one before.
 
         Raises:
             TypeError, ValueError: An argument is invalid, or tokens before `starts` are not known.
@@ -227,14 +233,16 @@ class Sanitizer:
             raise ValueError(
                 f"starts has {len(starts)} entries: expected {len(rows)}, one per request_id"
             )
-        hashes = requests.hashes(rows, starts, query_lens, tokens)
+        tree = None if parents is None else checked_int64(parents, "parents")
+        hashes = requests.hashes(rows, starts, query_lens, tokens, tree)
         if not requests.remembers(rows) and not (known := rows >= 0).all():
             for name in [each for each, is_known in zip(request_ids, known) if not is_known]:
                 self._findings.stale_row(name)
             request_ids = [each for each, is_known in zip(request_ids, known) if is_known]
-            hashes = hashes[np.repeat(known, query_lens)]
+            kept = np.repeat(known, query_lens)
+            hashes, tree = hashes[kept], None if tree is None else tree[kept]
             rows, starts, query_lens = rows[known], starts[known], query_lens[known]
-        requests.put(request_ids, rows, starts, query_lens, hashes)
+        requests.put(request_ids, rows, starts, query_lens, hashes, tree)
         requests.remember(request_ids, rows)
 
     def num_tokens(self, request_id: str) -> int:
@@ -330,6 +338,25 @@ class Sanitizer:
             TypeError, ValueError: An argument is invalid.
         """
         self._blocks.copy(src, dst, src_medium, dst_medium, self.step)
+
+    def observe_slot_copy(
+        self,
+        group: int,
+        src_slots: Sequence[int] | np.ndarray,
+        dst_slots: Sequence[int] | np.ndarray,
+    ) -> None:
+        """Copy the KV of single tokens, as engines do with the accepted tokens of a draft tree.
+
+        Args:
+            group: The cache group.
+            src_slots: int[n]. Source slots, `block * block_size + offset`.
+            dst_slots: int[n]. Destination slots. All sources are read before they are written.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+        """
+        one = self._group(group, has_slots=True)
+        self._blocks.copy_slots(one, src_slots, dst_slots, self.step)
 
     def observe_clear(self, blocks: Sequence[int] | np.ndarray, *, medium: str = "device") -> None:
         """Record that blocks were zeroed, or that a failed transfer left them without valid content.
