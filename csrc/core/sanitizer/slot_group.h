@@ -76,11 +76,12 @@ struct SlotGroup {
   int64_t window, chunk;
   int64_t columns;  // of a circular table
 
-  // The first token that a query at this position reads.
+  // The first token that a query at this position reads. A state counts as its last token.
   int64_t first_needed(int64_t position) const {
     if (kind == Kind::kWindow || kind == Kind::kCircular) {
       return std::max(position - (window - 1), int64_t{0});
     }
+    if (kind == Kind::kState) return std::max(position - 1, int64_t{0});
     return kind == Kind::kChunk ? position - position % chunk : 0;
   }
 
