@@ -47,6 +47,11 @@ class Decoding:
         self.starts = self.lengths - 1
         self.mapping = self.slots(np.arange(len(self.names)), self.starts)
 
+    def prepare_with_free(self) -> None:
+        """Do the same, and free a block: all table entries are compared with versions of blocks."""
+        self.prepare()
+        self.sanitizer.observe_free("another", [0])
+
     def begin(self) -> None:
         """Observe the tokens of the next step, which all groups share."""
         self.sanitizer.observe_step()
@@ -75,6 +80,8 @@ def all_results() -> Iterator[Result]:
                 f"sanitizer, step with one group, {shape}", "us", (begin + group) * 1e6, goal=50
             )
         yield Result(f"sanitizer, {kind} group, {shape}", "us", group * 1e6)
+        _, _, group = median_times(run.prepare_with_free, run.begin, run.group, rounds=400)
+        yield Result(f"sanitizer, {kind} group after a free, {shape}", "us", group * 1e6)
     num_slots = run.sanitizer._blocks.device.num_blocks * BLOCK_SIZE
     size = run.sanitizer.num_bytes / num_slots
     yield Result("sanitizer, memory per slot, 16 tokens per block", "bytes", size)

@@ -80,15 +80,14 @@ int64_t SlotReads::first_unchecked(int64_t r, int64_t start, int64_t stop, const
   if (static_cast<int64_t>(checked->table.size()) != width) {
     checked->table.resize(static_cast<size_t>(width), -1);
   }
-  const bool may_have_changed = shadow_->num_changes() > checked->checked_at;
   // Columns before the first needed token do not matter: they left the window.
   int64_t column = needed / group_.block_size;
-  if (!may_have_changed && table.equals(r, column, checked->table)) column = width;
+  if (table.equals(r, column, checked->table) && !has_changes(*checked, column)) column = width;
   for (; column < width; ++column) {
     const int32_t block = table.at(r, column);
     int32_t& known = checked->table[static_cast<size_t>(column)];
     const bool has_changed =
-        may_have_changed && shadow_->has(block) && shadow_->changed_at(block) > checked->checked_at;
+        shadow_->has(block) && shadow_->changed_at(block) > checked->checked_at;
     if (block == known && !has_changed) continue;
     known = block;
     first = std::max(needed, std::min(first, column * group_.block_size));
@@ -97,6 +96,17 @@ int64_t SlotReads::first_unchecked(int64_t r, int64_t start, int64_t stop, const
   checked->stop = stop;
   checked->checked_at = shadow_->num_changes();
   return first;
+}
+
+// Whether a block of the checked table, from a column on, has changed since the check.
+bool SlotReads::has_changes(const Row& checked, int64_t column) const {
+  if (shadow_->num_changes() == checked.checked_at) return false;
+  bool found = false;
+  for (auto i = static_cast<size_t>(column); i < checked.table.size(); ++i) {
+    const int32_t block = checked.table[i];
+    found |= shadow_->has(block) && shadow_->changed_at(block) > checked.checked_at;
+  }
+  return found;
 }
 
 void SlotReads::compare(int64_t row, int64_t position, int64_t block, int64_t offset) {
