@@ -41,11 +41,19 @@ class Decoding:
         blocks = self.table[rows, places // BLOCK_SIZE].astype(np.int64)
         return blocks * BLOCK_SIZE + places % BLOCK_SIZE
 
-    def begin(self) -> None:
-        """Observe the tokens of the next step, which all groups share."""
+    def prepare(self) -> None:
+        """Build the next step's arrays, which an engine has anyway."""
         self.lengths = self.lengths + 1
         self.starts = self.lengths - 1
         self.mapping = self.slots(np.arange(len(self.names)), self.starts)
+
+    def prepare_with_free(self) -> None:
+        """Do the same, and free a block: all table entries are compared with versions of blocks."""
+        self.prepare()
+        self.sanitizer.observe_free("another", [0])
+
+    def begin(self) -> None:
+        """Observe the tokens of the next step, which all groups share."""
         self.sanitizer.observe_step()
         self.sanitizer.observe_tokens(self.names, self.starts, self.ones, self.tokens)
 
@@ -62,12 +70,18 @@ def all_results() -> Iterator[Result]:
     for kind in GROUPS:
         run = Decoding(kind, ROWS, TOKENS)
         for _ in range(20):
+            run.prepare()
             run.begin()
             run.group()
-        begin, group = median_times(run.begin, run.group, rounds=400)
+        _, begin, group = median_times(run.prepare, run.begin, run.group, rounds=400)
         if kind == "full":
             yield Result(f"sanitizer, tokens of a decode step, {shape}", "us", begin * 1e6)
-        yield Result(f"sanitizer, {kind} group, {shape}", "us", group * 1e6, goal=50)
-    num_slots = run.sanitizer._device.num_blocks * BLOCK_SIZE
+            yield Result(
+                f"sanitizer, step with one group, {shape}", "us", (begin + group) * 1e6, goal=50
+            )
+        yield Result(f"sanitizer, {kind} group, {shape}", "us", group * 1e6)
+        _, _, group = median_times(run.prepare_with_free, run.begin, run.group, rounds=400)
+        yield Result(f"sanitizer, {kind} group after a free, {shape}", "us", group * 1e6)
+    num_slots = run.sanitizer._blocks.device.num_blocks * BLOCK_SIZE
     size = run.sanitizer.num_bytes / num_slots
     yield Result("sanitizer, memory per slot, 16 tokens per block", "bytes", size)

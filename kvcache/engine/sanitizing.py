@@ -108,7 +108,10 @@ class EngineObserver:
     def __init__(self, cache: KVCache, scheduler: Scheduler, sanitizer: Sanitizer) -> None:
         self.sanitizer, self._cache, self._scheduler = sanitizer, cache, scheduler
         wanted = tuple(_group(cache, g) for g in range(len(cache.plan.groups)))
-        if sanitizer.groups != wanted or sanitizer._device.num_blocks != cache.pages.num_blocks:
+        if (
+            sanitizer.groups != wanted
+            or sanitizer._blocks.device.num_blocks != cache.pages.num_blocks
+        ):
             raise ValueError("sanitizer has other groups or blocks: expected sanitizer_of(cache)")
         self._held: dict[int, tuple[Sequence, list[np.ndarray]]] = {}  # by row: blocks per group
         self._moves: dict[str, np.ndarray] = {}  # what the worker did in this step

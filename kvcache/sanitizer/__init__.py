@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sanitizer for KV caches, which finds reads of wrong KV. It needs only numpy.
+"""A sanitizer for KV caches, which finds reads of wrong KV. It does not need torch.
 
 An engine reports its writes, copies and reads of slots (`Sanitizer.observe_write`, ...). The
 sanitizer keeps a tag of the content of each slot in host memory and compares the slots that

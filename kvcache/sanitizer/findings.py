@@ -1,222 +1,214 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what the sanitizer compares into reports."""
+"""Turns what the native checks find into reports."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
 import numpy as np
 
-from kvcache.sanitizer.arguments import first_of_each
-from kvcache.sanitizer.groups import CheckedRows, SanitizedGroup, StepTokens
+from kvcache.native.load import core
+from kvcache.sanitizer.groups import CheckedGroup, SanitizedGroup
 from kvcache.sanitizer.report import BlockEvent, Report, ReportKind, SanitizerError
-from kvcache.sanitizer.shadow import NOBODY, EventKind, Shadow
-from kvcache.sanitizer.tags import TagChains
+from kvcache.sanitizer.requests import NOBODY, ObservedRequests
 
 MEDIA = ("device", "host")
 _MAX_SEEN = 65_536  # findings that are remembered, so that each one is reported once
 
 
+class EventKind(IntEnum):
+    """What happened to a block. Native code uses the same numbers (csrc/core/sanitizer/shadow.h)."""
+
+    ALLOCATED = 0
+    FREED = 1
+    WRITTEN = 2
+    COPIED = 3
+    LOADED = 4
+    CLEARED = 5
+    EVICTED = 6
+
+
+class _Kind(IntEnum):
+    """`FindingKind` of csrc/core/sanitizer/slot_group.h."""
+
+    SLOT_MISMATCH = 0
+    STALE_ROW = 1
+    SLOT_BEYOND_POOL = 2
+    NULL_BLOCK_WRITE = 3
+    WRITE_AFTER_FREE = 4
+    HELD_BY_OTHER = 5
+    TWO_WRITERS = 6
+    WRITE_TO_SHARED = 7
+    READ_BEYOND_LENGTH = 8
+    WRONG_READ = 9
+
+
 class Findings:
-    """The findings of a `Sanitizer`, which sets these attributes."""
+    """The findings of a sanitizer.
 
-    groups: tuple[SanitizedGroup, ...]
-    mode: str
-    step: int
-    max_reports: int
-    reports: list[Report]
-    counts: Counter[str]
-    _device: Shadow
-    _groups: list[CheckedRows]
-    _chains: TagChains
-    _names: dict[int, str]
-    _of_rows: np.ndarray
-    _seen: set[tuple]
-    _tracks_holders: bool
-    _print: Callable[[Report], object]
-    _tick: Callable[[], int]
+    Args:
+        groups: The cache groups.
+        requests: The observed requests.
+        mode: "report" or "stop".
+        max_reports: Number of reports that are kept.
+        log: Function that is called with each report.
+    """
 
-    def _bad_read(
-        self, one: CheckedRows, row: int, position: int, block: int, offset: int, num_slots: int
+    def __init__(
+        self,
+        groups: Sequence[SanitizedGroup],
+        requests: ObservedRequests,
+        mode: str,
+        max_reports: int,
+        log: Callable[[Report], object],
     ) -> None:
-        shadow = self._device
-        is_state = one.spec.kind == "state"
-        kind = ReportKind.WRONG_STATE if is_state else ReportKind.WRONG_CONTENT
-        reader = self._name(self._of_rows[row])
-        if is_state:
-            expected = f"the state after tokens 0 to {position} of {reader}"
-        else:
-            expected = f"token {position} of {reader}"
-        if not 0 <= block < shadow.num_blocks:
-            self._found(
-                *(kind, one, row, position, -1, -1),
-                expected=expected,
-                found=f"block {block}, which does not exist, at token {position} of the block table",
-                num_slots=num_slots,
-            )
-            return
-        place, owner = block * shadow.stride + offset, int(shadow.owners[block])
-        found, kind_of_free = "", kind
-        if block == 0:
-            found = "the null block"
-        elif self._tracks_holders and shadow.num_holders[block] == 0:
-            kind_of_free = ReportKind.FREED_AND_READ
-            found = "a block that no request holds; "
-        if block and shadow.tags[place] == 0:
-            found += "never written since the block was given out"
-            if kind_of_free is kind:
-                kind_of_free = ReportKind.READ_BEFORE_WRITTEN
-        elif block:
-            found += self._content(place)
-            if owner != one.index and owner != NOBODY:
-                found += f", of group {owner} ({self.groups[owner].kind})"
+        self.mode, self.step = mode, 0
+        self.reports: list[Report] = []
+        self.counts: Counter[str] = Counter()
+        self._groups, self._requests = groups, requests
+        self._max_reports, self._log = max_reports, log
+
+    def reset(self, shadow: core.Shadow) -> None:
+        """Forget what was found. Reports and counts stay."""
+        self._shadow = shadow
+        self._seen: set[tuple] = set()
+
+    def report(self, group: CheckedGroup, found: np.ndarray, request_ids: Sequence[str]) -> None:
+        """Report the findings of a native check, int64[n, 6].
+
+        Raises:
+            SanitizerError: The mode is "stop" and there is a new finding.
+        """
+        for number, serial, position, block, offset, other in (
+            () if found is None else found.tolist()
+        ):
+            kind = _Kind(number)
+            if kind is _Kind.STALE_ROW:
+                self.stale_row(request_ids[serial])
+            elif kind is _Kind.WRONG_READ:
+                self._wrong_read(group, serial, position, block, offset, other)
+            elif kind in (_Kind.SLOT_MISMATCH, _Kind.SLOT_BEYOND_POOL):
+                self._wrong_slot(group, kind, serial, position, block, offset, other)
+            else:
+                expected, text = self._texts(kind, serial, position, block, offset, other)
+                name = "TWO_WRITERS" if kind is _Kind.HELD_BY_OTHER else kind.name
+                self._found(
+                    *(
+                        ReportKind[name],
+                        group,
+                        self._requests.name(serial),
+                        position,
+                        block,
+                        offset,
+                    ),
+                    expected=expected,
+                    found=text,
+                )
+
+    def stale_row(self, request_id: str) -> None:
+        """Report a row whose request has ended."""
         self._found(
-            *(kind_of_free, one, row, position, block, offset),
+            *(ReportKind.STALE_ROW, None, request_id, 0, -1, -1),
+            expected="a request that was observed and has not ended",
+            found="a row of the batch that outlives its request",
+        )
+
+    def _texts(
+        self, kind: _Kind, serial: int, position: int, block: int, offset: int, other: int
+    ) -> tuple[str, str]:
+        """Return what was expected and found."""
+        if kind is _Kind.NULL_BLOCK_WRITE:
+            text = "the null block, which other requests' table entries share"
+            return "a block of the request", text
+        if kind in (_Kind.WRITE_AFTER_FREE, _Kind.HELD_BY_OTHER):
+            holder = "no request" if other == NOBODY else f"only {self._name(other)}"
+            return f"a block that {self._name(serial)} holds", f"a block that {holder} holds"
+        if kind is _Kind.TWO_WRITERS:
+            text = f"{self._name(other)} writes the block as well"
+            return f"writes by {self._name(serial)} alone in this step", text
+        if kind is _Kind.WRITE_TO_SHARED:
+            text = (
+                f"a block with {other} holders; the write replaces {self._content(block, offset)}"
+            )
+            return "a block that no other request holds, or the same content", text
+        return f"{position} tokens, which the request has", f"{other} tokens are read"
+
+    def _wrong_slot(
+        self,
+        group: CheckedGroup,
+        kind: _Kind,
+        serial: int,
+        position: int,
+        block: int,
+        offset: int,
+        wanted: int,
+    ) -> None:
+        size, num_blocks = group.spec.block_size, self._shadow.num_blocks
+        expected = f"a slot below {num_blocks * size}"
+        if kind is _Kind.SLOT_MISMATCH:
+            expected = f"slot {wanted}, from block {wanted // size} of the block table"
+        place = (block, offset) if block < num_blocks else (-1, -1)
+        self._found(
+            *(ReportKind.SLOT_MISMATCH, group, self._requests.name(serial), position, *place),
+            expected=expected,
+            found=f"slot {block * size + offset} in the slot mapping",
+        )
+
+    def _wrong_read(
+        self,
+        group: CheckedGroup,
+        serial: int,
+        position: int,
+        block: int,
+        offset: int,
+        num_slots: int,
+    ) -> None:
+        shadow, is_state = self._shadow, group.spec.kind == "state"
+        kind = ReportKind.WRONG_STATE if is_state else ReportKind.WRONG_CONTENT
+        expected = f"token {position} of {self._name(serial)}"
+        if is_state:
+            expected = f"the state after tokens 0 to {position} of {self._name(serial)}"
+        if not 0 <= block < shadow.num_blocks:
+            found = f"block {block}, which does not exist, at token {position} of the block table"
+            block = offset = -1
+        elif block == 0:
+            found = "the null block"
+        else:
+            found, kind_of_free, held = "", kind, shadow.blocks[block]
+            if shadow.tracks_holders and held["num_holders"] == 0:
+                kind_of_free = ReportKind.FREED_AND_READ
+                found = "a block that no request holds; "
+            if shadow.slots["tag"][block, offset] == 0:
+                found += "never written since the block was given out"
+                if kind_of_free is kind:
+                    kind_of_free = ReportKind.READ_BEFORE_WRITTEN
+            else:
+                found += self._content(block, offset)
+                owner = int(held["owner"])
+                if owner not in (group.index, NOBODY):
+                    found += f", of group {owner} ({self._groups[owner].kind})"
+            kind = kind_of_free
+        self._found(
+            *(kind, group, self._requests.name(serial), position, block, offset),
             expected=expected,
             found=found,
             num_slots=num_slots,
         )
 
-    def _content(self, place: int) -> str:
-        origin = int(self._device.origins[place])
-        block = place // self._device.stride
+    def _content(self, block: int, offset: int) -> str:
+        origin = int(self._shadow.slots["origin"][block, offset])
         return (
             f"token {origin & 0xFFFFFFFF} of {self._name(origin >> 32)}, "
-            f"block last written at step {self._device.write_steps[block]}"
+            f"block last written at step {self._shadow.blocks['write_step'][block]}"
         )
-
-    def _slots_differ(
-        self,
-        one: CheckedRows,
-        step: StepTokens,
-        slots: np.ndarray,
-        wrong: np.ndarray,
-        wanted: np.ndarray | None = None,
-    ) -> None:
-        size = one.spec.block_size
-        limit = self._device.num_blocks * size
-        for i in first_of_each(wrong, step.rows, slots // size):
-            slot = int(slots[i])
-            expected = f"a slot below {limit}"
-            if wanted is not None:
-                expected = f"slot {wanted[i]}, from block {wanted[i] // size} of the block table"
-            place = (slot // size, slot % size) if slot < limit else (-1, -1)
-            self._found(
-                *(ReportKind.SLOT_MISMATCH, one, step.rows[i], step.positions[i], *place),
-                expected=expected,
-                found=f"slot {slot} in the slot mapping",
-            )
-
-    def _check_null(
-        self,
-        one: CheckedRows,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        blocks: np.ndarray,
-        slots: np.ndarray,
-    ) -> None:
-        if blocks.min(initial=1) > 0:
-            return
-        for i in first_of_each(blocks == 0, rows, blocks):
-            self._found(
-                *(ReportKind.NULL_BLOCK_WRITE, one, rows[i], positions[i]),
-                *(0, slots[i] % one.spec.block_size),
-                expected="a block of the request",
-                found="the null block, which other requests' table entries share",
-            )
-
-    def _check_holders(
-        self,
-        one: CheckedRows,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        blocks: np.ndarray,
-        slots: np.ndarray,
-    ) -> None:
-        if not self._tracks_holders:
-            return
-        shadow, serials = self._device, self._of_rows[rows]
-        holders = shadow.holders[blocks]
-        if (holders == serials).all():
-            return
-        counts, offsets = shadow.num_holders[blocks], slots % one.spec.block_size
-        free = (counts == 0) & (blocks > 0)
-        other = (counts == 1) & (holders != serials) & (holders != NOBODY)
-        for kind, wrong in ((ReportKind.WRITE_AFTER_FREE, free), (ReportKind.TWO_WRITERS, other)):
-            for i in first_of_each(wrong, rows, blocks):
-                holder = f"only {self._name(holders[i])}" if other[i] else "no request"
-                self._found(
-                    *(kind, one, rows[i], positions[i], blocks[i], offsets[i]),
-                    expected=f"a block that {self._name(serials[i])} holds",
-                    found=f"a block that {holder} holds",
-                )
-
-    def _overwrite(
-        self,
-        one: CheckedRows,
-        step: StepTokens,
-        places: np.ndarray,
-        overwritten: np.ndarray,
-    ) -> None:
-        """Report other content in shared blocks that a write replaces."""
-        shadow = self._device
-        blocks = places // shadow.stride
-        if self._tracks_holders and one.spec.kind != "circular":
-            # Content that was left in a block before it was given out may be overwritten.
-            shared = overwritten & (shadow.num_holders[blocks] > 1) & ~shadow.is_fresh[blocks]
-            for i in first_of_each(shared, step.rows, blocks):
-                self._found(
-                    *(ReportKind.WRITE_TO_SHARED, one, step.rows[i], step.positions[i], blocks[i]),
-                    places[i] % shadow.stride,
-                    expected="a block that no other request holds, or the same content",
-                    found=f"a block with {shadow.num_holders[blocks[i]]} holders; the write replaces "
-                    + self._content(int(places[i])),
-                )
-        if overwritten.any():
-            shadow.change(blocks[overwritten], self._tick())
-
-    def _check_lengths(
-        self, one: CheckedRows, rows: np.ndarray, stops: np.ndarray, table: np.ndarray
-    ) -> np.ndarray:
-        """Report rows that read more tokens than they have. Return the lengths to check."""
-        lengths = self._chains.lengths[rows]
-        beyond = stops > lengths
-        if not beyond.any():
-            return stops
-        for i in np.flatnonzero(beyond).tolist():
-            column = min(self._columns(one, int(lengths[i])), table.shape[1] - 1)
-            block = int(table[i, column])
-            block = block if 0 <= block < self._device.num_blocks else -1
-            self._found(
-                *(ReportKind.READ_BEYOND_LENGTH, one, rows[i], lengths[i], block),
-                lengths[i] % one.spec.block_size,
-                expected=f"{lengths[i]} tokens, which the request has",
-                found=f"{stops[i]} tokens are read",
-            )
-        return np.minimum(stops, lengths)
-
-    def _drop_stale(
-        self, request_ids: Sequence[str], rows: np.ndarray, *arrays: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
-        """Report rows of ended requests, and return all arrays without them."""
-        known = rows >= 0
-        if known.all():
-            return (rows, *arrays)
-        for name in [name for name, is_known in zip(request_ids, known) if not is_known]:
-            self._found(
-                *(ReportKind.STALE_ROW, self._groups[0], -1, 0, -1, -1),
-                expected="a request that was observed and has not ended",
-                found="a row of the batch that outlives its request",
-                name=name,
-            )
-        return tuple(each[known] for each in (rows, *arrays))
 
     def _found(
         self,
         kind: ReportKind,
-        one: CheckedRows,
-        row: int,
+        group: CheckedGroup | None,
+        request: str,
         position: int,
         block: int,
         offset: int,
@@ -224,53 +216,45 @@ class Findings:
         expected: str,
         found: str,
         num_slots: int = 1,
-        name: str | None = None,
     ) -> None:
-        request = self._names.get(int(self._of_rows[row]), "?") if name is None else name
-        key = (kind, request, one.index, int(block))
+        index = 0 if group is None else group.index
+        key = (kind, request, index, block)
         if key in self._seen:
             return
         if len(self._seen) < _MAX_SEEN:
             self._seen.add(key)
         self.counts[str(kind)] += 1
-        if len(self.reports) >= self.max_reports and self.mode != "stop":
+        if len(self.reports) >= self._max_reports and self.mode != "stop":
             return
         writer = writer_position = writer_step = None
-        if block > 0 and offset >= 0:
-            place = int(block) * self._device.stride + int(offset)
-            if self._device.tags[place]:
-                origin = int(self._device.origins[place])
-                writer, writer_position = self._names.get(origin >> 32), origin & 0xFFFFFFFF
-                writer_step = int(self._device.write_steps[block])
+        if block > 0 and offset >= 0 and self._shadow.slots["tag"][block, offset]:
+            origin = int(self._shadow.slots["origin"][block, offset])
+            writer, writer_position = self._requests.name(origin >> 32, None), origin & 0xFFFFFFFF
+            writer_step = int(self._shadow.blocks["write_step"][block])
         report = Report(
-            *(kind, self.step, request, one.index, one.spec.kind, int(position), int(block)),
-            *(int(offset), num_slots, expected, found, writer, writer_position, writer_step),
-            self._history(int(block)) if block >= 0 else (),
+            *(kind, self.step, request, index, self._groups[index].kind, position, block, offset),
+            *(num_slots, expected, found, writer, writer_position, writer_step),
+            self._history(block) if block >= 0 else (),
         )
-        if len(self.reports) < self.max_reports:
+        if len(self.reports) < self._max_reports:
             self.reports.append(report)
-        self._print(report)
+        self._log(report)
         if self.mode == "stop":
             raise SanitizerError(report)
 
     def _history(self, block: int) -> tuple[BlockEvent, ...]:
         events = []
-        for each in self._device.events(block):
-            kind, detail = EventKind(int(each["kind"])), ""
+        for step, serial, position, group, number, medium in self._shadow.events(block).tolist():
+            kind, detail = EventKind(number), ""
             if kind is EventKind.COPIED:
-                detail = f" from {MEDIA[each['medium']]} block {each['position']}"
+                detail = f" from {MEDIA[medium]} block {position}"
             elif kind in (EventKind.WRITTEN, EventKind.LOADED):
-                detail = f", from token {each['position']} on, group {each['group']}"
+                detail = f", from token {position} on, group {group}"
             elif kind is EventKind.ALLOCATED:
-                detail = f", group {each['group']}"
-            serial = int(each["request"])
-            request = None if serial == NOBODY else self._names.get(serial, "?")
-            events.append(BlockEvent(int(each["step"]), kind.name.lower(), request, detail))
+                detail = f", group {group}"
+            request = None if serial == NOBODY else self._requests.name(serial)
+            events.append(BlockEvent(step, kind.name.lower(), request, detail))
         return tuple(events)
 
     def _name(self, serial: int) -> str:
-        return f"request {self._names.get(int(serial), '?')!r}"
-
-    def _columns(self, one: CheckedRows, positions: np.ndarray | int) -> np.ndarray | int:
-        columns = positions // one.spec.block_size
-        return columns % one.spec.columns if one.spec.kind == "circular" else columns
+        return f"request {self._requests.name(serial)!r}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache groups, and what a step computes and has checked in them."""
+"""Cache groups and the tokens that their queries read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache.checks import integer, shown
+from kvcache.native.load import core
 from kvcache.sanitizer.arguments import checked_int64
-from kvcache.sanitizer.tags import grown
 
 _KINDS = {"full": None, "window": "window", "chunk": "chunk", "circular": "window"} | dict.fromkeys(
     ("state", "cross")
@@ -63,44 +63,21 @@ class SanitizedGroup:
         Returns:
             int64[n].
         """
-        starts = checked_int64(starts, "starts")
-        if self.kind in ("window", "circular"):
-            return np.maximum(starts - (self.window - 1), 0)
-        return starts // self.chunk * self.chunk if self.kind == "chunk" else np.zeros_like(starts)
+        return self._native(0).first_needed(checked_int64(starts, "starts"))
+
+    def _native(self, index: int) -> core.SlotGroup:
+        """Return what native code needs of the group with this index."""
+        return core.SlotGroup(
+            index, self.kind, self.block_size, self.window, self.chunk, self.columns
+        )
 
 
-class CheckedRows:
-    """A group, and for each request the part of its table that was checked before."""
+class CheckedGroup:
+    """A group, and its native checks."""
 
-    def __init__(self, index: int, spec: SanitizedGroup) -> None:
+    def __init__(
+        self, index: int, spec: SanitizedGroup, shadow: core.Shadow, tags: core.RequestTags
+    ) -> None:
         self.index, self.spec = index, spec
-        self.tables = np.full((64, 16), -1, np.int32)
-        self.first = np.zeros(64, np.int64)  # tokens [first, checked) were checked
-        self.checked = np.zeros(64, np.int64)
-        self.checked_at = np.zeros(64, np.int64)  # version of the shadow at the last check
-
-    def reserve(self, num_rows: int, width: int) -> None:
-        self.tables = grown(self.tables, (num_rows, width), -1)
-        self.first = grown(self.first, (num_rows,))
-        self.checked = grown(self.checked, (num_rows,))
-        self.checked_at = grown(self.checked_at, (num_rows,))
-
-    def forget(self, row: int) -> None:
-        if row < len(self.checked):
-            self.tables[row], self.first[row] = -1, 0
-            self.checked[row] = self.checked_at[row] = 0
-
-
-@dataclass(slots=True)
-class StepTokens:
-    """The tokens of a step. The arrays over tokens are int64[t], except for the tags."""
-
-    starts: np.ndarray  # int64[n] or as passed
-    query_lens: np.ndarray
-    stops: np.ndarray
-    of_tokens: np.ndarray  # index in the batch
-    rows: np.ndarray
-    positions: np.ndarray
-    tags: np.ndarray
-    serials: np.ndarray
-    origins: np.ndarray
+        self.slots = spec._native(index)
+        self.reads = core.SlotReads(self.slots, shadow, tags)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.sanitizer.tags import name_hash
+from kvcache.sanitizer.requests import name_hash
 
 if TYPE_CHECKING:
     from kvcache.sanitizer.groups import SanitizedGroup
@@ -30,7 +30,7 @@ FLUSH_BYTES, MAX_CHUNK_BYTES = 1 << 20, 1 << 26
 DTYPES = (None, np.dtype("<i4"), np.dtype("<i8"))
 NAMES = (
     *("reset", "step", "request", "tokens", "finish", "allocation", "free", "copy", "clear"),
-    *("write", "load", "state_write", "read", "state_read"),
+    *("write", "load", "state_write", "read", "state_read", "eviction", "slot_copy"),
 )
 
 

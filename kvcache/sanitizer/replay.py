@@ -174,35 +174,36 @@ def _repeat(
     numbers: list[int],
     arrays: list[np.ndarray | None],
 ) -> None:
+    requests = sanitizer._requests
     if name == "reset":
         sanitizer.reset()
     elif name == "step":
         sanitizer.observe_step(*numbers)
     elif name == "request":
         (seed, encoder), (one,) = numbers, names
-        if len(sanitizer._rows) >= _MAX_REQUESTS or seed < 0:
+        if requests.tags.num_rows >= _MAX_REQUESTS or seed < 0:
             raise ValueError(f"expected at most {_MAX_REQUESTS} requests at a time")
-        sanitizer._begin(one, seed, encoder, [])
+        requests.begin(one, seed, encoder)
     elif name == "tokens":
-        starts, counts, sums = arrays
-        if len(sums) + len(sanitizer._chains.tags) > _MAX_TAGS:
+        starts, counts, hashes, *tree = arrays
+        if hashes.size + requests.tags.num_tags > _MAX_TAGS:
             raise ValueError(f"expected at most {_MAX_TAGS} tokens")
-        sanitizer._put_sums(names, starts, counts, sums)
+        names, rows = requests.rows_of(names)
+        if rows.min(initial=0) < 0 or len(set(names)) < len(rows):
+            raise ValueError("tokens of a request are missing")
+        requests.put(names, rows, starts, counts, hashes, *tree)
     elif name == "finish":
         sanitizer.finish(*names)
     elif name in ("allocation", "free"):
         getattr(sanitizer, f"observe_{name}")(*names, *arrays, group=group)
+    elif name == "eviction":
+        sanitizer.observe_eviction(*arrays)
+    elif name == "slot_copy":
+        sanitizer.observe_slot_copy(group, *arrays)
     elif name == "copy":
         source, target = (MEDIA[number] for number in numbers)
         sanitizer.observe_copy(*arrays, src_medium=source, dst_medium=target)
     elif name == "clear":
         sanitizer.observe_clear(*arrays, medium=MEDIA[numbers[0]])
     else:
-        table = arrays[-1]
-        if (
-            table is not None
-            and table.ndim == 2
-            and table.shape[1] * len(sanitizer._of_rows) > 2**28
-        ):
-            raise ValueError(f"block_table has {table.shape[1]} columns: expected fewer")
         getattr(sanitizer, f"observe_{name}")(group, names, *arrays)

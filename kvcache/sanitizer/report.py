@@ -71,7 +71,7 @@ class BlockEvent:
     """An event in the history of a block.
 
     - `step`: the step of the event.
-    - `kind`: "allocated", "freed", "written", "copied", "loaded" or "cleared".
+    - `kind`: "allocated", "freed", "evicted", "written", "copied", "loaded" or "cleared".
     - `request`: the request, or None if it is not known.
     - `detail`: first token written or loaded, or the source of a copy.
     """

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import secrets
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from kvcache.checks import (
-    MAX_INT32,
     check_name,
     check_range,
     instances,
@@ -24,27 +19,19 @@ from kvcache.checks import (
     path,
     shown,
 )
-from kvcache.sanitizer.arguments import (
-    check_width,
-    checked_counts,
-    checked_int64,
-    checked_table,
-    first_of_each,
-    run_starts,
-    spread,
-)
-from kvcache.sanitizer.findings import MEDIA, Findings
-from kvcache.sanitizer.groups import CheckedRows, SanitizedGroup, StepTokens
+from kvcache.native.load import core
+from kvcache.sanitizer.arguments import checked_int64, checked_table
+from kvcache.sanitizer.blocks import ObservedBlocks
+from kvcache.sanitizer.findings import Findings
+from kvcache.sanitizer.groups import CheckedGroup, SanitizedGroup
 from kvcache.sanitizer.record import Recorder
-from kvcache.sanitizer.report import Report, ReportKind
-from kvcache.sanitizer.shadow import NOBODY, EventKind, Shadow
-from kvcache.sanitizer.tags import TagChains, grown, mix, name_hash
+from kvcache.sanitizer.report import Report
+from kvcache.sanitizer.requests import ObservedRequests, name_hash
 
 _log = logging.getLogger(__name__)
-_MAX_NAMES = 65_536  # names of ended requests that reports can still show
 
 
-class Sanitizer(Findings):
+class Sanitizer:
     """Follows the content of every KV slot, and reports reads of wrong content.
 
     An engine calls the `observe_*` methods in the order of its work: in each step `observe_step`,
@@ -96,36 +83,47 @@ class Sanitizer(Findings):
             raise ValueError("groups is empty: expected one group or more")
         num_blocks = integer(num_blocks, "num_blocks", 1)
         num_host_blocks = integer(num_host_blocks, "num_host_blocks")
-        if not isinstance(mode, str) or mode not in ("report", "stop"):
-            raise ValueError(f"mode is {shown(mode)}: expected 'report' or 'stop'")
-        self.mode, self.every = mode, integer(every, "every", 1)
-        self.max_reports = integer(max_reports, "max_reports")
+        mode = _checked_mode(mode)
+        self.every = integer(every, "every", 1)
+        max_reports = integer(max_reports, "max_reports")
         if log is not None and not callable(log):
             raise TypeError(f"log is {shown(log)}: expected a function of a Report")
-        self._print = log or (lambda report: _log.error("%s", report))
+        log = log or (lambda report: _log.error("%s", report))
         history = integer(history, "history", 1, 1024)
         stride = max(group.block_size for group in self.groups)
         sizes = {"device": num_blocks, "host": num_host_blocks}
         if len(self.groups) > 256:
             raise ValueError(f"groups has {len(self.groups)} entries: expected at most 256")
         check_range("num_blocks", "has slots", np.array([*sizes.values()]) * stride, 0, 2**40)
-        self._shapes = {name: (size, stride, history) for name, size in sizes.items() if size}
-        self.reports: list[Report] = []
-        self.counts: Counter[str] = Counter()
+        shapes = {name: (size, stride, history) for name, size in sizes.items() if size}
         self.slots_read = self.slots_written = 0
-        self.step = 0
-        self._key = secrets.randbits(63)  # makes tags in a record useless for guessing tokens
-        self._serials = itertools.count()
-        self._names: dict[int, str] = {}
         self._recorder = None
+        self._requests = ObservedRequests(self._record)
+        self._blocks = ObservedBlocks(shapes, self._record)
+        self._findings = Findings(self.groups, self._requests, mode, max_reports, log)
+        self.reports, self.counts = self._findings.reports, self._findings.counts
         self.reset()
         if record is not None:
             self._recorder = Recorder(path(record, "record"), self.groups, sizes, self.every)
 
     @property
+    def mode(self) -> str:
+        """What happens at a new finding, "report" or "stop"."""
+        return self._findings.mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        self._findings.mode = _checked_mode(mode)
+
+    @property
+    def step(self) -> int:
+        """Number of the current step."""
+        return self._findings.step
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of host memory that the shadow of the slots uses."""
-        return sum(shadow.num_bytes for shadow in self._shadows.values())
+        return sum(shadow.num_bytes for shadow in self._blocks.shadows.values())
 
     @property
     def num_reports(self) -> int:
@@ -134,19 +132,15 @@ class Sanitizer(Findings):
 
     def reset(self) -> None:
         """Forget all requests and all contents. Reports and counts stay."""
-        self._shadows = {name: Shadow(*shape) for name, shape in self._shapes.items()}
-        self._device = self._shadows["device"]
-        self._groups = [CheckedRows(index, spec) for index, spec in enumerate(self.groups)]
-        self._chains = TagChains()
-        self._rows: dict[str, int] = {}
-        self._of_rows = np.full(64, NOBODY, np.int64)  # serial number of the request of each row
-        self._encoders = np.zeros(64, np.int64)
-        self._seeds: dict[int, int] = {}
-        self._images: dict[int, list[tuple[int, int, int]]] = {}
-        self._clock = 0
-        self._tracks_holders = False
-        self._seen: set[tuple] = set()
-        self._forget_step()
+        self._blocks.reset()
+        self._requests.reset()
+        device, tags = self._blocks.device, self._requests.tags
+        self._groups = [
+            CheckedGroup(index, spec, device, tags) for index, spec in enumerate(self.groups)
+        ]
+        self._requests.reads = [group.reads for group in self._groups]
+        self._writes = core.SlotWrites(device, tags)
+        self._findings.reset(device)
         self._record("reset")
 
     def close(self) -> None:
@@ -162,7 +156,7 @@ class Sanitizer(Findings):
         Args:
             step: Number of the step. None: one more than the last.
         """
-        self.step = self.step + 1 if step is None else integer(step, "step", 0, 2**62)
+        self._findings.step = self.step + 1 if step is None else integer(step, "step", 0, 2**62)
         self._record("step", numbers=(self.step,))
 
     def observe_request(
@@ -197,15 +191,12 @@ class Sanitizer(Findings):
             spans.append(
                 (integer(item[0], "position"), integer(item[1], "tokens"), name_hash(item[2]))
             )
-        seed = name_hash(adapter, salt) ^ self._key
-        self._begin(request_id, seed, 0 if encoder is None else name_hash(encoder), spans)
-        row = self._rows[request_id]
-        sums = self._sums(
-            np.array([row]), np.arange(len(tokens)), tokens, np.array([0, len(tokens)])
-        )
-        self._put(
-            [request_id], np.array([row]), np.zeros(1, np.int64), sums, np.array([len(tokens)])
-        )
+        requests, encoder = self._requests, 0 if encoder is None else name_hash(encoder)
+        requests.begin(request_id, requests.seed(adapter, salt), encoder, spans)
+        rows, starts = np.array([requests.row(request_id)]), np.zeros(1, np.int64)
+        counts = np.array([len(tokens)])
+        hashes = requests.hashes(rows, starts, counts, tokens)
+        requests.put([request_id], rows, starts, counts, hashes)
 
     def observe_tokens(
         self,
@@ -213,6 +204,7 @@ class Sanitizer(Findings):
         starts: Sequence[int] | np.ndarray,
         query_lens: Sequence[int] | np.ndarray,
         token_ids: Sequence[int] | np.ndarray,
+        parents: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         """Set the tokens that requests compute in this step, drafts included.
 
@@ -223,41 +215,41 @@ class Sanitizer(Findings):
             starts: int[n]. Position of each request's first new token.
             query_lens: int[n]. Number of new tokens of each request.
             token_ids: int[sum(query_lens)]. The new tokens.
+            parents: int[sum(query_lens)]. For draft trees: index of each token's parent among its
+                request's new tokens, or -1 for the last token before them. Parents come before
+                their children. Token i of a request is stored at position `start + i`; its depth in
+                the tree counts for its position in the text. After the step, set the accepted tokens
+                by another call. None: each token follows the one before.
 
         Raises:
             TypeError, ValueError: An argument is invalid, or tokens before `starts` are not known.
         """
-        rows, starts, query_lens = self._batch(request_ids, starts=starts, query_lens=query_lens)
+        requests = self._requests
+        request_ids, rows = requests.rows_of(request_ids)
+        starts = checked_int64(starts, "starts")
+        query_lens = checked_int64(query_lens, "query_lens")
         tokens = checked_int64(token_ids, "token_ids")
-        of_tokens, positions = spread(starts, query_lens)
-        if len(tokens) != len(positions):
+        if len(starts) != len(rows):
             raise ValueError(
-                f"token_ids has {len(tokens)} entries: expected {len(positions)}, the sum of query_lens"
+                f"starts has {len(starts)} entries: expected {len(rows)}, one per request_id"
             )
-        if rows.min(initial=0) < 0:
-            kept = rows >= 0
-            tokens = tokens[kept[of_tokens]]
-            rows, starts, query_lens = self._drop_stale(request_ids, rows, starts, query_lens)
-            request_ids = [each for each, keep in zip(request_ids, kept) if keep]
-            of_tokens, positions = spread(starts, query_lens)
-        known = self._chains.lengths[rows]
-        if (starts > known).any():
-            i = int(np.argmax(starts > known))
-            raise ValueError(
-                f"starts[{i}] is {starts[i]}: expected at most {known[i]}, the known tokens of "
-                f"{request_ids[i]!r}"
-            )
-        splits = np.concatenate([[0], np.cumsum(query_lens)]) if self._images else None
-        sums = self._sums(rows, positions, tokens, splits)
-        self._put(request_ids, rows, starts, sums, query_lens)
-        self._last = list(request_ids), rows  # later calls of the step have the same requests
-        self._step = self._tokens_of(starts, query_lens, rows, of_tokens, positions)
+        tree = None if parents is None else checked_int64(parents, "parents")
+        hashes = requests.hashes(rows, starts, query_lens, tokens, tree)
+        if not requests.remembers(rows) and not (known := rows >= 0).all():
+            for name in [each for each, is_known in zip(request_ids, known) if not is_known]:
+                self._findings.stale_row(name)
+            request_ids = [each for each, is_known in zip(request_ids, known) if is_known]
+            kept = np.repeat(known, query_lens)
+            hashes, tree = hashes[kept], None if tree is None else tree[kept]
+            rows, starts, query_lens = rows[known], starts[known], query_lens[known]
+        requests.put(request_ids, rows, starts, query_lens, hashes, tree)
+        requests.remember(request_ids, rows)
 
     def num_tokens(self, request_id: str) -> int:
         """Return the number of known tokens of a request, or -1 for an unknown request."""
         check_name(request_id, "request_id")
-        row = self._rows.get(request_id, -1)
-        return -1 if row < 0 else int(self._chains.lengths[row])
+        row = self._requests.row(request_id)
+        return -1 if row < 0 else self._requests.tags.num_tokens(row)
 
     def finish(self, request_id: str) -> None:
         """End a request. Its blocks keep their content, which later requests may hit.
@@ -266,16 +258,8 @@ class Sanitizer(Findings):
             request_id: Name of the request. Unknown names are ignored.
         """
         check_name(request_id, "request_id")
-        row = self._rows.pop(request_id, None)
-        if row is None:
-            return
-        self._chains.remove(row)
-        self._of_rows[row] = NOBODY
-        self._images.pop(row, None)
-        for group in self._groups:
-            group.forget(row)
-        self._forget_step()
-        self._record("finish", [request_id])
+        if self._requests.finish(request_id):
+            self._record("finish", [request_id])
 
     # Blocks -------------------------------------------------------------------------------------------
 
@@ -295,15 +279,13 @@ class Sanitizer(Findings):
         Raises:
             TypeError, ValueError: An argument is invalid.
         """
-        blocks = self._blocks(blocks)
-        spec, shadow = self._group(group), self._device
-        serial = self._serial_of(request_id)
-        self._tracks_holders = True
-        shadow.is_fresh[blocks] = shadow.num_holders[blocks] == 0
-        shadow.num_holders[blocks] += 1
-        shadow.holders[blocks] = serial
-        shadow.log(blocks, EventKind.ALLOCATED, self.step, serial, group=spec.index)
-        self._record("allocation", [request_id], group, blocks)
+        check_name(request_id, "request_id")
+        blocks, index = self._blocks.checked(blocks), self._group(group).index
+        requests = self._requests
+        if requests.row(request_id) < 0:
+            requests.begin(request_id, requests.seed(None, None))
+        serial = requests.serial(request_id)
+        self._blocks.allocate(request_id, serial, blocks, index, self.step)
 
     def observe_free(
         self, request_id: str, blocks: Sequence[int] | np.ndarray, *, group: int = 0
@@ -319,16 +301,22 @@ class Sanitizer(Findings):
             TypeError, ValueError: An argument is invalid.
         """
         check_name(request_id, "request_id")
-        blocks, spec = self._blocks(blocks), self._group(group)
-        row, shadow = self._rows.get(request_id), self._device
-        serial = NOBODY if row is None else int(self._of_rows[row])
-        shadow.num_holders[blocks] = np.maximum(shadow.num_holders[blocks] - 1, 0)
-        shadow.holders[blocks[shadow.holders[blocks] == serial]] = NOBODY
-        shadow.log(blocks, EventKind.FREED, self.step, serial, group=spec.index)
-        free = blocks[shadow.num_holders[blocks] == 0]
-        if len(free):
-            shadow.change(free, self._tick())
-        self._record("free", [request_id], group, blocks)
+        blocks, index = self._blocks.checked(blocks), self._group(group).index
+        serial = self._requests.serial(request_id)
+        self._blocks.free(request_id, serial, blocks, index, self.step)
+
+    def observe_eviction(self, blocks: Sequence[int] | np.ndarray) -> None:
+        """Record that the prefix cache dropped blocks, which can then be given out again.
+
+        Optional. The event appears in the history of the blocks. Their content and holders stay.
+
+        Args:
+            blocks: int[n]. Blocks on the device.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+        """
+        self._blocks.evict(blocks, self.step)
 
     def observe_copy(
         self,
@@ -349,24 +337,26 @@ class Sanitizer(Findings):
         Raises:
             TypeError, ValueError: An argument is invalid.
         """
-        source, target = (
-            self._shadow(src_medium, "src_medium"),
-            self._shadow(dst_medium, "dst_medium"),
-        )
-        src, dst = self._blocks(src, "src", source), self._blocks(dst, "dst", target)
-        if len(src) != len(dst):
-            raise ValueError(f"dst has {len(dst)} entries: expected {len(src)}, one per source")
-        stride = source.stride
-        for name in ("tags", "origins"):
-            content = getattr(source, name).reshape(-1, stride)[src]
-            getattr(target, name).reshape(-1, stride)[dst] = content
-        for name in ("owners", "writers", "write_steps"):
-            getattr(target, name)[dst] = getattr(source, name)[src]
-        target.is_fresh[dst] = False
-        target.change(dst, self._tick())
-        medium = MEDIA.index(src_medium)
-        target.log(dst, EventKind.COPIED, self.step, positions=src, medium=medium)
-        self._record("copy", [], 0, src, dst, numbers=(medium, MEDIA.index(dst_medium)))
+        self._blocks.copy(src, dst, src_medium, dst_medium, self.step)
+
+    def observe_slot_copy(
+        self,
+        group: int,
+        src_slots: Sequence[int] | np.ndarray,
+        dst_slots: Sequence[int] | np.ndarray,
+    ) -> None:
+        """Copy the KV of single tokens, as engines do with the accepted tokens of a draft tree.
+
+        Args:
+            group: The cache group.
+            src_slots: int[n]. Source slots, `block * block_size + offset`.
+            dst_slots: int[n]. Destination slots. All sources are read before they are written.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+        """
+        one = self._group(group, has_slots=True)
+        self._blocks.copy_slots(one, src_slots, dst_slots, self.step)
 
     def observe_clear(self, blocks: Sequence[int] | np.ndarray, *, medium: str = "device") -> None:
         """Record that blocks were zeroed, or that a failed transfer left them without valid content.
@@ -378,12 +368,7 @@ class Sanitizer(Findings):
         Raises:
             TypeError, ValueError: An argument is invalid.
         """
-        shadow = self._shadow(medium, "medium")
-        blocks = self._blocks(blocks, "blocks", shadow)
-        if len(blocks):
-            shadow.clear(blocks, self._tick())
-            shadow.log(blocks, EventKind.CLEARED, self.step)
-        self._record("clear", [], 0, blocks, numbers=(MEDIA.index(medium),))
+        self._blocks.clear(blocks, medium, self.step)
 
     # Writes -------------------------------------------------------------------------------------------
 
@@ -414,88 +399,16 @@ class Sanitizer(Findings):
             SanitizerError: The mode is "stop" and there is a finding.
         """
         one = self._group(group, has_slots=True)
-        slots, step, is_stale = checked_int64(slot_mapping, "slot_mapping"), self._step, False
-        if not self._is_same_step(request_ids, starts) or query_lens is not step.query_lens:
-            rows, starts, counts = self._batch(request_ids, starts=starts, query_lens=query_lens)
-            self._check_known(one, rows, starts + counts, request_ids)
-            step = self._tokens_of(starts, counts, rows, *spread(starts, counts))
-            is_stale = rows.min(initial=0) < 0
-        if one.spec.kind == "cross":
-            step = replace(step, tags=self._expected(one, step.rows, step.positions))
-        if len(slots) != len(step.positions):
-            raise ValueError(
-                f"slot_mapping has {len(slots)} entries: expected {len(step.positions)}"
-            )
-        table = None if block_table is None else checked_table(block_table, len(step.starts))
-        size, limit = one.spec.block_size, self._device.num_blocks * one.spec.block_size
-        columns = None if table is None else self._columns(one, step.positions)
-        if table is not None:
-            check_width(table, columns.max(initial=-1) + 1)
-        self._record("write", request_ids, group, step.starts, step.query_lens, slots, table)
-        if table is not None:
-            wanted = table[step.of_tokens, columns] * size
-            wanted += step.positions if size == 1 else step.positions % size
-            wrong = wanted != slots
-            if wrong.any():
-                wrong &= (slots >= 0) & (step.rows >= 0)
-                self._slots_differ(one, step, slots, wrong, wanted)
-        if is_stale or slots.min(initial=0) < 0 or slots.max(initial=0) >= limit:
-            if is_stale:
-                self._drop_stale(request_ids, rows)
-            self._slots_differ(one, step, slots, (slots >= limit) & (step.rows >= 0))
-            kept = (slots >= 0) & (slots < limit) & (step.rows >= 0)
-            names = ("of_tokens", "rows", "positions", "tags", "serials", "origins")
-            step = replace(step, **{name: getattr(step, name)[kept] for name in names})
-            slots = slots[kept]
-        if len(slots):
-            self._write(one, step, slots)
-
-    def _write(self, one: CheckedRows, step: StepTokens, slots: np.ndarray) -> None:
-        size, shadow = one.spec.block_size, self._device
-        blocks = slots // size
-        places = slots if size == shadow.stride else blocks * shadow.stride + slots % size
-        stamps = step.serials << 8 | one.index
-        if not (shadow.stamps[blocks] == stamps).all():
-            self._begin_blocks(one, step, blocks, slots)
-            shadow.stamps[blocks] = stamps
-            shadow.stamps[0] = NOBODY
-        old = shadow.tags[places]
-        if old.any():
-            self._overwrite(one, step, places, (old != step.tags) & (old != 0))
-        shadow.tags[places] = step.tags
-        shadow.origins[places] = step.origins
-        shadow.write_steps[blocks] = self.step
-        self.slots_written += len(slots)
-
-    def _begin_blocks(
-        self, one: CheckedRows, step: StepTokens, blocks: np.ndarray, slots: np.ndarray
-    ) -> None:
-        """Check and log writes to blocks of which some were last written by others."""
-        rows, positions, serials, shadow = step.rows, step.positions, step.serials, self._device
-        self._check_null(one, rows, positions, blocks, slots)
-        self._check_holders(one, rows, positions, blocks, slots)
-        owners = shadow.owners[blocks]
-        other = (owners != one.index) & (owners != NOBODY)
-        if other.any():  # the block held content of another group
-            shadow.clear(blocks[other], self._tick())
-        shadow.owners[blocks] = one.index
-        writers = shadow.writers[blocks]
-        is_new = writers != serials
-        if not is_new.any():
-            return
-        both = is_new & (shadow.write_steps[blocks] == self.step) & (writers != NOBODY)
-        shadow.writers[blocks] = serials
-        both |= shadow.writers[blocks] != serials  # two rows of this call
-        for i in first_of_each(both, rows, blocks):
-            before, after = writers[i], shadow.writers[blocks[i]]
-            self._found(
-                *(ReportKind.TWO_WRITERS, one, rows[i], positions[i]),
-                *(blocks[i], slots[i] % one.spec.block_size),
-                expected=f"writes by {self._name(serials[i])} alone in this step",
-                found=f"{self._name(after if after != serials[i] else before)} writes the block as well",
-            )
-        first = run_starts(blocks, np.flatnonzero(is_new))
-        self._log_write(EventKind.WRITTEN, one, blocks[first], serials[first], positions[first])
+        slots = checked_int64(slot_mapping, "slot_mapping")
+        request_ids, rows = self._requests.rows_of(request_ids)
+        starts = checked_int64(starts, "starts")
+        query_lens = checked_int64(query_lens, "query_lens")
+        table = None if block_table is None else checked_table(block_table, len(rows))
+        found = self._writes.begin(
+            one.slots, request_ids, rows, starts, query_lens, slots, table, self.step
+        )
+        self._record("write", request_ids, group, starts, query_lens, slots, table)
+        self._finish_write(one, found, request_ids)
 
     def observe_load(
         self,
@@ -521,31 +434,11 @@ class Sanitizer(Findings):
             TypeError, ValueError: An argument is invalid, or tokens are not known.
         """
         one = self._group(group)
-        rows, starts, stops = self._batch(request_ids, starts=starts, stops=stops)
+        request_ids, rows = self._requests.rows_of(request_ids)
+        starts, stops = checked_int64(starts, "starts"), checked_int64(stops, "stops")
         table = checked_table(block_table, len(rows))
-        size, shadow = one.spec.block_size, self._device
-        counts = np.maximum(stops - starts, 0)
-        self._check_known(one, rows, stops, request_ids)
-        if one.spec.kind == "state":
-            of_tokens, positions = np.flatnonzero(counts), (stops - 1)[counts > 0]
-            columns = offsets = np.zeros_like(positions)
-        else:
-            of_tokens, positions = spread(starts, counts)
-            columns, offsets = self._columns(one, positions), positions % size
-        check_width(table, columns.max(initial=-1) + 1)
+        self._writes.load(one.slots, request_ids, rows, starts, stops, table, self.step)
         self._record("load", request_ids, group, starts, stops, table)
-        blocks = table[of_tokens, columns]
-        kept = (blocks > 0) & (blocks < shadow.num_blocks) & (rows[of_tokens] >= 0)
-        rows, positions = rows[of_tokens][kept], positions[kept]
-        blocks, offsets = blocks[kept], offsets[kept]
-        if len(blocks) == 0:
-            return
-        reused = np.unique(blocks[shadow.owners[blocks] != one.index])
-        shadow.clear(reused, self._tick())
-        shadow.owners[blocks], shadow.is_fresh[blocks] = one.index, False
-        self._fill(one, rows, positions, blocks, blocks * shadow.stride + offsets)
-        first, serials = run_starts(blocks), self._of_rows[rows]
-        self._log_write(EventKind.LOADED, one, blocks[first], serials[first], positions[first])
 
     def observe_state_write(
         self,
@@ -567,27 +460,21 @@ class Sanitizer(Findings):
             SanitizerError: The mode is "stop" and there is a finding.
         """
         one = self._group(group, has_slots=False)
-        rows, counts, pages = self._batch(request_ids, num_tokens=num_tokens, pages=pages)
-        shadow = self._device
-        check_range("pages", "is", pages, 0, shadow.num_blocks)
-        check_range("num_tokens", "is", counts, 1, MAX_INT32)
-        self._check_known(one, rows, counts, request_ids)
+        request_ids, rows = self._requests.rows_of(request_ids)
+        counts, pages = checked_int64(num_tokens, "num_tokens"), checked_int64(pages, "pages")
+        check_range("pages", "is", pages, 0, self._blocks.device.num_blocks)
+        found = self._writes.begin_states(one.slots, request_ids, rows, counts, pages, self.step)
         self._record("state_write", request_ids, group, counts, pages)
-        rows, positions, pages = self._drop_stale(request_ids, rows, counts - 1, pages)
-        slots = pages * one.spec.block_size
-        self._check_null(one, rows, positions, pages, slots)
-        self._check_holders(one, rows, positions, pages, slots)
-        other = pages[shadow.owners[pages] != one.index]
-        if len(other):
-            shadow.clear(other, self._tick())
-            shadow.owners[other] = one.index
-        shadow.is_fresh[pages] = False
-        new = shadow.writers[pages] != self._of_rows[rows]
-        if new.any():
-            serials = self._of_rows[rows[new]]
-            self._log_write(EventKind.WRITTEN, one, pages[new], serials, positions[new])
-        self._fill(one, rows, positions, pages, pages * shadow.stride)
-        self.slots_written += len(pages)
+        self._finish_write(one, found, request_ids)
+
+    def _finish_write(
+        self, one: CheckedGroup, found: np.ndarray | None, request_ids: list[str]
+    ) -> None:
+        writes = self._writes
+        while found is not None:
+            self._findings.report(one, found, request_ids)
+            found = writes.advance()
+        self.slots_written += writes.num_written
 
     # Reads --------------------------------------------------------------------------------------------
 
@@ -616,56 +503,14 @@ class Sanitizer(Findings):
             SanitizerError: The mode is "stop" and there is a finding.
         """
         one = self._group(group, has_slots=True)
-        step = self._step if self._is_same_step(request_ids, starts) else None
-        if step is not None:
-            rows, stops = self._last[1], checked_counts("seq_lens", seq_lens, len(starts))
-            if one.spec.kind == "cross" or not np.array_equal(stops, step.stops):
-                step = None
-        else:
-            rows, starts, stops = self._batch(request_ids, starts=starts, seq_lens=seq_lens)
-        table, longest = checked_table(block_table, len(rows)), int(stops.max(initial=1))
-        width = -(-longest // one.spec.block_size)
-        if one.spec.kind == "circular":
-            width = min(one.spec.columns, width)
-        check_width(table, width)
-        table = table[:, :width]
-        self._record("read", request_ids, group, starts, stops, table)
-        if self.step % self.every:
-            return
-        if step is None and rows.min(initial=0) < 0:
-            rows, starts, stops, table = self._drop_stale(request_ids, rows, starts, stops, table)
-        if len(rows) == 0:
-            return
-        if step is None and one.spec.kind != "cross":
-            stops = self._check_lengths(one, rows, stops, table)
-        firsts = self._unchecked(one, rows, starts, stops, table)
-        size, shadow = one.spec.block_size, self._device
-        if step is not None and (firsts == starts).all():  # only the tokens of this step
-            of_slots, positions, readers = step.of_tokens, step.positions, step.rows
-            expected, stamps = step.tags, step.serials << 8 | one.index
-        else:
-            of_slots, positions = spread(firsts, np.maximum(stops - firsts, 0))
-            readers, stamps = rows[of_slots], None
-            expected = self._expected(one, readers, positions)
-        columns = self._columns(one, positions)
-        blocks = table[of_slots, columns]
-        offsets = positions % size
-        places = blocks * np.int64(shadow.stride) + offsets
-        wrong = shadow.tags.take(places, mode="clip") != expected
-        # Blocks whose last event is a write by the reader in this group need no further checks.
-        if stamps is None or not (shadow.stamps.take(blocks, mode="clip") == stamps).all():
-            wrong |= shadow.owners.take(blocks, mode="clip") != one.index  # also the null block
-            wrong |= (blocks < 0) | (blocks >= shadow.num_blocks)
-            if self._tracks_holders:
-                wrong |= shadow.num_holders.take(blocks, mode="clip") == 0
-                shadow.is_fresh[np.clip(blocks, 0, shadow.num_blocks - 1)] = False
-        self.slots_read += len(positions)
-        if wrong.any():
-            counts = Counter(zip(readers[wrong].tolist(), blocks[wrong].tolist()))
-            for i in first_of_each(wrong, readers, blocks):
-                row, block = int(readers[i]), int(blocks[i])
-                count = counts[row, block]
-                self._bad_read(one, row, int(positions[i]), block, int(offsets[i]), count)
+        request_ids, rows = self._requests.rows_of(request_ids)
+        starts, stops = checked_int64(starts, "starts"), checked_int64(seq_lens, "seq_lens")
+        table, skips = checked_table(block_table, len(rows)), self.step % self.every > 0
+        found = one.reads.check(rows, starts, stops, table, skips)
+        if self._recorder is not None:
+            table = table[:, : one.reads.num_columns]
+            self._record("read", request_ids, group, starts, stops, table)
+        self._finish_read(one, found, request_ids)
 
     def observe_state_read(
         self,
@@ -687,254 +532,28 @@ class Sanitizer(Findings):
             SanitizerError: The mode is "stop" and there is a finding.
         """
         one = self._group(group, has_slots=False)
-        rows, counts, pages = self._batch(request_ids, num_tokens=num_tokens, pages=pages)
-        check_range("num_tokens", "is", counts, 0, MAX_INT32)
+        request_ids, rows = self._requests.rows_of(request_ids)
+        counts, pages = checked_int64(num_tokens, "num_tokens"), checked_int64(pages, "pages")
+        skips = self.step % self.every > 0
+        found = one.reads.check_states(rows, counts, pages, skips)
         self._record("state_read", request_ids, group, counts, pages)
-        if self.step % self.every:
-            return
-        rows, counts, pages = self._drop_stale(request_ids, rows, counts, pages)
-        counts = self._check_lengths(one, rows, counts, pages[:, None])
-        rows, counts, pages = rows[counts > 0], counts[counts > 0], pages[counts > 0]
-        shadow, positions = self._device, counts - 1
-        wrong = shadow.tags.take(pages * shadow.stride, mode="clip") != self._expected(
-            one, rows, positions
-        )
-        wrong |= shadow.owners.take(pages, mode="clip") != one.index
-        wrong |= (pages <= 0) | (pages >= shadow.num_blocks)
-        if self._tracks_holders:
-            wrong |= shadow.num_holders.take(pages, mode="clip") == 0
-        self.slots_read += len(pages)
-        for i in np.flatnonzero(wrong).tolist():
-            self._bad_read(one, int(rows[i]), int(positions[i]), int(pages[i]), 0, 1)
+        self._finish_read(one, found, request_ids)
 
-    def _unchecked(
-        self,
-        one: CheckedRows,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        stops: np.ndarray,
-        table: np.ndarray,
-    ) -> np.ndarray:
-        """Return the first token of each row that must be compared, and count all as checked."""
-        firsts = one.spec.first_needed(starts)
-        if one.spec.kind == "circular":
-            return firsts
-        shadow, size, width = self._device, one.spec.block_size, table.shape[1]
-        if len(self._of_rows) > len(one.checked) or width > one.tables.shape[1]:
-            one.reserve(len(self._of_rows), width)
-        differs = one.tables[rows, :width] != table
-        checked_at = one.checked_at[rows]
-        if shadow.last_change > checked_at.min():
-            differs |= shadow.changed_at.take(table, mode="clip") > checked_at[:, None]
-        begin = np.minimum(one.checked[rows], starts)
-        if one.spec.kind not in ("full", "cross"):
-            begin = np.maximum(firsts, begin)
-        if one.spec.kind in ("window", "chunk"):
-            begin = np.where(firsts < one.first[rows], firsts, begin)
-            one.first[rows] = firsts
-        if np.count_nonzero(differs):
-            some = np.flatnonzero(differs) // width
-            some = some[run_starts(some)]
-            # Columns before the first needed token do not matter: they left the window.
-            own = differs[some] & (np.arange(width) >= (firsts[some] // size)[:, None])
-            changed = np.where(own.any(axis=1), own.argmax(axis=1) * size, MAX_INT32)
-            begin[some] = np.maximum(firsts[some], np.minimum(begin[some], changed))
-            one.tables[rows[some], :width] = table[some]
-        one.checked[rows], one.checked_at[rows] = stops, self._clock
-        return begin
+    def _finish_read(
+        self, one: CheckedGroup, found: np.ndarray | None, request_ids: list[str]
+    ) -> None:
+        self.slots_read += one.reads.num_read
+        if found is not None:
+            self._findings.report(one, found, request_ids)
 
     # Helpers ------------------------------------------------------------------------------------------
 
-    def _batch(self, request_ids: Sequence[str], **arrays: object) -> list[np.ndarray]:
-        """Return the row of each request (-1: unknown) and the arrays as int64[n]."""
-        last, rows = self._last
-        if type(request_ids) is not list:
-            request_ids = listed(request_ids, "request_ids", "a sequence of names")
-        if request_ids != last:
-            for name in request_ids:
-                check_name(name, "a name in request_ids")
-            found = (self._rows.get(name, -1) for name in request_ids)
-            rows = np.fromiter(found, np.int64, len(request_ids))
-        return [rows, *(checked_counts(name, values, len(rows)) for name, values in arrays.items())]
-
-    def _tokens_of(
-        self,
-        starts: np.ndarray,
-        query_lens: np.ndarray,
-        rows: np.ndarray,
-        of_tokens: np.ndarray,
-        positions: np.ndarray,
-    ) -> StepTokens:
-        rows = rows[of_tokens]
-        serials, tags = self._of_rows[rows], self._chains.at(rows, positions)
-        origins = serials << 32 | positions
-        stops = starts + query_lens
-        return StepTokens(
-            *(starts, query_lens, stops, of_tokens, rows, positions, tags, serials, origins)
-        )
-
-    def _is_same_step(self, request_ids: Sequence[str], starts: object) -> bool:
-        """Return whether a call has the requests and starts of the last `observe_tokens`.
-
-        Arrays are compared by identity, because engines pass the same ones to all groups.
-        """
-        step = self._step
-        return step is not None and starts is step.starts and request_ids == self._last[0]
-
-    def _group(self, group: int, has_slots: bool | None = None) -> CheckedRows:
+    def _group(self, group: int, has_slots: bool | None = None) -> CheckedGroup:
         one = self._groups[integer(group, "group", 0, len(self._groups) - 1)]
         if has_slots is not None and (one.spec.kind != "state") != has_slots:
             wanted = "a group with slots" if has_slots else "a group of states"
             raise ValueError(f"group is {group}, of kind {one.spec.kind!r}: expected {wanted}")
         return one
-
-    def _shadow(self, medium: str, name: str) -> Shadow:
-        if not isinstance(medium, str) or medium not in self._shadows:
-            known = " or ".join(map(repr, self._shadows))
-            raise ValueError(f"{name} is {shown(medium)}: expected {known}")
-        return self._shadows[medium]
-
-    def _blocks(
-        self, blocks: object, name: str = "blocks", shadow: Shadow | None = None
-    ) -> np.ndarray:
-        blocks = integers(blocks, name, ())
-        check_range(name, "is", blocks, 0, (shadow or self._device).num_blocks)
-        return blocks
-
-    def _expected(self, one: CheckedRows, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        if one.spec.kind == "cross":
-            return mix(self._encoders[rows], positions) | np.uint64(1)
-        return self._chains.at(rows, positions)
-
-    def _check_known(
-        self, one: CheckedRows, rows: np.ndarray, stops: np.ndarray, request_ids: Sequence[str]
-    ) -> None:
-        if one.spec.kind == "cross":
-            return
-        wrong = stops > self._chains.lengths[rows]
-        if wrong.any() and (wrong := wrong & (rows >= 0)).any():
-            i = int(wrong.argmax())
-            raise ValueError(
-                f"{request_ids[i]!r} has {self._chains.lengths[rows[i]]} known tokens: expected "
-                f"{stops[i]}, by observe_tokens before its writes"
-            )
-
-    def _fill(
-        self,
-        one: CheckedRows,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        blocks: np.ndarray,
-        places: np.ndarray,
-    ) -> None:
-        shadow = self._device
-        shadow.tags[places] = self._expected(one, rows, positions)
-        shadow.origins[places] = (self._of_rows[rows] << 32) | positions
-        shadow.writers[blocks] = self._of_rows[rows]
-        shadow.stamps[blocks] = NOBODY
-        shadow.write_steps[blocks] = self.step
-        shadow.change(blocks, self._tick())
-
-    def _log_write(
-        self,
-        kind: EventKind,
-        one: CheckedRows,
-        blocks: np.ndarray,
-        serials: np.ndarray,
-        positions: np.ndarray,
-    ) -> None:
-        self._device.log(blocks, kind, self.step, serials, group=one.index, positions=positions)
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-    def _serial_of(self, request_id: str) -> int:
-        """Return the serial number of a request, which begins here if it is not known."""
-        check_name(request_id, "request_id")
-        if request_id not in self._rows:
-            self._begin(request_id, name_hash(None, None) ^ self._key, 0, [])
-        return int(self._of_rows[self._rows[request_id]])
-
-    def _begin(
-        self, request_id: str, seed: int, encoder: int, images: list[tuple[int, int, int]]
-    ) -> None:
-        row = self._rows.get(request_id)
-        if row is None:
-            row = self._rows[request_id] = self._chains.add(seed)
-            self._of_rows = grown(self._of_rows, (row + 1,), NOBODY)
-            self._encoders = grown(self._encoders, (row + 1,))
-            serial = next(self._serials)
-            self._of_rows[row] = serial
-            self._names[serial] = request_id
-            if len(self._names) > _MAX_NAMES + len(self._rows):
-                self._forget_names()
-            self._forget_step()
-        elif (
-            self._chains.tags[self._chains.offsets[row]] != seed
-            or self._images.get(row, []) != images
-        ):
-            self._chains.lengths[row] = 0
-            self._chains.tags[self._chains.offsets[row]] = seed
-            for group in self._groups:
-                group.forget(row)
-        self._encoders[row] = encoder
-        self._images.pop(row, None)
-        if images:
-            self._images[row] = images
-        self._record("request", [request_id], numbers=(seed, encoder))
-
-    def _forget_step(self) -> None:
-        """Forget the requests and tokens of the last `observe_tokens`."""
-        self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)
-        self._step: StepTokens | None = None
-
-    def _forget_names(self) -> None:
-        live = set(self._of_rows.tolist())
-        ended = [serial for serial in self._names if serial not in live]
-        for serial in ended[: len(ended) // 2]:
-            del self._names[serial]
-
-    def _sums(
-        self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, splits: np.ndarray
-    ) -> np.ndarray:
-        values = tokens + self._key
-        if self._images:
-            for i, row in enumerate(rows.tolist()):
-                for first, count, identity in self._images.get(row, ()):
-                    own = slice(splits[i], splits[i + 1])
-                    is_inside = (positions[own] >= first) & (positions[own] < first + count)
-                    values[own][is_inside] += identity
-        return mix(values, positions)
-
-    def _put(
-        self,
-        request_ids: Sequence[str],
-        rows: np.ndarray,
-        starts: np.ndarray,
-        sums: np.ndarray,
-        counts: np.ndarray,
-    ) -> None:
-        """Set tokens by their `mix`. Checks of replaced tokens are no longer valid."""
-        self._record("tokens", request_ids, 0, starts, counts, sums.view(np.int64))
-        shorter = starts < self._chains.lengths[rows]
-        if shorter.any():
-            for row, start in zip(rows[shorter].tolist(), starts[shorter].tolist()):
-                for group in self._groups:
-                    if row < len(group.checked):
-                        group.checked[row] = min(group.checked[row], start)
-        self._chains.put(rows, starts, counts, sums)
-        self._step = None
-
-    def _put_sums(
-        self, request_ids: list[str], starts: np.ndarray, counts: np.ndarray, sums: np.ndarray
-    ) -> None:
-        """Set tokens of known requests by their `mix`, from a record. Raises ValueError."""
-        rows, starts, counts = self._batch(request_ids, starts=starts, counts=counts)
-        is_known = rows.min(initial=0) >= 0 and (starts <= self._chains.lengths[rows]).all()
-        if not is_known or len(set(request_ids)) < len(rows) or counts.sum() != sums.size:
-            raise ValueError("tokens of a request are missing")
-        self._put(request_ids, rows, starts, sums.astype("<i8").view(np.uint64), counts)
 
     def _record(
         self,
@@ -946,3 +565,9 @@ class Sanitizer(Findings):
     ) -> None:
         if self._recorder is not None:
             self._recorder.write(name, request_ids, group, arrays, numbers)
+
+
+def _checked_mode(mode: object) -> str:
+    if not isinstance(mode, str) or mode not in ("report", "stop"):
+        raise ValueError(f"mode is {shown(mode)}: expected 'report' or 'stop'")
+    return mode

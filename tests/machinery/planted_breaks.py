@@ -49,7 +49,7 @@ class Defect:
 
 
 POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
-RULES = "csrc/core/groups/rules/"
+RULES, SANITIZER = "csrc/core/groups/rules/", "csrc/core/sanitizer/"
 DEFECTS = [
     Defect(
         "pool",
@@ -241,6 +241,27 @@ DEFECTS = [
         "rest > 0 ? rest : group.block_size;",
         "rest;",  # treats a full last page as empty
         "attention_metadata_op attention_metadata",
+    ),
+    Defect(
+        "sanitizer's reads",
+        SANITIZER + "slot_reads.cpp",
+        "if (shadow_->num_changes() == checked.checked_at) return false;",
+        "if (shadow_->num_changes() != -1) return false;",  # checks no changed block again
+        "findings random",
+    ),
+    Defect(
+        "sanitizer's writes",
+        SANITIZER + "slot_writes.cpp",
+        "token.overwrites = old != 0 && old != token.tag;",
+        "token.overwrites = old != 0 && old == token.tag;",
+        "findings random",
+    ),
+    Defect(
+        "sanitizer's trees",
+        SANITIZER + "request_tags.cpp",
+        "before[parent + 1] + hashes[i]",
+        "before[i] + hashes[i]",  # each token follows the one before
+        "trees",
     ),
     Defect(
         "memory plan",

@@ -106,6 +106,21 @@ def test_block_that_is_written_after_its_free():
     only(sanitizer, ReportKind.WRITE_AFTER_FREE)
 
 
+def test_eviction_is_an_event_and_keeps_content_and_holders():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_allocation("a", [1])
+    write(sanitizer, "a", [1, 2, 3], [1])
+    sanitizer.observe_eviction([1])
+    read(sanitizer, "a", 3, [1])
+    assert not sanitizer.reports
+    sanitizer.observe_allocation("b", [1])
+    sanitizer.observe_request("b", [1, 2, 4])
+    read(sanitizer, "b", 3, [1])
+    report = only(sanitizer, ReportKind.WRONG_CONTENT)
+    assert [each.kind for each in report.events] == ["allocated", "written", "evicted", "allocated"]
+    assert "step 0      evicted\n" in str(report)
+
+
 def test_two_requests_that_write_one_block_in_a_step():
     sanitizer = sanitizer_of()
     for name in "ab":

@@ -32,6 +32,7 @@ def recorded(path, **options) -> Sanitizer:
     sanitizer.observe_copy([1], [2], dst_medium="host")
     sanitizer.observe_copy([2], [9], src_medium="host")
     sanitizer.observe_clear([2])
+    sanitizer.observe_eviction([1])
     sanitizer.observe_load(0, ["bob"], [0], [4], [[10]])
     sanitizer.observe_free("alice", [1])
     sanitizer.observe_read(0, ["bob"], [0], [6], [[1, 4]])
@@ -45,8 +46,14 @@ def test_replay_finds_the_same(tmp_path):
     before = recorded(tmp_path / "a")
     after = replay_record(tmp_path / "a", log=lambda report: None)
     assert before.counts == after.counts and before.num_reports >= 3
-    places = [(r.kind, r.step, r.group, r.position, r.block) for r in before.reports]
-    assert places == [(r.kind, r.step, r.group, r.position, r.block) for r in after.reports]
+    places, replayed = (
+        [
+            (r.kind, r.step, r.group, r.position, r.block, [event.kind for event in r.events])
+            for r in each.reports
+        ]
+        for each in (before, after)
+    )
+    assert places == replayed and any("evicted" in events for *_, events in places)
     assert (before.slots_read, before.slots_written) == (after.slots_read, after.slots_written)
 
 

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tags of the tokens of each observed request.
+//
+// The KV of a token depends on all tokens up to it, so a tag identifies a prefix. The tag of a
+// token is the tag before it plus `token_hash` of the token and its position, modulo 2^64. A
+// request's seed is the tag before its first token.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/sanitizer/shadow.h"
+
+namespace kvcache::sanitizer {
+
+// A pseudo-random number for a pair of value and position (splitmix64).
+uint64_t token_hash(uint64_t value, uint64_t position);
+
+// A range of new or accessed tokens per request. `rows` are indices of requests, or -1.
+struct TokenRanges {
+  const int64_t* rows;
+  const int64_t* starts;
+  const int64_t* counts;
+  int64_t size;
+};
+
+class RequestTags {
+ public:
+  // Adds a request without tokens and returns its row. Rows are reused.
+  int64_t add(int64_t serial, uint64_t seed);
+  void remove(int64_t row);
+  // Drops all tokens.
+  void restart(int64_t row, uint64_t seed);
+  void set_encoder(int64_t row, uint64_t encoder) { at(row).encoder = encoder; }
+
+  int64_t serial(int64_t row) const { return at(row).serial; }
+  uint64_t seed(int64_t row) const { return at(row).tags.front(); }
+  int64_t num_tokens(int64_t row) const { return static_cast<int64_t>(at(row).tags.size()) - 1; }
+  // Tokens before the first one of a draft tree that does not follow the token at the slot before.
+  int64_t num_in_sequence(int64_t row) const { return at(row).num_in_sequence; }
+  int64_t num_rows() const { return static_cast<int64_t>(requests_.size()); }
+  int64_t num_tags() const { return num_tags_; }
+
+  // Sets the tokens of requests from `starts` on, which drops all later tokens.
+  // `hashes`: `token_hash` of each new token. `parents`: see `token_hashes`. `starts` are at most
+  // `num_in_sequence`.
+  void put(const TokenRanges& ranges, const uint64_t* hashes, const int64_t* parents);
+
+  // The tags of a request's tokens.
+  const uint64_t* tags(int64_t row) const { return at(row).tags.data() + 1; }
+  // The tag of the encoder's input at a position, which cross attention reads.
+  uint64_t encoder_tag(int64_t row, int64_t position) const {
+    return token_hash(at(row).encoder, static_cast<uint64_t>(position)) | 1;
+  }
+
+ private:
+  struct Request {
+    int64_t serial = kNobody;
+    uint64_t encoder = 0;
+    int64_t num_in_sequence = 0;
+    std::vector<uint64_t> tags;  // the seed, and one tag per token
+  };
+
+  Request& at(int64_t row) { return requests_[static_cast<size_t>(row)]; }
+  const Request& at(int64_t row) const { return requests_[static_cast<size_t>(row)]; }
+
+  std::vector<Request> requests_;
+  std::vector<int64_t> free_;
+  int64_t num_tags_ = 0;
+};
+
+// Hashes new tokens, whose `values` are token ids plus `key`. `parents`: for each token the index
+// of its parent among the request's new tokens, or -1 for the last token before them. Null: each
+// token follows the one before. A token's position is `start` plus its depth in the tree.
+void token_hashes(const TokenRanges& ranges, const int64_t* values, uint64_t key,
+                  const int64_t* parents, uint64_t* out);
+
+}  // namespace kvcache::sanitizer

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shadow of one memory (the device or the host tier): what its slots hold, who holds its
+// blocks, and the last events of each block.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/zeroed_array.h"
+
+namespace kvcache::sanitizer {
+
+constexpr int64_t kNobody = -1;
+
+struct ShadowSlot {
+  uint64_t tag;    // of the token prefix whose KV the slot holds; 0: never written
+  int64_t origin;  // serial number of the request that computed it << 32 | position
+};
+
+// Requests are serial numbers, or kNobody.
+struct ShadowBlock {
+  int64_t holder = kNobody;  // last request that got the block
+  int64_t writer = kNobody;  // last request that wrote the block
+  int64_t write_step = -1;
+  int64_t num_events = 0;
+  int32_t num_holders = 0;
+  int16_t owner = kNobody;  // group whose content the block holds
+  bool is_fresh = false;    // allocated, and not read since
+};
+
+// The values of `EventKind` in Python that native code uses.
+constexpr int8_t kWritten = 2, kCopied = 3, kLoaded = 4;
+
+struct ShadowEvent {
+  int64_t step;
+  int64_t request;
+  int32_t position;  // first token written, or source block of a copy
+  int16_t group;
+  int8_t kind;
+  int8_t medium;  // of the source of a copy
+};
+
+class Shadow {
+ public:
+  // `stride`: slots per block, the largest block size. `history`: events that are kept per block.
+  Shadow(int64_t num_blocks, int64_t stride, int64_t history);
+
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t stride() const { return stride_; }
+  int64_t num_bytes() const;
+  bool has(int64_t block) const { return block >= 0 && block < num_blocks_; }
+
+  ShadowSlot* slots() { return slots_.data(); }
+  ShadowSlot& slot(int64_t block, int64_t offset) {
+    return slots_[static_cast<size_t>(block * stride_ + offset)];
+  }
+  ShadowBlock* blocks() { return blocks_.data(); }
+  ShadowBlock& block(int64_t id) { return blocks_[static_cast<size_t>(id)]; }
+
+  // Counts changes that make earlier checks of a block invalid.
+  int64_t num_changes() const { return num_changes_; }
+  int64_t changed_at(int64_t block) const { return changed_at_[static_cast<size_t>(block)]; }
+  void change(int64_t block) { changed_at_[static_cast<size_t>(block)] = ++num_changes_; }
+
+  // Drops the content of a block.
+  void clear(int64_t block);
+  // Makes a block hold content of this group, and drops content of another one.
+  void take_over(int64_t block, int16_t group);
+  // Copies single slots of a group, `block * block_size + offset`. All are read before any is
+  // written. A slot with content of another group counts as never written.
+  void copy_slots(int16_t group, int64_t block_size, const std::vector<int64_t>& src,
+                  const std::vector<int64_t>& dst, int64_t step);
+
+  // Appends an event to the history of a block. The oldest event is overwritten.
+  void log(int64_t block, const ShadowEvent& event);
+  // Returns the last events of a block, the oldest first.
+  std::vector<ShadowEvent> events(int64_t block) const;
+
+  bool tracks_holders = false;  // whether allocations are reported
+
+ private:
+  int64_t num_blocks_, stride_, history_;
+  ZeroedArray<ShadowSlot> slots_;
+  std::vector<ShadowBlock> blocks_;
+  ZeroedArray<ShadowEvent> ring_;
+  ZeroedArray<int64_t> changed_at_;  // apart from the blocks, because reads scan it
+  int64_t num_changes_ = 0;
+};
+
+}  // namespace kvcache::sanitizer

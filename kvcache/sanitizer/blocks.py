@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to blocks apart from writes and reads: allocations, frees, evictions, copies, clears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvcache.checks import check_range, integers, shown
+from kvcache.native.load import core
+from kvcache.sanitizer.findings import MEDIA, EventKind
+from kvcache.sanitizer.groups import CheckedGroup
+from kvcache.sanitizer.requests import NOBODY
+
+
+class ObservedBlocks:
+    """The shadows of the device and of the host tier.
+
+    Args:
+        shapes: (blocks, slots per block, events per block) of each medium.
+        record: Function that records a call.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, int, int]], record: Callable) -> None:
+        self._shapes, self._record = shapes, record
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all contents."""
+        self.shadows = {name: core.Shadow(*shape) for name, shape in self._shapes.items()}
+        self.device = self.shadows["device"]
+
+    def checked(
+        self, blocks: object, name: str = "blocks", shadow: core.Shadow | None = None
+    ) -> np.ndarray:
+        """Return int64[n]. Raises TypeError or ValueError."""
+        blocks = integers(blocks, name, ())
+        check_range(name, "is", blocks, 0, (shadow or self.device).num_blocks)
+        return blocks
+
+    def allocate(
+        self, request_id: str, serial: int, blocks: np.ndarray, group: int, step: int
+    ) -> None:
+        """Add a holder to blocks."""
+        shadow, held = self.device, self.device.blocks
+        shadow.tracks_holders = True
+        held["is_fresh"][blocks] = held["num_holders"][blocks] == 0
+        held["num_holders"][blocks] += 1
+        held["holder"][blocks] = serial
+        shadow.log(blocks, EventKind.ALLOCATED, step, serial, group)
+        self._record("allocation", [request_id], group, blocks)
+
+    def free(self, request_id: str, serial: int, blocks: np.ndarray, group: int, step: int) -> None:
+        """Remove a holder of blocks, whose content stays."""
+        shadow, held = self.device, self.device.blocks
+        held["num_holders"][blocks] = np.maximum(held["num_holders"][blocks] - 1, 0)
+        held["holder"][blocks[held["holder"][blocks] == serial]] = NOBODY
+        shadow.log(blocks, EventKind.FREED, step, serial, group)
+        shadow.change(blocks[held["num_holders"][blocks] == 0])
+        self._record("free", [request_id], group, blocks)
+
+    def evict(self, blocks: Sequence[int], step: int) -> None:
+        """Note that the prefix cache dropped blocks. Raises TypeError or ValueError."""
+        blocks = self.checked(blocks)
+        self.device.log(blocks, EventKind.EVICTED, step)
+        self._record("eviction", [], 0, blocks)
+
+    def copy(
+        self, src: Sequence[int], dst: Sequence[int], src_medium: str, dst_medium: str, step: int
+    ) -> None:
+        """Copy whole blocks. Raises TypeError or ValueError."""
+        source = self._shadow(src_medium, "src_medium")
+        target = self._shadow(dst_medium, "dst_medium")
+        src, dst = self.checked(src, "src", source), self.checked(dst, "dst", target)
+        if len(src) != len(dst):
+            raise ValueError(f"dst has {len(dst)} entries: expected {len(src)}, one per source")
+        target.slots[dst] = source.slots[src]
+        for name in ("owner", "writer", "write_step"):
+            target.blocks[name][dst] = source.blocks[name][src]
+        target.blocks["is_fresh"][dst] = False
+        target.change(dst)
+        medium = MEDIA.index(src_medium)
+        target.log(dst, EventKind.COPIED, step, sources=src, medium=medium)
+        self._record("copy", [], 0, src, dst, numbers=(medium, MEDIA.index(dst_medium)))
+
+    def copy_slots(
+        self, group: CheckedGroup, src: Sequence[int], dst: Sequence[int], step: int
+    ) -> None:
+        """Copy single slots. Raises TypeError or ValueError."""
+        slots = []
+        for name, values in (("src_slots", src), ("dst_slots", dst)):
+            slots.append(integers(values, name, ()))
+            check_range(name, "is", slots[-1], 0, self.device.num_blocks * group.spec.block_size)
+        if len(slots[0]) != len(slots[1]):
+            raise ValueError(
+                f"dst_slots has {len(slots[1])} entries: expected {len(slots[0])}, one per source"
+            )
+        self.device.copy_slots(group.slots, *slots, step)
+        self._record("slot_copy", [], group.index, *slots)
+
+    def clear(self, blocks: Sequence[int], medium: str, step: int) -> None:
+        """Drop the content of blocks. Raises TypeError or ValueError."""
+        shadow = self._shadow(medium, "medium")
+        blocks = self.checked(blocks, "blocks", shadow)
+        shadow.clear(blocks)
+        shadow.log(blocks, EventKind.CLEARED, step)
+        self._record("clear", [], 0, blocks, numbers=(MEDIA.index(medium),))
+
+    def _shadow(self, medium: str, name: str) -> core.Shadow:
+        if not isinstance(medium, str) or medium not in self.shadows:
+            known = " or ".join(map(repr, self.shadows))
+            raise ValueError(f"{name} is {shown(medium)}: expected {known}")
+        return self.shadows[medium]

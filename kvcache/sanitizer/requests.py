@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and tokens of the observed requests."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvcache.checks import check_name, listed
+from kvcache.native.load import core
+
+NOBODY = -1
+_MAX_NAMES = 65_536  # names of ended requests that reports can still show
+
+
+def name_hash(*names: object) -> int:
+    """Return a hash below 2**63 that is the same in every process. Never 0."""
+    text = "\0".join(f"{type(name).__name__}:{name}" for name in names)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 | 1
+
+
+class ObservedRequests:
+    """The rows of the observed requests, their serial numbers and the tags of their tokens.
+
+    A row is an index that is reused after its request has ended. A serial number is not.
+    """
+
+    def __init__(self, record: Callable) -> None:
+        self._record = record
+        self._key = secrets.randbits(63)  # makes tags in a record useless for guessing tokens
+        self._serials = itertools.count()
+        self._names: dict[int, str] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests. Reports can still show their names."""
+        self.tags = core.RequestTags()
+        self.reads: list[core.SlotReads] = []  # of all groups, which remember checks of rows
+        self._rows: dict[str, int] = {}
+        self._images: dict[int, list[tuple[int, int, int]]] = {}
+        self._forget_last()
+
+    def name(self, serial: int, default: str | None = "?") -> str | None:
+        """Return the name of a request, or the default."""
+        return self._names.get(serial, default)
+
+    def row(self, request_id: str) -> int:
+        """Return the row of a request, or -1."""
+        return self._rows.get(request_id, -1)
+
+    def serial(self, request_id: str) -> int:
+        """Return the serial number of a request, or NOBODY."""
+        row = self.row(request_id)
+        return NOBODY if row < 0 else self.tags.serial(row)
+
+    def rows_of(self, request_ids: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        """Return names as a list, and the row of each. Raises TypeError or ValueError."""
+        last, rows = self._last
+        if type(request_ids) is not list:
+            request_ids = listed(request_ids, "request_ids", "a sequence of names")
+        if request_ids != last:
+            for name in request_ids:
+                check_name(name, "a name in request_ids")
+            rows = np.array([self._rows.get(name, -1) for name in request_ids], np.int64)
+        return request_ids, rows
+
+    def seed(self, adapter: object, salt: object) -> int:
+        """Return the tag before the first token of requests with this adapter and salt."""
+        return name_hash(adapter, salt) ^ self._key
+
+    def begin(
+        self,
+        request_id: str,
+        seed: int,
+        encoder: int = 0,
+        images: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        """Begin a request. The tokens of a known request are dropped if their tags would differ."""
+        row, images = self.row(request_id), list(images)
+        if row < 0:
+            serial = next(self._serials)
+            row = self._rows[request_id] = self.tags.add(serial, seed)
+            self._names[serial] = request_id
+            if len(self._names) > _MAX_NAMES + len(self._rows):
+                self._forget_names()
+            self._forget_last()
+        elif self.tags.seed(row) != seed or self._images.get(row, []) != images:
+            self.tags.restart(row, seed)
+            self._forget_checks(row)
+        self.tags.set_encoder(row, encoder)
+        self._images.pop(row, None)
+        if images:
+            self._images[row] = images
+        self._record("request", [request_id], numbers=(seed, encoder))
+
+    def finish(self, request_id: str) -> bool:
+        """End a request. Returns whether it was known."""
+        row = self._rows.pop(request_id, None)
+        if row is None:
+            return False
+        self.tags.remove(row)
+        self._images.pop(row, None)
+        self._forget_checks(row)
+        self._forget_last()
+        return True
+
+    def hashes(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        tokens: np.ndarray,
+        parents: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return the hashes of new tokens and their positions, int64[t]. Raises ValueError."""
+        if self._images:
+            tokens, first = tokens.copy(), 0
+            for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist()):
+                own = tokens[first : first + count]
+                for position, length, identity in self._images.get(row, ()):
+                    own[max(position - start, 0) : max(position + length - start, 0)] += identity
+                first += count
+        return core.hash_tokens(starts, counts, tokens, self._key, parents)
+
+    def put(
+        self,
+        request_ids: list[str],
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        hashes: np.ndarray,
+        parents: np.ndarray | None = None,
+    ) -> None:
+        """Set tokens by their hashes. Checks of replaced tokens are no longer valid.
+
+        Raises:
+            ValueError: Tokens before `starts` are not known.
+        """
+        self.tags.put(request_ids, rows, starts, counts, hashes, parents, self.reads)
+        tree = () if parents is None else (parents,)
+        self._record("tokens", request_ids, 0, starts, counts, hashes, *tree)
+
+    def remember(self, request_ids: list[str], rows: np.ndarray) -> None:
+        """Remember the requests of a step, which its later calls have as well."""
+        if not self.remembers(rows):
+            self._last = list(request_ids), rows
+
+    def remembers(self, rows: np.ndarray) -> bool:
+        """Return whether these are the rows of the last step. All of them are known."""
+        return rows is self._last[1]
+
+    def _forget_last(self) -> None:
+        self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)
+
+    def _forget_checks(self, row: int) -> None:
+        for each in self.reads:
+            each.forget(row)
+
+    def _forget_names(self) -> None:
+        live = {self.tags.serial(row) for row in self._rows.values()}
+        ended = [serial for serial in self._names if serial not in live]
+        for serial in ended[: len(ended) // 2]:
+            del self._names[serial]

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens that queries of a group read are those of the attention kinds of `kvcache.kinds`."""
+
+import numpy as np
+import pytest
+
+from kvcache.engine.sanitizing import _KINDS
+from kvcache.kinds import kind_class, kind_names, make_kind
+from kvcache.sanitizer import SanitizedGroup
+
+KINDS = _KINDS | {"cross_attention": "cross"}
+
+
+def options_of(name, rng) -> tuple[dict[str, int], dict[str, int]]:
+    """Return random options of a kind and of its group."""
+    size = int(rng.integers(1, 100))
+    if name == "sliding_window":
+        return {"window": size}, {"window": size}
+    if name == "chunked_local":
+        return {"chunk_size": size}, {"chunk": size}
+    if name == "circular_window":
+        return {"window": size, "buffer": 8 * size}, {"window": size, "columns": size}
+    return {}, {}
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_first_needed_token_is_that_of_the_kind(name):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        options, group_options = options_of(name, rng)
+        kind, group = make_kind(name, options), SanitizedGroup(KINDS[name], 8, **group_options)
+        positions = rng.integers(0, 1000, 20)
+        expected = [kind.first_needed_token(position) for position in positions.tolist()]
+        assert group.first_needed(positions).tolist() == expected, (options, positions)
+
+
+def test_every_built_in_kind_is_compared():
+    built_in = {each for each in kind_names() if kind_class(each).__module__.startswith("kvcache.")}
+    assert built_in == set(KINDS)
