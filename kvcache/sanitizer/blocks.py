@@ -45,7 +45,8 @@ class ObservedBlocks:
         """Add a holder to blocks."""
         shadow, held = self.device, self.device.blocks
         shadow.tracks_holders = True
-        held["is_fresh"][blocks] = held["num_holders"][blocks] == 0
+        # A block that is shared before it is written, in the same step, stays fresh.
+        held["is_fresh"][blocks] |= held["num_holders"][blocks] == 0
         held["num_holders"][blocks] += 1
         held["holder"][blocks] = serial
         shadow.log(blocks, EventKind.ALLOCATED, step, serial, group)

@@ -25,6 +25,12 @@ void Shadow::clear(int64_t block) {
   change(block);
 }
 
+void Shadow::drop_stale(int64_t block, int64_t first_offset) {
+  std::fill(&slot(block, first_offset), &slot(block, 0) + stride_, ShadowSlot{});
+  this->block(block).is_fresh = false;
+  change(block);
+}
+
 void Shadow::take_over(int64_t block, int16_t group) {
   int16_t& owner = this->block(block).owner;
   if (owner == group) return;

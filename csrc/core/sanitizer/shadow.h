@@ -26,7 +26,7 @@ struct ShadowBlock {
   int64_t num_events = 0;
   int32_t num_holders = 0;
   int16_t owner = kNobody;  // group whose content the block holds
-  bool is_fresh = false;    // allocated, and not read since
+  bool is_fresh = false;    // allocated, and neither read nor written since
 };
 
 // The values of `EventKind` in Python that native code uses.
@@ -65,6 +65,8 @@ class Shadow {
 
   // Drops the content of a block.
   void clear(int64_t block);
+  // Drops what earlier holders left in a block, from the first slot that the new one writes.
+  void drop_stale(int64_t block, int64_t first_offset);
   // Makes a block hold content of this group, and drops content of another one.
   void take_over(int64_t block, int16_t group);
   // Copies single slots of a group, `block * block_size + offset`. All are read before any is

@@ -80,6 +80,7 @@ bool SlotWrites::needs_checks(const Token& token) {
   const ShadowBlock& block = shadow_->block(token.block);
   const uint64_t old = shadow_->slot(token.block, token.offset).tag;
   return block.writer != token.serial || block.owner != group_.index || token.block == 0 ||
+         block.is_fresh ||
          (shadow_->tracks_holders && (block.holder != token.serial || block.num_holders == 0)) ||
          (old != 0 && old != token.tag);
 }
@@ -146,6 +147,7 @@ void SlotWrites::check_blocks() {
 void SlotWrites::take_blocks() {
   for (Token& token : tokens_) {
     shadow_->take_over(token.block, group_.index);
+    if (shadow_->block(token.block).is_fresh) shadow_->drop_stale(token.block, token.offset);
     token.writer = shadow_->block(token.block).writer;
   }
   for (const Token& token : tokens_) shadow_->block(token.block).writer = token.serial;
@@ -172,8 +174,7 @@ void SlotWrites::check_content() {
     const uint64_t old = shadow_->slot(token.block, token.offset).tag;
     token.overwrites = old != 0 && old != token.tag;
     const ShadowBlock& block = shadow_->block(token.block);
-    // Content that was left in a block before it was given out may be overwritten.
-    if (token.overwrites && shadow_->tracks_holders && block.num_holders > 1 && !block.is_fresh &&
+    if (token.overwrites && shadow_->tracks_holders && block.num_holders > 1 &&
         group_.kind != SlotGroup::Kind::kCircular) {
       found(FindingKind::kWriteToShared, token, block.num_holders);
     }
