@@ -333,7 +333,8 @@ void bind_reads(py::module_& m) {
            })
       .def("forget", [](SlotReads& self, int64_t row) { self.forget(row, 0); })
       .def_property_readonly("num_columns", &SlotReads::num_columns)
-      .def_property_readonly("num_read", &SlotReads::num_read);
+      .def_property_readonly("num_read", &SlotReads::num_read)
+      .def_property_readonly("num_compared", &SlotReads::num_compared);
 }
 
 }  // namespace

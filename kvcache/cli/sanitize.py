@@ -57,7 +57,8 @@ def _print(sanitizer: Sanitizer, prints_all: bool) -> None:
     for kind, count in sanitizer.counts.most_common():
         table.add_row(kind, f"{count:,}")
     table.add_row("slots written", f"{sanitizer.slots_written:,}")
-    table.add_row("slots read and compared", f"{sanitizer.slots_read:,}")
+    table.add_row("slots read", f"{sanitizer.slots_read:,}")
+    table.add_row("compared", f"{sanitizer.slots_compared:,}")
     for report in sanitizer.reports[: None if prints_all else _MAX_SHOWN]:
         with writing():
             print(f"{report}\n")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -14,10 +13,9 @@ from kvcache.engine.batch import Batch
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import Sequence, State
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
+from kvcache.sanitizer.environment import checked_mode, options_from_environment
 from kvcache.step import Status, StepReport
 
-_VARIABLE = "KVCACHE_SANITIZE"
-_MODES = {"1": "report", "report": "report", "stop": "stop"}
 _KINDS = {
     "full_attention": "full",
     "sliding_window": "window",
@@ -36,21 +34,18 @@ def observer_of(
         cache: The engine's cache.
         scheduler: The engine's scheduler.
         sanitizer: A sanitizer made for this cache (`sanitizer_of`), or the mode of a new one. None:
-            the environment variable KVCACHE_SANITIZE decides.
+            environment variables decide (`kvcache.sanitizer.environment`).
 
     Raises:
         TypeError, ValueError: The mode is unknown, or the sanitizer has other groups or blocks.
     """
-    name = "sanitizer"
     if sanitizer is None:
-        name, sanitizer = _VARIABLE, os.environ.get(_VARIABLE, "")
-        if sanitizer in ("", "0"):
+        options = options_from_environment()
+        if options is None:
             return None
+        sanitizer = sanitizer_of(cache, **options)
     if isinstance(sanitizer, str):
-        if sanitizer not in _MODES:
-            known = ", ".join(map(repr, _MODES))
-            raise ValueError(f"{name} is {shown(sanitizer)}: expected one of {known}")
-        sanitizer = sanitizer_of(cache, mode=_MODES[sanitizer])
+        sanitizer = sanitizer_of(cache, mode=checked_mode(sanitizer, "sanitizer"))
     if not isinstance(sanitizer, Sanitizer):
         raise TypeError(f"sanitizer is {shown(sanitizer)}: expected a Sanitizer or a mode")
     return EngineObserver(cache, scheduler, sanitizer)

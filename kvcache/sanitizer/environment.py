@@ -36,7 +36,9 @@ def options_from_environment() -> dict[str, object] | None:
     every = os.environ.get("KVCACHE_SANITIZE_EVERY", "")
     if every:
         if not every.isdecimal() or int(every) < 1:
-            raise ValueError(f"KVCACHE_SANITIZE_EVERY is {shown(every)}: expected a positive integer")
+            raise ValueError(
+                f"KVCACHE_SANITIZE_EVERY is {shown(every)}: expected a positive integer"
+            )
         options["every"] = int(every)
     folder = os.environ.get("KVCACHE_SANITIZE_RECORD", "")
     if folder:

@@ -115,6 +115,19 @@ class Findings:
             found="a row of the batch that outlives its request",
         )
 
+    def wrong_loads(self, group: CheckedGroup, blocks: Sequence[int]) -> None:
+        """Report loaded blocks whose bytes differ from those that their content had."""
+        last = group.spec.block_size - 1
+        for block in blocks:
+            origin = int(self._shadow.slots["origin"][block, last])
+            position = origin & 0xFFFFFFFF
+            first = max(position - last, 0)
+            self._found(
+                *(ReportKind.WRONG_LOAD, group, self._requests.name(origin >> 32), first, block, 0),
+                expected=f"the bytes that tokens {first} to {position} had when they were computed",
+                found="other bytes, which a tier has loaded",
+            )
+
     def _texts(
         self, kind: _Kind, serial: int, position: int, block: int, offset: int, other: int
     ) -> tuple[str, str]:

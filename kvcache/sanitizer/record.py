@@ -31,6 +31,7 @@ DTYPES = (None, np.dtype("<i4"), np.dtype("<i8"))
 NAMES = (
     *("reset", "step", "request", "tokens", "finish", "allocation", "free", "copy", "clear"),
     *("write", "load", "state_write", "read", "state_read", "eviction", "slot_copy"),
+    *("digests", "check_digests"),
 )
 
 

@@ -200,6 +200,10 @@ def _repeat(
         sanitizer.observe_eviction(*arrays)
     elif name == "slot_copy":
         sanitizer.observe_slot_copy(group, *arrays)
+    elif name == "digests":
+        sanitizer.observe_digests(group, *arrays)
+    elif name == "check_digests":
+        sanitizer.check_digests(group, *arrays)
     elif name == "copy":
         source, target = (MEDIA[number] for number in numbers)
         sanitizer.observe_copy(*arrays, src_medium=source, dst_medium=target)

@@ -23,6 +23,7 @@ class ReportKind(str, Enum):
     - `STALE_ROW`: a row of the batch belongs to a request that has ended.
     - `READ_BEYOND_LENGTH`: a row reads more tokens than its request has.
     - `WRONG_STATE`: a recurrent state that is read is not the state after the tokens before the step.
+    - `WRONG_LOAD`: a tier has loaded other bytes than those that the content had.
     """
 
     WRONG_CONTENT = "wrong-content"
@@ -36,6 +37,7 @@ class ReportKind(str, Enum):
     STALE_ROW = "stale-row"
     READ_BEYOND_LENGTH = "read-beyond-length"
     WRONG_STATE = "wrong-state"
+    WRONG_LOAD = "wrong-load"
 
     def __str__(self) -> str:
         return self.value
@@ -54,6 +56,8 @@ _CAUSES = {
     ReportKind.SLOT_MISMATCH: "positions or rows that differ between slot mapping and block table",
     ReportKind.STALE_ROW: "a row that was not removed from the batch when its request ended",
     ReportKind.READ_BEYOND_LENGTH: "rejected drafts or padding counted as tokens",
+    ReportKind.WRONG_LOAD: "a transfer to or from a wrong block, a read before it had ended, or a "
+    "block that was reused before it was stored",
     ReportKind.WRONG_STATE: "a skipped state copy, or the state after a rejected draft",
 }
 

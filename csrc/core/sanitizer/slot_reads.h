@@ -36,11 +36,12 @@ class SlotReads {
   Findings check_states(const int64_t* rows, const int64_t* num_tokens, const int64_t* pages,
                         int64_t size);
   Findings skip() {
-    num_read_ = 0;
+    num_read_ = num_compared_ = 0;
     return {};
   }
-  // Slots that the last check compared.
+  // Slots that attention reads according to the last check, and those of them that it compared.
   int64_t num_read() const { return num_read_; }
+  int64_t num_compared() const { return num_compared_; }
 
   // Checks from a token on are no longer valid.
   void forget(int64_t row, int64_t start);
@@ -63,7 +64,7 @@ class SlotReads {
   std::shared_ptr<const RequestTags> requests_;
   std::vector<Row> rows_;
   FindingList found_;
-  int64_t num_columns_ = 0, num_read_ = 0;
+  int64_t num_columns_ = 0, num_read_ = 0, num_compared_ = 0;
 };
 
 }  // namespace kvcache::sanitizer

@@ -7,14 +7,15 @@ table of each cache group, copies of blocks and of recurrent states, and blocks 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -26,7 +27,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker import gpu_model_runner, mamba_utils
 
-from kvcache.plugins.vllm.compatibility import check_version
+from kvcache.plugins.vllm_sanitizer.block_bytes import BlockBytes, has_host_tier
+from kvcache.plugins.vllm_sanitizer.holds import Holds
 from kvcache.sanitizer import SanitizedGroup, Sanitizer, SanitizerError
 from kvcache.sanitizer.environment import options_from_environment
 
@@ -43,7 +45,7 @@ def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
         sanitizer: Default: one with the options of the environment.
 
     Returns:
-        The observer, also in `worker.model_runner.kvcache_sanitizer`. `findings` returns its reports.
+        The observer, also in `worker.model_runner.kvcache_sanitizer`.
 
     Raises:
         ValueError: The model runner or its cache layout is not supported.
@@ -60,31 +62,12 @@ def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
         )
     missing = [name for name in _HOOKS if not hasattr(runner, name)]
     if missing:
-        raise ValueError(f"vLLM {check_version()}: its model runner has no {', '.join(missing)}")
+        raise ValueError(f"the model runner of vLLM {vllm.__version__} has no {', '.join(missing)}")
     if runner.dcp_world_size > 1:
         raise ValueError("decode context parallelism spreads a block over ranks: not supported")
     observer = WorkerObserver(runner, sanitizer)
     observer.install()
     return observer
-
-
-def findings(worker: Any) -> dict[str, object]:
-    """Return what the sanitizer of a worker found, for `LLM.collective_rpc(findings)`.
-
-    Args:
-        worker: A worker of vLLM.
-
-    Returns:
-        "reports": pages of text. "counts": findings by kind. "steps", "slots_read", "slots_written".
-        "unchecked": groups that are not checked, each with the reason. "seconds": time spent.
-
-    Raises:
-        ValueError: The worker has no sanitizer.
-    """
-    observer = getattr(worker.model_runner, "kvcache_sanitizer", None)
-    if observer is None:
-        raise ValueError("the worker has no sanitizer: expected KVCACHE_SANITIZE=1 at its start")
-    return observer.findings()
 
 
 def _checked_group(spec: KVCacheSpec, is_drafting: bool) -> SanitizedGroup | str:
@@ -131,6 +114,7 @@ class WorkerObserver:
             raise ValueError("no cache group can be checked")
         if sanitizer is None:
             sanitizer = Sanitizer(groups, config.num_blocks, **(options_from_environment() or {}))
+            atexit.register(sanitizer.close)  # completes the record
         elif sanitizer.groups != tuple(groups):
             raise ValueError(f"sanitizer has groups {sanitizer.groups}: expected {tuple(groups)}")
         self.sanitizer = sanitizer
@@ -140,6 +124,10 @@ class WorkerObserver:
         self._holds = Holds(sanitizer, self._gids, self._sizes)
         self._arguments: dict[str, dict[str, object]] = {}  # of `observe_request`
         self._loaded: set[str] = set()  # requests for which a connector loaded blocks
+        self._bytes: BlockBytes | None = None
+        self._verified: dict[
+            str, int
+        ] = {}  # tokens of the requests of the last step, without drafts
         self._drafted: dict[str, int] = {}  # start of requests that had drafts in the last step
         self._is_computing = False
         self._has_sync_loads = False
@@ -155,20 +143,25 @@ class WorkerObserver:
         _wrap_once(mamba_utils, "collect_mamba_copy_meta", _copied_state)
         if has_kv_transfer_group():
             connector = get_kv_transfer_group()
+            if has_host_tier(connector):
+                self._bytes = BlockBytes(runner, self.sanitizer, self._gids)
             name = "get_transfer_results"  # of later versions
             name = name if hasattr(connector, name) else "get_finished"
             setattr(connector, name, self._get_finished(getattr(connector, name)))
 
     def findings(self) -> dict[str, object]:
-        """See the function of this name."""
+        """See `kvcache.plugins.vllm_sanitizer.findings`."""
         sanitizer = self.sanitizer
         return {
             "reports": [str(report) for report in sanitizer.reports],
             "counts": dict(sanitizer.counts),
             "steps": sanitizer.step,
             "slots_read": sanitizer.slots_read,
+            "slots_compared": sanitizer.slots_compared,
             "slots_written": sanitizer.slots_written,
             "unchecked": self.unchecked,
+            "blocks_loaded": 0 if self._bytes is None else self._bytes.num_loaded,
+            "loads_checked": 0 if self._bytes is None else self._bytes.num_checked,
         }
 
     # Hooks --------------------------------------------------------------------------------------------
@@ -224,7 +217,9 @@ class WorkerObserver:
             raise
         except Exception:
             self._is_off = True
-            _log.exception("The KV cache sanitizer cannot follow this engine and is off from now on")
+            _log.exception(
+                "The KV cache sanitizer cannot follow this engine and is off from now on"
+            )
 
     # A step -------------------------------------------------------------------------------------------
 
@@ -232,12 +227,18 @@ class WorkerObserver:
         """Observe what the scheduler has decided, before the worker acts on it."""
         sanitizer, holds = self.sanitizer, self._holds
         self._output = output
+        if self._bytes is not None:
+            for name, num_tokens in self._verified.items():
+                self._bytes.observe(name, holds.of(name), num_tokens)
+            self._verified = {}
         sanitizer.observe_step()
         self._has_sync_loads = getattr(output, "has_sync_kv_loads", has_kv_transfer_group())
         for name in output.finished_req_ids:
             holds.release(name)
             sanitizer.finish(name)
             self._arguments.pop(name, None)
+            if self._bytes is not None:
+                self._bytes.finish(name)
         for name in output.preempted_req_ids or ():
             holds.release(name)
         cached = output.scheduled_cached_reqs
@@ -272,15 +273,16 @@ class WorkerObserver:
         sanitizer = self.sanitizer
         sanitizer.observe_request(name, tokens[:num_computed], **self._arguments[name])
         self._holds.take(name, blocks)
-        if num_computed == 0 or not (name in self._loaded or self._has_sync_loads):
-            return
+        is_loaded = num_computed > 0 and (name in self._loaded or self._has_sync_loads)
         self._loaded.discard(name)
-        for g, gid in enumerate(self._gids):
+        for g, gid in enumerate(self._gids) if is_loaded else ():
             table, first = np.array([blocks[gid]], np.int64), 0
             if sanitizer.groups[g].kind == "state":
                 first = num_computed - 1
                 table = table[:, first // self._sizes[g], None]
             sanitizer.observe_load(g, [name], [first], [num_computed], table)
+        if self._bytes is not None:
+            self._bytes.begin(name, self._holds.of(name), num_computed, is_loaded)
 
     def _computes(self, metadata: Any, slot_mappings: dict[int, torch.Tensor]) -> None:
         """Observe the tokens, writes and reads of a step, before the model computes it."""
@@ -295,6 +297,11 @@ class WorkerObserver:
         self._observe_accepted(names, starts)
         sanitizer.observe_tokens(names, starts, counts, tokens)
         tables, stops = {}, starts + counts
+        if self._bytes is not None:
+            ends = zip(names, starts.tolist(), stops.tolist())
+            self._verified = {
+                name: start + 1 if name in self._drafted else stop for name, start, stop in ends
+            }
         for g, gid in enumerate(self._gids):
             layer = self._layer_metadata(metadata, gid)
             table = self._table(layer, gid, len(names))
@@ -314,7 +321,9 @@ class WorkerObserver:
             row = self._runner.input_batch.req_id_to_index.get(name)
             if row is None or starts[row] <= first:
                 continue
-            tokens = self._runner.input_batch.token_ids_cpu[row, first : starts[row]].astype(np.int64)
+            tokens = self._runner.input_batch.token_ids_cpu[row, first : starts[row]].astype(
+                np.int64
+            )
             if tokens.min() >= 0:  # otherwise, they are still on the device
                 self.sanitizer.observe_tokens([name], [first], [len(tokens)], tokens)
         drafts = self._output.scheduled_spec_decode_tokens
@@ -338,7 +347,9 @@ class WorkerObserver:
                     sanitizer.observe_state_write(g, [name] * len(ends), ends * size, pages)
         sanitizer.observe_state_write(g, names, stops, table[rows, last].astype(np.int64))
 
-    def _observe_checkpoints(self, g: int, names: list[str], starts: np.ndarray, layer: Any) -> None:
+    def _observe_checkpoints(
+        self, g: int, names: list[str], starts: np.ndarray, layer: Any
+    ) -> None:
         """Observe states that a prompt's chunk writes at a position inside it."""
         found = getattr(layer, "checkpoint_meta", None) or getattr(layer, "checkpoint", None)
         if found is None:
@@ -376,65 +387,6 @@ class WorkerObserver:
         return _array(seen[:num_rows]).astype(np.int64)
 
 
-class Holds:
-    """The blocks of each request, as far as a worker is told."""
-
-    def __init__(self, sanitizer: Sanitizer, gids: list[int], sizes: list[int]) -> None:
-        self._sanitizer, self._gids, self._sizes = sanitizer, gids, sizes
-        self._blocks: dict[str, list[list[int]]] = {}  # per group, by column; 0 if released
-        self._left: dict[str, list[int]] = {}  # number of columns that were left behind
-        self._holders: dict[int, set[tuple[str, int]]] = {}  # by block: (name, group)
-        self.scheduled: Iterable[str] = ()
-
-    def take(self, name: str, blocks: tuple[list[int], ...]) -> None:
-        """Append blocks to a request, new ones or hits."""
-        held = self._blocks.setdefault(name, [[] for _ in self._gids])
-        self._left.setdefault(name, [0] * len(self._gids))
-        for g, gid in enumerate(self._gids):
-            new = [block for block in blocks[gid] if block]
-            for block in new:
-                self._take_over(block, name, g)
-            held[g].extend(blocks[gid])
-            if new:
-                self._sanitizer.observe_allocation(name, new, group=g)
-
-    def release(self, name: str) -> None:
-        """Release all blocks of a request."""
-        self._left.pop(name, None)
-        for g, blocks in enumerate(self._blocks.pop(name, ())):
-            self._free(name, g, [block for block in blocks if block])
-
-    def leave(self, name: str, num_computed: int) -> None:
-        """Release the blocks that a request's window or recurrent state has left behind."""
-        for g, blocks in enumerate(self._blocks.get(name, ())):
-            spec = self._sanitizer.groups[g]
-            if spec.kind == "full":
-                continue
-            first = num_computed - 1 if spec.kind == "state" else spec.first_needed([num_computed])[0]
-            columns = slice(self._left[name][g], int(first) // self._sizes[g])
-            self._free(name, g, [block for block in blocks[columns] if block])
-            self._left[name][g] = max(columns.start, columns.stop)
-            blocks[columns] = [0] * len(blocks[columns])
-
-    def _take_over(self, block: int, name: str, g: int) -> None:
-        """Release a block from requests that cannot hold it: of other groups, or not in this step.
-
-        The worker is not told when the scheduler releases blocks of requests that wait.
-        """
-        for holder, group in list(self._holders.get(block, ())):
-            if group != g or (holder not in self.scheduled and holder != name):
-                self._free(holder, group, [block])
-                blocks = self._blocks[holder][group]
-                blocks[blocks.index(block)] = 0
-        self._holders.setdefault(block, set()).add((name, g))
-
-    def _free(self, name: str, g: int, blocks: list[int]) -> None:
-        if blocks:
-            self._sanitizer.observe_free(name, blocks, group=g)
-        for block in blocks:
-            self._holders[block].discard((name, g))
-
-
 def _wrap_once(module: Any, name: str, wrap: Callable) -> None:
     if not hasattr(getattr(module, name), "__wrapped__"):
         setattr(module, name, wrap(getattr(module, name)))
@@ -459,7 +411,9 @@ def _copied_state(original: Callable) -> Callable:
             gids, src, dst, bias, request = arguments[3:8]
             for gid in gids:
                 blocks = request.block_ids[gid]
-                _current._guarded(_current.sanitizer.observe_copy, [blocks[src + bias]], [blocks[dst]])
+                _current._guarded(
+                    _current.sanitizer.observe_copy, [blocks[src + bias]], [blocks[dst]]
+                )
 
     return collect
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of vLLM's general plug-ins: switches on the sanitizer in each worker process.
+"""The sanitizer in vLLM, as a general plug-in:
 
     KVCACHE_SANITIZE=1 vllm serve MODEL
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from typing import Any
 
 _log = logging.getLogger("kvcache.sanitizer")
 
@@ -29,7 +30,7 @@ def register() -> None:
     def initialize_from_config(wrapper: WorkerWrapperBase, *arguments: object) -> object:
         result = original(wrapper, *arguments)
         try:
-            from kvcache.plugins.vllm.sanitizing import observe
+            from kvcache.plugins.vllm_sanitizer.observer import observe
 
             observe(wrapper.worker)
         except Exception as failure:  # the engine runs without the sanitizer
@@ -37,3 +38,24 @@ def register() -> None:
         return result
 
     WorkerWrapperBase.initialize_from_config = initialize_from_config
+
+
+def findings(worker: Any) -> dict[str, object]:
+    """Return what the sanitizer of a worker found, for `LLM.collective_rpc(findings)`.
+
+    Args:
+        worker: A worker of vLLM.
+
+    Returns:
+        "reports": pages of text. "counts": findings by kind. "steps", "slots_read", "slots_compared",
+        "slots_written": totals. "unchecked": groups that are not checked, each with the reason.
+        "blocks_loaded", "loads_checked": blocks that a host tier loaded, and those of them whose
+        bytes were compared.
+
+    Raises:
+        ValueError: The worker has no sanitizer.
+    """
+    observer = getattr(worker.model_runner, "kvcache_sanitizer", None)
+    if observer is None:
+        raise ValueError("the worker has no sanitizer: expected KVCACHE_SANITIZE=1 at its start")
+    return observer.findings()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of each request, as far as a worker is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcache.sanitizer import Sanitizer
+
+
+class Holds:
+    """Reports allocations and frees to a sanitizer.
+
+    Args:
+        sanitizer: The sanitizer.
+        gids: vLLM's number of each sanitized group.
+        sizes: Tokens per block of each sanitized group.
+    """
+
+    def __init__(self, sanitizer: Sanitizer, gids: list[int], sizes: list[int]) -> None:
+        self._sanitizer, self._gids, self._sizes = sanitizer, gids, sizes
+        self._blocks: dict[str, list[list[int]]] = {}  # per group, by column; 0 if released
+        self._left: dict[str, list[int]] = {}  # number of columns that were left behind
+        self._holders: dict[int, set[tuple[str, int]]] = {}  # by block: (name, group)
+        self.scheduled: Iterable[str] = ()
+
+    def take(self, name: str, blocks: tuple[list[int], ...]) -> None:
+        """Append blocks to a request, new ones or hits."""
+        held = self._blocks.setdefault(name, [[] for _ in self._gids])
+        self._left.setdefault(name, [0] * len(self._gids))
+        for g, gid in enumerate(self._gids):
+            new = [block for block in blocks[gid] if block]
+            for block in new:
+                self._take_over(block, name, g)
+            held[g].extend(blocks[gid])
+            if new:
+                self._sanitizer.observe_allocation(name, new, group=g)
+
+    def of(self, name: str) -> list[list[int]]:
+        """Return the blocks of a request per group, by column. Released ones are 0."""
+        return self._blocks.get(name) or [[] for _ in self._gids]
+
+    def release(self, name: str) -> None:
+        """Release all blocks of a request."""
+        self._left.pop(name, None)
+        for g, blocks in enumerate(self._blocks.pop(name, ())):
+            self._free(name, g, [block for block in blocks if block])
+
+    def leave(self, name: str, num_computed: int) -> None:
+        """Release the blocks that a request's window or recurrent state has left behind."""
+        for g, blocks in enumerate(self._blocks.get(name, ())):
+            spec = self._sanitizer.groups[g]
+            if spec.kind == "full":
+                continue
+            first = (
+                num_computed - 1 if spec.kind == "state" else spec.first_needed([num_computed])[0]
+            )
+            columns = slice(self._left[name][g], int(first) // self._sizes[g])
+            self._free(name, g, [block for block in blocks[columns] if block])
+            self._left[name][g] = max(columns.start, columns.stop)
+            blocks[columns] = [0] * len(blocks[columns])
+
+    def _take_over(self, block: int, name: str, g: int) -> None:
+        """Release a block from requests that cannot hold it: of other groups, or not in this step.
+
+        The worker is not told when the scheduler releases blocks of requests that wait.
+        """
+        for holder, group in list(self._holders.get(block, ())):
+            if group != g or (holder not in self.scheduled and holder != name):
+                self._free(holder, group, [block])
+                blocks = self._blocks[holder][group]
+                blocks[blocks.index(block)] = 0
+        self._holders.setdefault(block, set()).add((name, g))
+
+    def _free(self, name: str, g: int, blocks: list[int]) -> None:
+        if blocks:
+            self._sanitizer.observe_free(name, blocks, group=g)
+        for block in blocks:
+            self._holders[block].discard((name, g))
