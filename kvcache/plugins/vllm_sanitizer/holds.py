@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from kvcache.sanitizer import Sanitizer
 
 
@@ -46,19 +48,18 @@ class Holds:
         for g, blocks in enumerate(self._blocks.pop(name, ())):
             self._free(name, g, [block for block in blocks if block])
 
-    def leave(self, name: str, num_computed: int) -> None:
-        """Release the blocks that a request's window or recurrent state has left behind."""
-        for g, blocks in enumerate(self._blocks.get(name, ())):
-            spec = self._sanitizer.groups[g]
+    def leave(self, names: list[str], num_computed: list[int]) -> None:
+        """Release the blocks that requests' windows or recurrent states have left behind."""
+        counts = np.array(num_computed, np.int64)
+        for g, spec in enumerate(self._sanitizer.groups):
             if spec.kind == "full":
                 continue
-            first = (
-                num_computed - 1 if spec.kind == "state" else spec.first_needed([num_computed])[0]
-            )
-            columns = slice(self._left[name][g], int(first) // self._sizes[g])
-            self._free(name, g, [block for block in blocks[columns] if block])
-            self._left[name][g] = max(columns.start, columns.stop)
-            blocks[columns] = [0] * len(blocks[columns])
+            for name, column in zip(names, (spec.first_needed(counts) // self._sizes[g]).tolist()):
+                left = self._left.get(name)
+                if left is not None and column > left[g]:
+                    blocks, before, left[g] = self._blocks[name][g], left[g], column
+                    self._free(name, g, [block for block in blocks[before:column] if block])
+                    blocks[before:column] = [0] * len(blocks[before:column])
 
     def _take_over(self, block: int, name: str, g: int) -> None:
         """Release a block from requests that cannot hold it: of other groups, or not in this step.

@@ -243,8 +243,7 @@ class WorkerObserver:
             holds.release(name)
         cached = output.scheduled_cached_reqs
         holds.scheduled = output.num_scheduled_tokens.keys()
-        for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens):
-            holds.leave(name, num_computed)
+        holds.leave(cached.req_ids, cached.num_computed_tokens)
         for request in output.scheduled_new_reqs:
             name, tokens = request.req_id, request.prompt_token_ids
             if tokens is None or request.prompt_embeds is not None:

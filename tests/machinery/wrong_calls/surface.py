@@ -28,6 +28,7 @@ _SPECIAL = ("__getitem__", "__contains__", "__call__")
 # Modules that are not imported and names that are not called, with the reason.
 EXCLUDED_MODULES = {
     "kvcache.plugins.vllm": "needs vLLM, which is another environment",
+    "kvcache.plugins.vllm_sanitizer": "the same",
     "kvcache.cli": "the command line: reads sys.argv, prints, exits; tests/cli has wrong ones",
     "kvcache.native": "builds the libraries: starts compilers",
     "kvcache.__main__": "runs the command line",

@@ -105,9 +105,9 @@ def test_blocks_that_the_window_has_left_are_released():
     pool = Pool()
     pool.holds.scheduled = {"a"}
     pool.holds.take("a", ([1, 2, 3, 4], [5, 6, 7, 8]))
-    pool.holds.leave("a", 15)  # reads from token 8 on
+    pool.holds.leave(["a"], [15])  # reads from token 8 on
     assert pool.holders(1, 2, 5, 6, 7, 8) == [1, 1, 0, 0, 1, 1]
-    pool.holds.leave("a", 16)
+    pool.holds.leave(["a"], [16])
     assert pool.holds.of("a")[1] == [0, 0, 7, 8]
 
 
