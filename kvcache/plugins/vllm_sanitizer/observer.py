@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -34,6 +35,7 @@ from kvcache.sanitizer.environment import options_from_environment
 
 _log = logging.getLogger("kvcache.sanitizer")
 _HOOKS = ("execute_model", "_build_attention_metadata", "_zero_block_ids")
+_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _current: WorkerObserver | None = None  # the observer whose step runs
 
 
@@ -75,22 +77,21 @@ def _checked_group(spec: KVCacheSpec, is_drafting: bool) -> SanitizedGroup | str
     if isinstance(spec, UniformTypeKVCacheSpecs):
         each = [_checked_group(one, is_drafting) for one in spec.kv_cache_specs.values()]
         return each[0] if all(one == each[0] for one in each) else "its layers differ in kind"
-    size = spec.block_size
     if isinstance(spec, MambaSpec):
         if is_drafting:
             return "states of draft tokens are copied by a kernel that is not observed"
         return SanitizedGroup("state", 1)  # one state per page, whatever tokens it stands for
-    if isinstance(spec, SlidingWindowSpec):
-        return SanitizedGroup("window", size, window=spec.sliding_window)
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return SanitizedGroup("chunk", size, chunk=spec.attention_chunk_size)
-    if isinstance(spec, FullAttentionSpec):
-        if spec.attention_chunk_size is not None:
-            return SanitizedGroup("chunk", size, chunk=spec.attention_chunk_size)
-        if spec.sliding_window is not None:
-            return SanitizedGroup("window", size, window=spec.sliding_window)
-        return SanitizedGroup("full", size)
-    return f"{type(spec).__name__} is not supported"
+    if type(spec) not in _SPECS:  # subclasses may read other tokens
+        return f"{type(spec).__name__} is not supported"
+    size, chunk = spec.block_size, getattr(spec, "attention_chunk_size", None)
+    if chunk is not None:
+        return SanitizedGroup("chunk", size, chunk=chunk)
+    window = getattr(spec, "sliding_window", None)
+    return (
+        SanitizedGroup("full", size)
+        if window is None
+        else SanitizedGroup("window", size, window=window)
+    )
 
 
 class WorkerObserver:
