@@ -327,11 +327,13 @@ void Manager::take_in_all(const RowAsk* asks, size_t n) {
       const RowAsk& ask = asks[num_taken];
       if (ask.num_ids > 0) rows_[ask.row].chain->append(ask.ids, ask.num_ids);
     }
+    std::vector<TokenChain*> chains;
     for (size_t i = 0; i < n; ++i) {
       const Row& r = rows_[asks[i].row];
       const int64_t stop = asks[i].start.value_or(r.num_computed) + asks[i].num_tokens;
-      if (stop >= r.next_publish) intake_.hash_ahead(*r.chain, /*reads=*/false);
+      if (stop >= r.next_publish) chains.push_back(r.chain.get());
     }
+    intake_.hash_written(std::move(chains));
   } catch (...) {
     for (size_t i = 0; i < num_taken; ++i) give_back(asks[i]);
     throw;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/token_intake.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace kvcache {
@@ -24,6 +25,12 @@ bool TokenIntake::must_hash(const TokenChain& chain, bool reads) const {
 
 void TokenIntake::hash_ahead(TokenChain& chain, bool reads) const {
   if (must_hash(chain, reads)) chain.hashes();
+}
+
+void TokenIntake::hash_written(std::vector<TokenChain*> chains) const {
+  const auto is_ready = [&](TokenChain* chain) { return !must_hash(*chain, /*reads=*/false); };
+  chains.erase(std::remove_if(chains.begin(), chains.end(), is_ready), chains.end());
+  TokenChain::hash_all(chains.data(), chains.size());
 }
 
 // Tokens that arrived since the row was last served may have filled blocks.

@@ -36,6 +36,7 @@ class TokenIntake {
 
   // `reads`: whether hashes are needed for a lookup.
   void hash_ahead(TokenChain& chain, bool reads) const;
+  void hash_written(std::vector<TokenChain*> chains) const;  // two chains at a time
   void hash_filled(int32_t row) const;
   void hash_rows() const;  // computes the hashes of all rows and of dropped blocks in the journal
 
