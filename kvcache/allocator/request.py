@@ -71,8 +71,8 @@ class Request:
 
     >>> request = Request("r1", range(40))
     >>> request.append_tokens([7, 8])
-    >>> request.num_tokens
-    42
+    >>> request
+    Request('r1', num_tokens=42)
     """
 
     __slots__ = (
@@ -151,6 +151,9 @@ class Request:
         """Pickle tokens and options, without computed hashes."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return _unpickled, (self.request_id, self.token_ids, options)
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, num_tokens={self.num_tokens})"
 
     @property
     def num_tokens(self) -> int:
