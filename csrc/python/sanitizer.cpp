@@ -27,7 +27,7 @@ class Int64Input {
     using Converted = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
     const bool is_plain = py::isinstance<Array>(value);
     array_ = is_plain ? py::reinterpret_borrow<py::object>(value) : Converted::ensure(value);
-    if (!array_) throw py::error_already_set();
+    if (!array_) throw py::type_error("expected int64[n]");
     const auto array = py::reinterpret_borrow<py::array>(array_);
     data_ = static_cast<const int64_t*>(array.data());
     size_ = array.size();
@@ -279,6 +279,7 @@ void bind_writes(py::module_& m) {
              const Int64Input& rows, const Int64Input& num_tokens, const Int64Input& pages,
              int64_t step) {
             const int64_t* const stops = counts_of(num_tokens, "num_tokens", rows.size(), 1);
+            check_size(pages, "pages", rows.size(), ", one per request_id");
             check_known(group, self.requests(), rows, names, [&](int64_t r) { return stops[r]; });
             std::vector<int64_t> starts(stops, stops + rows.size());
             for (int64_t& each : starts) --each;
@@ -327,7 +328,7 @@ void bind_reads(py::module_& m) {
            [](SlotReads& self, const Int64Input& rows, const Int64Input& num_tokens,
               const Int64Input& pages, bool skips) {
              const int64_t* const stops = counts_of(num_tokens, "num_tokens", rows.size());
-             counts_of(pages, "pages", rows.size());
+             check_size(pages, "pages", rows.size(), ", one per request_id");
              if (skips) return array_of(self.skip());
              return array_of(self.check_states(rows.data(), stops, pages.data(), rows.size()));
            })

@@ -14,6 +14,7 @@ from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import Sequence, State
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import checked_mode, options_from_environment
+from kvcache.sanitizer.guard import ObserverGuard
 from kvcache.step import Status, StepReport
 
 _KINDS = {
@@ -102,6 +103,7 @@ class EngineObserver:
 
     def __init__(self, cache: KVCache, scheduler: Scheduler, sanitizer: Sanitizer) -> None:
         self.sanitizer, self._cache, self._scheduler = sanitizer, cache, scheduler
+        self.guard = ObserverGuard(sanitizer)
         wanted = tuple(_group(cache, g) for g in range(len(cache.plan.groups)))
         if (
             sanitizer.groups != wanted
@@ -117,6 +119,17 @@ class EngineObserver:
 
     def scheduled(self, step: ScheduledStep) -> None:
         """Observe a scheduled step before its plan is applied."""
+        self.guard(self._scheduled, step)
+
+    def applied(self, step: ScheduledStep, report: StepReport) -> None:
+        """Observe a plan that the worker has applied."""
+        self.guard(self._applied, step, report)
+
+    def computes(self, step: ScheduledStep, batch: Batch) -> None:
+        """Observe the tokens, writes and reads of a batch, before the model computes it."""
+        self.guard(self._computes, step, batch)
+
+    def _scheduled(self, step: ScheduledStep) -> None:
         self.sanitizer.observe_step(step.plan.step_id)
         self._moves = {}
         if self._loading:
@@ -129,8 +142,7 @@ class EngineObserver:
     def _moved(self, section: str, pages: np.ndarray) -> None:
         self._moves[section] = pages.astype(np.int64)
 
-    def applied(self, step: ScheduledStep, report: StepReport) -> None:
-        """Observe a plan that the worker has applied."""
+    def _applied(self, step: ScheduledStep, report: StepReport) -> None:
         sanitizer = self.sanitizer
         if self._moves or not step.plan.is_empty or step.sequences is not self._last[0]:
             moves, self._moves = self._moves, {}
@@ -148,8 +160,7 @@ class EngineObserver:
         if report.failed_host_pages:
             sanitizer.observe_clear(report.failed_host_pages, medium="host")
 
-    def computes(self, step: ScheduledStep, batch: Batch) -> None:
-        """Observe the tokens, writes and reads of a batch, before the model computes it."""
+    def _computes(self, step: ScheduledStep, batch: Batch) -> None:
         sanitizer, names = self.sanitizer, self._names_of(step)
         starts, counts, stops = batch.starts, batch.query_lens, batch.seq_lens
         tokens = step.token_ids

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from pathlib import Path
 
 from kvcache.checks import shown
 
+_numbers = itertools.count()
 _MODES = {"1": "report", "report": "report", "stop": "stop"}
 
 
@@ -24,7 +27,7 @@ def options_from_environment() -> dict[str, object] | None:
 
     - `KVCACHE_SANITIZE`: "1" or "report", "stop", or "0" for none.
     - `KVCACHE_SANITIZE_EVERY`: check the reads of one step in this number.
-    - `KVCACHE_SANITIZE_RECORD`: folder for a record of each process, `PID.kvsan`.
+    - `KVCACHE_SANITIZE_RECORD`: folder for records, one `TIME-PID-NUMBER.kvsan` per sanitizer.
 
     Raises:
         ValueError: A variable has an unknown value.
@@ -42,5 +45,6 @@ def options_from_environment() -> dict[str, object] | None:
         options["every"] = int(every)
     folder = os.environ.get("KVCACHE_SANITIZE_RECORD", "")
     if folder:
-        options["record"] = Path(folder) / f"{os.getpid()}.kvsan"
+        name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}.kvsan"
+        options["record"] = Path(folder) / name
     return options

@@ -162,11 +162,14 @@ class Findings:
         expected = f"a slot below {num_blocks * size}"
         if kind is _Kind.SLOT_MISMATCH:
             expected = f"slot {wanted}, from block {wanted // size} of the block table"
-        place = (block, offset) if block < num_blocks else (-1, -1)
+        found = f"slot {block * size + offset} in the slot mapping"
+        if group.spec.kind == "state":
+            expected, found = f"a page from 0 to {num_blocks - 1}", f"page {block}"
+        place = (block, offset) if 0 <= block < num_blocks else (-1, -1)
         self._found(
             *(ReportKind.SLOT_MISMATCH, group, self._requests.name(serial), position, *place),
             expected=expected,
-            found=f"slot {block * size + offset} in the slot mapping",
+            found=found,
         )
 
     def _wrong_read(

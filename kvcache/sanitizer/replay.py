@@ -83,7 +83,14 @@ def replay_record(
                 else:
                     raise ValueError(f"unexpected chunk of kind {kind}")
             raise ValueError("the record is cut off")
-        except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RuntimeError,
+            TypeError,
+        ) as error:
             failure = RecordError(f"chunk {number} of the record is invalid: {error!r}"[:300])
         except (ValueError, struct.error, zlib.error) as error:
             failure = RecordError(f"chunk {number} of the record is invalid: {error}"[:300])

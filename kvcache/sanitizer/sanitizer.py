@@ -236,6 +236,9 @@ class Sanitizer:
                 f"starts has {len(starts)} entries: expected {len(rows)}, one per request_id"
             )
         tree = None if parents is None else checked_int64(parents, "parents")
+        if not requests.remembers(rows) and len(set(request_ids)) < len(request_ids):
+            name = max(request_ids, key=request_ids.count)
+            raise ValueError(f"request_ids has {name!r} twice: expected each request once")
         hashes = requests.hashes(rows, starts, query_lens, tokens, tree)
         if not requests.remembers(rows) and not (known := rows >= 0).all():
             for name in [each for each, is_known in zip(request_ids, known) if not is_known]:
@@ -533,7 +536,6 @@ class Sanitizer:
         one = self._group(group, has_slots=False)
         request_ids, rows = self._requests.rows_of(request_ids)
         counts, pages = checked_int64(num_tokens, "num_tokens"), checked_int64(pages, "pages")
-        check_range("pages", "is", pages, 0, self._blocks.device.num_blocks)
         found = self._writes.begin_states(one.slots, request_ids, rows, counts, pages, self.step)
         self._record("state_write", request_ids, group, counts, pages)
         self._finish_write(one, found, request_ids)
@@ -635,8 +637,13 @@ class Sanitizer:
         *arrays: np.ndarray | None,
         numbers: Sequence[int] = (),
     ) -> None:
-        if self._recorder is not None:
+        if self._recorder is None:
+            return
+        try:
             self._recorder.write(name, request_ids, group, arrays, numbers)
+        except OSError as failure:
+            self._recorder = None  # the record ends here; checks continue
+            _log.error("The record of the KV cache sanitizer is incomplete: %s", failure)
 
 
 def _checked_mode(mode: object) -> str:

@@ -773,7 +773,7 @@ class Engine:
         if failure is None:
             self.llm.llm_engine.engine_core.engine_core.scheduler.reset_prefix_cache()
             self._clear()
-            failure = self._is_broken()
+            failure = found["broken"] = self._is_broken()
         if failure is not None:
             self.start()
         return found

@@ -335,3 +335,16 @@ def test_sanitizer_of_another_cache_is_refused():
         Engine(engine.model, sanitizer=3)
     assert layer_specs(dense("llama", 2), block_size=4)
     engine.model.detach()
+
+
+@pytest.mark.parametrize("mode", ["report", "stop"])
+def test_failure_of_the_observer_ends_the_engine_only_in_stop_mode(mode, monkeypatch):
+    engine = engine_of()
+    engine._observer.sanitizer.mode = mode
+    monkeypatch.setattr(Sanitizer, "observe_tokens", lambda *arguments: 1 / 0)
+    if mode == "stop":
+        with pytest.raises(ZeroDivisionError):
+            serve(engine, 1)
+        return
+    serve(engine, 1)
+    assert engine._observer.guard.failure == "ZeroDivisionError: division by zero"

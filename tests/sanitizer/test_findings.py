@@ -348,3 +348,52 @@ def test_wrong_arguments_are_refused_in_one_line(call, message):
     sanitizer.observe_request("a", [])
     with pytest.raises(ValueError, match=message):
         call(sanitizer)
+
+
+def test_states_and_pages_outside_the_pool():
+    sanitizer = sanitizer_of(SanitizedGroup("state", 4))
+    sanitizer.observe_request("a", [1, 2, 3])
+    sanitizer.observe_state_write(0, ["a"], [3], [-1])
+    report = only(sanitizer, ReportKind.SLOT_MISMATCH)
+    assert (report.expected, report.found) == ("a page from 0 to 15", "page -1")
+    sanitizer.observe_state_read(0, ["a"], [3], [99])
+    assert sanitizer.counts["wrong-state"] == 1
+    with pytest.raises(ValueError, match="pages has 1 entries: expected 2, one per request_id"):
+        sanitizer.observe_state_write(0, ["a", "a"], [3, 3], [1])
+
+
+def test_content_with_many_digests_stays_unchecked():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3, 4], [1])
+    for digest in range(32):
+        sanitizer.observe_digests(0, [1], [digest])
+    assert sanitizer.check_digests(0, [1], [0]) == 1
+    sanitizer.observe_digests(0, [1], [32])
+    assert sanitizer.check_digests(0, [1], [77]) == 0 and not sanitizer.reports
+
+
+def test_loaded_bytes_are_compared_by_digest():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3, 4], [1])
+    sanitizer.observe_digests(0, [1], [5])
+    sanitizer.finish("a")
+    sanitizer.observe_request("b", [1, 2, 3, 4])
+    sanitizer.observe_load(0, ["b"], [0], [4], [[2]])
+    assert sanitizer.check_digests(0, [2], [5]) == 1 and not sanitizer.reports
+    assert sanitizer.check_digests(0, [2], [6]) == 1
+    report = only(sanitizer, ReportKind.WRONG_LOAD)
+    assert (report.request, report.position, report.block) == ("b", 0, 2)
+
+
+def test_a_request_that_is_listed_twice_is_refused():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_request("a", range(10))
+    with pytest.raises(ValueError, match="request_ids has 'a' twice"):
+        sanitizer.observe_tokens(["a", "a"], [0, 10], [1, 1], [1, 2])
+    assert sanitizer.num_tokens("a") == 10
+
+
+def test_empty_batches():
+    sanitizer = sanitizer_of()
+    sanitizer.observe_read(0, [], [], [], np.zeros((0, 0), np.int32))
+    assert not sanitizer.reports

@@ -161,3 +161,16 @@ def test_command_refuses_other_files_in_one_line(content, tmp_path, capsys):
     assert main(["sanitize", str(tmp_path / "a")]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1
+
+
+def test_full_disk_ends_the_record_and_not_the_checks():
+    sanitizer = Sanitizer([SanitizedGroup("full", 4)], 8, log=lambda report: None)
+    sanitizer._recorder = type("Full", (), {"write": _fail, "close": _fail})()
+    sanitizer.observe_request("a", [1])
+    sanitizer.observe_write(0, ["a"], [0], [1], [4])
+    sanitizer.observe_read(0, ["a"], [0], [1], [[2]])
+    assert sanitizer.counts == {"read-before-written": 1}
+
+
+def _fail(*arguments):
+    raise OSError("No space left on device")

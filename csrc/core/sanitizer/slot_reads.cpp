@@ -13,6 +13,7 @@ void SlotReads::forget(int64_t row, int64_t start) {
 }
 
 void SlotReads::cut(Table* table, const int64_t* stops, int64_t size) {
+  if (size == 0) return;
   int64_t longest = 1;
   for (int64_t r = 0; r < size; ++r) longest = std::max(longest, stops[r]);
   table->check_width(group_.width(longest));

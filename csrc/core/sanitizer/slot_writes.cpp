@@ -9,9 +9,7 @@ namespace {
 int64_t needed_width(const SlotGroup& group, const TokenRanges& ranges) {
   int64_t width = 0;
   for (int64_t r = 0; r < ranges.size; ++r) {
-    for (int64_t i = 0; i < ranges.counts[r]; ++i) {
-      width = std::max(width, group.column(ranges.starts[r] + i) + 1);
-    }
+    if (ranges.counts[r] > 0) width = std::max(width, group.width(ranges.starts[r] + ranges.counts[r]));
   }
   return width;
 }
@@ -90,10 +88,13 @@ Findings SlotWrites::begin_states(const SlotGroup& group, const TokenRanges& ran
   start(group, step);
   stages_ = {&SlotWrites::fill_states, &SlotWrites::check_blocks};
   for (int64_t r = 0; r < ranges.size; ++r) {
-    if (ranges.rows[r] < 0) {
+    const int64_t row = ranges.rows[r], position = ranges.starts[r];
+    if (row < 0) {
       found_.add({FindingKind::kStaleRow, r, 0, -1, -1, 0});
+    } else if (shadow_->has(pages[r])) {
+      add(row, position, pages[r], 0);
     } else {
-      add(ranges.rows[r], ranges.starts[r], pages[r], 0);
+      found_.add({FindingKind::kSlotBeyondPool, requests_->serial(row), position, pages[r], 0, 0});
     }
   }
   return advance();

@@ -34,6 +34,8 @@ def register() -> None:
 
             observe(wrapper.worker)
         except Exception as failure:  # the engine runs without the sanitizer
+            if os.environ["KVCACHE_SANITIZE"] == "stop":
+                raise
             _log.error("The KV cache sanitizer is off: %s", failure)
         return result
 
@@ -47,8 +49,9 @@ def findings(worker: Any) -> dict[str, object]:
         worker: A worker of vLLM.
 
     Returns:
-        "reports": pages of text. "counts": findings by kind. "steps", "slots_read", "slots_compared",
-        "slots_written": totals. "unchecked": groups that are not checked, each with the reason.
+        "reports": pages of text. "counts": findings by kind. "steps", "slots_read",
+        "slots_compared", "slots_written": totals. "unchecked": groups that are not checked, each
+        with the reason. "off": why the sanitizer has switched itself off, or None.
         "blocks_loaded", "loads_checked": blocks that a host tier loaded, and those of them whose
         bytes were compared.
 

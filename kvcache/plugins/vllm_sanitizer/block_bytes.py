@@ -34,14 +34,17 @@ class BlockBytes:
         self._caches: dict[int, list[torch.Tensor]] = {}  # by sanitized group
         self._num_full: dict[str, int] = {}  # tokens in blocks that were observed
         self.num_loaded = self.num_checked = 0
+        self.unchecked: dict[int, str] = {}  # groups whose bytes are not checked, with the reason
         layers = runner.compilation_config.static_forward_context
         for g, gid in enumerate(gids):
             if sanitizer.groups[g].kind == "state":
                 continue
             names = runner.kv_cache_config.kv_cache_groups[gid].layer_names
-            caches = [layers[name].kv_cache for name in names if name in layers]
-            if all(self._has_blocks(cache) for cache in caches):
+            caches = [getattr(layers.get(name), "kv_cache", None) for name in names]
+            if caches and all(self._has_blocks(cache) for cache in caches):
                 self._caches[g] = caches
+            else:
+                self.unchecked[gid] = "bytes of loads: the layout of its caches is unknown"
 
     def begin(self, name: str, blocks: list[list[int]], num_computed: int, is_loaded: bool) -> None:
         """Check the blocks that a new or resumed request has loaded."""

@@ -26,17 +26,24 @@ class Holds:
         self._holders: dict[int, set[tuple[str, int]]] = {}  # by block: (name, group)
         self.scheduled: Iterable[str] = ()
 
-    def take(self, name: str, blocks: tuple[list[int], ...]) -> None:
-        """Append blocks to a request, new ones or hits."""
+    def take(self, name: str, blocks: tuple[list[int], ...], num_computed: int) -> None:
+        """Append blocks to a request. Those of the first `num_computed` tokens may be shared."""
         held = self._blocks.setdefault(name, [[] for _ in self._gids])
         self._left.setdefault(name, [0] * len(self._gids))
         for g, gid in enumerate(self._gids):
+            num_shared = max(num_computed // self._sizes[g] - len(held[g]), 0)
             new = [block for block in blocks[gid] if block]
-            for block in new:
-                self._take_over(block, name, g)
+            for i, block in enumerate(blocks[gid]):
+                if block:
+                    self._take_over(block, name, g, is_shared=i < num_shared)
             held[g].extend(blocks[gid])
             if new:
                 self._sanitizer.observe_allocation(name, new, group=g)
+
+    def exclusive(self, name: str, g: int, blocks: list[int]) -> list[int]:
+        """Return blocks with 0 for those that other requests hold as well, which no load fills."""
+        own = {(name, g)}
+        return [block if self._holders.get(block) == own else 0 for block in blocks]
 
     def of(self, name: str) -> list[list[int]]:
         """Return the blocks of a request per group, by column. Released ones are 0."""
@@ -61,13 +68,15 @@ class Holds:
                     self._free(name, g, [block for block in blocks[before:column] if block])
                     blocks[before:column] = [0] * len(blocks[before:column])
 
-    def _take_over(self, block: int, name: str, g: int) -> None:
-        """Release a block from requests that cannot hold it: of other groups, or not in this step.
+    def _take_over(self, block: int, name: str, g: int, is_shared: bool) -> None:
+        """Release a block from requests that cannot hold it any longer.
 
-        The worker is not told when the scheduler releases blocks of requests that wait.
+        The worker is not told when the scheduler releases blocks of requests that are not in a step. A
+        block that another group gets, or that is new to a request, has been released by them.
         """
         for holder, group in list(self._holders.get(block, ())):
-            if group != g or (holder not in self.scheduled and holder != name):
+            waits = holder not in self.scheduled and holder != name
+            if group != g or (waits and not is_shared):
                 self._free(holder, group, [block])
                 blocks = self._blocks[holder][group]
                 blocks[blocks.index(block)] = 0

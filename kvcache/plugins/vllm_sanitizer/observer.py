@@ -30,8 +30,9 @@ from vllm.v1.worker import gpu_model_runner, mamba_utils
 
 from kvcache.plugins.vllm_sanitizer.block_bytes import BlockBytes, has_host_tier
 from kvcache.plugins.vllm_sanitizer.holds import Holds
-from kvcache.sanitizer import SanitizedGroup, Sanitizer, SanitizerError
+from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import options_from_environment
+from kvcache.sanitizer.guard import ObserverGuard
 
 _log = logging.getLogger("kvcache.sanitizer")
 _HOOKS = ("execute_model", "_build_attention_metadata", "_zero_block_ids")
@@ -132,7 +133,7 @@ class WorkerObserver:
         self._drafted: dict[str, int] = {}  # start of requests that had drafts in the last step
         self._is_computing = False
         self._has_sync_loads = False
-        self._is_off = False
+        self._guard = ObserverGuard(sanitizer)
 
     def install(self) -> None:
         """Wrap the hooks of the model runner."""
@@ -146,6 +147,7 @@ class WorkerObserver:
             connector = get_kv_transfer_group()
             if has_host_tier(connector):
                 self._bytes = BlockBytes(runner, self.sanitizer, self._gids)
+                self.unchecked |= self._bytes.unchecked
             name = "get_transfer_results"  # of later versions
             name = name if hasattr(connector, name) else "get_finished"
             setattr(connector, name, self._get_finished(getattr(connector, name)))
@@ -161,6 +163,7 @@ class WorkerObserver:
             "slots_compared": sanitizer.slots_compared,
             "slots_written": sanitizer.slots_written,
             "unchecked": self.unchecked,
+            "off": self._guard.failure,
             "blocks_loaded": 0 if self._bytes is None else self._bytes.num_loaded,
             "loads_checked": 0 if self._bytes is None else self._bytes.num_checked,
         }
@@ -171,7 +174,7 @@ class WorkerObserver:
         @functools.wraps(original)
         def execute_model(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
             global _current
-            self._guarded(self._begin, scheduler_output)
+            self._guard(self._begin, scheduler_output)
             self._is_computing, before, _current = True, _current, self
             try:
                 return original(scheduler_output, *arguments, **options)
@@ -185,7 +188,7 @@ class WorkerObserver:
         def build(*arguments: Any, **options: Any) -> Any:
             result = original(*arguments, **options)
             if self._is_computing:  # not a warm-up
-                self._guarded(self._computes, result[0], options["slot_mappings"])
+                self._guard(self._computes, result, options)
             return result
 
         return build
@@ -194,7 +197,7 @@ class WorkerObserver:
         @functools.wraps(original)
         def zero_block_ids(block_ids: list[int]) -> None:
             original(block_ids)
-            self._guarded(self.sanitizer.observe_clear, block_ids)
+            self._guard(self.sanitizer.observe_clear, block_ids)
 
         return zero_block_ids
 
@@ -202,25 +205,24 @@ class WorkerObserver:
         @functools.wraps(original)
         def get_finished(finished_req_ids: set[str]) -> Any:
             result = original(finished_req_ids)
-            loaded = result[1] if isinstance(result, tuple) else result.finished_recving
-            self._loaded.update(loaded or ())
+            self._guard(self._observe_loaded, result)
             return result
 
         return get_finished
 
-    def _guarded(self, call: Callable, *arguments: Any) -> None:
-        """Call a part of the observer. If it fails, the engine continues without it."""
-        if self._is_off:
-            return
-        try:
-            call(*arguments)
-        except SanitizerError:
-            raise
-        except Exception:
-            self._is_off = True
-            _log.exception(
-                "The KV cache sanitizer cannot follow this engine and is off from now on"
-            )
+    def _observe_loaded(self, result: Any) -> None:
+        self._loaded.update(
+            (result[1] if isinstance(result, tuple) else result.finished_recving) or ()
+        )
+
+    def _observe_copies(self, copies: Any) -> None:
+        pairs = np.array([tuple(each) for each in copies], np.int64).reshape(-1, 2)
+        self.sanitizer.observe_copy(pairs[:, 0], pairs[:, 1])
+
+    def _observe_state_copies(self, *arguments: Any) -> None:
+        gids, src, dst, bias, request = arguments[3:8]
+        for blocks in (request.block_ids[gid] for gid in gids):
+            self.sanitizer.observe_copy([blocks[src + bias]], [blocks[dst]])
 
     # A step -------------------------------------------------------------------------------------------
 
@@ -238,13 +240,15 @@ class WorkerObserver:
             holds.release(name)
             sanitizer.finish(name)
             self._arguments.pop(name, None)
+            self._loaded.discard(name)
             if self._bytes is not None:
                 self._bytes.finish(name)
         for name in output.preempted_req_ids or ():
             holds.release(name)
         cached = output.scheduled_cached_reqs
         holds.scheduled = output.num_scheduled_tokens.keys()
-        holds.leave(cached.req_ids, cached.num_computed_tokens)
+        holds.leave(cached.req_ids, self._num_computed(cached))
+        begun = []
         for request in output.scheduled_new_reqs:
             name, tokens = request.req_id, request.prompt_token_ids
             if tokens is None or request.prompt_embeds is not None:
@@ -255,16 +259,29 @@ class WorkerObserver:
             ]
             lora = None if request.lora_request is None else request.lora_request.lora_name
             self._arguments[name] = {"adapter": lora, "images": images}
-            holds.release(name)
-            self._begin_request(name, tokens, request.block_ids, request.num_computed_tokens)
+            begun.append((name, tokens, request.block_ids, request.num_computed_tokens))
         for name, blocks, num_computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
         ):
             if name in cached.resumed_req_ids:
-                holds.release(name)
-                self._begin_request(name, cached.all_token_ids[name], blocks, num_computed)
+                begun.append((name, cached.all_token_ids[name], blocks, num_computed))
             elif blocks is not None:
-                holds.take(name, blocks)
+                holds.take(name, blocks, 0)
+        for name, *_ in begun:
+            holds.release(name)
+        # Other requests of the step may hit blocks that were loaded.
+        for each in sorted(begun, key=lambda each: each[0] not in self._loaded):
+            self._begin_request(*each)
+
+    def _num_computed(self, cached: Any) -> list[int]:
+        """Return the number of tokens of each request that are certain to be computed."""
+        if not (self._runner.use_async_scheduling and self._drafted):
+            return cached.num_computed_tokens
+        # The scheduler counts the drafts of the step before, of which some may be rejected.
+        return [
+            min(count, self._drafted.get(name, count) + 1)
+            for name, count in zip(cached.req_ids, cached.num_computed_tokens)
+        ]
 
     def _begin_request(
         self, name: str, tokens: list[int], blocks: tuple[list[int], ...], num_computed: int
@@ -272,11 +289,11 @@ class WorkerObserver:
         """Observe a new or resumed request, with `num_computed` tokens from prefix hits and loads."""
         sanitizer = self.sanitizer
         sanitizer.observe_request(name, tokens[:num_computed], **self._arguments[name])
-        self._holds.take(name, blocks)
+        self._holds.take(name, blocks, num_computed)
         is_loaded = num_computed > 0 and (name in self._loaded or self._has_sync_loads)
         self._loaded.discard(name)
         for g, gid in enumerate(self._gids) if is_loaded else ():
-            table, first = np.array([blocks[gid]], np.int64), 0
+            table, first = np.array([self._holds.exclusive(name, g, blocks[gid])], np.int64), 0
             if sanitizer.groups[g].kind == "state":
                 first = num_computed - 1
                 table = table[:, first // self._sizes[g], None]
@@ -284,8 +301,9 @@ class WorkerObserver:
         if self._bytes is not None:
             self._bytes.begin(name, self._holds.of(name), num_computed, is_loaded)
 
-    def _computes(self, metadata: Any, slot_mappings: dict[int, torch.Tensor]) -> None:
+    def _computes(self, result: Any, options: dict[str, Any]) -> None:
         """Observe the tokens, writes and reads of a step, before the model computes it."""
+        metadata, slot_mappings = result[0], options["slot_mappings"]
         runner, sanitizer = self._runner, self.sanitizer
         batch = runner.input_batch
         names = list(batch.req_ids)
@@ -396,24 +414,18 @@ def _copied(original: Callable) -> Callable:
     @functools.wraps(original)
     def copy_blocks(kv_caches: Any, num_blocks: int, copies: Any) -> None:
         original(kv_caches, num_blocks, copies)
-        if _current is not None and copies:
-            pairs = np.array([tuple(each) for each in copies], np.int64)
-            _current._guarded(_current.sanitizer.observe_copy, pairs[:, 0], pairs[:, 1])
+        if _current is not None:
+            _current._guard(_current._observe_copies, copies)
 
     return copy_blocks
 
 
 def _copied_state(original: Callable) -> Callable:
     @functools.wraps(original)
-    def collect(*arguments: Any) -> None:
-        original(*arguments)
+    def collect(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
         if _current is not None:
-            gids, src, dst, bias, request = arguments[3:8]
-            for gid in gids:
-                blocks = request.block_ids[gid]
-                _current._guarded(
-                    _current.sanitizer.observe_copy, [blocks[src + bias]], [blocks[dst]]
-                )
+            _current._guard(_current._observe_state_copies, *arguments)
 
     return collect
 

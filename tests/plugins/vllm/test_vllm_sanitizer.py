@@ -41,6 +41,9 @@ def test_each_planted_defect_is_found(model, engine):
     # The engine may fail before it reads what is wrong.
     missed = [each for each in found if each["kind"] is None and each["engine"] == "answered"]
     assert not missed
+    for each in found:
+        assert each["kind"] is None or each["found_at"] >= each["planted_at"], each
+        assert each["slots_read"] and each.get("broken") is None, each
 
 
 def test_the_plug_in_does_nothing_without_the_variable(monkeypatch):
@@ -94,8 +97,8 @@ class Pool:
 def test_hits_have_several_holders():
     pool = Pool()
     pool.holds.scheduled = {"a", "b"}
-    pool.holds.take("a", ([1, 2], [3, 4]))
-    pool.holds.take("b", ([1, 5], [0, 6]))
+    pool.holds.take("a", ([1, 2], [3, 4]), 0)
+    pool.holds.take("b", ([1, 5], [0, 6]), 4)
     assert pool.holders(1, 2, 3, 5, 6) == [2, 1, 1, 1, 1]
     pool.holds.release("a")
     assert pool.holders(1, 2, 3, 5, 6) == [1, 0, 0, 1, 1]
@@ -104,7 +107,7 @@ def test_hits_have_several_holders():
 def test_blocks_that_the_window_has_left_are_released():
     pool = Pool()
     pool.holds.scheduled = {"a"}
-    pool.holds.take("a", ([1, 2, 3, 4], [5, 6, 7, 8]))
+    pool.holds.take("a", ([1, 2, 3, 4], [5, 6, 7, 8]), 0)
     pool.holds.leave(["a"], [15])  # reads from token 8 on
     assert pool.holders(1, 2, 5, 6, 7, 8) == [1, 1, 0, 0, 1, 1]
     pool.holds.leave(["a"], [16])
@@ -114,17 +117,27 @@ def test_blocks_that_the_window_has_left_are_released():
 def test_requests_that_wait_release_blocks_that_others_get():
     pool = Pool()
     pool.holds.scheduled = {"a"}
-    pool.holds.take("a", ([1, 2], [3, 4]))
+    pool.holds.take("a", ([1, 2], [3, 4]), 0)
     pool.holds.scheduled = {"b"}
-    pool.holds.take("b", ([2, 9], [5, 6]))
+    pool.holds.take("b", ([2, 9], [5, 6]), 0)
     assert pool.holds.of("a") == [[1, 0], [3, 4]] and pool.holders(1, 2, 9) == [1, 1, 1]
+
+
+def test_requests_that_wait_keep_blocks_that_others_hit():
+    pool = Pool()
+    pool.holds.scheduled = {"a"}
+    pool.holds.take("a", ([1, 2, 3], [4, 5, 6]), 0)
+    pool.holds.scheduled = {"b"}
+    pool.holds.take("b", ([1, 2, 7], [0, 5, 8]), 8)
+    assert pool.holders(1, 2, 3, 5, 7) == [2, 2, 1, 2, 1]
+    assert pool.holds.exclusive("b", 0, [1, 2, 7]) == [0, 0, 7]
 
 
 def test_blocks_that_two_scheduled_requests_get_stay_shared():
     pool = Pool()
     pool.holds.scheduled = {"a", "b"}
-    pool.holds.take("a", ([1], [2]))
-    pool.holds.take("b", ([1], [3]))
+    pool.holds.take("a", ([1], [2]), 0)
+    pool.holds.take("b", ([1], [3]), 0)
     assert pool.holders(1) == [2]
 
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps an engine running if its observer fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvcache.sanitizer.report import SanitizerError
+from kvcache.sanitizer.sanitizer import Sanitizer
+
+_log = logging.getLogger("kvcache.sanitizer")
+
+
+class ObserverGuard:
+    """Calls the parts of an observer, up to its first failure.
+
+    In mode "report", a failure is logged and later calls do nothing. In mode "stop", it is raised.
+    Findings (`SanitizerError`) are raised in both modes.
+
+    Attributes:
+        failure: The failure in one line, or None.
+    """
+
+    def __init__(self, sanitizer: Sanitizer) -> None:
+        self._sanitizer = sanitizer
+        self.failure: str | None = None
+
+    def __call__(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Call a part of the observer."""
+        if self.failure is not None:
+            return
+        try:
+            call(*arguments)
+        except SanitizerError:
+            raise
+        except Exception as failure:
+            self.failure = f"{type(failure).__name__}: {failure}"
+            if self._sanitizer.mode == "stop":
+                raise
+            _log.exception(
+                "The KV cache sanitizer cannot follow this engine and is off from now on"
+            )
