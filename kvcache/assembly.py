@@ -136,8 +136,8 @@ class KVCache:
             num_computed = self.tables[group].num_computed_slots
             if num_computed is not None and num_tokens < num_computed:
                 raise ValueError(
-                    f"key has {num_tokens} tokens: expected {num_computed}, all whose slots "
-                    f"compute_slot_mapping has left for layer {layer_name!r}, or slots for these"
+                    f"key has {num_tokens} tokens: expected {num_computed}, for which "
+                    f"compute_slot_mapping prepared slots of layer {layer_name!r}; or pass `slots`"
                 )
         self.storages[group].write(index, key, value, slots)
 

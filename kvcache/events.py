@@ -78,10 +78,10 @@ class BlockRemoved:
 class AllBlocksCleared:
     """All hashes on this medium were removed, in every group.
 
-    This event is also emitted when events were dropped, because more than 2**20 events, or events with
-    more than 2**24 tokens, were waiting to be drained. The reader must discard all hashes that it
-    has recorded for the medium. Hashes reported afterwards are cached. Hashes from dropped events
-    may also be cached.
+    This event is also emitted after events have been dropped. Events are dropped when the queue of
+    undrained events exceeds 2**20 events or a total of 2**24 tokens. The reader must discard all
+    hashes that it has recorded for the medium. Hashes reported afterwards are cached. Hashes from
+    dropped events may also be cached.
 
     `num_dropped`: number of dropped events on all media together, reported in the event for "gpu".
     0 if the event reports a reset.

@@ -354,7 +354,8 @@ def register_backend(described: AttentionBackend) -> AttentionBackend:
     known = _BACKENDS.setdefault(described.name, described)
     if known != described:
         raise ValueError(
-            f"name is {shown(described.name)}, registered as {known}: expected the same, or another name"
+            f"name is {shown(described.name)}, which is already registered for {known}: expected an "
+            "identical backend, or a different name"
         )
     return described
 

@@ -339,7 +339,7 @@ def copy_blocks(
     num_thread_blocks: int = 0,
     owners: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Copy or zero whole pages over all layers, within or between devices and the host.
+    """Copy or zero whole pages across all layers, within or between devices and the host.
 
     A page of `src` and a page of `dst` must either be the same page or not overlap. On the CPU,
     several threads copy, and `engine` has no effect.

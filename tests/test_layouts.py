@@ -147,7 +147,7 @@ def test_backend_name_must_be_unique(registry):
     dims = ("block", "token", "head", "element")
     first = register_backend(AttentionBackend("AGAIN", dims))
     register_backend(AttentionBackend("AGAIN", list(dims)))
-    with pytest.raises(ValueError, match="name is 'AGAIN', registered as"):
+    with pytest.raises(ValueError, match="name is 'AGAIN', which is already registered for"):
         register_backend(AttentionBackend("AGAIN", ("block", "head", "token", "element")))
     assert backend("AGAIN") == first
 

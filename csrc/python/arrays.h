@@ -355,8 +355,8 @@ inline py::list list_of_pairs(const std::vector<int32_t>& values) {
 inline void require_same_length(py::ssize_t a, const char* a_name, py::ssize_t b,
                                 const char* b_name) {
   if (a == b) return;
-  throw py::value_error(std::string(a_name) + " has " + std::to_string(a) + " entries, " + b_name +
-                        " has " + std::to_string(b) + ": expected the same number");
+  throw py::value_error(std::string(a_name) + " has " + std::to_string(a) + " entries, but " +
+                        b_name + " has " + std::to_string(b) + ": expected equal lengths");
 }
 
 }  // namespace kvcache

@@ -180,7 +180,8 @@ ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                    std::move(rows));
 }
 
-// The engine's list of bytes, which the engine extends. Reading the list runs no Python code.
+// Block hashes in a Python list of `bytes` objects, which the engine owns and appends to. Reading
+// the list runs no Python code.
 class ListedHashes : public GivenHashes {
  public:
   ListedHashes(py::list hashes, std::string request_id, int64_t block_size, int64_t num_bytes)

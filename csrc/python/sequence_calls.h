@@ -209,8 +209,8 @@ class SequenceCalls {
   void check_since(int64_t since) const {
     if (num_changes_ == since) return;
     throw std::runtime_error(
-        "another call changed the manager during this call, from code of a sequence or from a "
-        "signal handler: expected one call at a time");
+        "another call changed the manager during this call (from the code of a sequence or a "
+        "signal handler): only one call can run at a time");
   }
   void set_row(const py::object& seq_id, const py::object& owner, int32_t row);
   void free_entry(const py::dict& entries, const py::object& name, int32_t row);

@@ -327,8 +327,8 @@ class _Merged:
         for other, known in self.events.items():
             if type(known) is not type(events):
                 raise ValueError(
-                    f"kv_cache_events of worker {worker} is a {type(events).__name__}, of worker {other} "
-                    f"a {type(known).__name__}: expected the same type"
+                    f"kv_cache_events of worker {worker} is a {type(events).__name__}, but that "
+                    f"of worker {other} is a {type(known).__name__}: expected the same type"
                 )
         if worker in self.events:
             self.events[worker].add_events(events.get_all_events())

@@ -174,8 +174,8 @@ class MultiGroupBlockTable(BlockTables):
                 raise TypeError(f"{name} is {shown(values)}: expected a list, one entry per group")
             if len(values) != len(block_sizes):
                 raise ValueError(
-                    f"{name} has {len(values)} entries, block_sizes has {len(block_sizes)}: "
-                    "expected the same number"
+                    f"{name} has {len(values)} entries, but block_sizes has {len(block_sizes)}: "
+                    "expected equal lengths"
                 )
             return values
 

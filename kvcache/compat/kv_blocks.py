@@ -74,8 +74,8 @@ def copy_kv_blocks(
     src_ids, dst_ids = _ids(src_block_ids, "src_block_ids"), _ids(dst_block_ids, "dst_block_ids")
     if len(src_ids) != len(dst_ids):
         raise ValueError(
-            f"src_block_ids has {len(src_ids)} entries, dst_block_ids {len(dst_ids)}: "
-            "expected the same number"
+            f"src_block_ids has {len(src_ids)} entries, but dst_block_ids has {len(dst_ids)}: "
+            "expected equal lengths"
         )
     _check_layers(src_kv_caches, dst_kv_caches)
     if not src_kv_caches:

@@ -49,8 +49,8 @@ def yield_req_data(
         ) from error
     if len(cached.req_ids) != len(cached.new_block_ids):
         raise ValueError(
-            f"scheduled_cached_reqs has {len(cached.req_ids)} req_ids, "
-            f"{len(cached.new_block_ids)} new_block_ids: expected the same number"
+            f"req_ids of scheduled_cached_reqs has {len(cached.req_ids)} entries, but new_block_ids "
+            f"has {len(cached.new_block_ids)}: expected equal lengths"
         )
     entries = _entries(new, cached)
     if groups is None or all(group.transferred for group in groups):

@@ -310,7 +310,7 @@ class KVTopology:
         known = self.remotes.get(engine_id, remote)
         if known != remote:
             raise ValueError(
-                f"engine {engine_id!r} is {remote}, and known as {known}: expected the same"
+                f"remote is {remote}: expected {known}, as registered for engine {engine_id!r}"
             )
         return replace(self, remotes={**self.remotes, engine_id: remote})
 
@@ -517,8 +517,8 @@ class KVTopology:
             num_layers = counts[0]
             if counts[-1] != num_layers:
                 raise ValueError(
-                    f"local stages hold {num_layers} layers, remote stages {counts[-1]}: "
-                    "expected the same number"
+                    f"local stages hold {num_layers} layers, but remote stages hold {counts[-1]}: "
+                    "expected equal numbers of layers"
                 )
         mine, theirs = (
             engine.stages or equal_stages(num_layers, engine.pp_size, engine.tp_size)

@@ -60,7 +60,7 @@ def sanitizer_of(cache: KVCache, **options: object) -> Sanitizer:
         options: Options of `Sanitizer`.
 
     Raises:
-        ValueError: A group's kind is not supported, such as one of your own.
+        ValueError: A group has an unsupported kind, such as a custom kind.
 
     Example:
         >>> from kvcache.engine.transformers import attach

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the sanitizer from environment variables, for engines that are not changed."""
+"""Options of the sanitizer from environment variables, for use without changes to the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def options_from_environment() -> dict[str, object] | None:
     """Return options for `Sanitizer`, or None if no sanitizer is wanted.
 
     - `KVCACHE_SANITIZE`: "1" or "report", "stop", or "0" for none.
-    - `KVCACHE_SANITIZE_EVERY`: check the reads of one step in this number.
+    - `KVCACHE_SANITIZE_EVERY`: N, to check the reads of every Nth step only.
     - `KVCACHE_SANITIZE_RECORD`: folder for records, one `TIME-PID-NUMBER.kvsan` per sanitizer.
 
     Raises:

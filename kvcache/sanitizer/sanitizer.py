@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer, which follows the content of every slot and checks what attention reads."""
+"""The sanitizer. It tracks the content of every slot and checks what attention reads."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class Sanitizer:
-    """Follows the content of every KV slot, and reports reads of wrong content.
+    """Tracks the content of every KV slot, and reports reads of wrong content.
 
-    An engine calls the `observe_*` methods in the order of its work: in each step `observe_step`,
+    An engine calls the `observe_*` methods in execution order: in each step `observe_step`,
     `observe_tokens`, then copies, then for each group the writes of all requests, then their reads.
     KV itself is never read.
 
@@ -45,7 +45,7 @@ class Sanitizer:
         num_host_blocks: Blocks of the host tier.
         mode: "report" logs findings and keeps them in `reports`. "stop" also raises
             `SanitizerError` at each new finding.
-        every: Check the reads of one step in this number of steps. Writes are always followed.
+        every: Check the reads of every Nth step only. Writes are always tracked.
         history: Number of events that are kept per block.
         max_reports: Number of reports that are kept. All findings are counted in `counts`.
         log: Function that is called with each report. Default: the logger `kvcache.sanitizer`.

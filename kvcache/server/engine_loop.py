@@ -121,7 +121,9 @@ class EngineLoop:
         """Start the thread. A second call raises RuntimeError, because a loop runs only once."""
         with self._lock:
             if self._is_started:
-                raise RuntimeError("the engine loop was started before: expected one call of start")
+                raise RuntimeError(
+                    "the engine loop has already been started; start() can be called only once"
+                )
             self._thread.start()
             self._is_started = True
 

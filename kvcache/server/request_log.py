@@ -119,7 +119,8 @@ class RequestLog(Collector):
                 self._queue.observe((record.admitted_at or now) - record.arrived_at)
             last = record.last_token_at.get(delta.index)
             if last is not None:
-                # Tokens of one step, which drafts make several, share the time since the last step.
+                # With speculative decoding, a step can produce several tokens. The time since the
+                # last step is divided equally among them.
                 for _ in range(num_tokens):
                     self._between_tokens.observe((now - last) / num_tokens)
             record.last_token_at[delta.index] = now

@@ -224,7 +224,8 @@ def fetch(
             for name, known in (("peers", peers), ("remote_addresses", group.remote_addresses)):
                 if rank not in known:
                     raise ValueError(
-                        f"{name} of group {number_} has ranks {sorted(known)}: expected also {rank}"
+                        f"{name} of group {number_} is missing rank {rank} "
+                        f"(ranks present: {sorted(known)})"
                     )
         if len(each.permuted) and group.storage is None:
             raise ValueError(f"storage of group {number_} is None: expected one, for a permutation")

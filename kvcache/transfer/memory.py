@@ -53,8 +53,8 @@ def region_addresses(
         placed, strides = stage.placement, stage.region_strides
     if pages.num_layers != len(placed.regions):
         raise ValueError(
-            f"pages have {pages.num_layers} layers, the description {len(placed.regions)} per rank: "
-            "expected the same"
+            f"pages have {pages.num_layers} layers, but the description has "
+            f"{len(placed.regions)} per rank: expected equal numbers of layers"
         )
     found: dict[int, int] = {}
     for layer in range(len(placed.regions)):

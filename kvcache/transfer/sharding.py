@@ -190,7 +190,7 @@ def check_stages_of(
             raise ValueError(f"{name} is {size}: expected 1 with stages, which specify it")
     if (held := sum(stage.num_layers for stage in checked)) != num_layers:
         raise ValueError(
-            f"num_layers is {num_layers}, the layers of stages are {held}: expected the same"
+            f"num_layers is {num_layers}: expected {held}, the total number of layers in stages"
         )
     return checked
 

@@ -324,8 +324,8 @@ def plan_states(
     ):
         if mine != theirs:
             raise ValueError(
-                f"local {name} is {mine!r} (engine {local.engine_id!r}), "
-                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
+                f"local {name} is {mine!r} (engine {local.engine_id!r}), but "
+                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected equal values"
             )
     at = local.coordinates(local_rank)
     mine = layers_of_stages(local.pipeline_stages)[at.pp_rank]

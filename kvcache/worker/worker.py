@@ -299,8 +299,8 @@ class Worker:
 
     def _fail_nested(self) -> NoReturn:
         raise RuntimeError(
-            "another call applied a plan during this call, from a signal handler or another thread: "
-            "expected one call at a time; this plan was not applied"
+            "another call applied a plan during this call (from a signal handler or another thread): "
+            "only one call can run at a time; this plan was not applied"
         )
 
     def _check_order(self, plan: StepPlan) -> None:
@@ -388,6 +388,6 @@ def _written_pages(plan: StepPlan, moves: PageMoves) -> np.ndarray:
 def _check_fits(group: int, storage: KVStorage, table: GroupTable) -> None:
     if table.shape.slot_mapping and table.block_size != storage.block_size:
         raise ValueError(
-            f"storage has block_size {storage.block_size}, group {group} {table.block_size}: "
-            "expected the same"
+            f"storage has block_size {storage.block_size}, but group {group} has "
+            f"{table.block_size}: expected equal block sizes"
         )

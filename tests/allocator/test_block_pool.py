@@ -98,7 +98,7 @@ def test_duplicates_of_one_hash_are_both_kept_and_the_oldest_is_found():
             ValueError,
             "block 2, which is already published",
         ),
-        (lambda p: p.publish([2], hashes(1, 2)), ValueError, "ids has 1 entries, hashes has 2"),
+        (lambda p: p.publish([2], hashes(1, 2)), ValueError, "ids has 1 entries, but hashes has 2"),
         (lambda p: p.publish([2], hashes(1), -1), ValueError, "group is -1: expected 0 to 255"),
         (lambda p: p.publish([2], hashes(1).T), TypeError, "hashes: expected a C-contiguous uint8"),
         (lambda p: p.lookup(np.zeros((1, 32))), TypeError, "hashes: expected a C-contiguous uint8"),

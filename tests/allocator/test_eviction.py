@@ -643,7 +643,7 @@ def test_unknown_policy_is_named(name, options, error, message):
         (lambda p: p.access([1], float("inf")), "now is inf: expected a finite number"),
         (lambda p: p.set_now(float("nan")), "seconds is nan: expected a finite number"),
         (lambda p: p.notify_release([6], [1]), "ids holds block 6: expected 1 to 5"),
-        (lambda p: p.notify_release([1], [1, 2]), "ids has 1 entries, prefix_tokens has 2"),
+        (lambda p: p.notify_release([1], [1, 2]), "ids has 1 entries, but prefix_tokens has 2"),
         (lambda p: p.notify_release([1], [0]), r"prefix_tokens\[0\] is 0: expected 1 or more"),
         (
             lambda p: p.notify_release([1], [1], tokens_per_block=0),

@@ -395,7 +395,7 @@ def bad_calls():
     yield lambda m, a: m.step([0, 0], [1, 1]), "rows names row 0 twice"
     yield lambda m, a: m.step([0], [-1]), "num_tokens is -1: expected 0 to 2147483647"
     yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
-    yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, num_tokens has 2"
+    yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, but num_tokens has 2"
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
     yield lambda m, a: m.step(new=[Admit(unknown, num_tokens=0)]), "num_tokens is 0"
     yield lambda m, a: m.step(new=[unknown, unknown]), r"new names request 'zz' twice"

@@ -708,7 +708,7 @@ BAD = [
     ),
     (
         [output(kv_cache_events=["a"]), sending("a"), output(kv_cache_events=CountedEvents())],
-        "kv_cache_events of worker 2 is a CountedEvents, of worker 0 a KVCacheEvents",
+        "kv_cache_events of worker 2 is a CountedEvents, but that of worker 0 is a KVCacheEvents",
     ),
     (
         [output(kv_connector_stats=FailingStats(a=1)), sending("a")]
@@ -927,7 +927,7 @@ def test_new_requests_precede_cached_ones():
 
 def test_unequal_lengths_raise_before_yielding():
     step = step_of([("n1", ([1],))], ["c1", "c2"], [([5],)], set())
-    with pytest.raises(ValueError, match="2 req_ids, 1 new_block_ids: expected the same number"):
+    with pytest.raises(ValueError, match="2 entries, but new_block_ids has 1: expected equal"):
         yield_req_data(step)
 
 

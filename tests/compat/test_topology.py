@@ -284,7 +284,9 @@ def test_engines_are_added_without_changing_the_topology():
     assert third.with_remote("a", RemoteEngine(4, 2, 32)) == third
     assert third.engine("a").world_size == 8
     assert third.engine("local") == RemoteEngine(2, 1, 16)
-    with pytest.raises(ValueError, match=r"engine 'a' is RemoteEngine\(tp_size=8.*known as .*=4"):
+    with pytest.raises(
+        ValueError, match=r"remote is RemoteEngine\(tp_size=8.*expected .*=4.* engine 'a'"
+    ):
         third.with_remote("a", RemoteEngine(8))
     with pytest.raises(ValueError, match="engine 'local' is the local engine"):
         third.with_remote("local", RemoteEngine(8))
@@ -475,7 +477,7 @@ def test_targets_and_readers_of_uneven_stages():
         (
             lambda: with_stages([(2, 1), (3, 1)], 0, 0, remotes={"r": UNLIKE})
             .get_target_remote_ranks_from_engine_id("r"),
-            "local stages hold 5 layers, remote stages 4: expected the same number",
+            "local stages hold 5 layers, but remote stages hold 4: expected equal numbers",
         ),
         (
             lambda: with_stages([(2, 1), (3, 1)], 0, 0).get_target_remote_ranks(1, 2),

@@ -235,11 +235,11 @@ class TestLifeOfTheEngineLoop:
         with pytest.raises(RuntimeError, match="expected start before stop"):
             loop.stop()
         loop.start()
-        with pytest.raises(RuntimeError, match="expected one call of start"):
+        with pytest.raises(RuntimeError, match="can be called only once"):
             loop.start()
         loop.stop()
         loop.stop()
-        with pytest.raises(RuntimeError, match="expected one call of start"):
+        with pytest.raises(RuntimeError, match="can be called only once"):
             loop.start()
 
     def test_every_request_around_a_stop_ends(self, loop):

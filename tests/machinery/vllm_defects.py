@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defects that are planted in vLLM's own code, one at a time, as the sanitizer watches.
+"""Injects defects into vLLM's code, one at a time, to test whether the sanitizer reports them.
 
-`python -m tests.machinery.vllm_defects MODEL ENGINE` prints what was found, as JSON in its last line.
+`python -m tests.machinery.vllm_defects MODEL ENGINE` prints the findings as JSON in its last line.
 """
 
 import itertools

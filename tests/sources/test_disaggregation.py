@@ -237,7 +237,11 @@ CHANGES = [
     (("groups", 0, "description", "head_size"), 4, "head_size is 8"),
     (("groups", 0, "description", "num_layers"), 4, "regions: expected"),
     (("groups", 0, "layers"), ["a"], "serve the same model"),
-    (("groups", 0, "interior"), "amx", "order a block as 'by token', the remote one's as 'amx'"),
+    (
+        ("groups", 0, "interior"),
+        "amx",
+        "order a block as 'by token', but the remote engine's order it as 'amx'",
+    ),
     (("ranks", 0, "addresses", 0), [1], r"addresses of \[1\] regions: expected \[2\]"),
     (("ranks", 0, "metadata"), 5, "metadata is 5: expected text"),
     (("ranks",), [], "there are 0 ranks: expected"),
@@ -246,7 +250,7 @@ CHANGES = [
     (("lease",), None, "this is not an offer"),
     (("hashing", "seed"), "another", "set hash_seed to the same in both"),
     (("hashing", "algorithm"), "another", "set hash_algorithm to the same in both"),
-    (("model", "name"), "another", "name of the model is None here, 'another' in engine 'p'"),
+    (("model", "name"), "another", "name of the model is None here, but 'another' in engine 'p'"),
     (("model", "groups"), [], "groups of the model is"),
     (("digest",), "another", "the offer is for other tokens"),
     (("order",), ["a"], "order is .*: expected each layer"),
@@ -341,7 +345,7 @@ def test_other_hashes_kinds_and_models_are_rejected():
     request = Request("r", range(71))
     assert receiver.match(request, an_offer(model={"name": "m"})) == 70
     for offer, message in (
-        (an_offer(model={"name": "n"}), "name of the model is 'm' here, 'n' in engine 'p'"),
+        (an_offer(model={"name": "n"}), "name of the model is 'm' here, but 'n' in engine 'p'"),
         (an_offer(model={"name": "m"}, hash_seed="other"), "set hash_seed to the same in both"),
         (an_offer(model={"name": "m"}, sliding_window=32), "groups of the model is"),
     ):

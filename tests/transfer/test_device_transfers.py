@@ -165,7 +165,7 @@ def test_device_memory_is_not_registered_as_host_memory():
     with Sides("gloo", ("cuda", "cuda"), 4096) as both:
         side, pages, _ = both.sides[0]
         before = side.memory.regions
-        said = r"of cpu, which are registered as of cuda:0: expected the same again"
+        said = r"on cpu, some of which are already registered on cuda:0: expected cuda:0"
         with pytest.raises(ValueError, match=said):
             side.register([(both.beside[0].ctypes.data, 8), (pages.base + 64, 64)])
         assert side.memory.regions == before

@@ -325,7 +325,7 @@ def test_an_empty_range_moves_nothing():
         ([1, 2], [1, 2**31], (0, 8), "remote_ids holds 2147483648"),
         ([[1, 2]], [1, 2], (0, 8), "local_ids has shape [1, 2]"),
         ([1.5, 2], [1, 2], (0, 8), "local_ids has dtype float64"),
-        ([1, 2], {1: [1, 2]}, (0, 8), "remote_ids has ranks [1]: expected also [0]"),
+        ([1, 2], {1: [1, 2]}, (0, 8), "remote_ids is missing ranks [0] (ranks present: [1])"),
     ],
 )
 def test_invalid_tables_are_rejected(local, remote, tokens, said):
@@ -428,7 +428,7 @@ def test_fetch_with_rejected_part_moves_nothing_more(transports):
     wrong = replace(group, local_addresses=group.local_addresses + 2**40)
     with pytest.raises(ValueError, match="local has bytes"):
         fetch(transports[0], peers, [wrong], 0, num_tokens)
-    with pytest.raises(ValueError, match="peers of group 0 has ranks"):
+    with pytest.raises(ValueError, match="peers of group 0 is missing rank"):
         fetch(transports[0], {}, [group], 0, num_tokens)
     assert all((part == EMPTY).all() for layer in range(LAYERS) for part in mine.parts(layer))
 

@@ -157,7 +157,7 @@ def without(caches, name):
 
 CASES = {
     "direction is 'd2d': expected 'h2d' or 'd2h'": lambda a, b: (a, b, [1], [2], "d2d"),
-    "src_block_ids has 2 entries, dst_block_ids 1: expected the same number": lambda a, b: (
+    "src_block_ids has 2 entries, but dst_block_ids has 1: expected equal lengths": lambda a, b: (
         a, b, [1, 2], [2], "h2d",
     ),
     "src_kv_caches has layer 'layers.2': expected one that dst_kv_caches has too": lambda a, b: (

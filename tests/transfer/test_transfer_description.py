@@ -30,7 +30,7 @@ from tests.machinery.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memor
         (of(dtype="int3"), "dtype is 'int3'"),
         (of(is_mla=True), "total_num_kv_heads is 4: expected 1 with is_mla"),
         (of(version=2), "version is 2, of engine .*: expected 1"),
-        (of(stages=[(1, 1)]), "num_layers is 2, the layers of stages are 1: expected the same"),
+        (of(stages=[(1, 1)]), "num_layers is 2: expected 1, the total number of layers"),
         (of(stages=[(1, 3), (1, 1)]), "total_num_kv_heads is 4, tp_size is 3"),
         (of(stages=[(1, 1), (1, 0)]), r"tp_size of stages\[1\] is 0"),
         (of(stages=[(2, 1)], pp_size=2), "pp_size is 2: expected 1 with stages"),

@@ -196,8 +196,8 @@ def test_engines_of_other_scales_are_rejected():
     plain = cache(engine_id="L", **common)
     scaled = cache(engine_id="R", k_scale=[[1.0], [0.5]], v_scale=[[1.0], [1.0]], **common)
     message = (
-        r"local k_scale of layer 1, head 0 is 1.0 \(engine 'L'\), remote k_scale is 0.5 \(engine 'R'\): "
-        "expected the same"
+        r"local k_scale of layer 1, head 0 is 1.0 \(engine 'L'\), but remote k_scale is 0.5 "
+        r"\(engine 'R'\): expected equal values"
     )
     with pytest.raises(ValueError, match=message):
         plan_transfer(plain, scaled, 0)
@@ -232,8 +232,13 @@ def test_pages_that_do_not_fit_are_rejected():
     pages = np.arange(1, 4, dtype=np.int32)[:, None]
     for local, remote, error, message in (
         (pages[:, 0], pages, ValueError, r"local_pages has shape \[3\]: expected \[groups, 1\]"),
-        (pages, pages[:2], ValueError, "rank 0 has 2 groups, local_pages 3"),
-        (pages, {0: pages}, ValueError, r"remote_pages has ranks \[0\]: expected also \[1\]"),
+        (pages, pages[:2], ValueError, "rank 0 has 2 groups, but local_pages has 3"),
+        (
+            pages,
+            {0: pages},
+            ValueError,
+            r"remote_pages is missing ranks \[1\] \(ranks present: \[0\]",
+        ),
         (pages - 1, pages, ValueError, "local_pages holds 0: expected pages, 1 to 2147483647"),
         (pages - 4, pages, ValueError, "local_pages holds -3: expected pages, 1 to"),
         (pages, pages - 2, ValueError, "remote_pages holds -1: expected pages, 1 to"),

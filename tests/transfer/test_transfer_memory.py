@@ -145,7 +145,7 @@ def test_ranks_of_uneven_stages_have_own_addresses():
         assert found.tolist() == storage.pages.offsets.tolist()
     with pytest.raises(ValueError, match="placement of engine 'e' differs by stage: use stage_of"):
         region_addresses(described, storage.pages)
-    with pytest.raises(ValueError, match="pages have 1 layers, the description 3 per rank"):
+    with pytest.raises(ValueError, match="pages have 1 layers, but the description has 3 per"):
         region_addresses(described, storage.pages, 0)
 
 
@@ -255,7 +255,7 @@ def test_engine_tensors_have_addresses():
         (
             side(),
             {"num_layers": 3},
-            "pages have 3 layers, the description 2 per rank: expected the same",
+            "pages have 3 layers, but the description has 2 per rank: expected equal",
         ),
         (side(), {"scale_bytes_per_token": 4}, r"has fragments of \[256, 256, 16\] bytes"),
     ],

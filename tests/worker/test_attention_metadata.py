@@ -172,7 +172,7 @@ BAD = [
     (ValueError, r"max_seq_len is 10{12}: expected fewer than 2\^31", {"max_seq_len": 10**12}),
     (
         ValueError,
-        "there are 5 requests with padding: expected at most max_num_reqs, which is 4",
+        "there are 5 requests including padding: expected at most max_num_reqs=4",
         {"num_padded_reqs": 5},
     ),
     (ValueError, r"seq_lens has shape \[2\]: expected \[1\]", {"seq_lens": [20, 3]}),

@@ -129,7 +129,7 @@ def test_invalid_call_changes_nothing(call, message):
         ([0, 4], [0, 0], r"req_indices\[1\] is 4"),
         ([0], [20], r"positions\[0\] is 20: expected 0 to 19"),
         ([0], [8], r"positions\[0\] is 8: expected less, as row 0 holds no block for it"),
-        ([0], [0, 1], "req_indices has 1 entries, positions has 2"),
+        ([0], [0, 1], "req_indices has 1 entries, but positions has 2"),
         (
             [0] * 17,
             [0] * 17,
@@ -320,7 +320,7 @@ def test_arrays_of_rows_are_one_call():
     assert content(tables[0]) == [[], [3], [2], [1]]
     tables.clear_rows([1, 3])
     assert content(tables[0]) == [[], [], [2], []]
-    with pytest.raises(ValueError, match="src has 2 entries, tgt has 1"):
+    with pytest.raises(ValueError, match="src has 2 entries, but tgt has 1"):
         tables.move_rows([0, 1], [2])
 
 
@@ -389,7 +389,7 @@ def test_a_group_may_have_no_slot_mapping():
 )
 def test_lists_of_wrong_length_are_named_with_both_lengths(name):
     options = {name: [[1]] * 3 if name == "kernel_sizes" else [1] * 3}
-    message = f"{name} has 3 entries, block_sizes has 2: expected the same number"
+    message = f"{name} has 3 entries, but block_sizes has 2: expected equal lengths"
     with pytest.raises(ValueError, match=message):
         MultiGroupBlockTable(4, 64, 16, False, "cpu", [8, 16], **options)
 

@@ -336,7 +336,10 @@ def two(shape, *others):
     ("call", "message"),
     [
         (lambda: Pages.over([]), "there are no tensors: expected one or more per layer"),
-        (lambda: Pages.over(two((4, 2), (5, 2))), "layer 1 has 5 blocks on cpu, layer 0 4 on cpu"),
+        (
+            lambda: Pages.over(two((4, 2), (5, 2))),
+            "layer 1 has 5 blocks on cpu, but layer 0 has 4 on cpu",
+        ),
         (lambda: Pages.over(two((4, 2)), 2), r"block_dim is 2, and layer 0 has shape \[4, 2\]"),
         (lambda: Pages.over(two((4, 2)), [0, 0]), "block_dim has 2 entries: expected 1, one per"),
         (
@@ -366,7 +369,7 @@ def two(shape, *others):
         ),
         (
             lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 2, 8))]),
-            "expected the same but for the last dimension",
+            "expected equal dtypes, and shapes that differ only in the last",
         ),
         (
             lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 8), torch.zeros(3, 4, 8))]),
@@ -376,7 +379,7 @@ def two(shape, *others):
             lambda: KVStorage.from_tensors(
                 [torch.zeros(3, 2, 4, 2, 8), torch.zeros(3, 2, 2, 4, 8).transpose(2, 3)]
             ),
-            r"kv_caches\[1\] has blocks .*: expected the same order in memory",
+            r"kv_caches\[1\] has blocks .*: expected equal dtypes, shapes and orders in memory",
         ),
         (
             lambda: KVStorage.from_tensors(
@@ -434,7 +437,7 @@ def two(shape, *others):
         (lambda: storage("apart", "NHD").scale_cache(0), "the storage has no scales: expected"),
         (
             lambda: storage("apart", "NHD").gather(0, torch.tensor([1]), torch.float32),
-            "tokens are torch.float32, the storage torch.float16: expected the same, or fp8",
+            "tokens are torch.float32, but the storage is torch.float16: expected the same dtype",
         ),
     ],
 )
@@ -531,7 +534,7 @@ def test_aliased_memory_is_one_region():
         PageCopy(one, two).copy(np.array([[1, 2], [2, 3]]))
     PageCopy(one, two).copy(np.array([[1, 2]]))
     assert memory[2].tolist() == [2, 3]
-    with pytest.raises(ValueError, match="source and destination share memory: expected the same"):
+    with pytest.raises(ValueError, match="source and destination share memory: expected identical"):
         PageCopy(Pages.over([memory[1:5]]), Pages.over([memory[:4]])).copy(np.array([[1, 2]]))
 
 
@@ -641,7 +644,9 @@ def test_unsupported_plans_are_rejected():
     ):
         KVStorage.for_plan(replace(plan, page_bytes=2**40))
     plan = replace(plan, groups=(replace(plan.groups[0], layers=("a", "b")),))
-    with pytest.raises(ValueError, match="layer 'b' has num_kv_heads 1, layer 'a' of its group 2"):
+    with pytest.raises(
+        ValueError, match="layer 'b' has num_kv_heads 1, but layer 'a' of its group has 2"
+    ):
         KVStorage.for_plan(plan)
 
 

@@ -617,7 +617,9 @@ def test_invalid_options_are_reported():
     with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 to"):
         engine(layers_per_event=-1)
     pages = Pages.allocate(6, [[16]] * 2)
-    with pytest.raises(ValueError, match="source's pages have 2 fragments over 2 layers, the dest"):
+    with pytest.raises(
+        ValueError, match="source's pages have 2 fragments in 2 layers, but the dest"
+    ):
         SwapEngine(pages, Pages.allocate(6, [[16]]))
 
 

@@ -103,7 +103,7 @@ def append(rows, splits, ids):
         # The row was cleared.
         ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),
         ({"replace": [[(9, 1, 1)]]}, "names row 9: expected 0 to 3"),
-        ({"append_ids": [[], []]}, "append_splits has 1 entries, append_ids has 2"),
+        ({"append_ids": [[], []]}, "append_splits has 1 entries, but append_ids has 2"),
         ({"version": 99}, "plan has version 99: expected 3"),
     ],
 )
@@ -355,9 +355,15 @@ def test_swaps_without_host_pages_change_nothing(section):
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        ([[64]], "source's pages have 2 fragments over 2 layers, the destination's 1 over 1"),
-        ([[64], [32]], "fragment 1 has 64 bytes of layer 1 in the source, 32 of layer 1 in the"),
-        ([[64, 64]], "fragment 1 has 64 bytes of layer 1 in the source, 64 of layer 0 in the"),
+        ([[64]], "source's pages have 2 fragments in 2 layers, but the destination's have 1 in 1"),
+        (
+            [[64], [32]],
+            "fragment 1 has 64 bytes of layer 1 in the source, but 32 bytes of layer 1 in",
+        ),
+        (
+            [[64, 64]],
+            "fragment 1 has 64 bytes of layer 1 in the source, but 64 bytes of layer 0 in",
+        ),
     ],
 )
 def test_host_pages_must_match_the_storage(host, message):
@@ -427,7 +433,7 @@ def test_a_group_of_states_needs_no_block_size():
         ),
         (
             lambda a, b: [KVStorage.over(a, 4, 1, 8)] * 2,
-            "storage has block_size 4, group 1 8: expected the same",
+            "storage has block_size 4, but group 1 has 8: expected equal",
         ),
     ],
 )
@@ -528,7 +534,9 @@ def test_plan_with_wrong_types_changes_nothing(sections, message):
 
 def test_storage_and_tables_of_different_block_size_are_rejected():
     storage = KVStorage(num_blocks=20, block_size=8, num_kv_heads=1, head_size=2)
-    with pytest.raises(ValueError, match="storage has block_size 8, group 0 4: expected the same"):
+    with pytest.raises(
+        ValueError, match="storage has block_size 8, but group 0 has 4: expected equal"
+    ):
         Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4))
 
 

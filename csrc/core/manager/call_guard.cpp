@@ -15,8 +15,8 @@ void CallGuard::fail_caller(bool is_owner) const {
     throw std::runtime_error(text.str());
   }
   throw std::runtime_error(
-      "called while another call of this manager has not returned (from a signal handler, or an "
-      "attention kind?): expected one call at a time");
+      "called while another call of this manager is in progress (from a signal handler or an "
+      "attention kind?): only one call can run at a time");
 }
 
 }  // namespace kvcache

@@ -91,8 +91,8 @@ class Manager {
 
   const HashList& hashes(TokenChain& chain);
 
-  // Sets out[i] to the oldest block of the group that is published under hashes[i] on the device or
-  // on the host, or to -1.
+  // Sets out[i] to the group's oldest block published under hashes[i], or to -1 if there is none.
+  // Searches the host tier if `on_host`, and the device otherwise.
   void find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host, BlockId* out) const;
   // The hash under which a block is published, with its group in `*group`; null if it is not
   // published.

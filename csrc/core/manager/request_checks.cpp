@@ -384,8 +384,8 @@ void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {
         " are known: expected the others to be appended or rejected before it is forked");
   }
   if (child.begins_like(*parent.chain, parent.num_computed)) return;
-  throw std::invalid_argument("the child has other tokens, or other extra keys, than row " +
-                              std::to_string(row) + ": expected the same for the " +
+  throw std::invalid_argument("the child's tokens or extra keys differ from those of row " +
+                              std::to_string(row) + ": expected them to match for the " +
                               std::to_string(parent.num_computed) + " computed tokens");
 }
 

@@ -170,7 +170,8 @@ def model_shape(
 
 
 class FilledCache(DynamicCache):
-    """A cache that a model filled with one token, with the modules that updated the states.
+    """A cache filled by running the model on a single token. Also records which modules updated
+    recurrent states.
 
     `mixers`: the name of each layer's module, unless the module also updates K and V. `vocab_size`:
     the number of logits per token. Raises `UnsupportedModel` if the model cannot compute a token

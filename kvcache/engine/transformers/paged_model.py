@@ -214,7 +214,7 @@ def attach(
     Args:
         model: Any causal language model of transformers.
         budget: Bytes for K, V and states on the model's device.
-        max_model_len: Maximum number of tokens of a request, including the answer. None: the
+        max_model_len: Maximum number of tokens per request (prompt and output). None: the
             model's limit, or the largest number that fits. Models with longrope are limited to
             `original_max_position_embeddings`, because longer requests use other rotary factors for
             all of their keys.

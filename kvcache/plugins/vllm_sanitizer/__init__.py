@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer in vLLM, as a general plug-in:
+"""The sanitizer for vLLM, loaded as a general plug-in:
 
     KVCACHE_SANITIZE=1 vllm serve MODEL
 
-Without the variable, nothing of vLLM is imported or changed.
+Without the variable, the plug-in neither imports nor changes any part of vLLM.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the bytes of vLLM's blocks, with which the sanitizer checks what a host tier loads."""
+"""Digests of the bytes of vLLM's blocks. The sanitizer uses them to check what a host tier loads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of each request, as far as a worker is told."""
+"""The blocks of each request, as far as a worker is informed of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports the steps of a vLLM worker to a `Sanitizer`.
 
-The observer sees what kernels get: the tokens and positions of the batch, the slot mapping and the block
-table of each cache group, copies of blocks and of recurrent states, and blocks that a connector filled.
+The observer reads the inputs of the kernels: the tokens and positions of the batch, the slot mapping and
+block table of each cache group, copies of blocks and of recurrent states, and blocks that a connector
+filled.
 """
 
 from __future__ import annotations

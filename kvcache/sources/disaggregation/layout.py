@@ -94,9 +94,9 @@ def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> N
     """
     if [each.layers for each in local] != [each.layers for each in remote]:
         raise ValueError(
-            f"the local engine has groups of {[len(each.layers) for each in local]} layers, the remote "
-            f"one of {[len(each.layers) for each in remote]}: expected the same layers in the same "
-            "groups; serve the same model in both"
+            f"the local engine has groups of {[len(each.layers) for each in local]} layers, but "
+            f"the remote engine has groups of {[len(each.layers) for each in remote]}: expected the "
+            "same layers in each group; serve the same model in both engines"
         )
     for mine, theirs in zip(local, remote):
         if mine.is_state and theirs.is_state:
@@ -105,15 +105,17 @@ def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> N
         check_same_content(mine.description, theirs.description)
         if mine.interior != theirs.interior:
             raise ValueError(
-                f"the local engine's kernels order a block as {mine.interior!r}, the remote one's as "
-                f"{theirs.interior!r}: expected the same; serve both on machines of one kind"
+                f"the local engine's kernels order a block as {mine.interior!r}, but the remote "
+                f"engine's order it as {theirs.interior!r}: expected the same order; run both engines "
+                "on machines of the same kind"
             )
         is_same_size = mine.description.block_size == theirs.description.block_size
         if mine.interior not in (BY_TOKEN, VEC) and not is_same_size:
             raise ValueError(
-                f"the local engine has blocks of {mine.description.block_size} tokens, the remote one "
-                f"of {theirs.description.block_size}: expected the same with the CPU's kernel "
-                f"{mine.interior!r}; set the same --block-size"
+                f"the local engine has blocks of {mine.description.block_size} tokens, but "
+                f"the remote engine has blocks of {theirs.description.block_size}: expected equal block "
+                f"sizes, which the CPU kernel's order {mine.interior!r} requires; set the same "
+                "--block-size"
             )
 
 

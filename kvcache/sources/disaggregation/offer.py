@@ -151,9 +151,9 @@ class Offer:
         for name in sorted({*model, *self.model}, key=str):
             if model.get(name) != self.model.get(name):
                 raise ValueError(
-                    f"{name} of the model is {shown(model.get(name))} here, "
-                    f"{shown(self.model.get(name))} in engine {self.engine_id!r}: expected the same; "
-                    "serve the same model in both"
+                    f"{name} of the model is {shown(model.get(name))} here, but "
+                    f"{shown(self.model.get(name))} in engine {self.engine_id!r}: expected equal "
+                    "values; serve the same model in both engines"
                 )
         if hashing is None or self.hashing is None:
             return

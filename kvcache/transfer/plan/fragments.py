@@ -278,12 +278,14 @@ def remote_page_ids(
         found = dict.fromkeys(used, page_ids(ids, any_used, "remote_pages"))
     else:
         if missing := sorted(set(used) - set(ids)):
-            raise ValueError(f"remote_pages has ranks {sorted(ids)}: expected also {missing}")
+            raise ValueError(
+                f"remote_pages is missing ranks {missing} (ranks present: {sorted(ids)})"
+            )
         found = {r: page_ids(ids[r], used[r], f"remote_pages[{r}]") for r in used}
     for rank, pages in found.items():
         if len(pages) != num_groups:
             raise ValueError(
-                f"remote_pages of rank {rank} has {len(pages)} groups, local_pages {num_groups}: "
-                "expected the same number"
+                f"remote_pages of rank {rank} has {len(pages)} groups, but local_pages has "
+                f"{num_groups}: expected equal numbers of groups"
             )
     return found

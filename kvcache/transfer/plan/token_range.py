@@ -173,7 +173,7 @@ def _remote_tables(
     if not isinstance(ids, Mapping):
         return dict.fromkeys(ranks, _table(ids, "remote_ids"))
     if missing := sorted(set(ranks) - set(ids)):
-        raise ValueError(f"remote_ids has ranks {sorted(ids)}: expected also {missing}")
+        raise ValueError(f"remote_ids is missing ranks {missing} (ranks present: {sorted(ids)})")
     return {rank: _table(ids[rank], f"remote_ids[{rank}]") for rank in ranks}
 
 

@@ -324,8 +324,8 @@ def check_same_content(
         mine, theirs = getattr(local, name), getattr(remote, name)
         if mine != theirs:
             raise ValueError(
-                f"{here} {name} is {mine!r} (engine {local.engine_id!r}), "
-                f"{there} {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
+                f"{here} {name} is {mine!r} (engine {local.engine_id!r}), but "
+                f"{there} {name} is {theirs!r} (engine {remote.engine_id!r}): expected equal values"
             )
     _check_scales(local, remote, sides)
 
@@ -344,8 +344,8 @@ def _check_scales(
             layer, head = differing[0]
             raise ValueError(
                 f"{sides[0]} {name} of layer {layer}, head {head} is {mine[layer, head]} (engine "
-                f"{local.engine_id!r}), {sides[1]} {name} is {theirs[layer, head]} (engine "
-                f"{remote.engine_id!r}): expected the same"
+                f"{local.engine_id!r}), but {sides[1]} {name} is {theirs[layer, head]} (engine "
+                f"{remote.engine_id!r}): expected equal values"
             )
 
 

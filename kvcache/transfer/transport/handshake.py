@@ -55,7 +55,9 @@ def greet(
     nonces = (nonce, _text(answer, "nonce"))
     between = (mine.incarnation, theirs.incarnation, address_of(theirs))
     if not hmac.compare_digest(_text(answer, "proof"), _proof(secret, "to", nonces, between)):
-        raise RefusedError(f"agent {theirs.agent!r} has a different secret: expected the same")
+        raise RefusedError(
+            f"agent {theirs.agent!r} has a different secret: expected the same secret on both sides"
+        )
     send_frame(sock, {"op": "proof", "proof": _proof(secret, "from", nonces, between)})
     _expect(sock, "metadata", deadline)
     send_frame(sock, {"op": "metadata"}, mine.to_bytes())

@@ -108,8 +108,8 @@ class RegisteredMemory:
         for each in self.regions:
             if each.begin < new.end and new.begin < each.end and each.kind != new.kind:
                 raise ValueError(
-                    f"memory has bytes [{new.begin:#x}, {new.end:#x}) of {new.kind}, which are "
-                    f"registered as of {each.kind}: expected the same again"
+                    f"memory has bytes [{new.begin:#x}, {new.end:#x}) on {new.kind}, some "
+                    f"of which are already registered on {each.kind}: expected {each.kind}"
                 )
 
     @property

@@ -153,7 +153,7 @@ def _column(values: np.ndarray, name: str) -> np.ndarray:
 def _check_as_many(offsets: np.ndarray, length: np.ndarray, name: str) -> None:
     if len(offsets) != len(length):
         raise ValueError(
-            f"{name} has {len(offsets)} entries, length {len(length)}: expected the same number"
+            f"{name} has {len(offsets)} entries, but length has {len(length)}: expected equal numbers"
         )
 
 

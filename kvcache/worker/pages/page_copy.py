@@ -24,9 +24,9 @@ class PageCopy:
     ) -> None:
         if len(source.sizes) != len(destination.sizes):
             raise ValueError(
-                f"the source's pages have {len(source.sizes)} fragments over {source.num_layers} "
-                f"layers, the destination's {len(destination.sizes)} over "
-                f"{destination.num_layers}: expected the same"
+                f"the source's pages have {len(source.sizes)} fragments in {source.num_layers} "
+                f"layers, but the destination's have {len(destination.sizes)} in "
+                f"{destination.num_layers}: expected equal numbers of fragments"
             )
         unequal = np.flatnonzero(
             (source.sizes != destination.sizes) | (source.layers != destination.layers)
@@ -35,8 +35,8 @@ class PageCopy:
             at = unequal[0]
             raise ValueError(
                 f"fragment {at} has {source.sizes[at]} bytes of layer {source.layers[at]} in the "
-                f"source, {destination.sizes[at]} of layer {destination.layers[at]} in the "
-                "destination: expected the same"
+                f"source, but {destination.sizes[at]} bytes of layer {destination.layers[at]} in the "
+                "destination: expected equal sizes and layers"
             )
         _check_formats(source, destination)
         self.source, self.destination = source, destination
@@ -145,7 +145,7 @@ def _check_formats(source: PageMemory, destination: PageMemory) -> None:
         if one != two:
             raise ValueError(
                 f"tensor {i} has blocks of (dtype, shape, dimensions from the innermost) {one} in "
-                f"the source, {two} in the destination: expected the same"
+                f"the source, but {two} in the destination: expected identical formats"
             )
 
 
@@ -163,7 +163,9 @@ def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
     if same and (source.strides == destination.strides).all():
         return True
     if len(source.sizes) and _meet(source, destination):
-        raise ValueError("source and destination share memory: expected the same pages, or others")
+        raise ValueError(
+            "source and destination share memory: expected identical pages, or no shared memory"
+        )
     return False
 
 

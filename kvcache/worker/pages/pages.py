@@ -153,7 +153,8 @@ class Pages(PageMemory):
             if tensor.device != first.device or tensor.shape[dims[number]] != first.shape[dim]:
                 raise ValueError(
                     f"layer {number} has {tensor.shape[dims[number]]} blocks on {tensor.device}, "
-                    f"layer 0 {first.shape[dim]} on {first.device}: expected the same"
+                    f"but layer 0 has {first.shape[dim]} on {first.device}: expected equal numbers of "
+                    "blocks on one device"
                 )
             regions = regions_of(tensor, dims[number], f"layer {number}")
             found += [(region, number, tensor) for region in regions]

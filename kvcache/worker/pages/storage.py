@@ -328,8 +328,9 @@ class KVStorage:
                 if kinds[0] != kinds[1] or mine.shape != other.shape:
                     raise ValueError(
                         f"kv_caches[{number}] has blocks of {mine.dtype}{list(mine.shape)} with "
-                        f"strides {mine.stride()}, kv_caches[0] of {other.dtype}{list(other.shape)} "
-                        f"with {other.stride()}: expected the same order in memory"
+                        f"strides {mine.stride()}, but kv_caches[0] has blocks of "
+                        f"{other.dtype}{list(other.shape)} with strides {other.stride()}: expected equal "
+                        "dtypes, shapes and orders in memory"
                     )
         key, value = self._keys[0], self._values[0]
         num_blocks, block_size, num_kv_heads, head_size = key.shape
@@ -623,8 +624,8 @@ class KVStorage:
             return ()
         if self.k_scale is None:
             raise ValueError(
-                f"tokens are {dtype}, the storage {self.dtype}: expected the same, or fp8 storage "
-                "with scales (set_scales)"
+                f"tokens are {dtype}, but the storage is {self.dtype}: expected the same dtype, or fp8 "
+                "storage with scales (set_scales)"
             )
         return self.k_scale[layers], self.v_scale[layers]
 
@@ -691,8 +692,8 @@ def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, o
         if (other := _shape_of_layer(layer, block_size)) != shape:
             name = next(name for name in shape if shape[name] != other[name])
             raise ValueError(
-                f"layer {layer.name!r} has {name} {other[name]}, layer {first.name!r} of its group "
-                f"{shape[name]}: expected the same"
+                f"layer {layer.name!r} has {name} {other[name]}, but layer {first.name!r} of its group "
+                f"has {shape[name]}: expected equal values"
             )
     return shape
 

@@ -69,7 +69,7 @@ def key_and_value(
             kinds = [f"{each.dtype}{list(each.shape)}" for each in cache]
             raise ValueError(
                 f"{name} has K of {kinds[0]} and V of {kinds[1]}: "
-                "expected the same but for the last dimension"
+                "expected equal dtypes, and shapes that differ only in the last dimension"
             )
         return cache[0], cache[1], 0
     described = described or backend_of_shape(cache.shape, name)

@@ -270,8 +270,8 @@ class AttentionMetadataBuilder:
         num_reqs = _at_least(num_padded_reqs, n, n, "num_padded_reqs")
         if num_reqs > self.max_num_reqs:
             raise ValueError(
-                f"there are {num_reqs} requests with padding: expected at most max_num_reqs, "
-                f"which is {self.max_num_reqs}; make the builder with more"
+                f"there are {num_reqs} requests including padding: expected at most "
+                f"max_num_reqs={self.max_num_reqs}; create the builder with a larger max_num_reqs"
             )
         num_tokens = _at_least(num_padded_tokens, num_tokens, unknown_tokens, "num_padded_tokens")
         most_query = num_tokens if on_device else longest_query

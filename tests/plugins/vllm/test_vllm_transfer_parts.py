@@ -130,7 +130,7 @@ class TestOffers:
         offer.check_answers({"head_size": 4}, same)
         offer.check_answers({"head_size": 4}, None)
         for model, hashing, message in (
-            ({"head_size": 8}, same, "head_size of the model is 8 here, 4 in engine 'engine'"),
+            ({"head_size": 8}, same, "head_size of the model is 8 here, but 4 in engine 'engine'"),
             ({"head_size": 4}, same | {"seed": "t"}, "seed .* set hash_seed to the same"),
             ({"head_size": 4}, same | {"algorithm": "b"}, "set hash_algorithm to the"),
         ):
@@ -144,12 +144,14 @@ class TestOffers:
             (Side((3, 2, 4), 32, 1), "serve the same model"),
             (Side((2, 4, 4), 32, 1), "total_num_kv_heads is 2"),
             (Side((2, 2, 8), 32, 1), "head_size is 8"),
-            (Side((2, 2, 4), 32, 1, interior="amx"), "'vec', the remote one's as 'amx'"),
+            (Side((2, 2, 4), 32, 1, interior="amx"), "'vec', but the remote .* as 'amx'"),
         ):
             with pytest.raises(ValueError, match=message):
                 check_like([mine], [theirs.layout])
         amx = [Side((2, 2, 4), size, 1, interior="amx").layout for size in (32, 64)]
-        with pytest.raises(ValueError, match=r"32 tokens, the remote one of 64.*same --block-size"):
+        with pytest.raises(
+            ValueError, match=r"32 tokens, but the remote .* 64: .*same --block-size"
+        ):
             check_like(amx[:1], amx[1:])
 
     def test_digest_distinguishes_prompts(self):
