@@ -9,7 +9,8 @@ namespace {
 int64_t needed_width(const SlotGroup& group, const TokenRanges& ranges) {
   int64_t width = 0;
   for (int64_t r = 0; r < ranges.size; ++r) {
-    if (ranges.counts[r] > 0) width = std::max(width, group.width(ranges.starts[r] + ranges.counts[r]));
+    if (ranges.counts[r] > 0)
+      width = std::max(width, group.width(ranges.starts[r] + ranges.counts[r]));
   }
   return width;
 }
