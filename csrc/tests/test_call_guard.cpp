@@ -38,8 +38,8 @@ TEST(one_call_at_a_time) {
   CallGuard guard;
   {
     const CallGuard::Scope scope(&guard);
-    CHECK_THROWS(CallGuard::Scope(&guard), "has not returned");
-    CHECK_THROWS(guard.check_reader(), "has not returned");
+    CHECK_THROWS(CallGuard::Scope(&guard), "is in progress");
+    CHECK_THROWS(guard.check_reader(), "is in progress");
   }
   const CallGuard::Scope next(&guard);
 }
