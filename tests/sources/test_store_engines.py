@@ -344,6 +344,7 @@ def test_a_damaged_file_is_a_miss(tmp_path, damage):
 def test_an_engine_over_a_disk_that_is_too_small(tmp_path, groups):
     choose = random.Random(1)
     families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
+    num_loaded = 0  # how many blocks are loaded in time depends on the machine
     for _ in range(3):  # each engine starts with the previous one's store
         user = StoreUser(DiskStore(tmp_path, "170KiB"), groups, num_blocks=40 * len(groups))
         for _ in range(8):
@@ -357,7 +358,8 @@ def test_an_engine_over_a_disk_that_is_too_small(tmp_path, groups):
                 told = told - each if isinstance(event, BlockRemoved) else told | each
         assert len(told) == user.store.capacity - len(user.store._free)
         user.end()
-    assert user.tier.stats.loaded_blocks > 20 and user.tier.stats.evicted_blocks > 0
+        num_loaded += user.tier.stats.loaded_blocks
+    assert num_loaded > 20 and user.tier.stats.evicted_blocks > 0
     assert user.tier.stats.errors == user.tier.stats.corrupt_blocks == 0
 
 
