@@ -60,9 +60,7 @@ def free_early(engine, index):
     def free(original, *arguments):
         requests = [each for each in engine.scheduler.running if each.num_computed_tokens]
         if engine.now(8) and len(requests) > 2:
-            manager = engine.manager.coordinator.single_type_managers[engine.slot_group]
-            blocks = manager.req_to_blocks[requests[0].request_id]
-            block = [each for each in blocks if not each.is_null][index]
+            block = engine.held(requests[0])[index]
             pool._maybe_evict_cached_block(block)
             if block.ref_cnt == 1:
                 block.ref_cnt = 0
@@ -95,9 +93,7 @@ def block_is_allocated_twice(engine):
     def get(original, count):
         blocks = original(count)
         if count and engine.now(25):
-            request = engine.scheduler.running[0]
-            manager = engine.manager.coordinator.single_type_managers[engine.slot_group]
-            held = [b for b in manager.req_to_blocks[request.request_id] if not b.is_null]
+            held = engine.held(engine.scheduler.running[0])
             if held:
                 blocks[-1] = held[-1]
                 held[-1].ref_cnt += 1
@@ -368,11 +364,9 @@ def blocks_in_use_are_zeroed(engine):
     def schedule(original, *arguments):
         output = original(*arguments)
         if len(engine.scheduler.running) > 2 and engine.now(10):
-            manager = engine.manager.coordinator.single_type_managers[engine.slot_group]
-            name = engine.scheduler.running[0].request_id
-            held = [b.block_id for b in manager.req_to_blocks[name] if not b.is_null]
+            held = engine.held(engine.scheduler.running[0])
             if len(held) > 1:
-                output.new_block_ids_to_zero = [held[-2]]
+                output.new_block_ids_to_zero = [held[-2].block_id]
                 engine.planted()
         return output
 
@@ -386,13 +380,9 @@ def copy_into_a_block_in_use(engine):
     def schedule(original, *arguments):
         output = original(*arguments)
         if len(engine.scheduler.running) > 2 and engine.now(10):
-            manager = engine.manager.coordinator.single_type_managers[engine.slot_group]
-            held = [
-                [b.block_id for b in manager.req_to_blocks[r.request_id] if not b.is_null]
-                for r in engine.scheduler.running[:3]
-            ]
+            held = [engine.held(each) for each in engine.scheduler.running[:2]]
             if all(held):
-                output.kv_cache_block_copies = [(held[0][-1], held[1][-1])]
+                output.kv_cache_block_copies = [(held[0][-1].block_id, held[1][-1].block_id)]
                 engine.planted()
         return output
 
@@ -704,6 +694,11 @@ class Engine:
         self.sanitizer.reset()
         self.sanitizer.reports.clear()
         self.sanitizer.counts.clear()
+
+    def held(self, request):
+        """Return the blocks of a request in a group with slots, without null blocks."""
+        manager = self.manager.coordinator.single_type_managers[self.slot_group]
+        return [each for each in manager.req_to_blocks[request.request_id] if not each.is_null]
 
     def now(self, count, condition=True):
         """Whether this is the call number `count` of this defect, or a later one, and none acted."""

@@ -15,8 +15,8 @@
 
 namespace kvcache::sanitizer {
 
-// In the order of the reports of one check. Python turns kHeldByOther (only another request holds a
-// block that is written) and kWrongRead into other kinds of reports.
+// What a check found. A check sorts its findings in this order. Python reports kHeldByOther (a
+// block is written that only another request holds) and kWrongRead as other kinds.
 enum class FindingKind : int64_t {
   kSlotMismatch,
   kStaleRow,
