@@ -13,7 +13,8 @@ from kvcache.engine.batch import Batch
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import Sequence, State
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
-from kvcache.sanitizer.environment import checked_mode, options_from_environment
+from kvcache.sanitizer.arguments import checked_mode
+from kvcache.sanitizer.environment import options_from_environment
 from kvcache.sanitizer.guard import ObserverGuard
 from kvcache.step import Status, StepReport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.checks import as_array, integers
+from kvcache.checks import as_array, integers, shown
 
 
 def checked_table(block_table: object, num_rows: int) -> np.ndarray:
@@ -24,3 +24,10 @@ def checked_int64(values: object, name: str) -> np.ndarray:
     if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:
         return values
     return integers(values, name, ())
+
+
+def checked_mode(mode: object, name: str) -> str:
+    """Return "report" or "stop". Raises ValueError."""
+    if not isinstance(mode, str) or mode not in ("report", "stop"):
+        raise ValueError(f"{name} is {shown(mode)}: expected 'report' or 'stop'")
+    return mode

@@ -9,17 +9,9 @@ import time
 from pathlib import Path
 
 from kvcache.checks import shown
+from kvcache.sanitizer.arguments import checked_mode
 
 _numbers = itertools.count()
-_MODES = {"1": "report", "report": "report", "stop": "stop"}
-
-
-def checked_mode(mode: str, name: str) -> str:
-    """Return "report" or "stop". Raises ValueError."""
-    if mode not in _MODES:
-        known = ", ".join(map(repr, _MODES))
-        raise ValueError(f"{name} is {shown(mode)}: expected one of {known}")
-    return _MODES[mode]
 
 
 def options_from_environment() -> dict[str, object] | None:
@@ -35,6 +27,7 @@ def options_from_environment() -> dict[str, object] | None:
     mode = os.environ.get("KVCACHE_SANITIZE", "")
     if mode in ("", "0"):
         return None
+    mode = "report" if mode == "1" else mode
     options: dict[str, object] = {"mode": checked_mode(mode, "KVCACHE_SANITIZE")}
     every = os.environ.get("KVCACHE_SANITIZE_EVERY", "")
     if every:

@@ -20,7 +20,7 @@ from kvcache.checks import (
     shown,
 )
 from kvcache.native.load import core
-from kvcache.sanitizer.arguments import checked_int64, checked_table
+from kvcache.sanitizer.arguments import checked_int64, checked_mode, checked_table
 from kvcache.sanitizer.blocks import ObservedBlocks
 from kvcache.sanitizer.digests import ContentDigests
 from kvcache.sanitizer.findings import Findings
@@ -84,7 +84,7 @@ class Sanitizer:
             raise ValueError("groups is empty: expected one group or more")
         num_blocks = integer(num_blocks, "num_blocks", 1)
         num_host_blocks = integer(num_host_blocks, "num_host_blocks")
-        mode = _checked_mode(mode)
+        mode = checked_mode(mode, "mode")
         self.every = integer(every, "every", 1)
         max_reports = integer(max_reports, "max_reports")
         if log is not None and not callable(log):
@@ -115,7 +115,7 @@ class Sanitizer:
 
     @mode.setter
     def mode(self, mode: str) -> None:
-        self._findings.mode = _checked_mode(mode)
+        self._findings.mode = checked_mode(mode, "mode")
 
     @property
     def step(self) -> int:
@@ -644,9 +644,3 @@ class Sanitizer:
         except OSError as failure:
             self._recorder = None  # the record ends here; checks continue
             _log.error("The record of the KV cache sanitizer is incomplete: %s", failure)
-
-
-def _checked_mode(mode: object) -> str:
-    if not isinstance(mode, str) or mode not in ("report", "stop"):
-        raise ValueError(f"mode is {shown(mode)}: expected 'report' or 'stop'")
-    return mode

@@ -2,11 +2,15 @@
 """Runs an engine randomly over a tiny model and compares each answer with the model's own.
 
 `python -m tests.machinery.engine_driver --runs N --seed S [--model NAME]` makes N runs with seeds S, S
-+ 1, ....
++ 1, .... With `--judge`, wrong answers and failures do not end it: it prints what the sanitizer and the
+comparison found, as JSON (`Judgement`).
 """
 
 import argparse
+import collections
 import contextlib
+import dataclasses
+import json
 import logging
 import time
 
@@ -28,14 +32,21 @@ class ModelFailed(Exception):
     """Raised in the forward pass, like a device error."""
 
 
+class WrongAnswer(AssertionError):
+    """Raised if an answer is not the model's own."""
+
+
 class EngineRun:
     """A run of an engine with random settings, in a pool slightly larger than one request.
 
     `with_store` adds an in-memory store with random faults of every kind, at a random rate.
+    `checks_invariants` checks the manager's now and then.
     """
 
-    def __init__(self, name: str, seed: int, with_store: bool = False) -> None:
-        self.name, self.seed = name, seed
+    def __init__(
+        self, name: str, seed: int, with_store: bool = False, checks_invariants: bool = True
+    ) -> None:
+        self.name, self.seed, self.checks_invariants = name, seed, checks_invariants
         self.rng = rng = np.random.default_rng([seed, MODELS.index(name)])
         self.model = dense(name, 2)
         block_size = int(rng.choice([4, 8, 16]))
@@ -102,7 +113,7 @@ class EngineRun:
                 if engine.sources and num_steps % 16 == 0:
                     self.paged.cache.manager.cache.reset()
                 assert num_steps < 20_000, "the run does not end"
-            if rng.random() < 0.05:
+            if rng.random() < 0.05 and self.checks_invariants:
                 check_invariants(self.paged.cache.manager)
         for source in engine.sources:
             assert source.close() and source._staging.num_free == source._staging.num_values
@@ -219,9 +230,8 @@ class EngineRun:
             logits = logits_of(self.model, prompt, answer)
             sampler = Sampler(params, sample.index) if params.temperature else None
             wanted = [int(x.argmax()) if sampler is None else sampler.token(x) for x in logits]
-            assert answer == wanted, (
-                f"{generation.request_id}.{sample.index}: {answer}, not {wanted}"
-            )
+            if answer != wanted:
+                raise WrongAnswer(f"{generation.request_id}.{sample.index}: {answer}, not {wanted}")
             reason = sample.finish_reason
             is_stopped = bool(answer) and answer[-1] in params.stop_token_ids
             assert reason == "abort" or is_stopped == (reason == "stop")
@@ -239,9 +249,53 @@ class EngineRun:
             params.stop_token_ids,
         )
         found = [(sample.token_ids, sample.score) for sample in generation.samples]
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+        if [tokens for tokens, _ in found] != [tokens for tokens, _ in wanted]:
+            raise WrongAnswer(f"{generation.request_id}: {found}, not {wanted}")
         assert np.allclose([score for _, score in found], [score for _, score in wanted])
         self.num_compared += len(found)
+
+
+@dataclasses.dataclass
+class Judgement:
+    """What was found in several runs of an engine that may be defective.
+
+    A run is wrong if an answer of it is not the model's own. `reported`: runs with reports of the
+    sanitizer, by kind of the first one. `failures`: runs that ended with an error, by its text.
+    """
+
+    runs: int = 0
+    wrong: int = 0
+    wrong_and_reported: int = 0
+    reported: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    failures: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    def judge(self, name: str, seed: int) -> None:
+        """Make a run, with the sanitizer of the environment (KVCACHE_SANITIZE=report)."""
+        run = EngineRun(name, seed, checks_invariants=False)
+        is_wrong = False
+        try:
+            run.run()
+        except WrongAnswer:
+            is_wrong = True
+        except Exception as failure:
+            self.failures[f"{type(failure).__name__}: {failure}"[:120]] += 1
+            is_wrong = self._has_wrong_answers(run)
+        reports = run.engine.sanitizer.reports
+        self.runs += 1
+        self.wrong += is_wrong
+        self.wrong_and_reported += is_wrong and bool(reports)
+        if reports:
+            self.reported[reports[0].kind] += 1
+
+    def _has_wrong_answers(self, run: EngineRun) -> bool:
+        for generation in run.generations:
+            try:
+                run._compare(generation)
+            except WrongAnswer:
+                return True
+            except Exception:  # of a generation that has not ended
+                continue
+        return False
 
 
 def main() -> None:
@@ -250,8 +304,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=MODELS)
+    parser.add_argument("--judge", action="store_true", help="print what is found, as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.judge:
+        judgement = Judgement()
+        for seed in range(args.seed, args.seed + args.runs):
+            judgement.judge(args.model or MODELS[seed % len(MODELS)], seed)
+        print(json.dumps(dataclasses.asdict(judgement)))
+        return
     compared, totals, start = 0, {}, time.monotonic()
     for seed in range(args.seed, args.seed + args.runs):
         run = EngineRun(args.model or MODELS[seed % len(MODELS)], seed)

@@ -5,6 +5,7 @@
     python -m tests.machinery.planted_breaks demand publisher
     python -m tests.machinery.planted_breaks --list
     python -m tests.machinery.planted_breaks --mutants        # those of mutants.py; names are accepted
+    python -m tests.machinery.planted_breaks --sanitizer [--mutants]  # which the sanitizer reports
 
 There is a defect for each component of the manager, for each op, and for the plans built in Python.
 Each defect is planted in `build/planted/tree`, a copy of the checkout with its own CMake build,
@@ -16,13 +17,16 @@ tests in `make test` run. A mutant that these files miss is tried with all other
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.machinery.mutants import MUTANTS, SURVIVORS
 from tests.machinery.shared import REPO
@@ -47,6 +51,13 @@ class Defect:
     def is_native(self) -> bool:
         return self.path.startswith("csrc/")
 
+
+# Code that decides which KV attention reads.
+_CODE_OF_KV = (
+    *("csrc/core/pool/", "csrc/core/manager/", "csrc/core/groups/", "csrc/core/hashing/"),
+    *("csrc/worker/", "csrc/ops/", "kvcache/worker/", "kvcache/engine/transformers/"),
+)
+_MOST_SECONDS = 400  # of the runs with one defect
 
 POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
 RULES, SANITIZER = "csrc/core/groups/rules/", "csrc/core/sanitizer/"
@@ -295,6 +306,11 @@ def main() -> int:
         "--mutants", action="store_true", help="those of tests/machinery/mutants.py instead"
     )
     parser.add_argument("--named-files-only", action="store_true", help="no other test files")
+    parser.add_argument(
+        "--sanitizer",
+        action="store_true",
+        help="run an engine with the sanitizer instead of tests, with the defects in code of the KV",
+    )
     arguments = parser.parse_args()
     all_defects = [Defect(*mutant) for mutant in MUTANTS] if arguments.mutants else DEFECTS
     known = {defect.name: defect for defect in all_defects}
@@ -302,6 +318,8 @@ def main() -> int:
         if name not in known:
             parser.error(f"there is no defect {name!r}: expected one of {', '.join(known)}")
     defects = [known[name] for name in arguments.names] or all_defects
+    if arguments.sanitizer:
+        defects = [defect for defect in defects if defect.path.startswith(_CODE_OF_KV)]
     if arguments.list:
         print(*(f"{d.name}: {d.path}: {d.old}  ->  {d.new}" for d in defects), sep="\n")
         return 0
@@ -318,6 +336,8 @@ def main() -> int:
         if built.returncode:
             print(built.stdout)
             return 1
+    if arguments.sanitizer:
+        return _judge_all(defects)
     # A test that fails without a defect would appear to detect every defect.
     files = sorted({path for defect in defects for path in _test_files(defect)})
     print("planted: their tests without defects", flush=True)
@@ -345,6 +365,44 @@ def _is_caught(defect: Defect, tries_others: bool) -> bool:
     return verdict == "caught"
 
 
+def _judge_all(defects: list[Defect]) -> int:
+    """Print which defects gave wrong answers, and which of these the sanitizer reported."""
+    print(f"planted: without defects: {_judge()}", flush=True)
+    wrong, reported = [], []
+    for defect in defects:
+        verdict = _with_defect(defect, _judge)
+        print(f"{defect.name}: {verdict}", flush=True)
+        if isinstance(verdict, dict) and verdict["wrong"]:
+            wrong.append(defect.name)
+            reported += [defect.name] if verdict["wrong_and_reported"] else []
+    missed = [name for name in wrong if name not in reported]
+    print(
+        f"planted: {len(defects)} defects, {len(wrong)} gave wrong answers, of which the sanitizer "
+        f"reported {len(reported)}, not: {', '.join(missed) or 'none'}"
+    )
+    return 0
+
+
+def _judge() -> dict[str, object] | str:
+    """Return what runs of an engine in the copy found, or how they ended."""
+    command = [sys.executable, "-m", "tests.machinery.engine_driver", "--judge", "--runs", "18"]
+    environment = {**os.environ, "PYTHONPATH": str(TREE), "KVCACHE_SANITIZE": "report"}
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=TREE,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_MOST_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "the runs do not end"
+    if ended.returncode:
+        return f"exit code {ended.returncode}: {ended.stderr.strip().splitlines()[-1:]}"
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
 def problem(defect: Defect) -> str | None:
     """Return the reason why a defect cannot be planted, or None."""
     path = REPO / defect.path
@@ -368,6 +426,27 @@ def _try(defect: Defect, tries_others: bool) -> tuple[str, str]:
 
     Return the verdict and the output. `tries_others`: if they pass, run all other files too.
     """
+
+    def run() -> subprocess.CompletedProcess:
+        tests = _run_tests(*_test_files(defect))
+        if tests.returncode == 0 and tries_others:
+            named = [f"--ignore={path}" for path in _test_files(defect)]
+            tests = _run_tests("-n", "auto", "--dist", "worksteal", *named)
+        return tests
+
+    tests = _with_defect(defect, run)
+    if isinstance(tests, str):
+        return "NOT BUILT", tests
+    if tests.returncode == 0:
+        return "MISSED", tests.stdout
+    # Exit code 1: a test failed. Negative: a test killed the process. Otherwise pytest itself did
+    # not run.
+    is_caught = tests.returncode == 1 or tests.returncode < 0
+    return ("caught" if is_caught else "NOT TESTED"), tests.stdout
+
+
+def _with_defect(defect: Defect, run: Callable[[], Any]) -> Any:
+    """Return the result of `run` with a defect planted, or the output of the build if it fails."""
     path = TREE / defect.path
     sound = path.read_text()
     path.write_text(sound.replace(defect.old, defect.new))
@@ -375,19 +454,10 @@ def _try(defect: Defect, tries_others: bool) -> tuple[str, str]:
         if defect.is_native:
             built = _build_native()
             if built.returncode:
-                return "NOT BUILT", built.stdout
-        tests = _run_tests(*_test_files(defect))
-        if tests.returncode == 0 and tries_others:
-            named = [f"--ignore={path}" for path in _test_files(defect)]
-            tests = _run_tests("-n", "auto", "--dist", "worksteal", *named)
+                return built.stdout
+        return run()
     finally:
         path.write_text(sound)
-    if tests.returncode == 0:
-        return "MISSED", tests.stdout
-    # Exit code 1: a test failed. Negative: a test killed the process. Otherwise pytest itself did
-    # not run.
-    is_caught = tests.returncode == 1 or tests.returncode < 0
-    return ("caught" if is_caught else "NOT TESTED"), tests.stdout
 
 
 def _run_tests(*arguments: str) -> subprocess.CompletedProcess:

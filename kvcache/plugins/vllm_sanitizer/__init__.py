@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 _log = logging.getLogger("kvcache.sanitizer")
@@ -22,12 +23,14 @@ def register() -> None:
         return
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    original = WorkerWrapperBase.initialize_from_config
-    if hasattr(original, "__wrapped__"):  # vLLM loads its plug-ins several times
-        return
+    from kvcache.plugins.vllm_sanitizer.wrapping import wrap_once
 
+    wrap_once(WorkerWrapperBase, "initialize_from_config", _observed)  # vLLM calls `register` often
+
+
+def _observed(original: Callable) -> Callable:
     @functools.wraps(original)
-    def initialize_from_config(wrapper: WorkerWrapperBase, *arguments: object) -> object:
+    def initialize_from_config(wrapper: Any, *arguments: object) -> object:
         result = original(wrapper, *arguments)
         try:
             from kvcache.plugins.vllm_sanitizer.observer import observe
@@ -39,7 +42,7 @@ def register() -> None:
             _log.error("The KV cache sanitizer is off: %s", failure)
         return result
 
-    WorkerWrapperBase.initialize_from_config = initialize_from_config
+    return initialize_from_config
 
 
 def findings(worker: Any) -> dict[str, object]:

@@ -31,6 +31,7 @@ from vllm.v1.worker import gpu_model_runner, mamba_utils
 
 from kvcache.plugins.vllm_sanitizer.block_bytes import BlockBytes, has_host_tier
 from kvcache.plugins.vllm_sanitizer.holds import Holds
+from kvcache.plugins.vllm_sanitizer.wrapping import wrap_once
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import options_from_environment
 from kvcache.sanitizer.guard import ObserverGuard
@@ -142,8 +143,8 @@ class WorkerObserver:
         runner.kvcache_sanitizer = self
         for name in _HOOKS:
             setattr(runner, name, getattr(self, f"_{name.lstrip('_')}")(getattr(runner, name)))
-        _wrap_once(gpu_model_runner, "copy_kv_cache_blocks_inplace", _copied)
-        _wrap_once(mamba_utils, "collect_mamba_copy_meta", _copied_state)
+        wrap_once(gpu_model_runner, "copy_kv_cache_blocks_inplace", _copied)
+        wrap_once(mamba_utils, "collect_mamba_copy_meta", _copied_state)
         if has_kv_transfer_group():
             connector = get_kv_transfer_group()
             if has_host_tier(connector):
@@ -404,11 +405,6 @@ class WorkerObserver:
         if not isinstance(seen, torch.Tensor) or seen.ndim != 1 or len(seen) < num_rows:
             seen = self._runner.seq_lens
         return _array(seen[:num_rows]).astype(np.int64)
-
-
-def _wrap_once(module: Any, name: str, wrap: Callable) -> None:
-    if not hasattr(getattr(module, name), "__wrapped__"):
-        setattr(module, name, wrap(getattr(module, name)))
 
 
 def _copied(original: Callable) -> Callable:
