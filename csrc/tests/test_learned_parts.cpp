@@ -12,9 +12,12 @@
 #include "core/eviction/learned/ghost_ring.h"
 #include "core/eviction/learned/hazards.h"
 #include "core/eviction/learned/loose_segment.h"
+#include "core/eviction/learned/lru_guard.h"
 #include "core/eviction/learned/reuse_class.h"
+#include "core/eviction/learned/reuse_factors.h"
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
+#include "core/eviction/learned/shadow_lru.h"
 #include "core/eviction/learned/worth_order.h"
 #include "tests/check.h"
 
@@ -37,22 +40,58 @@ TEST(each_age_is_in_the_bucket_that_covers_it) {
 
 TEST(classes_are_apart) {
   std::map<int, int> seen;
-  for (int64_t turn : {0, 1, 2, 3}) {
+  const int64_t gaps[] = {-1, 11'999, 12'000, 30'000, 120'000, 480'000};  // -1: a first turn
+  for (int gap = 0; gap < ReuseClass::kGaps; ++gap) {
     for (int64_t added : {2'559, 2'560, 20'480}) {
-      for (int64_t answer : {63, 64}) {
-        for (int64_t request : {-1, 0, 1, 2})
-          ++seen[ReuseClass::of_own(turn, added, answer, request)];
+      for (int64_t answer : {99, 100, 300, 1'000}) {
+        for (int64_t request : {-1, 0, 1, 2}) {
+          const int c = ReuseClass::of_own(gap == 0 ? 0 : 2, gaps[gap], added, answer, request);
+          CHECK_EQ(ReuseClass::gap_of(c), gap);
+          CHECK_EQ(ReuseClass::is_later_turn(c), gap > 0);
+          CHECK_EQ(ReuseClass::added_of(c), (added >= 2'560) + (added >= 20'480));
+          CHECK_EQ(ReuseClass::answer_of(c), (answer >= 100) + (answer >= 300) + (answer >= 1'000));
+          ++seen[c];
+        }
       }
     }
   }
   for (int forks : {1, 2, 4, 16}) ++seen[ReuseClass::of_shared(forks)];
+  ++seen[ReuseClass::kLeft];
   ++seen[ReuseClass::kLoose];
   CHECK_EQ(seen.size(), ReuseClass::kNum);
   CHECK(seen.begin()->first == 0 && seen.rbegin()->first == ReuseClass::kNum - 1);
-  CHECK_EQ(ReuseClass::of_own(3, 0, 0, 2), ReuseClass::of_own(1000, 2'559, 63, INT32_MAX));
+  CHECK_EQ(ReuseClass::of_own(3, 0, 0, 0, 2),
+           ReuseClass::of_own(1'000, 11'999, 2'559, 99, INT32_MAX));
+  CHECK_EQ(ReuseClass::of_own(0, 0, 0, 0, 0), ReuseClass::of_own(0, INT64_MAX, 0, 0, 0));
   CHECK_EQ(ReuseClass::of_shared(16), ReuseClass::of_shared(65'535));
   CHECK(ReuseClass::is_shared(ReuseClass::of_shared(3)) && !ReuseClass::is_shared(0));
-  CHECK(!ReuseClass::is_shared(ReuseClass::kLoose));
+  CHECK(!ReuseClass::is_shared(ReuseClass::kLeft) && !ReuseClass::is_shared(ReuseClass::kLoose));
+  CHECK(!ReuseClass::is_later_turn(ReuseClass::kLeft));
+}
+
+TEST(a_factor_is_the_observed_number_of_uses_by_the_expected_number) {
+  // Blocks after short answers are used three times as often as others, at every age and for every
+  // level of the other features.
+  ReuseFactors::CountsOfClasses counts{};
+  ReuseHazards of_all;
+  of_all.fill(0.1);
+  for (int own = 0; own < ReuseClass::kOfRequest; ++own) {
+    for (ReuseCount& count : counts[own]) {
+      count = {1'000, ReuseClass::answer_of(own) == 0 ? 240.0 : 80.0};
+    }
+  }
+  ReuseFactors factors;
+  for (int own : {0, 1, 71}) CHECK_EQ(factors.hazard(own, 7, 0.1), 0.1);
+  for (int round = 0; round < 20; ++round) factors.fit(counts, of_all);
+  for (int own = 0; own < ReuseClass::kOfRequest; ++own) {
+    const double expected = ReuseClass::answer_of(own) == 0 ? 0.24 : 0.08;
+    CHECK(std::abs(factors.hazard(own, 7, 0.1) - expected) < 0.001);
+  }
+  // Without samples, a factor stays as it is.
+  const double before = factors.hazard(5, 3, 0.1);
+  factors.fit({}, of_all);
+  CHECK_EQ(factors.hazard(5, 3, 0.1), before);
+  CHECK(factors.hazard(0, 0, 1) < 1);
 }
 
 TEST(of_one_key_the_youngest_record_is_found_as_long_as_it_is_there) {
@@ -148,8 +187,9 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   constexpr int kKeys = 2'000;
   const auto key_of = [](int i) { return static_cast<uint32_t>(i) * 0x9E3779B1u | 1u; };
   for (int i = 1; i <= kKeys; ++i) {
-    model.advance(1'000);
-    model.note_release(key_of(i), /*reuse_class=*/2, /*turn=*/300, i % 4 == 0, i % 8 == 0);
+    model.set_now(1'000 * i);
+    model.note_release(key_of(i), {/*reuse_class=*/2, /*turn=*/300, /*num_blocks=*/1}, i % 4 == 0,
+                       i % 8 == 0);
     const GhostRing::Record* record = model.find(key_of(i));
     CHECK(record != nullptr || i % 4 != 0);
     num_sampled += record != nullptr && record->is_sample;
@@ -160,7 +200,7 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   // All samples reached bucket 0.
   CHECK_EQ(model.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
   for (int repeat = 0; repeat < 2; ++repeat) {  // the second use of a record is not counted
-    for (int i = 1; i <= kKeys; ++i) model.note_use(key_of(i));
+    for (int i = 1; i <= kKeys; ++i) model.note_use(key_of(i), false);
   }
   double num_used = 0;
   const std::vector<double> counts = model.hazards().counts();
@@ -168,8 +208,145 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   CHECK_EQ(num_used, num_sampled);
   ReuseModel larger(15'000);
   larger.add_blocks(15'000);  // same sampling rate as above
-  for (int i = 1; i <= kKeys; ++i) larger.note_release(key_of(i), 2, 0, false, false);
+  for (int i = 1; i <= kKeys; ++i) larger.note_release(key_of(i), {2, 0, 63}, false, false);
   CHECK_EQ(larger.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
+  // Of a segment of 64 to 127 blocks, half as many are sampled, and of 128 to 255 a quarter.
+  for (const auto& [num_blocks, share] : std::map<int64_t, double>{{64, 0.5}, {255, 0.25}}) {
+    ReuseModel of_long(30'000);
+    for (int i = 1; i <= kKeys; ++i) {
+      of_long.note_release(key_of(i), {2, 0, num_blocks}, false, false);
+    }
+    const double num = of_long.hazards().counts()[2 * AgeBuckets::kNum];
+    CHECK(std::abs(num / num_sampled - share) < 0.15);
+  }
+}
+
+// The keys of an LRU cache, oldest first.
+struct PlainLru {
+  size_t capacity;
+  std::deque<uint32_t> keys;
+
+  bool contains(uint32_t key) const { return std::count(keys.begin(), keys.end(), key) > 0; }
+  void remove(uint32_t key) { keys.erase(std::remove(keys.begin(), keys.end(), key), keys.end()); }
+  void release(uint32_t key) {
+    remove(key);
+    keys.push_back(key);
+    if (keys.size() > capacity) keys.pop_front();
+  }
+};
+
+TEST(the_shadow_cache_holds_the_keys_of_an_lru_cache) {
+  for (uint32_t seed = 1; seed <= 50; ++seed) {
+    std::mt19937 random(seed);
+    const size_t capacity = 1 + random() % 9;
+    ShadowLru shadow(static_cast<int64_t>(capacity));
+    PlainLru model{capacity, {}};
+    for (int step = 0; step < 500; ++step) {
+      const uint32_t key = 2 * (random() % 20);
+      if (random() % 5 == 0) {
+        shadow.remove(key);
+        model.remove(key);
+      } else {
+        shadow.release(key);
+        model.release(key);
+      }
+      if (random() % 200 == 0) {
+        shadow.clear();
+        model.keys.clear();
+      }
+      for (uint32_t each = 0; each < 40; each += 2) {
+        CHECK_EQ(shadow.contains(each), model.contains(each));
+      }
+    }
+  }
+}
+
+// A cache that evicts the most recently used key while the policy is trusted, which loses many hits
+// on some workloads and gains many on others.
+struct GuardedCache {
+  explicit GuardedCache(size_t num_keys)
+      : capacity(num_keys), guard(static_cast<int64_t>(num_keys) + 1) {}
+
+  bool use(uint32_t key, bool is_guarded) {
+    const auto at = std::find(keys.begin(), keys.end(), key);
+    const bool is_hit = at != keys.end();
+    guard.note_use(key, is_hit);
+    if (is_hit) {
+      keys.erase(at);
+    } else if (keys.size() == capacity) {
+      const bool is_lru = is_guarded && guard.falls_back();
+      keys.erase(is_lru ? keys.begin() : keys.end() - 1);
+    }
+    keys.push_back(key);
+    guard.note_release(key);
+    return is_hit;
+  }
+
+  size_t capacity;
+  LruGuard guard;
+  std::deque<uint32_t> keys;  // least recently used first
+};
+
+TEST(a_guarded_policy_stays_within_the_bound_behind_lru) {
+  constexpr int64_t kUses = 40'000;
+  int num_exceeded = 0, num_ahead = 0;
+  for (uint32_t seed = 1; seed <= 60; ++seed) {
+    std::mt19937 random(seed);
+    const size_t capacity = 4 + random() % 60;
+    GuardedCache guarded(capacity), unguarded(capacity);
+    PlainLru lru{capacity, {}};
+    int64_t behind = 0, behind_unguarded = 0;
+    uint32_t span = 1;
+    bool is_loop = false;
+    for (int64_t n = 1; n <= kUses; ++n) {
+      if (n % (1 + kUses / (1 + seed % 7)) == 1) {  // another workload
+        is_loop = random() % 2 == 0;
+        span = static_cast<uint32_t>(capacity) + random() % 40;
+      }
+      // LRU has no hits in a loop over more keys than it holds. Keys that return soon are hits of
+      // LRU only.
+      const uint32_t key =
+          2 * static_cast<uint32_t>(is_loop ? n % span : n / 3 + random() % (capacity / 4));
+      const bool is_hit = lru.contains(key);
+      lru.release(key);
+      behind += int64_t{is_hit} - int64_t{guarded.use(key, true)};
+      behind_unguarded += int64_t{is_hit} - int64_t{unguarded.use(key, false)};
+      const auto c = static_cast<double>(capacity);
+      const double bound = 2 * c * (2 + std::log2(1 + static_cast<double>(n) / c));
+      CHECK(static_cast<double>(behind) <= bound);
+      if (n == kUses) num_exceeded += static_cast<double>(behind_unguarded) > bound;
+    }
+    num_ahead += behind < 0;
+  }
+  CHECK(num_exceeded > 10);  // without the guard, the policy would lose far more
+  CHECK(num_ahead > 5);      // and with it, it still gains where it is better
+}
+
+TEST(a_policy_that_has_proved_itself_is_trusted_sooner) {
+  LruGuard guard(11);  // samples all keys, and 10 fit
+  const auto lose = [&] {
+    int num = 0;
+    for (; !guard.falls_back(); ++num) {
+      guard.note_release(2);
+      guard.note_use(2, false);
+    }
+    return num;
+  };
+  const auto wait = [&] {
+    int num = 0;
+    for (; guard.falls_back(); ++num) guard.note_use(4, true);
+    return num;
+  };
+  CHECK_EQ(lose(), 10);
+  CHECK_EQ(wait(), 10);
+  CHECK_EQ(lose(), 10);
+  CHECK_EQ(wait(), 20);
+  for (int i = 0; i < 19; ++i) guard.note_use(4, true);
+  CHECK_EQ(lose(), 10);
+  CHECK_EQ(wait(), 40);  // it did not gain enough
+  for (int i = 0; i < 20; ++i) guard.note_use(4, true);
+  CHECK_EQ(lose(), 10);
+  CHECK_EQ(wait(), 40);
 }
 
 TEST(loose_blocks_share_a_segment_while_it_is_young_and_small) {
@@ -184,10 +361,10 @@ TEST(loose_blocks_share_a_segment_while_it_is_young_and_small) {
   for (BlockId id = 2; id <= 64; ++id) CHECK_EQ(add(id, 5), first);
   const int32_t second = add(65, 5);
   CHECK(second != first && segments[second].reuse_class == ReuseClass::kLoose);
-  CHECK_EQ(add(66, 5 + 40'959), second);
-  CHECK(add(67, 5 + 40'960) != second);
+  CHECK_EQ(add(66, 5 + 1'999), second);
+  CHECK(add(67, 5 + 2'000) != second);
   loose.clear();
-  CHECK_EQ(segments[add(68, 5 + 40'961)].num_blocks, 1);
+  CHECK_EQ(segments[add(68, 5 + 2'001)].num_blocks, 1);
 }
 
 TEST(what_is_in_the_other_tier_goes_first_then_what_is_worth_least) {
@@ -199,7 +376,8 @@ TEST(what_is_in_the_other_tier_goes_first_then_what_is_worth_least) {
     segments.insert(id);
   };
   add(1, 5, 1);
-  model.advance(1'000'000);
+  model.set_now(1'000'000);
+  model.set_now(5);  // does not go back
   add(2, 5, 1);
   add(3, 6, 0.001F);
   CHECK(order.worth(segments.of(3)) < order.worth(segments.of(1)));

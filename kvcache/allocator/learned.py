@@ -14,10 +14,10 @@ import numpy as np
 from kvcache.checks import as_array, shown
 from kvcache.checks import path as checked_path
 
-VERSION = 2  # version of the file format; changes with the classes or ages
-NUM_CLASSES, NUM_AGES = 101, 26  # as in csrc/core/eviction/learned/
+VERSION = 3  # version of the file format; changes with the classes or ages
+NUM_CLASSES, NUM_AGES = 294, 26  # as in csrc/core/eviction/learned/
 _MOST = 1e15
-_MOST_BYTES = 1 << 22  # maximum size of a file in bytes; saved files are smaller than 2**18
+_MOST_BYTES = 1 << 22  # maximum size of a file in bytes; saved files are smaller than 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,23 +25,26 @@ class LearnedReuse:
     """Counts of sampled released blocks, by class and age.
 
     Attributes:
-        reached: float64[101, 26]. Number of blocks that reached an age without being used.
-        used: float64[101, 26]. Number of blocks that were used again at that age. Old counts decay,
+        reached: float64[294, 26]. Number of blocks that reached an age without being used.
+        used: float64[294, 26]. Number of blocks that were used again at that age. Old counts decay,
             so `used` may exceed `reached`.
 
-    Row 24 * request + 2 * (3 * turn + added) + answer counts blocks that belong to a single
+    Row 72 * request + 12 * gap + 4 * added + answer counts blocks that belong to a single
     conversation:
 
     - request: 0 without a `request_class`, 1 for class 0, 2 for class 1, and 3 for higher classes.
-    - turn: 0 to 2, or 3 for all later turns.
+    - gap: 0 for the first turn. For later turns, the time since the previous turn was released: 1 for
+      less than 12 seconds, 2 for less than 30, 3 for less than 120, 4 for less than 480, and 5
+      otherwise.
     - added: 0 if the turn added fewer than 2,560 tokens, 1 if fewer than 20,480, and 2 otherwise.
-    - answer: whether the answer had at least 64 tokens.
+    - answer: 0 if the answer had fewer than 100 tokens, 1 if fewer than 300, 2 if fewer than 1,000,
+      and 3 otherwise.
 
-    Rows 96 to 99 count blocks that conversations share, by the number of observed forks of their
-    chain: 1, at least 2, at least 4, and at least 16. Row 100 counts all other blocks.
+    Rows 288 to 291 count blocks that conversations share, by the number of observed forks of their
+    chain: 1, at least 2, at least 4, and at least 16. Row 292 counts the ends of conversations that
+    were continued from an earlier point, and row 293 all other blocks.
 
-    Column k counts blocks by age, measured in tokens released since. It covers
-    40,960 * 2**(k / 2) tokens.
+    Column k counts blocks by age. It covers 2 * 2**(k / 2) seconds.
 
     Raises:
         ValueError: An array has the wrong shape, or an entry is not a valid count.

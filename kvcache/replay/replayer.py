@@ -134,6 +134,7 @@ class Replayer:
         self._clock = None if service is None else ServiceClock(service)
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
+        self._now_ms = 0  # of a replay that is not timed
         self._last_wait_ms = 0.0  # wait of the last served request for its prefill
         self._first_token_ms: list[float] = []  # arrival to first token, by served request
         self._peak_running = 0
@@ -182,6 +183,10 @@ class Replayer:
                 self._first_arrival_ms = item.arrival_ms
             self._last_arrival_ms = item.arrival_ms
             self._let_time_pass(item.arrival_ms)
+        else:
+            # Workloads without times have one request per second.
+            self._now_ms = max(item.arrival_ms, self._now_ms + 1000 * (item.arrival_ms == 0))
+            self.manager.cache.set_now(self._now_ms / 1000)
         self._num_requests += 1
         while len(self._running) >= self.concurrency:
             self._make_room()

@@ -150,7 +150,7 @@ class Driver:
         num_prefix_tokens = self.random.choice(
             [0, max(prefixes), self.random.randint(0, max(prefixes))]
         )
-        num_output_tokens = self.random.choice([0, 63, 64])
+        num_output_tokens = self.random.choice([0, 99, 100, 300, 1000])
         tenant = self.random.choice([0, 1, 2, 64, 3, 3])
         request_class = self.random.choice([-1, -1, -1, 0, 1, 2, 7])
         self.pool.notify_release(
@@ -163,7 +163,7 @@ class Driver:
             num_new_blocks=2,
             num_output_tokens=num_output_tokens,
             request_class=request_class,
-            wall_ms=5,
+            wall_ms=0,
             retention=retention,
             tenant=tenant,
         )
@@ -321,7 +321,7 @@ def test_victims_among_chats_match_the_model(seed):
     """Turns, forks, shared prefixes and one-off prompts cover every class at many ages."""
     rng, num_blocks, size = random.Random(seed), 50, 4_000
     pool, model = BlockPool(num_blocks, "learned"), Pool(num_blocks, MODELS["learned"](num_blocks))
-    chats, num_nodes = [], 10
+    chats, num_nodes, now = [], 10, 0.0
     for _ in range(700):
         kind = rng.choice(["first", "next", "next", "fork", "once"])
         nodes = list(range(3)) if rng.random() < 0.6 else []
@@ -351,6 +351,9 @@ def test_victims_among_chats_match_the_model(seed):
         ids = [*held, *new.tolist()][::-1]
         ends = [size * k for k in range(len(ids), 0, -1)]
         num_output_tokens = rng.choice([10, 100])
+        now += rng.choice([0, 0.001, 1, 20, 200])
+        pool.set_now(now)
+        model.policy.set_now(now)
         pool.notify_release(
             ids,
             ends,

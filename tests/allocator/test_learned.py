@@ -25,9 +25,9 @@ def equal(one, two):
 
 def test_stats_show_what_was_counted():
     learned = trained().cache.stats.learned
-    assert learned.reached.shape == learned.used.shape == (101, 26)
+    assert learned.reached.shape == learned.used.shape == (294, 26)
     assert learned.used.sum() > 50 and learned.reached[:, 0].sum() > learned.used.sum()
-    assert learned.reached[96:100].sum() > 0  # system prompts are shared
+    assert learned.reached[288:292].sum() > 0  # system prompts are shared
     with pytest.raises(ValueError, match="read-only"):
         learned.used[0, 0] = 1
     assert KVCacheManager(16, 9, 64).cache.stats.learned is None
@@ -51,14 +51,14 @@ def test_learned_statistics_are_saved_and_loaded(tmp_path):
 
 def test_loaded_statistics_change_evictions():
     """The older prompt's class has been reused, and the younger prompt's class never."""
-    reached, used = np.zeros((101, 26)), np.zeros((101, 26))
-    # Classes for answers shorter than 64 tokens, and for longer ones.
+    reached, used = np.zeros((294, 26)), np.zeros((294, 26))
+    # Classes for answers shorter than 100 tokens, and for longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
     for learned in (None, LearnedReuse(reached, used)):
         manager = KVCacheManager(16, 5, 64, num_preallocate_tokens=0, eviction="learned")
         manager.cache.learn_from(learned)
-        for name, first, answer in (("a", 0, 64), ("b", 100, 0)):
+        for name, first, answer in (("a", 0, 100), ("b", 100, 0)):
             request = Request(name, range(first, first + 32))
             manager.step(new=[request])
             manager.free(request, num_output_tokens=answer)
@@ -69,9 +69,9 @@ def test_loaded_statistics_change_evictions():
 
 GOOD = {
     "kvcache": "learned reuse",
-    "version": 2,
-    "reached": np.ones((101, 26)).tolist(),
-    "used": np.zeros((101, 26)).tolist(),
+    "version": 3,
+    "reached": np.ones((294, 26)).tolist(),
+    "used": np.zeros((294, 26)).tolist(),
 }
 
 
@@ -83,29 +83,29 @@ GOOD = {
         ("[" * 100_000, "recursion"),
         ("[1]", "it is not a file of learned reuse"),
         (json.dumps({**GOOD, "kvcache": "calibration"}), "it is not a file of learned reuse"),
-        (json.dumps({**GOOD, "version": 1}), "its version is 1: expected 2"),
+        (json.dumps({**GOOD, "version": 1}), "its version is 1: expected 3"),
         (
             json.dumps({**GOOD, "reached": [[1.0]]}),
-            r"reached has shape \[1, 1\]: expected \[101, 26\]",
+            r"reached has shape \[1, 1\]: expected \[294, 26\]",
         ),
         (json.dumps({**GOOD, "used": None}), r"used has shape \[\]"),
         (json.dumps({**GOOD, "used": "x"}), "used is not an array of numbers"),
-        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 101}), "numbers that are not counts"),
+        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 294}), "numbers that are not counts"),
         (
-            json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 101}),
+            json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 294}),
             "numbers that are not counts",
         ),
-        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 101}), "numbers that are not counts"),
+        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 294}), "numbers that are not counts"),
         (json.dumps(GOOD)[:-40], "delimiter"),
         (
             json.dumps({**GOOD, "reached": [[10**400, *[1.0] * 25], *GOOD["reached"][1:]]}),
             r"reached is not an array of numbers \(",
         ),
         (
-            '{"kvcache": "learned reuse", "version": 2, "reached": [[1' + "0" * 5000,
+            '{"kvcache": "learned reuse", "version": 3, "reached": [[1' + "0" * 5000,
             "Exceeds the limit",
         ),
-        (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 101}), "numbers that are not counts"),
+        (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 294}), "numbers that are not counts"),
         (json.dumps({**GOOD, "used": [[1.0], [1.0, 2.0]]}), "used is not an array of numbers"),
         (json.dumps(GOOD) + " " * (1 << 22), "it has more than 4194304 bytes"),
     ],
@@ -145,7 +145,7 @@ def test_a_wrong_call_is_named_and_changes_nothing():
     with pytest.raises(ValueError, match="the eviction policy does not learn: expected 'learned'"):
         plain.cache.learn_from(before)
     with pytest.raises(ValueError, match="used has numbers that are not counts: expected 0 to"):
-        LearnedReuse(np.zeros((101, 26)), -np.ones((101, 26)))
+        LearnedReuse(np.zeros((294, 26)), -np.ones((294, 26)))
 
 
 def test_a_priority_bounds_what_worth_ranks():
@@ -154,15 +154,15 @@ def test_a_priority_bounds_what_worth_ranks():
     Within a priority, evicts the least likely to be reused.
     """
     manager = KVCacheManager(16, 7, 64, num_preallocate_tokens=0, eviction="learned")
-    reached, used = np.zeros((101, 26)), np.zeros((101, 26))
+    reached, used = np.zeros((294, 26)), np.zeros((294, 26))
     reached[0] = reached[1] = 1000
     used[1] = 500  # requests with long answers are continued
     manager.cache.learn_from(LearnedReuse(reached, used))
     manager.cache.set_now(1)
     for name, first, answer, retention in (
-        ("low", 0, 64, [(0, 32, 10, None)]),
+        ("low", 0, 100, [(0, 32, 10, None)]),
         ("high", 100, 0, [(0, 32, 90, 5.0)]),
-        ("plain", 200, 64, []),
+        ("plain", 200, 100, []),
     ):
         request = Request(name, range(first, first + 32))
         manager.step(new=[request])

@@ -27,6 +27,7 @@ class Driver:
         self.device_model = Pool(num_blocks, Learned(num_blocks, cost))
         self.host_model = Pool(num_pages, LearnedCopies(num_pages, self.device_model.policy))
         self.held_pages = []
+        self.now = 0.0
         self.num_copied = self.num_declined = self.num_loaded = self.num_again = 0
 
     def write(self, block):
@@ -117,7 +118,11 @@ class Driver:
         if self.random.random() < 0.9:
             size = self.random.choice([16, 5_000, 60_000])
             ends = [size * k for k in range(len(ids), 0, -1)]
-            output = self.random.choice([0, 64])
+            output = self.random.choice([0, 400])
+            self.now += self.random.choice([0, 0.5, 5, 50])
+            self.device.set_now(self.now)
+            self.host.set_now(self.now)
+            self.device_model.policy.set_now(self.now)
             self.device.notify_release(
                 ids,
                 ends,

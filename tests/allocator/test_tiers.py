@@ -53,15 +53,15 @@ class Engine:
 
 def test_only_blocks_expected_to_be_reused_are_written():
     """The class of one prompt has been reused, and that of the other prompt never."""
-    reached, used = np.zeros((101, 26)), np.zeros((101, 26))
-    # Classes for answers shorter than 64 tokens, and for longer ones.
+    reached, used = np.zeros((294, 26)), np.zeros((294, 26))
+    # Classes for answers shorter than 100 tokens, and for longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
     learned = dict.fromkeys(("eviction", "host_eviction", "host_write"), "learned")
     engine = Engine(num_blocks=9, min_gain_to_write=0.3, **learned)
     manager = engine.manager
     manager.cache.learn_from(LearnedReuse(reached, used))
-    for name, first, answer in (("a", 0, 64), ("b", 100, 0)):
+    for name, first, answer in (("a", 0, 100), ("b", 100, 0)):
         request, _ = engine.admit(name, range(first, first + 16))
         manager.free(request, num_output_tokens=answer)
     engine.run("c", range(200, 232))

@@ -7,7 +7,6 @@ comparison found, as JSON (`Judgement`).
 """
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import json
@@ -266,8 +265,8 @@ class Judgement:
     runs: int = 0
     wrong: int = 0
     wrong_and_reported: int = 0
-    reported: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    failures: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    reported: dict[str, int] = dataclasses.field(default_factory=dict)
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def judge(self, name: str, seed: int) -> None:
         """Make a run, with the sanitizer of the environment (KVCACHE_SANITIZE=report)."""
@@ -278,14 +277,14 @@ class Judgement:
         except WrongAnswer:
             is_wrong = True
         except Exception as failure:
-            self.failures[f"{type(failure).__name__}: {failure}"[:120]] += 1
+            _count(self.failures, f"{type(failure).__name__}: {failure}"[:120])
             is_wrong = self._has_wrong_answers(run)
         reports = run.engine.sanitizer.reports
         self.runs += 1
         self.wrong += is_wrong
         self.wrong_and_reported += is_wrong and bool(reports)
         if reports:
-            self.reported[reports[0].kind] += 1
+            _count(self.reported, reports[0].kind)
 
     def _has_wrong_answers(self, run: EngineRun) -> bool:
         for generation in run.generations:
@@ -296,6 +295,10 @@ class Judgement:
             except Exception:  # of a generation that has not ended
                 continue
         return False
+
+
+def _count(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1
 
 
 def main() -> None:

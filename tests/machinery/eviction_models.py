@@ -5,6 +5,7 @@ definitions.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -387,7 +388,7 @@ class Segment:
 
     def __init__(self, number, time, reuse_class, num_forks=0, cost=1.0):
         self.number = number
-        self.time = time  # clock at the release: number of tokens released so far
+        self.time = time  # clock at the release, in ms
         self.reuse_class = reuse_class
         self.num_forks = num_forks
         self.cost = cost
@@ -410,9 +411,12 @@ class Ghost:
 class ByWorth(Policy):
     """Evicts the segment with the lowest worth, estimated from what `source` has learned."""
 
-    OF_REQUEST, NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 24, 96, 4, 26, 32_768
-    LOOSE, LOADED = NUM_OWN + NUM_SHARED, NUM_OWN + NUM_SHARED + 1
-    FIRST_BUCKET = 40_960  # tokens
+    OF_REQUEST, NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 72, 288, 4, 26, 32_768
+    LEFT = NUM_OWN + NUM_SHARED
+    LOOSE, LOADED = LEFT + 1, LEFT + 2
+    FIRST_BUCKET = 2_000  # ms
+    # Levels of the time since the previous turn, added tokens and answer of a class of own blocks.
+    LEVELS = tuple((own // 12, own // 4 % 3, own % 4) for own in range(OF_REQUEST))
 
     def open(self, *facts):
         self.num_opened += 1
@@ -493,13 +497,48 @@ class ByWorth(Policy):
             of_class = [s for s in segments if s.reuse_class == c]
             of_class.sort(key=lambda segment: segment.number)
             ends += [of_class[0], of_class[-1]] if of_class else []
-        oldest = min(ends, key=lambda segment: segment.time)
+        oldest = min(ends, key=lambda segment: (segment.time, segment.number))
         is_full = len(self.source.ghosts) == self.NUM_GHOSTS
+        if self.source.guard.num_left:
+            return oldest
         if is_full and self.source.clock - self.source.ghosts[0].time < 2 * (
             self.source.clock - oldest.time
         ):
             return oldest
-        return min(ends, key=self.worth)
+        return min(ends, key=lambda each: (self.worth(each), each.time, each.number))
+
+
+class LruGuard:
+    """Counts hits that LRU would have had. After too many, the policy must fall back to LRU."""
+
+    def __init__(self, num_blocks):
+        self.one_of = max((num_blocks - 1) // 4_096, 1)
+        self.capacity = max((num_blocks - 1) // self.one_of, 1)
+        self.shadow = {}  # keys, oldest first
+        self.gain = self.deficit = self.num_left = self.level = 0
+
+    def note_use(self, key, is_hit):
+        if key > (2**32 - 1) // self.one_of:
+            return
+        if self.num_left:
+            self.num_left -= 1
+            return
+        gain = is_hit - (key in self.shadow)
+        self.gain += gain
+        self.deficit = max(self.deficit - gain, 0)
+        if self.deficit >= self.capacity:
+            self.num_left = self.capacity << self.level
+            self.level = min(self.level + 1, 40)
+            self.deficit = self.gain = 0
+        elif self.gain >= 2 * self.capacity:
+            self.level, self.gain = max(self.level - 1, 0), 0
+
+    def note_release(self, key):
+        if key <= (2**32 - 1) // self.one_of:
+            self.shadow.pop(key, None)
+            self.shadow[key] = None
+            if len(self.shadow) > self.capacity:
+                del self.shadow[next(iter(self.shadow))]
 
 
 class Learned(ByWorth):
@@ -519,8 +558,10 @@ class Learned(ByWorth):
             width *= math.sqrt(2.0)
         counts = [[0.0] * self.NUM_BUCKETS for _ in range(2 * (self.LOOSE + 1))]
         self.reached, self.used = counts[: self.LOOSE + 1], counts[self.LOOSE + 1 :]
+        self.guard = LruGuard(num_blocks)
         self.ghosts, self.youngest, self.num_ghosts = [], {}, 0
         self.clock = self.num_releases = self.num_assigned = self.num_opened = 0
+        self.factors = [[[1.0] * 7 for _ in range(6)] for _ in range(3)]
         self.solve()
         self.clear()
 
@@ -533,6 +574,7 @@ class Learned(ByWorth):
         self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
         self.given, self.wanted = {}, {}  # block -> (priority, end)
         self.tenants = {}  # block -> tenant
+        self.guard.shadow = {}
         self.chosen, self.loose = {}, {}  # keyed by level
         self.following = {}
 
@@ -551,12 +593,13 @@ class Learned(ByWorth):
 
     def on_publish(self, i, key):
         self.keys[i] = self.key_of(key)
-        self.note_use(self.keys[i])
+        self.note_use(self.keys[i], False)
 
     def on_hit(self, i):
-        self.note_use(self.keys[i])
+        self.note_use(self.keys[i], True)
 
-    def note_use(self, key):
+    def note_use(self, key, is_hit):
+        self.guard.note_use(key, is_hit)
         ghost = self.ghost_of(key) if key <= self.last_sampled else None
         if ghost is None or not ghost.is_sample or ghost.is_used:
             return
@@ -569,6 +612,7 @@ class Learned(ByWorth):
 
     def set_now(self, now):
         self.now = max(self.now, now)
+        self.clock = max(self.clock, round(1000 * now))
 
     def on_release(self, i, prefix, tokens_per_block, logical_time, retention):
         given = given_priority(prefix, tokens_per_block, retention, self.now)
@@ -621,7 +665,6 @@ class Learned(ByWorth):
         if not chain:
             return
         n = len(chain)
-        self.clock += n * size
         num_hit = sum(prefix <= num_prefix_tokens for prefix, _ in chain)
         num_known, last = n, None
         while num_known > 0:
@@ -632,22 +675,43 @@ class Learned(ByWorth):
         continues = num_known > 0 and last is not None and last.is_end
         if turn == 0 and continues:
             turn = last.turn + 1
-        num_shared = self.release_shared(chain, 0 if continues else num_known)
+        gap = self.clock - last.time if continues else 60_000
+        num_shared = self.release_fork(chain, 0 if continues else num_known)
         if num_shared < n:
             added = (n - num_known) * size
-            of_turn = min(turn, 3) * 3 + (added >= 2560) + (added >= 20_480)
-            own = 2 * of_turn + (num_output_tokens >= 64) + 24 * min(request_class + 1, 3)
+            own = 0 if turn == 0 else 1 + sum(gap >= t for t in (12e3, 30e3, 120e3, 480e3))
+            own = 3 * own + (added >= 2560) + (added >= 20_480)
+            own = 4 * own + sum(num_output_tokens >= limit for limit in (100, 300, 1000))
+            own += self.OF_REQUEST * min(request_class + 1, 3)
             self.release_segment(chain, num_shared, n, own, 0, turn)
         self.num_releases += 1
         if self.num_releases % 32 == 0:
             self.learn()
+
+    def release_fork(self, chain, num_to_fork):
+        segment = self.segment_of.get(chain[num_to_fork - 1][1]) if num_to_fork else None
+        num_shared = self.release_shared(chain, num_to_fork)
+        if segment and segment.reuse_class < self.NUM_OWN:
+            is_later_turn = self.LEVELS[segment.reuse_class % self.OF_REQUEST][0] > 0
+            members = [i for i, each in self.segment_of.items() if each is segment]
+            if is_later_turn and members:
+                self.leave_behind(sorted(members, key=self.order.get), segment)
+        return num_shared
+
+    def leave_behind(self, members, segment):
+        left = self.open(self.clock, self.LEFT, 0, segment.cost)
+        for i in members:
+            self.assign(i, left)
+            ghost = self.ghost_of(self.keys[i])
+            turn, is_end = (ghost.turn, ghost.is_end) if ghost else (0, False)
+            self.note_release(self.keys[i], self.LEFT, turn, len(members), is_end, is_end)
 
     def release_shared(self, chain, num_to_fork):
         def segment(k):
             return self.segment_of.get(chain[k][1])
 
         def shares(k):
-            return segment(k) is not None and self.NUM_OWN <= segment(k).reuse_class < self.LOOSE
+            return segment(k) is not None and self.NUM_OWN <= segment(k).reuse_class < self.LEFT
 
         num_shared = 0
         while num_shared < len(chain) and shares(num_shared):
@@ -678,19 +742,25 @@ class Learned(ByWorth):
                 segment = self.open(self.clock, reuse_class, num_forks, cost)
             self.assign(i, segment)
             self.told.add(i)
-            is_sample = self.keys[i] <= self.last_sampled
-            if is_sample or k + 1 == stop:
-                is_end = k + 1 == len(chain)
-                ghost = Ghost(
-                    self.keys[i], self.clock, reuse_class, min(turn, 3), is_sample, is_end
-                )
-                self.ghosts.append(ghost)
-                self.youngest[ghost.key] = ghost
-                self.num_ghosts += 1
-                ghost.number = self.num_ghosts
-                del self.ghosts[: -self.NUM_GHOSTS]
-            if is_sample:
-                self.reached[reuse_class][0] += 1
+            self.guard.note_release(self.keys[i])
+            self.note_release(
+                self.keys[i], reuse_class, turn, stop - first, k + 1 == stop, k + 1 == len(chain)
+            )
+
+    def note_release(self, key, reuse_class, turn, num_blocks, is_last, is_end):
+        one_of = 1
+        while num_blocks >= 64 * one_of and one_of < 128:
+            one_of *= 2
+        is_sample = key <= self.last_sampled // one_of
+        if is_sample or is_last:
+            ghost = Ghost(key, self.clock, reuse_class, min(turn, 3), is_sample, is_end)
+            self.ghosts.append(ghost)
+            self.youngest[key] = ghost
+            self.num_ghosts += 1
+            ghost.number = self.num_ghosts
+            del self.ghosts[: -self.NUM_GHOSTS]
+        if is_sample:
+            self.reached[reuse_class][0] += 1
 
     def learn(self):
         # Only the youngest record of a key can be used, but all of them age.
@@ -719,30 +789,59 @@ class Learned(ByWorth):
             pooled.append(max(hazard, 0.8 * pooled[-1]) if pooled else hazard)
         self.hazards, self.index = [None] * (self.LOOSE + 1), [None] * (self.LOOSE + 1)
         unknown = pooled, self.index_of(pooled)
+        own = [self.summed(c) for c in range(self.OF_REQUEST)]
+        self.fit(own, pooled)
         for c in classes:
             together = unknown
-            if self.OF_REQUEST <= c < self.NUM_OWN:
-                together = self.together(c % self.OF_REQUEST, unknown)
-            found = together
-            if any(self.reached[c]):
-                found = self.solved(self.reached[c], self.used[c], together[0])
-            self.hazards[c], self.index[c] = found
+            if c < self.NUM_OWN:
+                together = self.together(c % self.OF_REQUEST, *own[c % self.OF_REQUEST], unknown)
+            is_apart = c >= self.OF_REQUEST and any(self.reached[c])
+            if is_apart:
+                together = self.solved(self.reached[c], self.used[c], together[0])
+            self.hazards[c], self.index[c] = together
 
-    def together(self, own, unknown):
-        """Return (hazards, index) of a class of own blocks, summed over the caller's classes."""
-        rows = range(own, self.NUM_OWN, self.OF_REQUEST)
-        if not any(any(self.reached[c]) for c in rows[1:]):
-            return self.hazards[own], self.index[own]
+    def summed(self, own):
+        """Return the counts of a class of own blocks, over the caller's classes."""
         reached, used = [0.0] * self.NUM_BUCKETS, [0.0] * self.NUM_BUCKETS
-        for c in rows:
+        for c in range(own, self.NUM_OWN, self.OF_REQUEST):
             for b in range(self.NUM_BUCKETS):
                 reached[b] += self.reached[c][b]
                 used[b] += self.used[c][b]
-        return self.solved(reached, used, unknown[0])
+        return reached, used
+
+    def expected(self, own, b, of_all):
+        gap, added, answer = self.LEVELS[own]
+        of_answer, of_added, of_gap = self.factors
+        return min(
+            of_all * of_answer[answer][b // 4] * of_added[added][b // 4] * of_gap[gap][b // 4], 0.98
+        )
+
+    def fit(self, counts, of_all):
+        for _ in range(2):
+            for feature, of_feature in enumerate(self.factors):
+                observed = [[0.0] * 7 for _ in range(6)]
+                expected = [[0.0] * 7 for _ in range(6)]
+                for own, (reached, used) in enumerate(counts):
+                    level = self.LEVELS[own][2 - feature]
+                    for b in range(self.NUM_BUCKETS):
+                        if reached[b]:
+                            observed[level][b // 4] += used[b]
+                            expected[level][b // 4] += reached[b] * self.expected(own, b, of_all[b])
+                for level, r in itertools.product(range(6), range(7)):
+                    factor = of_feature[level][r]
+                    factor *= (observed[level][r] + 30) / (expected[level][r] + 30)
+                    of_feature[level][r] = min(max(factor, 0.001), 100.0)
+
+    def together(self, own, reached, used, unknown):
+        """Return (hazards, index) of a class of own blocks, over the caller's classes."""
+        if not any(reached):
+            return unknown
+        prior = [self.expected(own, b, unknown[0][b]) for b in range(self.NUM_BUCKETS)]
+        return self.solved(reached, used, prior)
 
     def solved(self, reached, used, prior):
         hazards = [
-            min((used[b] + 20 * prior[b]) / (reached[b] + 20), 1.0) for b in range(self.NUM_BUCKETS)
+            min((used[b] + 60 * prior[b]) / (reached[b] + 60), 1.0) for b in range(self.NUM_BUCKETS)
         ]
         return hazards, self.index_of(hazards)
 
@@ -750,22 +849,27 @@ class Learned(ByWorth):
         return [self.best_rate(hazards, first) for first in range(self.NUM_BUCKETS)]
 
     def best_rate(self, hazards, first):
-        alive, hits, ticks, best = 1.0, 0.0, 0.0, 0.0
+        alive, hits, ticks, best_hits, best_ticks = 1.0, 0.0, 0.0, 0.0, 1.0
         for b in range(first, self.NUM_BUCKETS):
             hits += alive * hazards[b]
             ticks += alive * (self.begin[b + 1] - self.begin[b]) * (1 - hazards[b] / 2)
             alive *= 1 - hazards[b]
-            best = max(best, hits / ticks)
-        return best
+            if hits * best_ticks > best_hits * ticks:
+                best_hits, best_ticks = hits, ticks
+        return best_hits / best_ticks
 
     def on_idle(self, i):
         if i not in self.told:
             level = self.level(i)
             self.loose[level] = self.joined(self.loose.get(level), self.LOOSE)
             self.assign(i, self.loose[level])
+            if i in self.keys:
+                self.guard.note_release(self.keys[i])
         self.told.discard(i)
 
     def on_forget(self, i, key, evicted):
+        if not evicted:
+            self.guard.shadow.pop(self.keys.get(i), None)
         self.segment_of.pop(i, None)
         self.given.pop(i, None)
         self.tenants.pop(i, None)

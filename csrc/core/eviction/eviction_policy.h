@@ -43,7 +43,7 @@ struct ReleasedAs {
   int64_t time = 0;        // release time, on the policy's clock
   float cost = 1;          // cost of recomputing the block, relative to the first block of a chain
   uint16_t num_forks = 0;  // forks observed in its chain
-  uint8_t reuse_class = 0;
+  uint16_t reuse_class = 0;
 };
 
 // One access of a request. It is attributed to the request's blocks when they are released, because

@@ -6,8 +6,8 @@
 // describes similar segments. For a sample of blocks, cached or not, the policy records when they
 // were released and when they are used again. These records give the value of a block for each
 // class and age. The policy chooses the oldest or youngest segment of the class with the lowest
-// value, and evicts all its blocks, deepest first, before it chooses the next. Ages are counted in
-// released tokens, so decisions depend only on the calls and not on a clock. While there are too
+// value, and evicts all its blocks, deepest first, before it chooses the next. Ages are measured on
+// the caller's clock: the same calls at the same times give the same evictions. While there are too
 // few records to judge the oldest segments, the oldest segment is evicted first.
 #pragma once
 
@@ -45,12 +45,13 @@ class Learned : public EvictionPolicy {
   BlockId victim() override { return levels_.victim(); }
 
   void on_publish(BlockId, const Hash* hash, uint8_t group) override {
-    if (hash != nullptr) model_->note_use(ReuseModel::key_of(*hash, group));
+    if (hash != nullptr) model_->note_use(ReuseModel::key_of(*hash, group), /*is_hit=*/false);
   }
   void on_hit(const BlockId* ids, int64_t n) override {
     for (int64_t i = 0; i < n; ++i) {
       const Block* block = blocks_.find(ids[i]);
-      if (block != nullptr) model_->note_use(ReuseModel::key_of(block->hash, block->group));
+      if (block != nullptr)
+        model_->note_use(ReuseModel::key_of(block->hash, block->group), /*is_hit=*/true);
     }
   }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
@@ -72,7 +73,7 @@ class Learned : public EvictionPolicy {
     }
     if (num_in_chain_ == 0) return;
     if (!is_sorted) std::sort(chain_.begin(), chain_.begin() + num_in_chain_);
-    model_->advance(num_in_chain_ * features.tokens_per_block);
+    model_->set_now(features.wall_ms);
     release_chain(features);
     model_->learn();
   }
@@ -80,19 +81,28 @@ class Learned : public EvictionPolicy {
     if (levels_.told().take_told(id)) return;
     Levels::Level& level = levels_.of(id);
     level.segments.assign(id, level.loose.at(model_->clock(), &level.segments));
+    const Block* block = blocks_.find(id);
+    if (block != nullptr) model_->note_idle(ReuseModel::key_of(block->hash, block->group));
   }
-  void on_forget(BlockId id, const Hash*, uint8_t, bool) override {
+  void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
+    if (!evicted && hash != nullptr) model_->forget(ReuseModel::key_of(*hash, group));
     levels_.forget(id);
     levels_.told().take_told(id);
   }
-  void set_now(int64_t ms) override { levels_.set_now(ms); }
-  void clear() override { levels_.clear(); }
+  void set_now(int64_t ms) override {
+    levels_.set_now(ms);
+    model_->set_now(ms);
+  }
+  void clear() override {
+    levels_.clear();
+    model_->clear();
+  }
   ReleasedAs released_as(BlockId id) const override { return levels_.released_as(id); }
   std::vector<double> learned() const override { return model_->hazards().counts(); }
   void learn(const std::vector<double>& counts) override { model_->set_counts(counts); }
   size_t num_bytes() const override {
     return sizeof(*this) + model_->num_bytes() + levels_.num_bytes() +
-           chain_.capacity() * sizeof(Released);
+           chain_.capacity() * sizeof(Released) + left_.capacity() * sizeof(BlockId);
   }
 
  private:
@@ -127,12 +137,48 @@ class Learned : public EvictionPolicy {
     const bool continues = num_known > 0 && last != nullptr && last->is_end;
     const bool forks = num_known > 0 && !continues;
     const int64_t turn = features.turn > 0 ? features.turn : continues ? last->turn + 1 : 0;
-    const int64_t num_shared = release_shared(forks ? num_known : 0, features);
+    const int64_t gap = continues ? model_->clock() - last->time() : ReuseClass::kUnknownGap;
+    const int64_t num_shared =
+        forks ? release_fork(num_known, features) : release_shared(0, features);
     if (num_shared == n) return;
     const int64_t num_added = (n - num_known) * features.tokens_per_block;
-    const int reuse_class =
-        ReuseClass::of_own(turn, num_added, features.num_output_tokens, features.request_class);
-    release_segment(num_shared, n, reuse_class, 0, turn, features);
+    const int reuse_class = ReuseClass::of_own(turn, gap, num_added, features.num_output_tokens,
+                                               features.request_class);
+    release_segment(num_shared, n, {reuse_class, turn, n - num_shared}, 0, features);
+  }
+
+  // Releases the shared blocks of a chain that forks after `num_to_fork` blocks. If the fork is
+  // inside a later turn of a conversation, that conversation continues from an earlier point, and
+  // the blocks after the fork are left behind.
+  int64_t release_fork(int64_t num_to_fork, const ReleaseFeatures& features) {
+    Levels::Level& level = levels_.of(chain_[num_to_fork - 1].id);
+    const int32_t s = level.segments.of(chain_[num_to_fork - 1].id);
+    const Segments::Segment before = level.segments[s];
+    const int64_t num_shared = release_shared(num_to_fork, features);
+    const bool is_left = s != kNone && ReuseClass::is_later_turn(before.reuse_class) &&
+                         level.segments[s].number == before.number &&
+                         level.segments[s].num_blocks > 0;
+    if (is_left) leave_behind(s, &level.segments);
+    return num_shared;
+  }
+  void leave_behind(int32_t s, Segments* segments) {
+    left_.clear();
+    segments->add_members(s, &left_);
+    const auto n = static_cast<int64_t>(left_.size());
+    const int32_t to = segments->open(model_->clock(), ReuseClass::kLeft, 0, (*segments)[s].cost);
+    for (const BlockId id : left_) {
+      const bool is_candidate = segments->is_candidate(id);
+      if (is_candidate) segments->remove(id);
+      segments->assign(id, to);
+      if (is_candidate) segments->insert(id);
+      const Block* block = blocks_.find(id);
+      if (block == nullptr) continue;
+      const uint32_t key = ReuseModel::key_of(block->hash, block->group);
+      const GhostRing::Record* record = model_->find(key);
+      const int64_t turn = record == nullptr ? 0 : record->turn;
+      const bool is_end = record != nullptr && record->is_end;
+      model_->note_release(key, {ReuseClass::kLeft, turn, n}, /*is_last=*/is_end, is_end);
+    }
   }
 
   // Releases the blocks shared with other conversations, as one segment per previous segment. The
@@ -150,14 +196,15 @@ class Learned : public EvictionPolicy {
       int num_forks = shares(first) ? before.num_forks : 0;
       num_forks += first < num_to_fork && num_to_fork <= stop;
       num_forks = std::clamp(num_forks, 1, int{UINT16_MAX});
-      release_segment(first, stop, ReuseClass::of_shared(num_forks), num_forks, 0, features);
+      release_segment(first, stop, {ReuseClass::of_shared(num_forks), 0, stop - first}, num_forks,
+                      features);
     }
     return num_shared;
   }
 
   // Releases blocks [first, stop) of the chain, deepest first.
-  void release_segment(int64_t first, int64_t stop, int reuse_class, int num_forks, int64_t turn,
-                       const ReleaseFeatures& features) {
+  void release_segment(int64_t first, int64_t stop, const ReuseModel::Release& release,
+                       int num_forks, const ReleaseFeatures& features) {
     Levels::Level* last = nullptr;
     int32_t s = kNone;
     for (int64_t i = stop - 1; i >= first; --i) {
@@ -165,11 +212,13 @@ class Learned : public EvictionPolicy {
       Levels::Level& level = levels_.move(id, given_to(chain_[i], features), features.tenant);
       if (&level != last) {
         last = &level;
-        s = level.segments.open(model_->clock(), reuse_class, num_forks, cost_of(first, stop));
+        s = level.segments.open(model_->clock(), release.reuse_class, num_forks,
+                                cost_of(first, stop));
       }
       level.segments.release(id, s);
       levels_.told().set_told(id);
-      model_->note_release(chain_[i].key, reuse_class, turn, i + 1 == stop, i + 1 == num_in_chain_);
+      model_->note_idle(chain_[i].key);
+      model_->note_release(chain_[i].key, release, i + 1 == stop, i + 1 == num_in_chain_);
     }
   }
   GivenPriority given_to(const Released& block, const ReleaseFeatures& features) const {
@@ -194,6 +243,7 @@ class Learned : public EvictionPolicy {
   // The first `num_in_chain_` blocks are those of the current release, first block first.
   std::vector<Released> chain_;
   int64_t num_in_chain_ = 0;
+  std::vector<BlockId> left_;  // members of a segment that is left behind
 };
 
 }  // namespace kvcache

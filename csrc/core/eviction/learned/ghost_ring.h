@@ -21,21 +21,21 @@ class GhostRing {
   struct Record {
     uint32_t key;             // even
     uint32_t time_lower = 0;  // lower and upper bits of the release time
-    uint32_t time_upper : 16;
-    uint32_t reuse_class : 7;
+    uint32_t time_upper : 14;
+    uint32_t reuse_class : 9;
     uint32_t bucket : 5;     // age bucket reached so far; kDone: no longer counted
     uint32_t turn : 2;       // at most kMostTurn
     uint32_t is_sample : 1;  // whether the record is counted
     uint32_t is_end : 1;     // whether it is the last block of a request
 
-    // Exact below 2**48 tokens, which no process releases.
+    // Exact below 2**46 ms, which is more than 2,000 years.
     int64_t time() const { return int64_t{time_upper} << 32 | time_lower; }
     void set_time(int64_t time) {
       time_lower = static_cast<uint32_t>(time);
-      time_upper = static_cast<uint32_t>(time >> 32) & 0xFFFF;
+      time_upper = static_cast<uint32_t>(time >> 32) & 0x3FFF;
     }
   };
-  static_assert(sizeof(Record) == 12 && ReuseClass::kNum <= 128 && AgeBuckets::kNum <= kDone);
+  static_assert(sizeof(Record) == 12 && ReuseClass::kNum <= 512 && AgeBuckets::kNum <= kDone);
 
   explicit GhostRing(int64_t num)  // a power of two, at most 32,768
       : records_(static_cast<size_t>(num)),

@@ -10,6 +10,7 @@
 
 #include "core/eviction/learned/ages.h"
 #include "core/eviction/learned/reuse_class.h"
+#include "core/eviction/learned/reuse_factors.h"
 
 namespace kvcache {
 
@@ -33,18 +34,18 @@ class Hazards {
   // were used.
   std::vector<double> counts() const {
     std::vector<double> found;
-    for (const auto count : {&Count::reached, &Count::used}) {
+    for (const auto count : {&ReuseCount::reached, &ReuseCount::used}) {
       for (const auto& of_class : counts_) {
-        for (const Count& each : of_class) found.push_back(each.*count);
+        for (const ReuseCount& each : of_class) found.push_back(each.*count);
       }
     }
     return found;
   }
   void set_counts(const std::vector<double>& counts) {
     auto next = counts.begin();
-    for (const auto count : {&Count::reached, &Count::used}) {
+    for (const auto count : {&ReuseCount::reached, &ReuseCount::used}) {
       for (auto& of_class : counts_) {
-        for (Count& each : of_class) each.*count = *next++;
+        for (ReuseCount& each : of_class) each.*count = *next++;
       }
     }
     is_counted_.fill(true);
@@ -55,7 +56,7 @@ class Hazards {
   void fade() {
     for (int c = 0; c < ReuseClass::kNum; ++c) {
       if (!is_counted_[c]) continue;
-      for (Count& each : counts_[c]) {
+      for (ReuseCount& each : counts_[c]) {
         each.reached *= kKept;
         each.used *= kKept;
       }
@@ -93,7 +94,7 @@ class Hazards {
   void solve() {
     Row of_all;
     for (int b = 0; b < kBuckets; ++b) {
-      Count sum{};
+      ReuseCount sum{};
       for (const auto& of_class : counts_) {
         sum.reached += of_class[b].reached;
         sum.used += of_class[b].used;
@@ -102,6 +103,8 @@ class Hazards {
       if (b > 0) of_all[b] = std::max(of_all[b], kLeastFall * of_all[b - 1]);
     }
     const Solved unknown{of_all, index_of(of_all)};
+    for (int c = 0; c < ReuseClass::kOfRequest; ++c) sum_requests(c);
+    factors_.fit(own_, of_all);
     for (int c = 0; c < ReuseClass::kOfRequest; ++c) solve_requests(c, unknown);
     for (int c = ReuseClass::kOwn; c < ReuseClass::kNum; ++c) {
       solved_[c] = is_counted_[c] ? solved(counts_[c], of_all) : unknown;
@@ -109,17 +112,14 @@ class Hazards {
   }
 
  private:
-  struct Count {
-    double reached, used;
-  };
-  using Counts = std::array<Count, kBuckets>;
-  using Row = std::array<double, kBuckets>;
+  using Counts = ReuseCounts;
+  using Row = ReuseHazards;
   struct Solved {
     Row hazard, index;
   };
 
   static constexpr double kKept = 0.997;  // decay factor of the counts
-  static constexpr double kOfClass = 20;  // weight of the counts of all classes, in samples
+  static constexpr double kOfClass = 60;  // weight of the expectation for a class, in samples
   static constexpr double kOfAll = 30;    // weight of the prior, in samples
   static constexpr double kPrior = 0.02;  // prior of use per bucket; per tick it falls with age
   // Minimum factor between successive buckets, over all classes.
@@ -129,7 +129,7 @@ class Hazards {
   Solved solved(const Counts& counts, const Row& prior) const {
     Row hazard;
     for (int b = 0; b < kBuckets; ++b) {
-      const Count& count = counts[b];
+      const ReuseCount& count = counts[b];
       // Blocks are counted when they reach a bucket, which is before their use, so their counts
       // have decayed more.
       hazard[b] = std::min((count.used + kOfClass * prior[b]) / (count.reached + kOfClass), 1.0);
@@ -139,42 +139,48 @@ class Hazards {
   Row index_of(const Row& hazard) const {
     Row index;
     for (int first = 0; first < kBuckets; ++first) {
-      double alive = 1, hits = 0, ticks = 0, best = 0;
+      double alive = 1, hits = 0, ticks = 0, best_hits = 0, best_ticks = 1;
       for (int b = first; b < kBuckets; ++b) {
         hits += alive * hazard[b];
         ticks += alive * ages_.width(b) * (1 - hazard[b] / 2);
         alive *= 1 - hazard[b];
-        best = std::max(best, hits / ticks);
+        if (hits * best_ticks > best_hits * ticks) best_hits = hits, best_ticks = ticks;
       }
-      index[first] = best;
+      index[first] = best_hits / best_ticks;
     }
     return index;
   }
-  // Solves the classes of own blocks, first without and then with the caller's classes. Classes
-  // with little data are pooled.
-  void solve_requests(int own, const Solved& unknown) {
-    constexpr int kStep = ReuseClass::kOfRequest;
-    solved_[own] = is_counted_[own] ? solved(counts_[own], unknown.hazard) : unknown;
-    bool has_requests = false;
-    for (int c = own + kStep; c < ReuseClass::kOwn; c += kStep) has_requests |= is_counted_[c];
-    Solved together = solved_[own];
-    if (has_requests) {
-      Counts sum{};
-      for (int c = own; c < ReuseClass::kOwn; c += kStep) {
-        for (int b = 0; b < kBuckets; ++b) {
-          sum[b].reached += counts_[c][b].reached;
-          sum[b].used += counts_[c][b].used;
-        }
+  // Adds up the counts of a class of own blocks over the caller's classes.
+  void sum_requests(int own) {
+    Counts& sum = own_[own];
+    sum = {};
+    for (int c = own; c < ReuseClass::kOwn; c += ReuseClass::kOfRequest) {
+      if (!is_counted_[c]) continue;
+      for (int b = 0; b < kBuckets; ++b) {
+        sum[b].reached += counts_[c][b].reached;
+        sum[b].used += counts_[c][b].used;
       }
-      together = solved(sum, unknown.hazard);
     }
-    for (int c = own + kStep; c < ReuseClass::kOwn; c += kStep) {
-      solved_[c] = is_counted_[c] ? solved(counts_[c], together.hazard) : together;
+  }
+  // Solves the classes of own blocks, first together and then by the caller's classes.
+  void solve_requests(int own, const Solved& unknown) {
+    Solved together = unknown;
+    const auto is_reached = [](const ReuseCount& count) { return count.reached > 0; };
+    if (std::any_of(own_[own].begin(), own_[own].end(), is_reached)) {
+      Row expected;
+      for (int b = 0; b < kBuckets; ++b) expected[b] = factors_.hazard(own, b, unknown.hazard[b]);
+      together = solved(own_[own], expected);
+    }
+    for (int c = own; c < ReuseClass::kOwn; c += ReuseClass::kOfRequest) {
+      const bool is_apart = c >= ReuseClass::kOfRequest && is_counted_[c];
+      solved_[c] = is_apart ? solved(counts_[c], together.hazard) : together;
     }
   }
 
   AgeBuckets ages_;
+  ReuseFactors factors_;
   std::array<Counts, ReuseClass::kNum> counts_{};
+  std::array<Counts, ReuseClass::kOfRequest> own_{};  // own blocks, of all request classes
   std::array<bool, ReuseClass::kNum> is_counted_{};
   std::array<Solved, ReuseClass::kNum> solved_{};
 };

@@ -3,35 +3,64 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace kvcache {
 
-// The blocks of a single conversation are classified by the caller's request class, the turn, the
-// tokens that the turn added, and the answer length. Blocks shared by several conversations are
-// classified by the number of observed forks. Blocks without a reported release have a separate
-// class.
+// The blocks of a single conversation are classified by the caller's request class, the time since
+// the previous turn, the tokens that the turn added, and the answer length. A short answer is often
+// a tool call that returns soon, and a long one is often read by a person. Blocks shared by several
+// conversations are classified by the number of observed forks. The end of a conversation that has
+// been continued from an earlier point, and blocks without a reported release, have separate
+// classes.
 class ReuseClass {
  public:
-  static constexpr int kTurns = 4, kAdded = 3, kAnswers = 2, kForks = 4;
+  // Ascending limits between the levels of each feature.
+  static constexpr std::array<int64_t, 4> kGapLimits{12'000, 30'000, 120'000, 480'000};  // ms
+  static constexpr std::array<int64_t, 2> kAddedLimits{2'560, 20'480};                   // tokens
+  static constexpr std::array<int64_t, 3> kAnswerLimits{100, 300, 1'000};                // tokens
+  static constexpr int64_t kUnknownGap = 60'000;  // of a later turn whose previous turn is unknown
+  static constexpr int kGaps = 6;                 // first turns, and five levels of later turns
+  static constexpr int kAdded = 3, kAnswers = 4, kForks = 4;
   static constexpr int kRequests = 4;  // no request class, class 0, class 1, and all other classes
-  static constexpr int kOfRequest = kTurns * kAdded * kAnswers;
+  static constexpr int kOfRequest = kGaps * kAdded * kAnswers;
   static constexpr int kOwn = kRequests * kOfRequest;
-  static constexpr int kLoose = kOwn + kForks;
+  static constexpr int kLeft = kOwn + kForks;  // left behind by a conversation
+  static constexpr int kLoose = kLeft + 1;
   static constexpr int kNum = kLoose + 1;  // counted classes
   static constexpr int kLoaded = kNum;     // copies of blocks that are also in the other tier
 
-  static int of_own(int64_t turn, int64_t num_added_tokens, int64_t num_output_tokens,
+  // `gap`: milliseconds since the previous turn was released; ignored for turn 0.
+  static int of_own(int64_t turn, int64_t gap, int64_t num_added_tokens, int64_t num_output_tokens,
                     int64_t request_class) {
-    const int added = (num_added_tokens >= 2'560) + (num_added_tokens >= 20'480);
-    const auto t = static_cast<int>(std::min<int64_t>(turn, kTurns - 1));
+    const int g = turn == 0 ? 0 : 1 + level_of(gap, kGapLimits);
     const auto request = static_cast<int>(std::clamp<int64_t>(request_class + 1, 0, kRequests - 1));
-    return request * kOfRequest + (t * kAdded + added) * kAnswers + (num_output_tokens >= 64);
+    return request * kOfRequest +
+           (g * kAdded + level_of(num_added_tokens, kAddedLimits)) * kAnswers +
+           level_of(num_output_tokens, kAnswerLimits);
   }
   static int of_shared(int num_forks) {
     return kOwn + (num_forks >= 2) + (num_forks >= 4) + (num_forks >= 16);
   }
-  static bool is_shared(int reuse_class) { return reuse_class >= kOwn && reuse_class < kLoose; }
+  static bool is_shared(int reuse_class) { return reuse_class >= kOwn && reuse_class < kLeft; }
+  // Levels of the features of own blocks.
+  static int answer_of(int reuse_class) { return reuse_class % kAnswers; }
+  static int added_of(int reuse_class) { return reuse_class / kAnswers % kAdded; }
+  static int gap_of(int reuse_class) { return reuse_class / (kAnswers * kAdded) % kGaps; }
+  // Whether the blocks belong to a later turn of a single conversation.
+  static bool is_later_turn(int reuse_class) {
+    return reuse_class < kOwn && gap_of(reuse_class) > 0;
+  }
+
+ private:
+  template <size_t kNumLimits>
+  static int level_of(int64_t value, const std::array<int64_t, kNumLimits>& limits) {
+    int level = 0;
+    for (const int64_t limit : limits) level += value >= limit;
+    return level;
+  }
 };
 
 }  // namespace kvcache

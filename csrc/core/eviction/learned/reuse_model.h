@@ -12,18 +12,24 @@
 #include "core/eviction/learned/ages.h"
 #include "core/eviction/learned/ghost_ring.h"
 #include "core/eviction/learned/hazards.h"
+#include "core/eviction/learned/lru_guard.h"
 #include "core/hash.h"
 
 namespace kvcache {
 
-// Blocks are identified by keys of their hashes, cached or not. Ages are counted in released
-// tokens, so that learning depends only on the calls and not on a clock.
+// Blocks are identified by keys of their hashes, cached or not. Ages are measured in milliseconds
+// of the caller's clock, because a tool or a person needs the same time on a busy server as on an
+// idle one.
 class ReuseModel {
  public:
-  static constexpr double kFirstBucket = 40'960;  // tokens
+  static constexpr double kFirstBucket = 2'000;  // ms
 
   explicit ReuseModel(int64_t num_blocks)
-      : num_blocks_(num_blocks), ages_(kFirstBucket), hazards_(ages_), ghosts_(kNumGhosts) {
+      : num_blocks_(num_blocks),
+        ages_(kFirstBucket),
+        hazards_(ages_),
+        ghosts_(kNumGhosts),
+        guard_(num_blocks) {
     sample();
   }
 
@@ -41,16 +47,17 @@ class ReuseModel {
     return std::max(static_cast<uint32_t>((word + group) * 0x9E3779B97F4A7C15 >> 32) & ~1u, 2u);
   }
 
-  int64_t clock() const { return clock_; }  // tokens released
-  void advance(int64_t num_tokens) { clock_ += num_tokens; }
+  int64_t clock() const { return clock_; }  // ms
+  void set_now(int64_t ms) { clock_ = std::max(clock_, ms); }
 
   // Returns the record of a block, or null if there is none or it was overwritten.
   const GhostRing::Record* find(uint32_t key) {
     return is_sampled(key) || ghosts_.may_have_unsampled(key) ? ghosts_.find(key) : nullptr;
   }
 
-  // Records the use of a block, if it is sampled.
-  void note_use(uint32_t key) {
+  // Records the use of a block, if it is sampled. `is_hit`: the first tier's pool had cached it.
+  void note_use(uint32_t key, bool is_hit) {
+    if (guard_.is_sampled(key)) guard_.note_use(key, is_hit);
     if (!is_sampled(key)) return;
     GhostRing::Record* record = ghosts_.find(key);
     if (record == nullptr || record->bucket == GhostRing::kDone) return;
@@ -62,10 +69,27 @@ class ReuseModel {
     hazards_.use(record->reuse_class, bucket);
   }
 
+  // The facts of a release that are common to the blocks of a segment.
+  struct Release {
+    int reuse_class;
+    int64_t turn;
+    int64_t num_blocks;  // in the segment
+  };
+  // Records that a block of the first tier is no longer held.
+  void note_idle(uint32_t key) {
+    if (guard_.is_sampled(key)) guard_.note_release(key);
+  }
+  void forget(uint32_t key) {
+    if (guard_.is_sampled(key)) guard_.forget(key);
+  }
+  void clear() { guard_.clear(); }  // the pool caches nothing
   // Records the release of a block, if it is sampled or the last block of its segment. The last
-  // blocks reveal turns and forks.
-  void note_release(uint32_t key, int reuse_class, int64_t turn, bool is_last, bool is_end) {
-    if (is_sampled(key) || is_last) add_record(key, reuse_class, turn, is_end);
+  // blocks reveal turns and forks. Of long segments, a smaller share of the blocks is sampled,
+  // because they are usually reused together.
+  void note_release(uint32_t key, const Release& release, bool is_last, bool is_end) {
+    const auto one_of = static_cast<uint32_t>(share_of(release.num_blocks));
+    const bool is_sample = key <= last_sampled_ / one_of;
+    if (is_sample || is_last) add_record(key, release, is_sample, is_end);
   }
 
   // Ends a release. Values are recomputed every 32 releases, and only every 128 after the first
@@ -77,25 +101,36 @@ class ReuseModel {
     if (num_releases_ < 1'024 || num_releases_ % 128 == 0) hazards_.solve();
   }
 
-  // Returns the value of keeping a block, given its release, in hits per released token.
+  // Returns the value of keeping a block, given its release, in hits per millisecond.
   double index(int reuse_class, int64_t time) const {
     return hazards_.index(reuse_class, clock_ - time);
   }
-  // Returns the expected hits of a block, minus the price of each token released while it is kept.
+  // Returns the expected hits of a block, minus the price of each millisecond for which it is kept.
   double gain(const ReleasedAs& as, double price) const {
     return hazards_.gain(as.reuse_class, clock_ - as.time, double{as.cost}, price);
   }
-  // Whether records reach back at least twice as far as this time.
+  // Whether the values of blocks released since this time are reliable: records reach back at least
+  // twice as far, and the policy does not have fewer hits than LRU.
   bool knows_since(int64_t time) const {
+    if (guard_.falls_back()) return false;
     return !ghosts_.is_full() || clock_ - ghosts_.at(ghosts_.first()).time() >= 2 * (clock_ - time);
   }
 
   const Hazards& hazards() const { return hazards_; }
   void set_counts(const std::vector<double>& counts) { hazards_.set_counts(counts); }
-  size_t num_bytes() const { return sizeof(*this) + ghosts_.num_bytes(); }
+  size_t num_bytes() const { return sizeof(*this) + ghosts_.num_bytes() + guard_.num_bytes(); }
 
  private:
   static constexpr int64_t kNumGhosts = 32'768;
+  static constexpr int64_t kMostSampled = 64;  // blocks of a segment before the share is reduced
+
+  // Returns n if one of n blocks of a segment is sampled among those that would be otherwise: a
+  // power of two, 1 for segments of fewer than `kMostSampled` blocks.
+  static int64_t share_of(int64_t num_blocks) {
+    int64_t one_of = 1;
+    while (num_blocks >= kMostSampled * one_of && one_of < 128) one_of *= 2;
+    return one_of;
+  }
 
   void sample() {
     const int64_t one_of = std::max<int64_t>(num_blocks_ / 3'000, 1);
@@ -103,17 +138,17 @@ class ReuseModel {
   }
   bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
 
-  void add_record(uint32_t key, int reuse_class, int64_t turn, bool is_end) {
+  void add_record(uint32_t key, const Release& release, bool is_sample, bool is_end) {
     GhostRing::Record record{};
-    record.is_sample = is_sampled(key);
+    record.is_sample = is_sample;
     record.bucket = record.is_sample ? 0 : GhostRing::kDone;
     record.is_end = is_end;
     record.set_time(clock_);
     record.key = key;
-    record.reuse_class = static_cast<uint32_t>(reuse_class);
-    record.turn = static_cast<uint32_t>(std::min<int64_t>(turn, GhostRing::kMostTurn));
+    record.reuse_class = static_cast<uint32_t>(release.reuse_class);
+    record.turn = static_cast<uint32_t>(std::min<int64_t>(release.turn, GhostRing::kMostTurn));
     ghosts_.add(record);
-    if (record.is_sample) hazards_.reach(reuse_class, 0);
+    if (record.is_sample) hazards_.reach(release.reuse_class, 0);
   }
 
   // Counts each sample that reached an age bucket unused.
@@ -136,8 +171,9 @@ class ReuseModel {
   AgeBuckets ages_;
   Hazards hazards_;
   GhostRing ghosts_;
+  LruGuard guard_;
   std::array<int64_t, AgeBuckets::kNum> aged_to_{};  // record numbers
-  int64_t clock_ = 0;                                // tokens released
+  int64_t clock_ = 0;                                // ms
   int64_t num_releases_ = 0;
 };
 

@@ -37,7 +37,7 @@ class Segments {
     int32_t older, younger;  // neighbors in the class list; `younger` also links unused segments
     float cost;              // cost of recomputing a block, relative to the first block of a prompt
     uint16_t num_forks;
-    uint8_t reuse_class;
+    uint16_t reuse_class;
     bool is_listed;
   };
 
@@ -65,6 +65,12 @@ class Segments {
   int32_t oldest(int reuse_class) { return end(&lists_[reuse_class].oldest); }
   int32_t youngest(int reuse_class) { return end(&lists_[reuse_class].youngest); }
   size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
+  // Appends the members of a segment to `out`, in the order of assignment.
+  void add_members(int32_t s, std::vector<BlockId>* out) const {
+    for (BlockId id = all_[s].first; id != kNullBlock; id = next(id)) {
+      if (!has_left(id)) out->push_back(id);
+    }
+  }
   void prefetch(BlockId id) const { __builtin_prefetch(&places_[id], 1); }
 
   // Whether a request has released the block since the last `take_told`.
@@ -96,7 +102,7 @@ class Segments {
     all_[s].time = time;
     all_[s].cost = cost;
     all_[s].num_forks = static_cast<uint16_t>(num_forks);
-    all_[s].reuse_class = static_cast<uint8_t>(reuse_class);
+    all_[s].reuse_class = static_cast<uint16_t>(reuse_class);
     return s;
   }
   // Assigns a block that is not a candidate to segment s, or to no segment if s is kNone.

@@ -29,7 +29,7 @@ class WorthOrder {
     }
     return segments_->first_candidate(chosen_);
   }
-  // Returns the value of keeping a segment's blocks, in hits per released token.
+  // Returns the value of keeping a segment's blocks, in hits per millisecond.
   double worth(int32_t s) const {
     const Segments::Segment& segment = (*segments_)[s];
     if (segment.reuse_class == ReuseClass::kLoaded) return 0;
@@ -50,9 +50,13 @@ class WorthOrder {
     segments_->for_each_class([&](int c) {
       const int32_t s = segments_->oldest(c);
       if (s == Segments::kNone) return;
-      if (found == Segments::kNone || (*segments_)[s].time < (*segments_)[found].time) found = s;
+      if (found == Segments::kNone || is_older(s, found)) found = s;
     });
     return found;
+  }
+  bool is_older(int32_t s, int32_t other) const {
+    const Segments::Segment &one = (*segments_)[s], &two = (*segments_)[other];
+    return one.time < two.time || (one.time == two.time && one.number < two.number);
   }
   int32_t least_worth() const {
     int32_t found = Segments::kNone;
@@ -61,7 +65,9 @@ class WorthOrder {
       for (const int32_t s : {segments_->oldest(c), segments_->youngest(c)}) {
         if (s == Segments::kNone) continue;
         const double worth = this->worth(s);
-        if (found == Segments::kNone || worth < least) found = s, least = worth;
+        const bool is_least =
+            worth < least || (worth == least && is_older(s, found));  // equal within a millisecond
+        if (found == Segments::kNone || is_least) found = s, least = worth;
       }
     });
     return found;

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// Limits how many hits a policy may lose compared with LRU.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/eviction/learned/shadow_lru.h"
+
+namespace kvcache {
+
+// Counts, for a sample of blocks, the hits of the pool and the hits that it would have had with
+// LRU. If the pool falls behind by as many hits as LRU holds sampled blocks (C), the policy must
+// evict the oldest segment first, like LRU, for C uses. Each further time, this period doubles. It
+// is halved again whenever the policy has gained 2 C hits over LRU since the last change.
+//
+// Bound: after n uses of sampled blocks, the pool has at most 2 C (2 + log2(1 + n / C)) hits fewer
+// than LRU. Proof: docs/eviction.md.
+class LruGuard {
+ public:
+  explicit LruGuard(int64_t num_blocks)
+      : one_of_(std::max<int64_t>((num_blocks - 1) / kMostSampled, 1)),
+        shadow_(std::max<int64_t>((num_blocks - 1) / one_of_, 1)) {}
+
+  bool is_sampled(uint32_t key) const { return key <= static_cast<uint32_t>(UINT32_MAX / one_of_); }
+  // Whether the policy must evict the oldest segment first.
+  bool falls_back() const { return num_left_ > 0; }
+  // A request used a sampled block. `is_hit`: the pool had cached it.
+  void note_use(uint32_t key, bool is_hit) {
+    const int64_t gain = int64_t{is_hit} - int64_t{shadow_.contains(key)};
+    if (falls_back()) {
+      --num_left_;
+      return;
+    }
+    gain_ += gain;
+    deficit_ = std::max<int64_t>(deficit_ - gain, 0);
+    const int64_t capacity = shadow_.capacity();
+    if (deficit_ >= capacity) {
+      num_left_ = capacity << level_;
+      level_ = std::min(level_ + 1, kMostLevel);
+      deficit_ = gain_ = 0;
+    } else if (gain_ >= 2 * capacity) {
+      level_ = std::max(level_ - 1, 0);
+      gain_ = 0;
+    }
+  }
+  void note_release(uint32_t key) { shadow_.release(key); }
+  void forget(uint32_t key) { shadow_.remove(key); }
+  void clear() { shadow_.clear(); }
+  size_t num_bytes() const { return shadow_.num_bytes(); }
+
+ private:
+  static constexpr int64_t kMostSampled = 4'096;  // capacity of the shadow cache
+  static constexpr int kMostLevel = 40;
+
+  int64_t one_of_;  // one of this number of blocks is sampled
+  ShadowLru shadow_;
+  int64_t gain_ = 0;      // hits more than LRU since the last change of the level
+  int64_t deficit_ = 0;   // hits fewer than LRU, since LRU was last ahead
+  int64_t num_left_ = 0;  // uses until the policy is tried again
+  int level_ = 0;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// The blocks that a pool would cache if it evicted the least recently released block first, for a
+// sample of the blocks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvcache {
+
+// Keys in the order of their releases. If more than `capacity` keys are present, the oldest one is
+// removed.
+class ShadowLru {
+ public:
+  explicit ShadowLru(int64_t capacity)  // 1 to 32,767
+      : capacity_(static_cast<size_t>(capacity)), heads_(num_heads(capacity), kNone) {
+    nodes_.reserve(capacity_ + 1);
+    clear();
+  }
+
+  int64_t capacity() const { return static_cast<int64_t>(capacity_); }
+  bool contains(uint32_t key) const { return find(key) != kNone; }
+  void release(uint32_t key) {
+    uint16_t i = find(key);
+    if (i != kNone) {
+      unlink(i);
+    } else {
+      i = nodes_.size() <= capacity_ ? add() : evict();
+      nodes_[i].key = key;
+      nodes_[i].same_head = heads_[head_of(key)];
+      heads_[head_of(key)] = i;
+    }
+    link_youngest(i);
+  }
+  void remove(uint32_t key) {
+    const uint16_t i = find(key);
+    if (i == kNone) return;
+    unlink(i);
+    forget(i);
+    nodes_[i].same_head = unused_;
+    unused_ = i;
+  }
+  void clear() {
+    nodes_.assign(1, {0, 0, 0, kNone});  // node 0 closes the list
+    heads_.assign(heads_.size(), kNone);
+    unused_ = kNone;
+  }
+  size_t num_bytes() const {
+    return nodes_.capacity() * sizeof(Node) + heads_.capacity() * sizeof(uint16_t);
+  }
+
+ private:
+  static constexpr uint16_t kNone = UINT16_MAX;
+  struct Node {
+    uint32_t key;
+    uint16_t older, younger;
+    uint16_t same_head;  // next node with the same head; also links unused nodes
+  };
+
+  static size_t num_heads(int64_t capacity) {
+    size_t num = 1;
+    while (num < static_cast<size_t>(capacity)) num *= 2;
+    return num;
+  }
+  size_t head_of(uint32_t key) const {
+    return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
+  }
+  uint16_t find(uint32_t key) const {
+    uint16_t i = heads_[head_of(key)];
+    while (i != kNone && nodes_[i].key != key) i = nodes_[i].same_head;
+    return i;
+  }
+  uint16_t add() {
+    if (unused_ == kNone) {
+      nodes_.emplace_back();
+      return static_cast<uint16_t>(nodes_.size() - 1);
+    }
+    const uint16_t i = unused_;
+    unused_ = nodes_[i].same_head;
+    return i;
+  }
+  uint16_t evict() {
+    if (unused_ != kNone) return add();
+    const uint16_t oldest = nodes_[0].younger;
+    unlink(oldest);
+    forget(oldest);
+    return oldest;
+  }
+  void forget(uint16_t i) {
+    uint16_t* at = &heads_[head_of(nodes_[i].key)];
+    while (*at != i) at = &nodes_[*at].same_head;
+    *at = nodes_[i].same_head;
+  }
+  void unlink(uint16_t i) {
+    nodes_[nodes_[i].older].younger = nodes_[i].younger;
+    nodes_[nodes_[i].younger].older = nodes_[i].older;
+  }
+  void link_youngest(uint16_t i) {
+    nodes_[i].older = nodes_[0].older;
+    nodes_[i].younger = 0;
+    nodes_[nodes_[0].older].younger = i;
+    nodes_[0].older = i;
+  }
+
+  size_t capacity_;
+  std::vector<Node> nodes_;
+  std::vector<uint16_t> heads_;
+  uint16_t unused_ = kNone;
+};
+
+}  // namespace kvcache
