@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trace readers: format detection, format names and malformed lines."""
 
+import gzip
 import json
 
 import numpy as np
@@ -159,6 +160,45 @@ def test_a_malformed_line_is_named(tmp_path, form, line, says):
     with pytest.raises(TraceError) as error:
         list(read_trace(path, form))
     assert str(error.value).startswith(f"{path}, line 2: ") and says in str(error.value)
+
+
+def test_the_block_size_of_mooncakes_form_is_inferred(tmp_path):
+    lines = [
+        {"timestamp": i, "input_length": n, "output_length": 1, "hash_ids": [*range(-(-n // 16))]}
+        for i, n in enumerate([9, 40, 33])
+    ]
+    requests = list(read_trace(written(tmp_path, *lines)))
+    assert [each.num_tokens for each in requests] == [9, 40, 33]
+    assert optimum(requests, 16, 100) == 32 / 82
+    wrong = {**lines[2], "hash_ids": [0, 1]}
+    with pytest.raises(TraceError, match="line 3: hash_ids has 2 entries: expected 3, one per 16"):
+        list(read_trace(written(tmp_path, *lines[:2], wrong)))
+    odd = {**lines[0], "hash_ids": [0, 1]}
+    with pytest.raises(TraceError, match="hash_ids has 2 entries: expected 1, one per 512"):
+        list(read_trace(written(tmp_path, odd)))
+
+
+def compressed(how, data):
+    if how == "gzip":
+        return gzip.compress(data)
+    return pytest.importorskip("zstandard").compress(data)
+
+
+@pytest.mark.parametrize("how", ["gzip", "zstd"])
+def test_compressed_traces_are_read_as_they_are(tmp_path, how):
+    plain = written(tmp_path, *[{"prompt": f"a b {i}"} for i in range(20_000)])
+    packed = tmp_path / "packed"
+    data = plain.read_bytes()
+    packed.write_bytes(compressed(how, data[:1_000]) + compressed(how, data[1_000:]))
+    for one, two in zip(read_trace(plain), read_trace(packed), strict=True):
+        assert np.array_equal(one.token_ids, two.token_ids)
+    whole = packed.read_bytes()
+    for damaged in (whole[:-9], whole[:40], whole[:100] + b"\0" * 50 + whole[150:]):
+        packed.write_bytes(damaged)
+        with pytest.raises(
+            TraceError, match=r"packed, line \d+: (the compressed data is cut off|not)"
+        ):
+            list(read_trace(packed))
 
 
 def test_a_log_without_requests_is_named(tmp_path):

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's traces (FAST'25): JSON lines, with ids of blocks of 512 tokens as content.
+"""Mooncake's traces (FAST'25): JSON lines, with block ids as content.
 
 Fields are `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one per block of the
-prompt. The last block may be partial.
+prompt. The last block may be partial. Mooncake's blocks have 512 tokens. Other traces of this form have
+blocks of another power of two, from 16 to 4,096, which is inferred from the first lines.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -26,7 +29,8 @@ from kvcache.replay.traces.fields import (
 from kvcache.replay.traces.registry import read_trace, register_trace_form
 from kvcache.replay.workload import WorkloadRequest
 
-_NUM_TOKENS = 512  # per block
+_SIZES = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)  # tokens per block, most probable first
+_NUM_LOOKED_AT = 64  # lines
 
 
 def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
@@ -38,19 +42,35 @@ def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
     "mooncake", lambda line, record: record is not None and record.keys() >= {"hash_ids"}
 )
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
-    for index, line in enumerate(lines):
+    first = list(itertools.islice(lines, _NUM_LOOKED_AT))
+    size = _block_size(first)
+    for index, line in enumerate(itertools.chain(first, lines)):
         record = record_of(line)
         arrival = milliseconds(record, "timestamp", line)
         length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
         output_length = count(record, "output_length", 0, line)
         ids = whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line)
-        expected = -(-length // _NUM_TOKENS)
+        expected = -(-length // size)
         if len(ids) != expected:
             raise TraceError(
                 f"{line.where}: hash_ids has {len(ids)} entries: expected {quoted(expected)}, one per "
-                f"{_NUM_TOKENS} tokens of input_length {quoted(length)}"
+                f"{size} tokens of input_length {quoted(length)}"
             )
         blocks = np.array(ids, np.int64)
-        tokens = block_tokens(blocks, _NUM_TOKENS).reshape(-1)[:length]
-        content = block_content(blocks, _NUM_TOKENS).reshape(-1)[:length]
+        tokens = block_tokens(blocks, size).reshape(-1)[:length]
+        content = block_content(blocks, size).reshape(-1)[:length]
         yield WorkloadRequest(index, arrival, tokens, output_length, content)
+
+
+def _block_size(lines: list[Line]) -> int:
+    """Return the tokens per block with which most lines agree."""
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line.text)
+            length, num = record["input_length"], len(record["hash_ids"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue  # the reader names the malformed line
+        if type(length) is int:
+            found.append((length, num))
+    return max(_SIZES, key=lambda size: sum(-(-length // size) == num for length, num in found))

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
@@ -15,9 +18,43 @@ from kvcache.extensions import load_extensions
 from kvcache.replay.traces.fields import Line, TraceError, quoted
 from kvcache.replay.workload import WorkloadRequest
 
+try:
+    import zstandard
+except ImportError:  # only needed for files of this form
+    zstandard = None
+_ZstdError = zlib.error if zstandard is None else zstandard.ZstdError
+
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
 _MOST_LOOKED_AT = 10_000  # maximum number of log lines before the first request
 MOST_LINE_BYTES = 2**26  # larger than a prompt of several million tokens
+
+
+class _ZstdStream(io.RawIOBase):
+    """The content of a file of Zstandard frames. Unlike `zstandard.stream_reader`, it raises EOFError if
+    the last frame is cut off.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._rest = file, b""
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self._rest:
+            data = self._file.read(2**16)
+            if self._frame.eof:
+                data = self._frame.unused_data + data
+                if not data:
+                    return 0
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            elif not data:
+                raise EOFError("the last frame is incomplete")
+            self._rest = self._frame.decompress(data)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
 
 
 class _TraceFormat(NamedTuple):
@@ -63,14 +100,16 @@ def read_trace(path: str | os.PathLike, form: str | None = None) -> Iterator[Wor
     """Yield the requests of a trace file, read line by line. Blank lines are skipped.
 
     Args:
-        path: The file.
+        path: The file. May be compressed with gzip or Zstandard.
         form: One of `trace_forms()`. None: detected from the first lines, with Mooncake's format as the
             default.
 
     Raises:
         TypeError, ValueError: `path` is not a path or the format is unknown. Raised by the call itself.
-        TraceError: A line is malformed, or has more than 64 MiB. Raised when the line is reached.
+        TraceError: A line is malformed, has more than 64 MiB, or compressed data is damaged. Raised when
+            the line is reached.
         OSError: The file cannot be read.
+        ImportError: The file is compressed with Zstandard, and the package zstandard is missing.
 
     Example:
         >>> next(read_trace("mooncake_conversation.jsonl")).num_tokens  # doctest: +SKIP
@@ -86,7 +125,7 @@ def read_trace(path: str | os.PathLike, form: str | None = None) -> Iterator[Wor
 
 def _requests(name: str, form: str | None) -> Iterator[WorkloadRequest]:
     with open(name, "rb") as file:
-        lines = _lines(file, name)
+        lines = _lines(_decompressed(file, name), name)
         if form is None:
             form, lines = _shown(lines)
         found = False
@@ -97,10 +136,28 @@ def _requests(name: str, form: str | None) -> Iterator[WorkloadRequest]:
             raise TraceError(f"{name}: has no request: expected a log of form {form!r} with some")
 
 
+def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
+    """Return a stream of the content, whether it is compressed or not."""
+    magic = file.peek(4)[:4]
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=file)
+    if magic != b"\x28\xb5\x2f\xfd":
+        return file
+    if zstandard is None:
+        raise ImportError(f"{name} is compressed with Zstandard: install torch-kvcache[cli]")
+    return io.BufferedReader(_ZstdStream(file))
+
+
 def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
     """Yield the lines that are not blank."""
     for number in itertools.count(1):
-        text = file.readline(MOST_LINE_BYTES + 1)
+        try:
+            text = file.readline(MOST_LINE_BYTES + 1)
+        except (EOFError, gzip.BadGzipFile, zlib.error, _ZstdError) as error:
+            raise TraceError(
+                f"{name}, line {number}: the compressed data is cut off or damaged ({error}): expected a "
+                "complete file"
+            ) from None
         if not text:
             return
         if len(text) > MOST_LINE_BYTES:
