@@ -31,7 +31,7 @@ from vllm.v1.worker import gpu_model_runner, mamba_utils
 
 from kvcache.plugins.vllm_sanitizer.block_bytes import BlockBytes, has_host_tier
 from kvcache.plugins.vllm_sanitizer.holds import Holds
-from kvcache.plugins.vllm_sanitizer.wrapping import wrap_once
+from kvcache.sanitizer.wrapping import wrap_once
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import options_from_environment
 from kvcache.sanitizer.guard import ObserverGuard
