@@ -13,6 +13,10 @@ import traceback
 from array import array
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+# Reserve few tokens for answers, so that requests have to be retracted.
+os.environ.setdefault("SGLANG_INIT_NEW_TOKEN_RATIO", "0.01")
+os.environ.setdefault("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "1")
+os.environ.setdefault("SGLANG_RETRACT_DECODE_STEPS", "1")
 
 from tests.machinery.shared import REPO
 
@@ -25,7 +29,7 @@ TINY = {
 OPTIONS = {
     **{"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"},
     **{"skip_tokenizer_init": True, "dtype": "bfloat16", "max_running_requests": 8},
-    **{"context_length": 512, "chunked_prefill_size": 64, "disable_cuda_graph": True},
+    **{"context_length": 1024, "chunked_prefill_size": 64, "disable_cuda_graph": True},
     **{"random_seed": 0, "log_level": "error", "page_size": 16, "max_total_tokens": 2048},
     "disable_overlap_schedule": True,
 }
@@ -105,14 +109,17 @@ class Work:
         at_once: Chats that get a turn in each round.
         new_tokens: Tokens to generate per turn.
         aborts: Whether one request of each round is aborted.
+        keys: Whether chats have different extra keys, and all begin with the same tokens.
     """
 
-    def __init__(self, seed=0, chats=6, turns=5, at_once=5, new_tokens=20, aborts=False):
+    def __init__(
+        self, seed=0, chats=6, turns=5, at_once=5, new_tokens=20, aborts=False, keys=False
+    ):
         self.random, self.turns, self.at_once = random.Random(seed), turns, at_once
-        self.new_tokens, self.aborts = new_tokens, aborts
+        self.new_tokens, self.aborts, self.keys = new_tokens, aborts, keys
         shared = self._tokens(40)
         self.chats = [
-            (shared if i % 2 else []) + self._tokens(self.random.randrange(30, 120))
+            (shared if keys or i % 2 else []) + self._tokens(self.random.randrange(30, 120))
             for i in range(chats)
         ]
 
@@ -171,6 +178,15 @@ class Run:
         original = getattr(owner, name)
         setattr(owner, name, lambda *arguments, **options: function(original, *arguments, **options))
 
+    def wrap_method(self, owner, name, function):
+        """Replace a method of a class by `function(original, self, ...)`."""
+        original = getattr(owner, name)
+
+        def method(owner, *arguments, **options):
+            return function(original, owner, *arguments, **options)
+
+        setattr(owner, name, method)
+
     @property
     def running(self):
         """Requests that decode."""
@@ -183,6 +199,8 @@ class Run:
 
     def _ingest(self, **options):
         self.iteration += 1
+        if self.iteration > 10_000:
+            raise TimeoutError("the requests do not end")
         for name, chat in list(self.live.items()):
             request = self.requests.get(name)
             if request is not None and (request.finished() or self._is_gone(request)):
@@ -200,9 +218,9 @@ class Run:
             chat, tokens = self.waiting.pop(0)
             name = f"chat-{chat}-{self.iteration}"
             self.live[name] = chat
-            inputs.append(self._input(name, tokens))
-            if self.work.aborts and len(self.waiting) == 1:
-                self.abort = name, self.iteration + self.work.random.randrange(12)
+            inputs.append(self._input(name, tokens, chat))
+            if self.work.aborts and len(self.waiting) in (1, 3):
+                self.abort = name, self.iteration + self.work.random.randrange(10)
         if self.abort and self.iteration >= self.abort[1]:
             inputs.append(self._abort_of(self.abort[0]))
             self.abort = None
@@ -210,7 +228,7 @@ class Run:
         return inputs
 
     def _is_gone(self, request):
-        return request.to_finish is None and request not in self._all()
+        return request not in self._all()
 
     def _all(self):
         inner = self.scheduler
@@ -218,19 +236,19 @@ class Run:
         found = [request for batch in batches if batch for request in batch.reqs]
         return [*found, *inner.waiting_queue, *([inner.chunked_req] if inner.chunked_req else [])]
 
-    def _input(self, name, tokens):
+    def _input(self, name, tokens, chat):
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling = SamplingParams(
-            max_new_tokens=self.work.new_tokens, temperature=0, ignore_eos=True
-        )
+        # With `ignore_eos`, SGLang would reserve all of them.
+        sampling = SamplingParams(max_new_tokens=self.work.new_tokens, temperature=0)
         sampling.normalize(None)
         return TokenizedGenerateReqInput(
             **{"rid": name, "input_text": None, "input_ids": array("q", tokens)},
             **{"input_embeds": None, "mm_inputs": None, "token_type_ids": None},
             **{"sampling_params": sampling, "return_logprob": False, "logprob_start_len": -1},
             **{"top_logprobs_num": 0, "token_ids_logprob": None, "stream": False},
+            extra_key=f"key-{chat}" if self.work.keys else None,
         )
 
     def _abort_of(self, name):

@@ -229,6 +229,8 @@ class SchedulerObserver:
         names = [request.rid for request in requests]
         if names != batch.rids:
             raise ValueError(f"the model runner computes {batch.rids}: expected {names}")
+        if len(batch.req_pool_indices) != len(names):
+            raise ValueError("a batch has rows of beams, which are not supported")
         self._finish_ended(names)
         stops = _array(batch.seq_lens).astype(np.int64)
         if mode is ForwardMode.DECODE:
