@@ -72,7 +72,9 @@ class EngineEnvironment:
             more: Entry points of the tests.
         """
         where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        folder = Path(call([str(self.python), "-c", where]).strip()) / "kvcache_checkout-1.dist-info"
+        folder = (
+            Path(call([str(self.python), "-c", where]).strip()) / "kvcache_checkout-1.dist-info"
+        )
         folder.mkdir(exist_ok=True)
         groups = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["entry-points"]
         lines = []

@@ -5,17 +5,23 @@
 """
 
 import json
-import os
-import subprocess
 import sys
 
-from tests.machinery.shared import REPO
-from tests.machinery.sglang_engine import Scheduler
+from tests.machinery.sglang_engine import Scheduler, in_a_process
 
 ROOMY = {"max_total_tokens": 2048}
 TIGHT = {"max_total_tokens": 640, "enable_mixed_chunk": True, "disable_overlap_schedule": False}
 TOKENS = {"max_total_tokens": 640, "page_size": 1, "chunked_prefill_size": 60}
-ENGINES = {"roomy": ROOMY, "tight": TIGHT, "tokens": TOKENS}
+HICACHE = {
+    **{"max_total_tokens": 640, "enable_hierarchical_cache": True, "hicache_ratio": 4.0},
+    **{"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"},
+    "hicache_write_policy": "write_through",
+}
+ENGINES = {
+    **{"roomy": ROOMY, "tight": TIGHT, "tokens": TOKENS, "hicache": HICACHE},
+    "windows": {"family": "mellum", "max_total_tokens": 640},
+}
+LLAMA = ("roomy", "tight", "tokens")
 DEFECTS = {}  # by name: (function, engines)
 
 
@@ -23,7 +29,7 @@ def defect(*engines):
     """Register a function that plants a defect in a `Run`. Its docstring describes the defect."""
 
     def add(plant):
-        DEFECTS[plant.__name__] = plant, engines or tuple(ENGINES)
+        DEFECTS[plant.__name__] = plant, engines or LLAMA
         return plant
 
     return add
@@ -194,7 +200,8 @@ def prefix_hit_of_other_tokens(run):
 
     def match(original, parameters):
         key = parameters.key
-        other = next((each for each in keys.values() if list(each)[:32] != list(key.token_ids)[:32]), None)
+        mine = list(key.token_ids)[:32]
+        other = next((each for each in keys.values() if list(each)[:32] != mine), None)
         keys[parameters.req.rid] = key.token_ids
         if other is not None and len(other) > 70 and len(key.token_ids) > 70 and run.now(10):
             key.token_ids = other
@@ -324,6 +331,87 @@ def chunk_starts_too_late(run):
     run.wrap_method(ScheduleBatch, "prepare_for_extend", prepare)
 
 
+# In windows --------------------------------------------------------------------------------------
+
+
+@defect("windows")
+def window_is_left_too_early(run):
+    """Slots that the window still covers are freed."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    def evict(original, batch, request, length, **options):
+        if length > 130:
+            length += 48
+            run.planted()
+        return original(batch, request, length, **options)
+
+    run.wrap_method(ScheduleBatch, "_evict_swa", evict)
+
+
+@defect("windows")
+def slots_of_the_window_are_exchanged(run):
+    """Two pages of a request have each other's slots in the pool of windows."""
+    mapping = allocator_of(run).full_to_swa_index_mapping
+
+    def next_batch(original, *arguments, **options):
+        plan = original(*arguments, **options)
+        requests = [each for each in run.running if len(each.output_ids) > 3]
+        if requests and run.now(8):
+            stop = run.slots(requests[0]).numel() // 16 * 16
+            first, second = run.slots(requests[0], stop - 32, stop).long().split(16)
+            mapping[first], mapping[second] = mapping[second], mapping[first].clone()
+            run.planted()
+        return plan
+
+    run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
+
+
+# In HiCache --------------------------------------------------------------------------------------
+
+
+@defect("hicache")
+def pages_are_loaded_in_another_order(run):
+    """Pages of the host are copied to each other's device pages."""
+    controller = run.scheduler.tree_cache.cache_controller
+
+    def load(original, host_indices, *arguments, **options):
+        if len(host_indices) > 16:
+            host_indices = host_indices.roll(16)
+            run.planted()
+        return original(host_indices, *arguments, **options)
+
+    run.wrap(controller, "load", load)
+
+
+@defect("hicache")
+def load_is_not_queued(run):
+    """A hit on the host gets device pages, to which nothing is copied."""
+    controller = run.scheduler.tree_cache.cache_controller
+
+    def load(original, *arguments, **options):
+        found = original(*arguments, **options)
+        if found is not None and run.now(1):
+            controller.load_queue.pop()
+            run.planted()
+        return found
+
+    run.wrap(controller, "load", load)
+
+
+@defect("hicache")
+def pages_are_stored_in_another_order(run):
+    """Device pages are copied to each other's pages of the host."""
+    controller = run.scheduler.tree_cache.cache_controller
+
+    def write(original, device_indices, *arguments, **options):
+        if len(device_indices) > 16:
+            device_indices = device_indices.roll(16)
+            run.planted()
+        return original(device_indices, *arguments, **options)
+
+    run.wrap(controller, "write", write)
+
+
 def find_all(engine):
     """Run each defect of an engine under the sanitizer in another process.
 
@@ -331,26 +419,30 @@ def find_all(engine):
         For each defect, its name, "planted_at", "found_at", "kind", "engine" and "slots_read". The
         first entry has no name: it is the run without a defect.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "tests.machinery.sglang_defects", engine]
-    settings = {**os.environ, "KVCACHE_SANITIZE": "1"}
-    done = subprocess.run(command, cwd=REPO, env=settings, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_a_process("tests.machinery.sglang_defects", engine)
+
+
+def _said(result):
+    """Return what SGLang did: it answered, or it failed after the step in which it last computed."""
+    error = result["error"]
+    return "answered" if error is None else f"step {result['failed_at']}: {error}"
 
 
 def _find(engine):
     scheduler, found = Scheduler(**ENGINES[engine]), []
-    plants = {"": None} | {name: plant for name, (plant, engines) in DEFECTS.items() if engine in engines}
+    plants = {"": None}
+    plants |= {name: plant for name, (plant, engines) in DEFECTS.items() if engine in engines}
     for name, plant in plants.items():
-        work = {"new_tokens": 40, "keys": name == "key_ignores_the_namespace"}
+        # A window moves every 64 tokens.
+        work = {"new_tokens": 90 if engine == "windows" else 40}
+        work["keys"] = name == "key_ignores_the_namespace"
         result = scheduler.run(work, plant)
         findings = result.get("findings") or {}
         kind, step = (result.get("found") or [(None, None)])[0]
         found.append(
             {
                 **{"name": name, "planted_at": result.get("planted_at"), "found_at": step},
-                **{"kind": kind, "engine": result["error"] or "answered"},
+                **{"kind": kind, "engine": _said(result)},
                 **{"slots_read": findings.get("slots_read"), "off": findings.get("off")},
                 "retractions": result.get("retractions"),
             }
@@ -362,7 +454,8 @@ def main():
     if len(sys.argv) > 1:
         print(json.dumps(_find(sys.argv[1])))
         return
-    print("| pool | defect | planted at step | found at step | as | SGLang |\n|---|---|---|---|---|---|")
+    print("| pool | defect | planted at step | found at step | as | SGLang |")
+    print("|---|---|---|---|---|---|")
     for engine in ENGINES:
         for each in find_all(engine):
             name = each["name"].replace("_", " ") or "(none)"

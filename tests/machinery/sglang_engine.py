@@ -2,12 +2,16 @@
 """Runs an SGLang scheduler with a tiny model in one process, on a CPU.
 
 A scheduler takes long to start. `Scheduler.run` therefore forks: each run begins in the same state.
+
+`python -m tests.machinery.sglang_engine OPTIONS WORKS` prints the results as JSON in its last line.
 """
 
 import contextlib
 import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import traceback
 from array import array
@@ -18,6 +22,7 @@ os.environ.setdefault("SGLANG_INIT_NEW_TOKEN_RATIO", "0.01")
 os.environ.setdefault("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "1")
 os.environ.setdefault("SGLANG_RETRACT_DECODE_STEPS", "1")
 
+from tests.machinery.sglang_cpu import add_hicache_copies, read_windows_from_their_pool
 from tests.machinery.shared import REPO
 
 FOLDER = REPO / "build" / "sglang_models"
@@ -25,6 +30,11 @@ TINY = {
     **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1},
     **{"max_position_embeddings": 4096, "eos_token_id": 2},
+}
+WINDOWS = {
+    **{**TINY, "num_hidden_layers": 4, "sliding_window": 64, "num_experts": 4},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{"mlp_layer_types": ["dense"] * 4},
 }
 OPTIONS = {
     **{"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"},
@@ -35,15 +45,19 @@ OPTIONS = {
 }
 
 
-def write_model(seed=0):
-    """Write a Llama with random weights. Return its folder."""
+def write_model(family):
+    """Write a Llama or Mellum with random weights. Return its folder."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    folder = FOLDER / f"llama-{seed}"
+    folder = FOLDER / family
     if not (folder / "model.safetensors").exists():
-        torch.manual_seed(seed)
-        LlamaForCausalLM(LlamaConfig(**TINY)).to(torch.bfloat16).save_pretrained(folder)
+        torch.manual_seed(0)
+        if family == "llama":
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+        else:
+            model = transformers.MellumForCausalLM(transformers.MellumConfig(**WINDOWS))
+        model.to(torch.bfloat16).save_pretrained(folder)
     return str(folder)
 
 
@@ -51,10 +65,11 @@ class Scheduler:
     """A scheduler of SGLang, without the processes around it.
 
     Args:
+        family: "llama", or "mellum", which has sliding windows.
         options: Arguments of SGLang's `ServerArgs`.
     """
 
-    def __init__(self, **options):
+    def __init__(self, family="llama", **options):
         import torch
         from sglang.srt.managers import scheduler
         from sglang.srt.plugins import load_plugins
@@ -62,8 +77,11 @@ class Scheduler:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         torch.set_num_threads(1)
+        if options.get("enable_hierarchical_cache"):
+            add_hicache_copies()
+        read_windows_from_their_pool()
         load_plugins()
-        arguments = ServerArgs(model_path=write_model(), **OPTIONS | options)
+        arguments = ServerArgs(model_path=write_model(family), **OPTIONS | options)
         arguments.resolve_once()
         arguments.check_server_args()
         ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
@@ -144,7 +162,7 @@ class Run:
     def __init__(self, scheduler, work, plant):
         self.scheduler, self.work = scheduler.inner, work
         self.requests, self.live, self.waiting = {}, {}, []
-        self.planted_at = self.error = self.abort = None
+        self.planted_at = self.failed_at = self.error = self.abort = None
         self.iteration = self.num_calls = 0
         self.outputs = []
         inner = self.scheduler
@@ -161,6 +179,7 @@ class Run:
         except Exception as failure:
             frame = traceback.extract_tb(failure.__traceback__)[-1]
             lines = str(failure).strip().splitlines() or [""]
+            self.failed_at = inner.forward_ct
             self.error = f"{type(failure).__name__}: {lines[0][:100]} ({frame.name})"
 
     def planted(self):
@@ -176,7 +195,9 @@ class Run:
     def wrap(self, owner, name, function):
         """Replace a function of SGLang by `function(original, ...)`."""
         original = getattr(owner, name)
-        setattr(owner, name, lambda *arguments, **options: function(original, *arguments, **options))
+        setattr(
+            owner, name, lambda *arguments, **options: function(original, *arguments, **options)
+        )
 
     def wrap_method(self, owner, name, function):
         """Replace a method of a class by `function(original, self, ...)`."""
@@ -266,9 +287,28 @@ class Run:
             "requests": len(requests),
             "cached_tokens": sum(each.cached_tokens for each in requests),
             "retractions": sum(each.retraction_count for each in requests),
-            "aborts": sum(type(each.finished_reason).__name__ == "FINISH_ABORT" for each in requests),
+            "aborts": sum(
+                type(each.finished_reason).__name__ == "FINISH_ABORT" for each in requests
+            ),
             "planted_at": self.planted_at,
             "error": self.error,
+            "failed_at": self.failed_at,
             "findings": None if observer is None else observer.findings(),
             "found": [(str(each.kind), each.step) for each in reports],
         }
+
+
+def in_a_process(module, *arguments, **settings):
+    """Run a module under the sanitizer, which logs what it finds. Return the JSON of its last line."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    settings = {**os.environ, "KVCACHE_SANITIZE": "1", **settings}
+    done = subprocess.run(command, cwd=REPO, env=settings, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    options, works = map(json.loads, sys.argv[1:])
+    scheduler = Scheduler(**options)
+    print(json.dumps([scheduler.run(work) for work in works]))

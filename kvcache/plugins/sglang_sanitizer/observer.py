@@ -113,7 +113,9 @@ class SchedulerObserver:
         if scheduler.is_hybrid_ssm:
             self._leave_out("Mamba states", "their copies are not observed")
         counts = [each.size // self._size + 1 for each in allocators]
-        num_host = 0 if self._controller is None else self._controller.mem_pool_host.page_num + 1
+        num_host = 0
+        if self._controller is not None:
+            num_host = self._controller.mem_pool_host.size // self._size + 1
         if sanitizer is None:
             options = options_from_environment() or {}
             sanitizer = Sanitizer(groups, sum(counts), num_host_blocks=num_host, **options)
@@ -246,7 +248,8 @@ class SchedulerObserver:
         sanitizer.observe_tokens(names, starts, counts, tokens)
         written = batch.out_cache_loc_virtual
         written = _array(batch.out_cache_loc if written is None else written).astype(np.int64)
-        rows = self._runner.req_to_token_pool.req_to_token[:, : int(stops.max()) : self._size]
+        width = int(np.maximum(stops, starts + counts).max())
+        rows = self._runner.req_to_token_pool.req_to_token[:, : width : self._size]
         read = _array(rows[batch.req_pool_indices])
         accesses = [(written, read)]
         if self._to_window is not None:
