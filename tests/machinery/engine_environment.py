@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from importlib.metadata import version
 from pathlib import Path
+
+import tomllib
 
 from tests.machinery.shared import REPO
 

@@ -287,15 +287,18 @@ class Run:
             "requests": len(requests),
             "cached_tokens": sum(each.cached_tokens for each in requests),
             "retractions": sum(each.retraction_count for each in requests),
-            "aborts": sum(
-                type(each.finished_reason).__name__ == "FINISH_ABORT" for each in requests
-            ),
+            "aborts": sum(map(_is_aborted, requests)),
             "planted_at": self.planted_at,
             "error": self.error,
             "failed_at": self.failed_at,
             "findings": None if observer is None else observer.findings(),
             "found": [(str(each.kind), each.step) for each in reports],
         }
+
+
+def _is_aborted(request):
+    """Return whether a request was aborted. Those that still wait are dropped without a reason."""
+    return not request.finished() or type(request.finished_reason).__name__ == "FINISH_ABORT"
 
 
 def in_a_process(module, *arguments, **settings):
