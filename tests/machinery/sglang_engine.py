@@ -21,6 +21,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("SGLANG_INIT_NEW_TOKEN_RATIO", "0.01")
 os.environ.setdefault("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "1")
 os.environ.setdefault("SGLANG_RETRACT_DECODE_STEPS", "1")
+os.environ.setdefault("SGLANG_SWA_EVICTION_INTERVAL", "16")  # so that short requests leave slots
 
 from tests.machinery.sglang_cpu import add_hicache_copies, read_windows_from_their_pool
 from tests.machinery.shared import REPO
