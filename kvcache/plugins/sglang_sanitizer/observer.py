@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from kvcache.plugins.sglang_sanitizer.pages import Pages
+from kvcache.plugins.sglang_sanitizer.pages import HandedOutPages
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import options_from_environment
 from kvcache.sanitizer.guard import ObserverGuard
@@ -125,7 +125,7 @@ class SchedulerObserver:
         self.sanitizer = sanitizer
         self._guard = ObserverGuard(sanitizer)
         self._pages = [
-            Pages(sanitizer, self._guard, g, each, counts[g], sum(counts[:g]))
+            HandedOutPages(sanitizer, self._guard, g, each, counts[g], sum(counts[:g]))
             for g, each in enumerate(allocators)
         ]
         self._requests: dict[str, weakref.ref] = {}  # SGLang's requests that the sanitizer knows

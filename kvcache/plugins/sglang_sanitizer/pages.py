@@ -14,7 +14,7 @@ from kvcache.sanitizer.guard import ObserverGuard
 from kvcache.sanitizer.wrapping import wrap_once
 
 
-class Pages:
+class HandedOutPages:
     """Reports allocations and frees of one allocator to a sanitizer.
 
     A page is held by the request that fills it, until the allocator gets it back. Meanwhile the radix

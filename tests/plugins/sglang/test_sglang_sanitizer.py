@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from kvcache.plugins.sglang_sanitizer import findings, register
-from kvcache.plugins.sglang_sanitizer.pages import Pages
+from kvcache.plugins.sglang_sanitizer.pages import HandedOutPages
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.guard import ObserverGuard
 from tests.machinery.sglang_defects import DEFECTS, ENGINES, HICACHE, find_all
@@ -163,7 +163,7 @@ def test_unknown_versions_are_refused(mode, monkeypatch, caplog):
 
 
 class Tensor(np.ndarray):
-    """Slots, as far as `Pages` uses tensors."""
+    """Slots, as far as `HandedOutPages` uses tensors."""
 
     def cpu(self):
         return self
@@ -197,7 +197,7 @@ class Allocator:
 @pytest.fixture
 def pages():
     sanitizer = Sanitizer([SanitizedGroup("full", 4)], 16, log=lambda report: None)
-    found = Pages(sanitizer, ObserverGuard(sanitizer), 0, Allocator(), 8, 0)
+    found = HandedOutPages(sanitizer, ObserverGuard(sanitizer), 0, Allocator(), 8, 0)
     found.install()
     found.holders = lambda: sanitizer._blocks.device.blocks["num_holders"][:4].tolist()
     return found
