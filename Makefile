@@ -20,7 +20,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-vllm test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -106,6 +106,11 @@ soak: setup
 # tests marked exhaustive. Creating the environment takes a few minutes.
 test-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) $(ARGS)
+
+# Run the tests of the sanitizer in SGLang, in a separate virtual environment with SGLang. ARGS go to
+# pytest. Creating the environment takes a few minutes.
+test-sglang: setup
+	$(BIN)/python -m tests.machinery.sglang_environment $(ARGS)
 
 # Run the tests that need NIXL, Mooncake or a browser, with these installed into a folder outside the
 # checkout. Tests that are skipped count as failed.

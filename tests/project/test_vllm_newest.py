@@ -12,7 +12,7 @@ LISTED = "vllm (0.41.1)\nAvailable versions: 0.41.1, 0.41.0, 0.33.0\n"
 
 
 def answer(monkeypatch, text):
-    monkeypatch.setattr(vllm_environment, "_call", lambda command: text)
+    monkeypatch.setattr(vllm_environment, "call", lambda command: text)
 
 
 def test_newest_version_is_read_from_the_index(monkeypatch):
@@ -30,7 +30,7 @@ def test_missing_version_fails_with_the_reason(monkeypatch, capsys):
 def test_failing_index_fails_with_the_last_line_of_pip(monkeypatch, capsys):
     command = [sys.executable, "-c", "import sys; sys.exit('no matching distribution')"]
     with pytest.raises(vllm_environment.Unavailable, match="no matching distribution"):
-        vllm_environment._call(command)
+        vllm_environment.call(command)
 
 
 def test_other_versions_are_skipped_if_they_cannot_be_installed(monkeypatch, capsys):

@@ -23,7 +23,7 @@ def register() -> None:
         return
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from kvcache.plugins.vllm_sanitizer.wrapping import wrap_once
+    from kvcache.sanitizer.wrapping import wrap_once
 
     wrap_once(WorkerWrapperBase, "initialize_from_config", _observed)  # vLLM calls `register` often
 

@@ -29,6 +29,7 @@ _SPECIAL = ("__getitem__", "__contains__", "__call__")
 EXCLUDED_MODULES = {
     "kvcache.plugins.vllm": "needs vLLM, which is another environment",
     "kvcache.plugins.vllm_sanitizer": "the same",
+    "kvcache.plugins.sglang_sanitizer": "needs SGLang, which is another environment",
     "kvcache.cli": "the command line: reads sys.argv, prints, exits; tests/cli has wrong ones",
     "kvcache.native": "builds the libraries: starts compilers",
     "kvcache.__main__": "runs the command line",

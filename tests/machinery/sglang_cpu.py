@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of SGLang 0.5.23 that it has for GPUs only, in PyTorch."""
+
+import types
+
+
+def add_hicache_copies() -> None:
+    """Add HiCache's copies of the layout `layer_first` with `hicache_io_backend="direct"`.
+
+    Host memory is not pinned.
+    """
+    from sglang.srt.mem_cache.pool_host import common, mha
+
+    def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
+        for source, target in zip(src_layers, dst_layers):
+            target[dst_indices] = source[src_indices]
+
+    mha.transfer_kv_direct = transfer_kv_direct
+    common._cuda_host_register = lambda *arguments, **options: None
+
+
+def read_windows_from_their_pool() -> None:
+    """Let the backend `torch_native` read the KV of windows from the slots to which it writes it.
+
+    With a separate pool for windows, the original writes to the slots of that pool and reads from those
+    of full attention.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def translated(original):
+        def forward(backend, q, k, v, layer, *arguments, **options):
+            pool = backend.req_to_token_pool
+            is_window = (layer.sliding_window_size or -1) > 0
+            if is_window and backend.use_sliding_window_kv_pool:
+                rows = backend.token_to_kv_pool.full_to_swa_index_mapping[pool.req_to_token.long()]
+                backend.req_to_token_pool = types.SimpleNamespace(req_to_token=rows)
+            try:
+                return original(backend, q, k, v, layer, *arguments, **options)
+            finally:
+                backend.req_to_token_pool = pool
+
+        return forward
+
+    for name in ("forward_extend", "forward_decode"):
+        setattr(TorchNativeAttnBackend, name, translated(getattr(TorchNativeAttnBackend, name)))

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Injects defects into SGLang's code, one at a time, to test whether the sanitizer reports them.
+
+`python -m tests.machinery.sglang_environment -m tests.machinery.sglang_defects` prints a table.
+"""
+
+import json
+import sys
+
+from tests.machinery.sglang_engine import Scheduler, in_a_process
+
+ROOMY = {"max_total_tokens": 2048}
+TIGHT = {"max_total_tokens": 640, "enable_mixed_chunk": True, "disable_overlap_schedule": False}
+TOKENS = {"max_total_tokens": 640, "page_size": 1, "chunked_prefill_size": 60}
+HICACHE = {
+    **{"max_total_tokens": 640, "enable_hierarchical_cache": True, "hicache_ratio": 4.0},
+    **{"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"},
+    "hicache_write_policy": "write_through",
+}
+ENGINES = {
+    **{"roomy": ROOMY, "tight": TIGHT, "tokens": TOKENS, "hicache": HICACHE},
+    "windows": {"family": "mellum", "max_total_tokens": 640},
+}
+LLAMA = ("roomy", "tight", "tokens")
+DEFECTS = {}  # by name: (function, engines)
+
+
+def defect(*engines):
+    """Register a function that plants a defect in a `Run`. Its docstring describes the defect."""
+
+    def add(plant):
+        DEFECTS[plant.__name__] = plant, engines or LLAMA
+        return plant
+
+    return add
+
+
+# In the allocator --------------------------------------------------------------------------------
+
+
+def allocator_of(run):
+    return run.scheduler.token_to_kv_pool_allocator
+
+
+def release(run, slots):
+    """Give slots back to the allocator."""
+    allocator = allocator_of(run)
+    allocator.free_segment(slots.long(), start_pos=0)
+    if allocator.page_size > 1:  # so that they are the next ones
+        return
+    allocator.free_pages = allocator.free_pages.roll(len(slots))
+
+
+def free_of_running(run, select):
+    def next_batch(original, *arguments, **options):
+        plan = original(*arguments, **options)
+        requests = [each for each in run.running if len(each.output_ids) > 3]
+        if len(requests) > 1 and run.now(8):
+            release(run, select(run, requests[0]))
+            run.planted()
+        return plan
+
+    run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
+
+
+@defect()
+def first_page_of_a_running_request_is_freed(run):
+    """The first page of a running request is given back."""
+    size = allocator_of(run).page_size
+    free_of_running(run, lambda run, request: run.slots(request, 0, size))
+
+
+@defect()
+def last_page_of_a_running_request_is_freed(run):
+    """The page that a running request fills is given back."""
+    size = allocator_of(run).page_size
+
+    def last(run, request):
+        start = (request.kv.kv_allocated_len - 1) // size * size
+        return run.slots(request, start, start + size)
+
+    free_of_running(run, last)
+
+
+@defect()
+def page_is_allocated_twice(run):
+    """A page that was just allocated stays in the free list."""
+    import torch
+
+    allocator = allocator_of(run)
+    name = "alloc" if allocator.page_size == 1 else "alloc_extend"
+
+    def alloc(original, *arguments, **options):
+        slots = original(*arguments, **options)
+        if slots is not None and len(slots) > 20 and run.now(8):
+            pages = slots[-1:] // allocator.page_size
+            allocator.free_pages = torch.cat([pages, allocator.free_pages])
+            run.planted()
+        return slots
+
+    run.wrap(allocator, name, alloc)
+
+
+@defect()
+def allocator_is_cleared_without_the_tree(run):
+    """The allocator takes all pages back, and the radix cache keeps its nodes."""
+
+    def process(original, *arguments, **options):
+        if run.now(15):
+            allocator_of(run).clear()
+            run.planted()
+        return original(*arguments, **options)
+
+    run.wrap(run.scheduler, "process_batch_result", process)
+
+
+# In the rows of requests -------------------------------------------------------------------------
+
+
+@defect()
+def slot_of_another_request_in_a_row(run):
+    """The first page in a row of `req_to_token` is a page of another request."""
+
+    def next_batch(original, *arguments, **options):
+        plan = original(*arguments, **options)
+        requests = run.running
+        if len(requests) > 1 and len(requests[0].output_ids) > 3 and run.now(8):
+            size = allocator_of(run).page_size
+            # A request's own page, which no prefix hit shares with the other.
+            first, second = (run.slots(each) for each in requests[:2])
+            first[-size - 1 :][:1] = second[-size - 1 :][:1]
+            first[32 : 32 + size] = second[32 : 32 + size]
+            run.planted()
+        return plan
+
+    run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
+
+
+@defect()
+def slots_are_off_by_one(run):
+    """The new tokens of a step are written one slot too far."""
+    change_decode(run, lambda batch: setattr(batch, "out_cache_loc", batch.out_cache_loc + 1))
+
+
+@defect()
+def sequence_lengths_are_too_large_by_one(run):
+    """A step reads one token more than there is."""
+    change_decode(run, lambda batch: setattr(batch, "seq_lens", batch.seq_lens + 1))
+
+
+@defect()
+def rows_of_a_batch_are_exchanged(run):
+    """The row indices of a batch are reversed, and its requests are not."""
+    change_decode(
+        run, lambda batch: setattr(batch, "req_pool_indices", batch.req_pool_indices.flip(0))
+    )
+
+
+def change_decode(run, change):
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    def prepare(original, batch):
+        original(batch)
+        if len(batch.reqs) > 1 and len(batch.reqs[0].output_ids) > 3 and run.now(8):
+            change(batch)
+            run.planted()
+
+    run.wrap_method(ScheduleBatch, "prepare_for_decode", prepare)
+
+
+@defect()
+def new_slots_are_not_written_to_the_row(run):
+    """The slots of a decode step are missing in `req_to_token`."""
+    pool = run.scheduler.req_to_token_pool
+
+    def write(original, indices, values):
+        if not isinstance(indices[1], slice) and len(values) > 1 and run.now(20):
+            size = allocator_of(run).page_size
+            if (values % size == 0).any():
+                return run.planted()
+            run.num_calls -= 1
+        return original(indices, values)
+
+    run.wrap(pool, "write", write)
+
+
+@defect("tight")
+def sequence_lengths_do_not_grow(run):
+    """A step reuses the sequence lengths of the step before."""
+    change_decode(run, lambda batch: setattr(batch, "seq_lens", batch.seq_lens - 1))
+
+
+# In the radix cache ------------------------------------------------------------------------------
+
+
+@defect()
+def prefix_hit_of_other_tokens(run):
+    """The lookup of a prefix finds that of another request."""
+    tree, keys = run.scheduler.tree_cache, {}
+
+    def match(original, parameters):
+        key = parameters.key
+        mine = list(key.token_ids)[:32]
+        other = next((each for each in keys.values() if list(each)[:32] != mine), None)
+        keys[parameters.req.rid] = key.token_ids
+        if other is not None and len(other) > 70 and len(key.token_ids) > 70 and run.now(10):
+            key.token_ids = other
+            result = original(parameters)
+            if result.device_prefix_len:
+                run.planted()
+            return result
+        return original(parameters)
+
+    run.wrap(tree, "match_prefix", match)
+
+
+@defect()
+def wrong_values_are_inserted(run):
+    """The tree gets the slots of a request in another order."""
+    size = allocator_of(run).page_size
+
+    def insert(original, parameters):
+        if len(parameters.value) >= 4 * size and run.now(6):
+            parameters.value[:] = parameters.value.roll(size)
+            run.planted()
+        return original(parameters)
+
+    run.wrap(run.scheduler.tree_cache, "insert", insert)
+
+
+@defect()
+def shared_prefix_is_freed(run):
+    """A request that ends frees the prefix that belongs to the tree."""
+
+    def free(original, kv, ranges, **options):
+        if ranges[0][0] and run.now(1):
+            ranges = [(0, ranges[0][1])]
+            run.planted()
+        return original(kv, ranges, **options)
+
+    run.wrap(run.scheduler.tree_cache, "free_kv_row", free)
+
+
+@defect("tight", "tokens")
+def hits_are_not_locked(run):
+    """The tree may evict prefixes that running requests use."""
+    tree = run.scheduler.tree_cache
+
+    def lock(original, *arguments, **options):
+        lock = original(*arguments, **options)
+        unlock(lock)
+        run.planted()
+        return lock
+
+    unlock = tree.unlock
+    tree.unlock = lambda lock: None
+    run.wrap(tree, "lock", lock)
+
+
+@defect()
+def key_ignores_the_namespace(run):
+    """Prefixes are shared between requests with different extra keys."""
+    from sglang.srt.mem_cache import common, unified_radix_cache
+
+    key_of = common.RadixKey
+
+    def key(tokens=None, extra_key=None, **options):
+        run.planted()
+        options.pop("extra_key", None)
+        return key_of(options.pop("token_ids", tokens), None, **options)
+
+    common.RadixKey = unified_radix_cache.RadixKey = key
+
+
+# In the scheduler --------------------------------------------------------------------------------
+
+
+@defect("tight", "tokens")
+def retraction_keeps_the_computed_tokens(run):
+    """A retracted request resumes with its old slots, which were freed."""
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.mem_cache import allocation
+
+    old, size = {}, allocator_of(run).page_size
+
+    def released(original, *arguments, **options):
+        request = options["req"]
+        old[request.rid] = run.slots(request, 0, (request.seqlen - 1) // size * size).long()
+        return original(*arguments, **options)
+
+    def prefix(original, batch, request):
+        found = original(batch, request)
+        mine = old.get(request.rid)
+        if mine is not None and not request.kv.holds_kv:
+            del old[request.rid]
+            run.planted()
+            return mine[: len(found)] if len(found) else found
+        return found
+
+    def begin(original, request, *arguments, **options):
+        original(request, *arguments, **options)
+        if request.rid in old:
+            request.prefix_len = len(old[request.rid])
+
+    def indices(original, request):
+        mine = old.get(request.rid)
+        return original(request) if mine is None else mine
+
+    run.wrap(schedule_batch, "release_req", released)
+    run.wrap(allocation, "_prefix_kv_indices", prefix)
+    run.wrap_method(schedule_batch.Req, "init_next_round_input", begin)
+    run.wrap(run.scheduler.tree_cache, "prefix_device_indices", indices)
+
+
+@defect()
+def chunk_starts_too_late(run):
+    """The second chunk of a prompt skips tokens."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    size = allocator_of(run).page_size
+
+    def prepare(original, batch):
+        for request in batch.reqs:
+            if request.kv.holds_kv and request.extend_len > size and run.now(1):
+                request.prefix_len += size
+                row = run.slots(request, 0, request.prefix_len)
+                row[-size:] = run.slots(request, 0, size)
+                run.planted()
+        return original(batch)
+
+    run.wrap_method(ScheduleBatch, "prepare_for_extend", prepare)
+
+
+# In windows --------------------------------------------------------------------------------------
+
+
+@defect("windows")
+def window_is_left_too_early(run):
+    """Slots that the window still covers are freed."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    mapping = allocator_of(run).full_to_swa_index_mapping
+
+    def evict(original, batch, request, length, **options):
+        original(batch, request, length + 64, **options)
+        # The tree protects other slots.
+        if (mapping[run.slots(request, length - 60, length).long()] == 0).any():
+            run.planted()
+
+    run.wrap_method(ScheduleBatch, "_evict_swa", evict)
+
+
+@defect("windows")
+def slots_of_the_window_are_exchanged(run):
+    """Two pages of a request have each other's slots in the pool of windows."""
+    mapping = allocator_of(run).full_to_swa_index_mapping
+
+    def next_batch(original, *arguments, **options):
+        plan = original(*arguments, **options)
+        requests = [each for each in run.running if len(each.output_ids) > 3]
+        if requests and run.now(8):
+            stop = run.slots(requests[0]).numel() // 16 * 16
+            first, second = run.slots(requests[0], stop - 32, stop).long().split(16)
+            mapping[first], mapping[second] = mapping[second], mapping[first].clone()
+            run.planted()
+        return plan
+
+    run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
+
+
+# In HiCache --------------------------------------------------------------------------------------
+
+
+@defect("hicache")
+def pages_are_loaded_in_another_order(run):
+    """Pages of the host are copied to each other's device pages."""
+    controller = run.scheduler.tree_cache.cache_controller
+
+    def load(original, host_indices, *arguments, **options):
+        if len(host_indices) > 16:
+            host_indices = host_indices.roll(16)
+            run.planted()
+        return original(host_indices, *arguments, **options)
+
+    run.wrap(controller, "load", load)
+
+
+@defect("hicache")
+def load_is_not_queued(run):
+    """A hit on the host gets device pages, to which nothing is copied."""
+    controller = run.scheduler.tree_cache.cache_controller
+
+    def load(original, *arguments, **options):
+        found = original(*arguments, **options)
+        if found is not None and run.now(1):
+            controller.load_queue.pop()
+            run.planted()
+        return found
+
+    run.wrap(controller, "load", load)
+
+
+@defect("hicache")
+def pages_are_stored_in_another_order(run):
+    """Device pages are copied to each other's pages of the host."""
+    controller = run.scheduler.tree_cache.cache_controller
+
+    def write(original, device_indices, *arguments, **options):
+        if len(device_indices) > 16:
+            device_indices = device_indices.roll(16)
+            run.planted()
+        return original(device_indices, *arguments, **options)
+
+    run.wrap(controller, "write", write)
+
+
+def find_all(engine):
+    """Run each defect of an engine under the sanitizer in another process.
+
+    Returns:
+        For each defect, its name, "planted_at", "found_at", "kind", "engine" and "slots_read". The
+        first entry has no name: it is the run without a defect.
+    """
+    return in_a_process("tests.machinery.sglang_defects", engine)
+
+
+def _said(result):
+    """Return what SGLang did: it answered, or it failed after the step in which it last computed."""
+    error = result["error"]
+    return "answered" if error is None else f"step {result['failed_at']}: {error}"
+
+
+def _find(engine):
+    scheduler, found = Scheduler(**ENGINES[engine]), []
+    plants = {"": None}
+    plants |= {name: plant for name, (plant, engines) in DEFECTS.items() if engine in engines}
+    for name, plant in plants.items():
+        work = {"new_tokens": 40, "keys": name == "key_ignores_the_namespace"}
+        result = scheduler.run(work, plant)
+        findings = result.get("findings") or {}
+        kind, step = (result.get("found") or [(None, None)])[0]
+        found.append(
+            {
+                **{"name": name, "planted_at": result.get("planted_at"), "found_at": step},
+                **{"kind": kind, "engine": _said(result)},
+                **{"slots_read": findings.get("slots_read"), "off": findings.get("off")},
+                "retractions": result.get("retractions"),
+            }
+        )
+    return found
+
+
+def main():
+    if len(sys.argv) > 1:
+        print(json.dumps(_find(sys.argv[1])))
+        return
+    print("| pool | defect | planted at step | found at step | as | SGLang |")
+    print("|---|---|---|---|---|---|")
+    for engine in ENGINES:
+        for each in find_all(engine):
+            name = each["name"].replace("_", " ") or "(none)"
+            print(
+                f"| {engine} | {name} | {each['planted_at']} | {each['found_at']} | {each['kind']} | "
+                f"{each['engine']} {each['off'] or ''} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

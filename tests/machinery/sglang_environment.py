@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the tests of `kvcache.plugins.sglang_sanitizer` in SGLang's environment (`make test-sglang`).
+
+    python -m tests.machinery.sglang_environment [-m MODULE] [ARGUMENT ...]
+
+The environment is created once, which takes some minutes and 3 GB. It has the Python files of SGLang's
+build for CUDA, which runs on a CPU with `SGLANG_USE_CPU_ENGINE=1` and the stand-ins of
+`tests/machinery/sglang_stubs`. If it cannot be installed, the script prints the reason and exits
+successfully. kvcache comes from the checkout, built by `make setup` for the same Python. ARGUMENTs go to
+pytest, or to the module that runs instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from tests.machinery.engine_environment import EngineEnvironment, Unavailable, test_files
+from tests.machinery.shared import REPO
+
+VERSION = "0.5.23"  # the tests run on this version only, because they use SGLang's internals
+FOLDERS = Path(os.environ.get("KVCACHE_SGLANG_VENVS") or "~/.cache/kvcache/sglang").expanduser()
+TESTS = test_files("plugins/sglang/test_*.py")
+STUBS = REPO / "tests" / "machinery" / "sglang_stubs"
+# Requirements of SGLang to skip. torch is installed separately; CUDA and most multimodal parts are
+# not needed.
+LEFT_OUT = {
+    *("torch", "torchaudio", "torchcodec", "torchvision", "torch_memory_saver", "timm", "av"),
+    *("cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels", "quack-kernels"),
+    *("nvidia-cutlass-dsl", "nvidia-mathdx", "nvshmem4py-cu13", "tilelang", "sglang-kernel"),
+    *("sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "smg-grpc-servicer", "tml-renderers"),
+    *("datasets", "decord2", "deepseek-recipe", "py-spy"),
+}
+TORCHVISION = "torchvision==0.28.0"  # its requirements name the CUDA build of torch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-m", dest="module", default="pytest")
+    options, arguments = parser.parse_known_args()
+    try:
+        environment = _install()
+    except Unavailable as missing:
+        print(f"SKIPPED: tests with SGLang: {missing}")
+        return 0
+    settings = {"PYTHONPATH": str(STUBS), "SGLANG_USE_CPU_ENGINE": "1"}
+    return environment.run(options.module, arguments, TESTS, settings)
+
+
+def _install() -> EngineEnvironment:
+    environment = EngineEnvironment(FOLDERS / VERSION, ".complete-1")
+    if not environment.is_complete:
+        environment.create(f"SGLang {VERSION}")
+        environment.pip("--no-deps", f"sglang=={VERSION}", TORCHVISION)
+        environment.pip("dill")  # SGLang imports it without requiring it
+        environment.add_requirements("sglang", LEFT_OUT)
+    environment.add_entry_points()
+    return environment
+
+
+if __name__ == "__main__":
+    sys.exit(main())
