@@ -4,7 +4,7 @@
 `python -m tests.machinery.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json
 FILE]`. TRACE is in Mooncake's format, with blocks of 512 tokens by number. Requests are served one
 after the other, computed in a single step, and generate one token. Hits are the tokens that
-`schedule()` reports as computed.
+`schedule()` reports as computed. The clock of kvcache's policies is set to the times of the trace.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ POOLS = (1_000, 3_000, 5_859, 10_000)  # blocks
 CASES = ("vLLM", "kvcache, lru", "kvcache, learned")
 
 
-def read(path: Path, num_requests: int) -> list[list[int]]:
-    """Return the block numbers of each request's prompt."""
+def read(path: Path, num_requests: int) -> list[tuple[float, list[int]]]:
+    """Return the time in seconds and the block numbers of each request's prompt."""
     with path.open() as lines:
-        return [json.loads(line)["hash_ids"] for _, line in zip(range(num_requests), lines)]
+        records = [json.loads(line) for _, line in zip(range(num_requests), lines)]
+    return [(each["timestamp"] / 1000, each["hash_ids"]) for each in records]
 
 
-def hit_blocks(folder: str, case: str, num_blocks: int, prompts: list[list[int]]) -> int:
+def hit_blocks(
+    folder: str, case: str, num_blocks: int, prompts: list[tuple[float, list[int]]]
+) -> int:
     """Return the number of prompt blocks found in the cache."""
     options: dict[str, Any] = {
         **{"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST},
@@ -57,7 +60,9 @@ def hit_blocks(folder: str, case: str, num_blocks: int, prompts: list[list[int]]
     else:
         scheduler, hasher = make_scheduler(ours.VllmScheduler, *pool), block_hasher(ours=True)
     hits = 0
-    for number, blocks in enumerate(prompts):
+    for number, (seconds, blocks) in enumerate(prompts):
+        if case != "vLLM":
+            scheduler.kv_cache_manager.native.cache.set_now(seconds)
         tokens = [block for block in blocks for _ in range(BLOCK)]
         if len(tokens) + 1 > min(LONGEST, num_blocks * BLOCK):
             continue
@@ -78,7 +83,7 @@ def main() -> None:
     vllm_schedulers.BLOCK = BLOCK  # used by all schedulers created later
     vllm_schedulers.SHAPE["block_size"] = BLOCK
     prompts = read(options.trace, options.requests)
-    total = sum(map(len, prompts))
+    total = sum(len(blocks) for _, blocks in prompts)
     results: dict[str, Any] = {"requests": len(prompts), "prompt_blocks": total}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY_LLAMA))

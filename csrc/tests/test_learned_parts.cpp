@@ -208,10 +208,10 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   CHECK_EQ(num_used, num_sampled);
   ReuseModel larger(15'000);
   larger.add_blocks(15'000);  // same sampling rate as above
-  for (int i = 1; i <= kKeys; ++i) larger.note_release(key_of(i), {2, 0, 63}, false, false);
+  for (int i = 1; i <= kKeys; ++i) larger.note_release(key_of(i), {2, 0, 639}, false, false);
   CHECK_EQ(larger.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
-  // Of a segment of 64 to 127 blocks, half as many are sampled, and of 128 to 255 a quarter.
-  for (const auto& [num_blocks, share] : std::map<int64_t, double>{{64, 0.5}, {255, 0.25}}) {
+  // Of long segments, fewer blocks are sampled, such that fewer than 64 are expected.
+  for (const auto& [num_blocks, share] : std::map<int64_t, double>{{640, 0.5}, {2'559, 0.25}}) {
     ReuseModel of_long(30'000);
     for (int i = 1; i <= kKeys; ++i) {
       of_long.note_release(key_of(i), {2, 0, num_blocks}, false, false);

@@ -492,12 +492,13 @@ class ByWorth(Policy):
         loaded = [s for s in segments if s.reuse_class == self.LOADED]
         if loaded:
             return min(loaded, key=lambda segment: segment.number)
-        ends = []
+        ends, firsts = [], []
         for c in range(self.LOOSE + 1):
             of_class = [s for s in segments if s.reuse_class == c]
             of_class.sort(key=lambda segment: segment.number)
             ends += [of_class[0], of_class[-1]] if of_class else []
-        oldest = min(ends, key=lambda segment: (segment.time, segment.number))
+            firsts += of_class[:1]
+        oldest = min(firsts, key=lambda segment: (segment.time, segment.number))
         is_full = len(self.source.ghosts) == self.NUM_GHOSTS
         if self.source.guard.num_left:
             return oldest
@@ -568,7 +569,8 @@ class Learned(ByWorth):
     def sample(self, num_blocks):
         """Adjust the sampling rate to `num_blocks` additional cached blocks."""
         self.num_blocks += num_blocks
-        self.last_sampled = (2**32 - 1) // max(self.num_blocks // 3000, 1)
+        self.one_of = max(self.num_blocks // 3000, 1)
+        self.last_sampled = (2**32 - 1) // self.one_of
 
     def clear(self):
         self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
@@ -749,7 +751,7 @@ class Learned(ByWorth):
 
     def note_release(self, key, reuse_class, turn, num_blocks, is_last, is_end):
         one_of = 1
-        while num_blocks >= 64 * one_of and one_of < 128:
+        while num_blocks >= 64 * one_of * self.one_of and one_of < 128:
             one_of *= 2
         is_sample = key <= self.last_sampled // one_of
         if is_sample or is_last:

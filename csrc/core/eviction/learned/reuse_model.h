@@ -122,19 +122,19 @@ class ReuseModel {
 
  private:
   static constexpr int64_t kNumGhosts = 32'768;
-  static constexpr int64_t kMostSampled = 64;  // blocks of a segment before the share is reduced
+  static constexpr int64_t kMostSampled = 64;  // expected samples of a segment
 
-  // Returns n if one of n blocks of a segment is sampled among those that would be otherwise: a
-  // power of two, 1 for segments of fewer than `kMostSampled` blocks.
-  static int64_t share_of(int64_t num_blocks) {
+  // Returns n if one of n blocks of a segment is sampled among those that would be otherwise: the
+  // lowest power of two with which fewer than `kMostSampled` are expected.
+  int64_t share_of(int64_t num_blocks) const {
     int64_t one_of = 1;
-    while (num_blocks >= kMostSampled * one_of && one_of < 128) one_of *= 2;
+    while (num_blocks >= kMostSampled * one_of * one_of_ && one_of < 128) one_of *= 2;
     return one_of;
   }
 
   void sample() {
-    const int64_t one_of = std::max<int64_t>(num_blocks_ / 3'000, 1);
-    last_sampled_ = static_cast<uint32_t>(UINT32_MAX / one_of);
+    one_of_ = std::max<int64_t>(num_blocks_ / 3'000, 1);
+    last_sampled_ = static_cast<uint32_t>(UINT32_MAX / one_of_);
   }
   bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
 
@@ -167,6 +167,7 @@ class ReuseModel {
   }
 
   int64_t num_blocks_;
+  int64_t one_of_;         // one of this number of blocks is sampled
   uint32_t last_sampled_;  // keys up to this one are sampled
   AgeBuckets ages_;
   Hazards hazards_;
