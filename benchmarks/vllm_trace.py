@@ -56,9 +56,9 @@ def hit_blocks(
     config = engine_config(folder, **options)
     pool = (config, ("full",), num_blocks + 1)
     if case == "vLLM":
-        scheduler, hasher = scheduler_with(KVCacheManager, *pool), block_hasher()
+        scheduler, hasher = scheduler_with(KVCacheManager, *pool), block_hasher(size=BLOCK)
     else:
-        scheduler, hasher = make_scheduler(ours.VllmScheduler, *pool), block_hasher(ours=True)
+        scheduler, hasher = make_scheduler(ours.VllmScheduler, *pool), block_hasher(size=BLOCK, ours=True)
     hits = 0
     for number, (seconds, blocks) in enumerate(prompts):
         if case != "vLLM":

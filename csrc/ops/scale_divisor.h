@@ -60,7 +60,8 @@ class ScaleDivisor {
     return bits_of(scale_) - kSmallest <= kLargest - kSmallest;
   }
 
-  // Returns a number with the same fp8 code, sign, infinity or NaN as x / scale.
+  // Returns a number that has the same sign as x / scale and is converted to the same fp8 code. If
+  // x / scale is infinite or NaN, so is the result.
   KV_HOST_DEVICE float divide(float x) const {
     const float quotient = fused(x, high_, x * low_);
     if constexpr (std::is_same_v<Element, float>) {

@@ -69,7 +69,7 @@ class RequestRows {
     add(request, [name] { return std::string(name); }, &out);
     return out;
   }
-  // Returns the request of an `Admit`, or the request itself.
+  // Returns the request of an `Admit`. Any other argument is returned unchanged.
   static py::object request_of(const py::object& asked) {
     if (!is_admit(asked)) return asked;
     return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(asked.ptr(), 0));

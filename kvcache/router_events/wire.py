@@ -181,12 +181,12 @@ def _check_lengths(event: WireStored) -> None:
 
 
 def encode_sequence(number: int) -> bytes:
-    """Encode the second frame."""
+    """Encode a sequence number, for the second frame of a message or for a replay request."""
     return number.to_bytes(_SEQUENCE_BYTES, "big")
 
 
 def decode_sequence(frame: bytes) -> int:
-    """Decode the second frame or a request. Raises WireError for a wrong size or a negative number."""
+    """Decode a sequence number. Raises WireError for a wrong size or a negative number."""
     if len(frame) != _SEQUENCE_BYTES:
         raise WireError(f"sequence number has {len(frame)} bytes: expected {_SEQUENCE_BYTES}")
     number = int.from_bytes(frame, "big")

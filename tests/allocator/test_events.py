@@ -351,7 +351,7 @@ def test_events_of_an_aborted_step_are_withdrawn():
     view.take(manager)
     plan = manager.step(new=[second])
     events = manager.cache.drain_events()
-    assert [type(event) for event in events] == [BlockStored]  # b's own blocks, stored at planning
+    assert [type(event) for event in events] == [BlockStored]  # b's own blocks
     manager.abort(plan.step_id)
     (removed,) = manager.cache.drain_events()
     assert isinstance(removed, BlockRemoved)

@@ -57,9 +57,9 @@ class Float64(TorchFunctionMode):
 
 
 def sizes_of(name: str, num_layers: int) -> dict[str, object]:
-    """Return the configuration of a model with fewer layers.
+    """Return the configuration options with which a model has 2 or 4 layers.
 
-    With 2 layers, each is of a different kind.
+    If there are 2, they are of different kinds.
     """
     if num_layers == 4:
         return {}

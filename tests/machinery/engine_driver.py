@@ -258,7 +258,7 @@ class EngineRun:
 class Judgement:
     """What was found in several runs of an engine that may be defective.
 
-    A run is wrong if an answer of it is not the model's own. `reported`: runs with reports of the
+    A run is wrong if any of its answers differs from the model's own. `reported`: runs with reports of the
     sanitizer, by kind of the first one. `failures`: runs that ended with an error, by its text.
     """
 
@@ -288,12 +288,12 @@ class Judgement:
 
     def _has_wrong_answers(self, run: EngineRun) -> bool:
         for generation in run.generations:
+            if any(sample.finish_reason is None for sample in generation.samples):
+                continue
             try:
                 run._compare(generation)
             except WrongAnswer:
                 return True
-            except Exception:  # of a generation that has not ended
-                continue
         return False
 
 

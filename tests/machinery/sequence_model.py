@@ -38,7 +38,7 @@ class ModelPool:
     def __init__(self, num_blocks, block_size, is_chain):
         self.num_total = max(num_blocks - 1, 0)
         self.block_size = block_size
-        self.is_chain = is_chain  # whether a block is useful only after its parent
+        self.is_chain = is_chain  # whether a hit on a block requires a hit on its parent
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
         self.cached_free = []  # in release order

@@ -130,7 +130,7 @@ def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Itera
             rng = np.random.default_rng([seed, number, draw])
             pages = draw_page(rng), draw_page(rng)
             v_head_size = V_HEAD_SIZES[rng.integers(3)]
-            # More often permuted, since errors are rarer without a permutation.
+            # Three of four plans have a permutation, because plans without one rarely have errors.
             permute = bool(rng.integers(4))
             ranks = range(np.prod(local)) if all_ranks else [int(rng.integers(np.prod(local)))]
             for rank in ranks:

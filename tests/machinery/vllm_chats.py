@@ -31,8 +31,8 @@ def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options)
     Return answers, hit tokens by turn, CPU seconds and metrics.
 
     `tier`: options of the host tier, or None without a tier. `num_blocks`, `num_chats`,
-    `num_turns`, `prompt_tokens`, `turn_tokens`, `max_tokens`: sizes. `fail_every`: number of loads
-    after which one fails. `scheduler_cls`: replaces vLLM's scheduler.
+    `num_turns`, `prompt_tokens`, `turn_tokens`, `max_tokens`: sizes. `fail_every`: number of
+    swaps that succeed between two failures; 0: none fails. `scheduler_cls`: replaces vLLM's scheduler.
     """
     options |= {"model": model, "tier": tier, "connector": connector}
     [found] = chats_each([options], python)
@@ -158,7 +158,7 @@ def run(
 
 
 def fail_some(fail_every):
-    """Make every `fail_every`-th swap fail at its start.
+    """Make a swap fail at its start after every `fail_every` swaps that succeed.
 
     Return a list that grows with each failure.
     """

@@ -40,7 +40,7 @@ class Side:
         )
 
     def head_of(self, rank, head):
-        """Return the model's head index for a rank's head."""
+        """Return the global index of a rank's local head."""
         return rank * self.heads // self.tp_size + head
 
     def pieces(self, rank, block):

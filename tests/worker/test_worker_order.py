@@ -146,7 +146,7 @@ def taken_without(what):
 
 
 def swap_streams_without(which, name):
-    """Make one direction not wait for pages that the other direction reads or writes."""
+    """Do not let swaps in one direction wait for pages that the other direction reads or writes."""
 
     def patch(monkeypatch):
         original = getattr(SwapStream, name)

@@ -40,7 +40,7 @@ def check_version() -> str:
 
 
 def is_tested(found: str) -> bool:
-    """Return whether the test suite runs on this version of vLLM."""
+    """Return whether the whole test suite has been run with this version of vLLM."""
     return _numbers(found) in map(_numbers, TESTED)
 
 

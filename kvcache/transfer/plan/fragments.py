@@ -102,10 +102,9 @@ class Pattern:
     def apply(
         self, local_ids: np.ndarray, remote_ids: np.ndarray, kept: np.ndarray | None = None
     ) -> Runs:
-        """Return the byte runs for pages int64[groups, pages] on both sides, with contiguous runs
-        merged.
+        """Return the byte runs between remote and local pages, with contiguous runs merged.
 
-        `kept`: bool[groups, m], the runs to keep. None: all.
+        `remote_ids`, `local_ids`: int64[groups, pages]. `kept`: bool[groups, m], the runs to keep. None: all.
         """
         remote_page, remote_at, local_page, local_at, length = self.runs.T
         remote = _addresses(remote_ids, remote_page, self.remote_stride, remote_at)

@@ -176,7 +176,7 @@ def device_rates(
         pool_bytes: Size of the pool, on each side, over which pages are scattered.
         counts: Numbers of fragments per swap, measured instead of swaps of `num_bytes`. `num_bytes`
             limits the size of these swaps.
-        thread_blocks: Numbers of thread blocks to measure over the same pool. None: the
+        thread_blocks: Numbers of thread blocks to compare, on the same pool. Empty: the
             calibration's number.
 
     Yields:

@@ -550,7 +550,7 @@ class TableSet:
 
 
 def _check_sizes(shapes: Sequence[TableShape], num_entries: int) -> None:
-    """Reject sizes that the ops would reject later, before anything is allocated."""
+    """Before anything is allocated, reject sizes that the ops would reject later."""
     if len(shapes) > MAX_GROUPS:
         raise ValueError(f"there are {len(shapes)} groups: expected at most {MAX_GROUPS}")
     if num_entries >= 2**31:

@@ -17,11 +17,11 @@ namespace kvcache {
 // classes.
 class ReuseClass {
  public:
-  // Ascending limits between the levels of each feature.
+  // Thresholds between the levels of each feature, in ascending order.
   static constexpr std::array<int64_t, 4> kGapLimits{12'000, 30'000, 120'000, 480'000};  // ms
   static constexpr std::array<int64_t, 2> kAddedLimits{2'560, 20'480};                   // tokens
   static constexpr std::array<int64_t, 3> kAnswerLimits{100, 300, 1'000};                // tokens
-  static constexpr int64_t kUnknownGap = 60'000;  // of a later turn whose previous turn is unknown
+  static constexpr int64_t kUnknownGap = 60'000;  // ms; assumed if the previous turn is unknown
   static constexpr int kGaps = 6;                 // first turns, and five levels of later turns
   static constexpr int kAdded = 3, kAnswers = 4, kForks = 4;
   static constexpr int kRequests = 4;  // no request class, class 0, class 1, and all other classes

@@ -29,7 +29,7 @@ SECRET = "KVCACHE_TRANSFER_SECRET"
 
 
 class TransferWorker:
-    """A rank's caches, and the thread that loads and serves them."""
+    """The caches of one rank, and the thread that loads blocks into them and serves them to peers."""
 
     def __init__(
         self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
