@@ -58,7 +58,10 @@ def hit_blocks(
     if case == "vLLM":
         scheduler, hasher = scheduler_with(KVCacheManager, *pool), block_hasher(size=BLOCK)
     else:
-        scheduler, hasher = make_scheduler(ours.VllmScheduler, *pool), block_hasher(size=BLOCK, ours=True)
+        scheduler, hasher = (
+            make_scheduler(ours.VllmScheduler, *pool),
+            block_hasher(size=BLOCK, ours=True),
+        )
     hits = 0
     for number, (seconds, blocks) in enumerate(prompts):
         if case != "vLLM":

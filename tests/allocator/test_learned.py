@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of the eviction policy `learned`: display, saving, loading and rejected values."""
 
+import itertools
 import json
+import math
 import warnings
 
 import numpy as np
@@ -11,6 +13,7 @@ from kvcache import KVCacheManager, LearnedReuse, Request
 from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager
 from kvcache.replay import Replayer, chat_workload
+from tests.machinery.shared import sampled
 
 
 def trained(num_requests=400, num_blocks=400):
@@ -229,3 +232,95 @@ def test_requests_without_salt_have_no_share():
         KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"tenant_share": 1.5})
     with pytest.raises(ValueError, match="no option but 'double_cost_tokens', 'tenant_share'"):
         KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"share": 1})
+
+
+class Chats:
+    """Serves prompts one at a time, at given seconds."""
+
+    def __init__(self, num_blocks=200, **options):
+        self.manager = KVCacheManager(
+            16, num_blocks, 2**16, num_preallocate_tokens=0, eviction="learned", **options
+        )
+
+    def serve(self, seconds, tokens, answer=0, **options):
+        """Return the tokens hit."""
+        self.manager.cache.set_now(seconds)
+        request = Request(f"at {seconds}", tokens)
+        plan = self.manager.step(new=[request])
+        self.manager.free(request, num_output_tokens=answer, **options)
+        return int(plan.num_computed_tokens[0])
+
+    def rows(self):
+        """Return the number of sampled blocks by class."""
+        reached = self.manager.cache.stats.learned.reached[:, 0]
+        return {int(row): round(reached[row]) for row in reached.nonzero()[0]}
+
+
+def test_classes_of_later_turns_depend_on_the_time_since_the_previous_one():
+    chats, prompt, seconds = Chats(), [], 0
+    for turn, gap in enumerate([0, 11, 29, 119, 479, 480]):
+        seconds += gap
+        prompt += range(1000 * turn, 1000 * turn + 32)
+        chats.serve(seconds, prompt, answer=[0, 100, 300, 1000, 0, 0][turn])
+    # Rows 12 * gap + answer. Each turn has two blocks more than the previous one.
+    assert chats.rows() == {0: 2, 13: 4, 26: 6, 39: 8, 48: 10, 60: 12}
+
+
+def test_turn_of_an_unknown_conversation_has_an_average_gap():
+    chats = Chats()
+    chats.serve(0, range(32), turn=3)
+    assert chats.rows() == {36: 2}
+
+
+def test_blocks_after_a_fork_inside_a_later_turn_are_left_behind():
+    chats = Chats()
+    chats.serve(0, range(64))
+    chats.serve(5, range(128))  # continues
+    chats.serve(9, [*range(96), *range(1000, 1032)])  # a fork after six of eight blocks
+    # 288: the six shared blocks. 292: the two left behind. 0: the branch, which starts again.
+    assert chats.rows() == {0: 4 + 2, 12: 8, 288: 6, 292: 2}
+    chats.serve(20, range(128))  # they return after all
+    learned = chats.manager.cache.stats.learned
+    assert learned.used[292].sum() == 2
+    check_invariants(chats.manager)
+
+
+def test_a_fork_inside_a_first_turn_leaves_nothing_behind():
+    """Another conversation shares the document. The first one may go on."""
+    chats = Chats()
+    chats.serve(0, range(128))
+    chats.serve(9, [*range(96), *range(1000, 1032)])
+    assert 292 not in chats.rows()
+
+
+def loops(rng):
+    """Prompts that return in a cycle, and prompts that return at once but soon never again."""
+    time = number = 0
+    while True:
+        kind, span = rng.integers(2), int(rng.integers(4, 12))
+        for i in range(int(rng.integers(100, 400))):
+            time += float(rng.choice([0.01, 1, 15, 200]))
+            if kind:
+                first = i % span
+            else:
+                number += int(rng.integers(0, 2))
+                first = 1000 + number - int(rng.integers(0, 3))
+            yield time, range(100_000 * first, 100_000 * first + 16 * int(rng.integers(1, 8)))
+
+
+@pytest.mark.parametrize("seed", sampled(range(12)))
+def test_hits_behind_lru_are_bounded(seed):
+    """With wrong counts from the start, in a pool whose blocks are all sampled."""
+    rng = np.random.default_rng(seed)
+    num_blocks = int(rng.integers(20, 60))
+    learned, lru = Chats(num_blocks), Chats(num_blocks)
+    lru.manager = KVCacheManager(16, num_blocks, 2**16, num_preallocate_tokens=0)
+    reached, used = np.full((294, 26), 1e6), rng.choice([0, 9e5], (294, 26))
+    learned.manager.cache.learn_from(LearnedReuse(reached, used))
+    behind = num_uses = 0
+    c = num_blocks - 1
+    for time, tokens in itertools.islice(loops(rng), 4_000):
+        answer = int(rng.choice([0, 100, 300, 1000]))
+        behind += (lru.serve(time, tokens, answer) - learned.serve(time, tokens, answer)) // 16
+        num_uses += len(tokens) // 16
+        assert behind <= 2 * c * (2 + math.log2(1 + num_uses / c))

@@ -258,8 +258,8 @@ class EngineRun:
 class Judgement:
     """What was found in several runs of an engine that may be defective.
 
-    A run is wrong if any of its answers differs from the model's own. `reported`: runs with reports of the
-    sanitizer, by kind of the first one. `failures`: runs that ended with an error, by its text.
+    A run is wrong if any of its answers differs from the model's own. `reported`: runs with reports
+    of the sanitizer, by kind of the first one. `failures`: runs that ended with an error, by its text.
     """
 
     runs: int = 0

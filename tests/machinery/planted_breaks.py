@@ -254,6 +254,20 @@ DEFECTS = [
         "attention_metadata_op attention_metadata",
     ),
     Defect(
+        "guard against LRU",
+        "csrc/core/eviction/learned/reuse_model.h",
+        "if (guard_.falls_back()) return false;",
+        "",  # the policy may lose any number of hits compared with LRU
+        "learned eviction",
+    ),
+    Defect(
+        "blocks left behind",
+        "csrc/core/eviction/learned.h",
+        "if (is_left) leave_behind(s, &level.segments);",
+        "",  # they keep the class of the conversation that has gone on
+        "learned",
+    ),
+    Defect(
         "sanitizer's reads",
         SANITIZER + "slot_reads.cpp",
         "if (shadow_->num_changes() == checked.checked_at) return false;",

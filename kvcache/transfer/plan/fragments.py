@@ -104,7 +104,8 @@ class Pattern:
     ) -> Runs:
         """Return the byte runs between remote and local pages, with contiguous runs merged.
 
-        `remote_ids`, `local_ids`: int64[groups, pages]. `kept`: bool[groups, m], the runs to keep. None: all.
+        `remote_ids`, `local_ids`: int64[groups, pages]. `kept`: bool[groups, m], the runs to keep.
+        None: all.
         """
         remote_page, remote_at, local_page, local_at, length = self.runs.T
         remote = _addresses(remote_ids, remote_page, self.remote_stride, remote_at)

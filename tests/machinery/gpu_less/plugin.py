@@ -4,9 +4,9 @@
 kvcache's kernels, copies and events go through the runtime. Torch's kernels cannot, since no device
 can run their code. A call of an operator first drains its stream and then reads the inputs. The
 results are written when the stream reaches the operator, later than the call, as on a device. During
-graph capture, an operator is recorded as a host node, which runs the operator when the graph runs. An operator that
-makes the host wait for a value or a shape is rejected in a capture, and is handled as torch's sync
-debug mode specifies.
+graph capture, an operator is recorded as a host node, which runs the operator when the graph runs. An
+operator that makes the host wait for a value or a shape is rejected in a capture, and is handled as
+torch's sync debug mode specifies.
 """
 
 from __future__ import annotations
