@@ -3,6 +3,7 @@
 
     python -m benchmarks.trace_forms TRACE.jsonl                    # learned against lru, on each form
     python -m benchmarks.trace_forms TRACE.jsonl --policy s3_fifo --forms scans loop
+    python -m benchmarks.trace_forms AGENTS.jsonl.gz --sizes 500 1000 2000 3000 6000 10000
     python -m benchmarks.trace_forms TRACE.jsonl --write DIR        # writes DIR/NAME.jsonl for each
 
 A trace has one request per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
@@ -15,12 +16,13 @@ the number hit by LRU.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,17 +199,17 @@ FORMS: dict[str, Callable[[Trace], Trace]] = {
 
 
 def read(path: Path) -> Trace:
-    with path.open() as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open() as file:
         return [json.loads(line) for line in file]
 
 
-def ratios(path: Path, policy: str) -> list[float]:
-    """Return the policy's hit tokens divided by LRU's, by capacity."""
+def ratios(path: Path, policy: str, capacities: Sequence[int] = CAPACITIES) -> list[float]:
+    """Return the policy's hit tokens divided by LRU's, by capacity in blocks."""
     no_content = np.empty(0, np.int64)  # token contents are needed only for verification
     requests = [replace(each, content=no_content) for each in read_mooncake(path)]
     return [
         replayed(requests, size, policy).hit_tokens / replayed(requests, size, "lru").hit_tokens
-        for size in CAPACITIES
+        for size in capacities
     ]
 
 
@@ -218,6 +220,9 @@ def main() -> int:
     parser.add_argument("trace", type=Path, help="JSONL file in Mooncake's format")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write the forms there instead")
     parser.add_argument("--policy", default="learned", help="policy[:option=value]")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=CAPACITIES, metavar="N", help="capacities in blocks"
+    )
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="form")
     options = parser.parse_args()
     trace = read(options.trace)
@@ -227,12 +232,12 @@ def main() -> int:
             write(FORMS[name](trace), options.write / f"{name}.jsonl")
         return 0
     found: list[float] = []
-    print(f"{'':22}" + "".join(f"{size:>9,}" for size in CAPACITIES))
+    print(f"{'':22}" + "".join(f"{size:>9,}" for size in options.sizes))
     with tempfile.TemporaryDirectory() as folder:
         for name in options.forms:
             path = Path(folder) / f"{name}.jsonl"
             write(FORMS[name](trace), path)
-            of_form = ratios(path, options.policy)
+            of_form = ratios(path, options.policy, options.sizes)
             print(f"{name:22}" + "".join(f"{ratio:9.3f}" for ratio in of_form), flush=True)
             found += of_form
     mean = math.exp(sum(map(math.log, found)) / len(found))

