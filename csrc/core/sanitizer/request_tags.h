@@ -70,9 +70,10 @@ class RequestTags {
   int64_t num_tags_ = 0;
 };
 
-// Hashes new tokens. `values`: their ids, to which `key` is added before hashing. `parents`: for each token the index
-// of its parent among the request's new tokens, or -1 for the last token before them. Null: each
-// token follows the one before. A token's position is `start` plus its depth in the tree.
+// Hashes new tokens. `values`: their ids, to which `key` is added before hashing. `parents`: for
+// each token the index of its parent among the request's new tokens, or -1 for the last token
+// before them. Null: each token follows the one before. A token's position is `start` plus its
+// depth in the tree.
 void token_hashes(const TokenRanges& ranges, const int64_t* values, uint64_t key,
                   const int64_t* parents, uint64_t* out);
 
