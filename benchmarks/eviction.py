@@ -108,7 +108,11 @@ def rates_of(
         (policy,): [replayed(requests, size, policy).token_hit_rate for size in capacities]
         for policy in policies
     }
-    return rates | {("optimum",): [optimum(requests, BLOCK_SIZE, size) for size in capacities]}
+    for name, holds in (("optimum with running requests", True), ("optimum", False)):
+        rates[name,] = [
+            optimum(requests, BLOCK_SIZE, size, holds_running=holds) for size in capacities
+        ]
+    return rates
 
 
 def host_table(requests: list[WorkloadRequest]) -> str:
@@ -210,7 +214,7 @@ def write_table(reports: dict[tuple[int, int, str], ReplayReport]) -> str:
 def compared(name: str, rates: list[float], lru: list[float]) -> str:
     """Return a line that lists the sizes at which a policy is better than, worse than or identical
     to LRU."""
-    if rates is lru or name == "optimum":
+    if rates is lru or name.startswith("optimum"):
         return ""
     gains = [round(rate, 4) - round(base, 4) for rate, base in zip(rates, lru)]
     found = []

@@ -158,7 +158,13 @@ def _parsed(i: int, text: str) -> tuple[str, dict[str, float]]:
         raise ValueError(f"policies[{i}] is {error}") from None
 
 
-def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: int) -> float:
+def optimum(
+    requests: Sequence[WorkloadRequest],
+    block_size: int,
+    num_blocks: int,
+    *,
+    holds_running: bool = False,
+) -> float:
     """Return the token hit rate if the block with the farthest next use is evicted first (Belady 1966).
 
     Requests run one at a time. Only full blocks take space. Among blocks of one request, the deepest is
@@ -168,10 +174,20 @@ def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: in
         requests: The workload.
         block_size: Tokens per block.
         num_blocks: Pool size, without the null block.
+        holds_running: Whether a request needs all of its blocks at once, as in an engine, and is rejected
+            if they do not fit. By default, blocks of a running request may be left out of the cache, which
+            no engine can do.
+
+    Example:
+        >>> from kvcache.replay import chat_workload
+        >>> requests = list(chat_workload(20))
+        >>> optimum(requests, 16, 100) >= optimum(requests, 16, 100, holds_running=True)
+        True
     """
     requests = checked_requests(requests, "requests")
     block_size = integer(block_size, "block_size", 1)
     num_blocks = integer(num_blocks, "num_blocks", 1)
+    holds_running = flag(holds_running, "holds_running")
     chains = [[bytes(each) for each in hash_blocks(r.token_ids, block_size)] for r in requests]
     uses: dict[bytes, list[int]] = {}  # requests that use each block, last first
     for i in reversed(range(len(chains))):
@@ -179,18 +195,32 @@ def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: in
             uses.setdefault(key, []).append(i)
     cached: dict[bytes, int] = {}  # next use of each cached block
     farthest: list[tuple[int, int, bytes]] = []
-    num_hits = 0
-    for chain in chains:
-        num_hits += next((i for i, key in enumerate(chain) if key not in cached), len(chain))
-        for depth, key in enumerate(chain):
+    num_hits = num_tokens = 0
+    for chain, request in zip(chains, requests, strict=True):
+        for key in chain:
             uses[key].pop()
+        if holds_running and len(chain) > num_blocks:
+            continue
+        num_tokens += request.num_tokens
+        num_hits += next((i for i, key in enumerate(chain) if key not in cached), len(chain))
+        if holds_running:
+            for key in chain:
+                cached[key] = -1  # matches no entry of the heap
+            _evict_farthest(cached, farthest, num_blocks)
+        for depth, key in enumerate(chain):
             cached[key] = uses[key][-1] if uses[key] else len(chains)
             heapq.heappush(farthest, (-cached[key], -depth, key))
-        while len(cached) > num_blocks:
-            use, _, key = heapq.heappop(farthest)
-            if cached.get(key) == -use:
-                del cached[key]
-    return num_hits * block_size / max(sum(each.num_tokens for each in requests), 1)
+        _evict_farthest(cached, farthest, num_blocks)
+    return num_hits * block_size / max(num_tokens, 1)
+
+
+def _evict_farthest(
+    cached: dict[bytes, int], farthest: list[tuple[int, int, bytes]], num_blocks: int
+) -> None:
+    while len(cached) > num_blocks:
+        use, _, key = heapq.heappop(farthest)
+        if cached.get(key) == -use:
+            del cached[key]
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -19,19 +19,32 @@ def prompts(*tokens):
     ]
 
 
-def best_of_all(chains, capacity):
+def best_of_all(chains, capacity, holds_running=False):
     """Return the most hits over all choices of the content to keep after each request."""
     best = {frozenset(): 0}
     for chain in chains:
         keys = [tuple(chain[: k + 1]) for k in range(len(chain))]
+        if holds_running and len(keys) > capacity:
+            continue
         after = {}
         for cached, hits in best.items():
             hits += next((i for i, key in enumerate(keys) if key not in cached), len(keys))
             there = cached | set(keys)
             for kept in itertools.combinations(sorted(there), min(capacity, len(there))):
-                after[frozenset(kept)] = max(after.get(frozenset(kept), 0), hits)
+                if not holds_running or set(keys) <= set(kept):
+                    after[frozenset(kept)] = max(after.get(frozenset(kept), 0), hits)
         best = after
     return max(best.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_optimum_with_running_requests_is_the_best_one_that_keeps_them(seed):
+    rng = np.random.default_rng(seed)
+    chains = [[0, *rng.integers(1, 3, rng.integers(0, 3))] for _ in range(8)]
+    for capacity in (2, 3, 4):
+        num_tokens = sum(len(chain) for chain in chains if len(chain) <= capacity)
+        hits = optimum(prompts(*chains), 1, capacity, holds_running=True) * num_tokens
+        assert round(hits, 6) == best_of_all(chains, capacity, holds_running=True)
 
 
 @pytest.mark.parametrize("seed", range(12))
