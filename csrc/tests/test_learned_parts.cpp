@@ -288,9 +288,9 @@ struct GuardedCache {
 };
 
 TEST(a_guarded_policy_stays_within_the_bound_behind_lru) {
-  constexpr int64_t kUses = 40'000;
+  constexpr int64_t kUses = 20'000;
   int num_exceeded = 0, num_ahead = 0;
-  for (uint32_t seed = 1; seed <= 60; ++seed) {
+  for (uint32_t seed = 1; seed <= 24; ++seed) {
     std::mt19937 random(seed);
     const size_t capacity = 4 + random() % 60;
     GuardedCache guarded(capacity), unguarded(capacity);
@@ -318,8 +318,8 @@ TEST(a_guarded_policy_stays_within_the_bound_behind_lru) {
     }
     num_ahead += behind < 0;
   }
-  CHECK(num_exceeded > 10);  // without the guard, the policy would lose far more
-  CHECK(num_ahead > 5);      // and with it, it still gains where it is better
+  CHECK(num_exceeded > 4);  // without the guard, the policy would lose far more
+  CHECK(num_ahead > 2);     // and with it, it still gains where it is better
 }
 
 TEST(a_policy_that_has_proved_itself_is_trusted_sooner) {
