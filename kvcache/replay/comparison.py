@@ -175,8 +175,8 @@ def optimum(
         block_size: Tokens per block.
         num_blocks: Pool size, without the null block.
         holds_running: Whether a request needs all of its blocks at once, as in an engine, and is rejected
-            if they do not fit. By default, blocks of a running request may be left out of the cache, which
-            no engine can do.
+            if they do not fit. By default, blocks of a running request may be left out of the cache,
+            which no engine can do.
 
     Example:
         >>> from kvcache.replay import chat_workload

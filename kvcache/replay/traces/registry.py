@@ -43,7 +43,7 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         while not self._rest:
-            data = self._file.read(2**16)
+            data = self._file.read(2**10)  # expands to 32 MiB at most
             if self._frame.eof:
                 data = self._frame.unused_data + data
                 if not data:
