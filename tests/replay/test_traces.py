@@ -9,6 +9,7 @@ import pytest
 
 from kvcache.cli import main
 from kvcache.replay import TraceError, optimum, read_trace, register_trace_form, trace_forms
+from kvcache.replay.traces import registry
 
 TOKENS = [1, 5, 2**31 - 1]
 VLLM = (
@@ -199,6 +200,14 @@ def test_compressed_traces_are_read_as_they_are(tmp_path, how):
             TraceError, match=r"packed, line \d+: (the compressed data is cut off|not)"
         ):
             list(read_trace(packed))
+
+
+def test_a_zstandard_trace_without_the_package_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "trace.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd rest")
+    monkeypatch.setattr(registry, "zstandard", None)
+    with pytest.raises(TraceError, match=r"trace.zst: is compressed with .* torch-kvcache\[cli\]"):
+        list(read_trace(path))
 
 
 def test_a_log_without_requests_is_named(tmp_path):

@@ -106,10 +106,9 @@ def read_trace(path: str | os.PathLike, form: str | None = None) -> Iterator[Wor
 
     Raises:
         TypeError, ValueError: `path` is not a path or the format is unknown. Raised by the call itself.
-        TraceError: A line is malformed, has more than 64 MiB, or compressed data is damaged. Raised when
-            the line is reached.
+        TraceError: A line is malformed or has more than 64 MiB, compressed data is damaged, or the
+            package zstandard is missing. Raised when the line is reached.
         OSError: The file cannot be read.
-        ImportError: The file is compressed with Zstandard, and the package zstandard is missing.
 
     Example:
         >>> next(read_trace("mooncake_conversation.jsonl")).num_tokens  # doctest: +SKIP
@@ -144,7 +143,10 @@ def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
     if magic != b"\x28\xb5\x2f\xfd":
         return file
     if zstandard is None:
-        raise ImportError(f"{name} is compressed with Zstandard: install torch-kvcache[cli]")
+        raise TraceError(
+            f"{name}: is compressed with Zstandard, which needs a package that is missing: expected "
+            "torch-kvcache[cli] to be installed"
+        )
     return io.BufferedReader(_ZstdStream(file))
 
 
