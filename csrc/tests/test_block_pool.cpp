@@ -430,8 +430,8 @@ struct Recorder : kvcache::EvictionPolicy {
   }
   BlockId victim() override { return candidates.empty() ? 0 : candidates.front(); }
   void on_allocate(const BlockId* ids, int64_t n) override { note("allocate", n, ids[0]); }
-  void on_publish(BlockId id, const Hash* hash, uint8_t group) override {
-    note(hash == nullptr ? "part" : "publish", id, int{group});
+  void on_publish(BlockId id, const Hash* hash, uint8_t group, bool is_first) override {
+    note(hash == nullptr ? "part" : is_first ? "publish" : "publish again", id, int{group});
   }
   void on_hit(const BlockId* ids, int64_t n) override { note("hit", n, ids[0]); }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
@@ -515,7 +515,7 @@ TEST(a_child_parks_its_last_free_parent_until_its_last_twin_is_forgotten) {
   pool.release(ids, 2);
   log.clear();
   for (int i : {2, 3}) pool.publish(&ids[i], Content{&child, &parent}, 1, 0);
-  CHECK(log == std::vector<std::string>({"publish 3 0", "publish 4 0"}));
+  CHECK(log == std::vector<std::string>({"publish 3 0", "publish again 4 0"}));
   pool.check_invariants();
   log.clear();
   pool.evict(&ids[0], 1);

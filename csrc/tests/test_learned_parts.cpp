@@ -200,7 +200,7 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   // All samples reached bucket 0.
   CHECK_EQ(model.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
   for (int repeat = 0; repeat < 2; ++repeat) {  // the second use of a record is not counted
-    for (int i = 1; i <= kKeys; ++i) model.note_use(key_of(i), false);
+    for (int i = 1; i <= kKeys; ++i) model.note_use(key_of(i));
   }
   double num_used = 0;
   const std::vector<double> counts = model.hazards().counts();

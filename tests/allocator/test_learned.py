@@ -241,6 +241,7 @@ class Chats:
         self.manager = KVCacheManager(
             16, num_blocks, 2**16, num_preallocate_tokens=0, eviction="learned", **options
         )
+        self.manager.cache.set_now(0)
 
     def serve(self, seconds, tokens, answer=0, **options):
         """Return the tokens hit."""
@@ -324,3 +325,60 @@ def test_hits_behind_lru_are_bounded(seed):
         behind += (lru.serve(time, tokens, answer) - learned.serve(time, tokens, answer)) // 16
         num_uses += len(tokens) // 16
         assert behind <= 2 * c * (2 + math.log2(1 + num_uses / c))
+
+
+def block_tokens(number, num_blocks):
+    return [*range(20_000 * number, 20_000 * number + 16 * num_blocks)]
+
+
+def prompts_with_a_shared_prefix():
+    """A prefix of 40 blocks with other blocks after it, and six short prompts that never return."""
+    prefix = block_tokens(1, 40)
+    for number in itertools.count(10, 7):
+        yield prefix + block_tokens(number, 40), 0
+        for other in range(1, 7):
+            yield block_tokens(number + other, 10), 1000
+
+
+def conversations_left_behind():
+    """Each cycle forks the last conversation in its second turn, then uses ten prompts again."""
+    before = None
+    for number in itertools.count(50):
+        if before is not None:
+            yield before[: 16 * 8] + [7] * 17, 0
+        head = block_tokens(number, 4)
+        before = head + [*range(20_000 * number + 10_000, 20_000 * number + 11_600)]
+        yield from ((head, 0), (before, 0))
+        for i in range(10):
+            yield [*block_tokens(i, 8), 1], 300
+
+
+@pytest.mark.parametrize(
+    ("prompts", "c", "never_used"),
+    [
+        (prompts_with_a_shared_prefix, 100, [*range(288, 292), 0, 4, 8]),
+        (conversations_left_behind, 200, [*range(288, 292), 2, 6, 10]),
+    ],
+)
+def test_hits_behind_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_used):
+    """The counts say that the prompts which return never do."""
+    learned, lru = Chats(c + 1), Chats(c + 1)
+    lru.manager = KVCacheManager(16, c + 1, 2**16, num_preallocate_tokens=0)
+    used = np.full((294, 26), 5e5)
+    used[never_used] = 0
+    learned.manager.cache.learn_from(LearnedReuse(np.full((294, 26), 1e6), used))
+    behind = num_uses = 0
+    for time, (tokens, answer) in enumerate(itertools.islice(prompts(), 4_000)):
+        behind += (lru.serve(time, tokens, answer) - learned.serve(time, tokens, answer)) // 16
+        num_uses += len(tokens) // 16
+        assert behind <= 2 * c * (2 + math.log2(1 + num_uses / c))
+
+
+def test_prompts_whose_last_block_is_computed_again_are_no_losses():
+    """A hit leaves one token to compute. The block that it belongs to is then cached twice."""
+    chats, hits = Chats(101), []
+    for time in range(20_000):
+        chats.serve(time, block_tokens(time % 20, 2))
+    for time in range(20_000, 24_000):  # LRU has no hits in this loop
+        hits.append(chats.serve(time, [*block_tokens(1000 + time % 30, 4), 1]) // 16)
+    assert sum(hits[:2_000]) > 2_000

@@ -116,12 +116,20 @@ class Pool:
         if parent is None:
             self.blocks[i].cached = (number, group, "none")
         self.blocks[i].published = self.tick()
-        self.policy.on_publish(i, (number, group))
+        self.policy.on_publish(i, (number, group), self.is_first(i))
+
+    def is_first(self, i):
+        """Return whether no other block is cached under the hash of this one."""
+        return not any(
+            block.cached and block.cached[:2] == self.blocks[i].cached[:2]
+            for other, block in self.blocks.items()
+            if other != i
+        )
 
     def publish_copy(self, i, cached, segment):
         self.blocks[i].cached = cached
         self.blocks[i].published = self.tick()
-        self.policy.on_publish(i, cached[:2])
+        self.policy.on_publish(i, cached[:2], self.is_first(i))
         self.policy.on_copy(i, segment)
 
     def evict(self, i):
@@ -155,7 +163,7 @@ class Policy:
     def forget_told(self, i):
         pass
 
-    def on_publish(self, i, key):
+    def on_publish(self, i, key, is_first):
         pass
 
     def on_hit(self, i):
@@ -307,7 +315,7 @@ class S3Fifo(Policy):
         self.small, self.main, self.ghosts = [], [], []
         self.hits = {}
 
-    def on_publish(self, i, key):
+    def on_publish(self, i, key, is_first):
         self.hits[i] = 0
         if key in self.ghosts:
             self.ghosts.remove(key)
@@ -593,15 +601,17 @@ class Learned(ByWorth):
         word = int.from_bytes(hash_of(number)[:8], "little")
         return max((((word + group) * 0x9E3779B97F4A7C15) % 2**64 >> 32) & ~1, 2)
 
-    def on_publish(self, i, key):
+    def on_publish(self, i, key, is_first):
         self.keys[i] = self.key_of(key)
-        self.note_use(self.keys[i], False)
+        if is_first:
+            self.guard.note_use(self.keys[i], False)
+        self.note_use(self.keys[i])
 
     def on_hit(self, i):
-        self.note_use(self.keys[i], True)
+        self.guard.note_use(self.keys[i], True)
+        self.note_use(self.keys[i])
 
-    def note_use(self, key, is_hit):
-        self.guard.note_use(key, is_hit)
+    def note_use(self, key):
         ghost = self.ghost_of(key) if key <= self.last_sampled else None
         if ghost is None or not ghost.is_sample or ghost.is_used:
             return
@@ -667,6 +677,8 @@ class Learned(ByWorth):
         if not chain:
             return
         n = len(chain)
+        for _, i in reversed(chain):
+            self.guard.note_release(self.keys[i])
         num_hit = sum(prefix <= num_prefix_tokens for prefix, _ in chain)
         num_known, last = n, None
         while num_known > 0:
@@ -696,7 +708,7 @@ class Learned(ByWorth):
         if segment and segment.reuse_class < self.NUM_OWN:
             is_later_turn = self.LEVELS[segment.reuse_class % self.OF_REQUEST][0] > 0
             members = [i for i, each in self.segment_of.items() if each is segment]
-            if is_later_turn and members:
+            if is_later_turn and members and not self.guard.num_left:
                 self.leave_behind(sorted(members, key=self.order.get), segment)
         return num_shared
 
@@ -744,7 +756,6 @@ class Learned(ByWorth):
                 segment = self.open(self.clock, reuse_class, num_forks, cost)
             self.assign(i, segment)
             self.told.add(i)
-            self.guard.note_release(self.keys[i])
             self.note_release(
                 self.keys[i], reuse_class, turn, stop - first, k + 1 == stop, k + 1 == len(chain)
             )

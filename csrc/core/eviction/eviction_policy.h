@@ -75,7 +75,8 @@ class EvictionPolicy {
   // that it causes.
   virtual void on_allocate(const BlockId*, int64_t) {}  // blocks were allocated for new content
   // The block becomes cached. `hash` is null while the block is only partially cached.
-  virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
+  // `is_first`: no other block is cached under this hash.
+  virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/, bool /*is_first*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // a request hits these cached blocks
   // A request releases these blocks. prefix_tokens[i] counts the tokens up to the end of block i.
   // After a fence, the blocks become idle later. For blocks released by a continuing request

@@ -44,14 +44,20 @@ class Learned : public EvictionPolicy {
   void remove(BlockId id) override { levels_.of(id).segments.remove(id); }
   BlockId victim() override { return levels_.victim(); }
 
-  void on_publish(BlockId, const Hash* hash, uint8_t group) override {
-    if (hash != nullptr) model_->note_use(ReuseModel::key_of(*hash, group), /*is_hit=*/false);
+  void on_publish(BlockId, const Hash* hash, uint8_t group, bool is_first) override {
+    if (hash == nullptr) return;
+    const uint32_t key = ReuseModel::key_of(*hash, group);
+    // Content that is cached already is computed again for other reasons than an eviction.
+    if (is_first) model_->compare_with_lru(key, /*is_hit=*/false);
+    model_->note_use(key);
   }
   void on_hit(const BlockId* ids, int64_t n) override {
     for (int64_t i = 0; i < n; ++i) {
       const Block* block = blocks_.find(ids[i]);
-      if (block != nullptr)
-        model_->note_use(ReuseModel::key_of(block->hash, block->group), /*is_hit=*/true);
+      if (block == nullptr) continue;
+      const uint32_t key = ReuseModel::key_of(block->hash, block->group);
+      model_->compare_with_lru(key, /*is_hit=*/true);
+      model_->note_use(key);
     }
   }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
@@ -124,6 +130,7 @@ class Learned : public EvictionPolicy {
 
   void release_chain(const ReleaseFeatures& features) {
     const int64_t n = num_in_chain_;
+    for (int64_t i = n - 1; i >= 0; --i) model_->note_idle(chain_[i].key);  // in LRU's order
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
     // The known part of the chain, and whether this request continues an earlier request that ended
@@ -155,9 +162,10 @@ class Learned : public EvictionPolicy {
     const int32_t s = level.segments.of(chain_[num_to_fork - 1].id);
     const Segments::Segment before = level.segments[s];
     const int64_t num_shared = release_shared(num_to_fork, features);
-    const bool is_left = s != kNone && ReuseClass::is_later_turn(before.reuse_class) &&
-                         level.segments[s].number == before.number &&
-                         level.segments[s].num_blocks > 0;
+    // While the policy must follow LRU, blocks that nobody released keep their place.
+    const bool is_left =
+        s != kNone && !model_->falls_back() && ReuseClass::is_later_turn(before.reuse_class) &&
+        level.segments[s].number == before.number && level.segments[s].num_blocks > 0;
     if (is_left) leave_behind(s, &level.segments);
     return num_shared;
   }
@@ -217,7 +225,6 @@ class Learned : public EvictionPolicy {
       }
       level.segments.release(id, s);
       levels_.told().set_told(id);
-      model_->note_idle(chain_[i].key);
       model_->note_release(chain_[i].key, release, i + 1 == stop, i + 1 == num_in_chain_);
     }
   }

@@ -85,7 +85,7 @@ class S3Fifo : public EvictionPolicy {
     }
   }
 
-  void on_publish(BlockId id, const Hash* hash, uint8_t group) override {
+  void on_publish(BlockId id, const Hash* hash, uint8_t group, bool) override {
     states_[id].num_hits = 0;
     enter(id, hash != nullptr && ghosts_.take(SecretKey::of_process().fold(*hash, group)) ? kMain
                                                                                           : kSmall);

@@ -235,7 +235,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
       const bool has_parent = content.is_chain && (i > 0 || !content.begins_chain);
       BlockId parent = kNullBlock;
       if (has_parent) parent = i > 0 ? ids[i - 1] : parent_of_first(content, group);
-      notify_published(ids[i], parent, has_parent);
+      notify_published(ids[i], parent, has_parent, is_first);
     }
     if (is_first && events_ != nullptr) events_->stored(content, i, group, /*is_reused=*/false);
   }
@@ -273,7 +273,8 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   }
   const bool is_first = index_.insert(id);
   if (candidates_) {
-    notify_published(id, kNullBlock, copied.is_chain && copied.root != short_tag_of(copied.hash));
+    notify_published(id, kNullBlock, copied.is_chain && copied.root != short_tag_of(copied.hash),
+                     is_first);
     candidates_->policy().on_copy(id, copied.released_as);
   }
   if (is_first && events_ != nullptr) events_->stored_on_host(copied.hash, copied.group);
@@ -291,7 +292,7 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
   const Soundness::Change change = this->change("publish_partial");
   if (!is_cached(block)) {
     set_cached(id, group, /*parent=*/0, short_tag_of(root));
-    if (candidates_) candidates_->policy().on_publish(id, nullptr, group);
+    if (candidates_) candidates_->policy().on_publish(id, nullptr, group, true);
   }
   partial_.add(id, hash, group, variant);
 }

@@ -270,7 +270,7 @@ class BlockPool {
                              const ReleaseFeatures& features);
   void notify_access(const BlockId* ids, int64_t n, const Access& access);
   BlockId parent_of_first(const Content& content, uint8_t group) const;
-  void notify_published(BlockId id, BlockId parent, bool has_parent);
+  void notify_published(BlockId id, BlockId parent, bool has_parent, bool is_first);
   std::vector<CacheTree::Member> published() const;
   void update_changed();
   void notify_idle(BlockId last);

@@ -205,13 +205,13 @@ void BlockPool::notify_access(const BlockId* ids, int64_t n, const Access& acces
   candidates_->policy().on_access(ids, n, access);
 }
 
-void BlockPool::notify_published(BlockId id, BlockId parent, bool has_parent) {
+void BlockPool::notify_published(BlockId id, BlockId parent, bool has_parent, bool is_first) {
   const Block& block = blocks_[id];
   const uint64_t parent_tag = lineage_[id].parent();
   changed_.clear();
   candidates_->tree().add(id, parent, has_parent ? &parent_tag : nullptr, &changed_);
   update_changed();
-  candidates_->policy().on_publish(id, &block.hash, block.group);
+  candidates_->policy().on_publish(id, &block.hash, block.group, is_first);
 }
 
 std::vector<CacheTree::Member> BlockPool::published() const {

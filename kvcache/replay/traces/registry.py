@@ -35,7 +35,7 @@ class _ZstdStream(io.RawIOBase):
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._rest = file, b""
+        self._file, self._rest = file, memoryview(b"")
         self._frame = zstandard.ZstdDecompressor().decompressobj()
 
     def readable(self) -> bool:
@@ -43,15 +43,16 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         while not self._rest:
-            data = self._file.read(2**10)  # expands to 32 MiB at most
-            if self._frame.eof:
-                data = self._frame.unused_data + data
+            is_over = self._frame.eof
+            data = self._frame.unused_data if is_over else b""
+            data = data or self._file.read(2**10)  # expands to 32 MiB at most
+            if is_over:
                 if not data:
                     return 0
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
             elif not data:
                 raise EOFError("the last frame is incomplete")
-            self._rest = self._frame.decompress(data)
+            self._rest = memoryview(self._frame.decompress(data))
         size = min(len(buffer), len(self._rest))
         buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size

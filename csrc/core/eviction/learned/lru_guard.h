@@ -15,8 +15,8 @@ namespace kvcache {
 // evict the oldest segment first, like LRU, for C uses. Each further time, this period doubles. It
 // is halved again whenever the policy has gained 2 C hits over LRU since the last change.
 //
-// Bound: after n uses of sampled blocks, the pool has at most 2 C (2 + log2(1 + n / C)) hits fewer
-// than LRU. Proof: docs/eviction.md.
+// Bound, if requests run one at a time: after n uses of sampled blocks, the pool has at most
+// 2 C (2 + log2(1 + n / C)) hits fewer than LRU. Proof and assumptions: docs/eviction.md.
 class LruGuard {
  public:
   explicit LruGuard(int64_t num_blocks)
@@ -51,13 +51,13 @@ class LruGuard {
   size_t num_bytes() const { return shadow_.num_bytes(); }
 
  private:
-  static constexpr int64_t kMostSampled = 4'096;  // capacity of the shadow cache
+  static constexpr int64_t kMostSampled = 4'096;  // the shadow cache holds fewer than twice as many
   static constexpr int kMostLevel = 40;
 
   int64_t one_of_;  // one of this number of blocks is sampled
   ShadowLru shadow_;
   int64_t gain_ = 0;      // hits more than LRU since the last change of the level
-  int64_t deficit_ = 0;   // hits fewer than LRU, since LRU was last ahead
+  int64_t deficit_ = 0;   // hits fewer than LRU, since the policy was furthest ahead
   int64_t num_left_ = 0;  // uses until the policy is tried again
   int level_ = 0;
 };

@@ -55,9 +55,14 @@ class ReuseModel {
     return is_sampled(key) || ghosts_.may_have_unsampled(key) ? ghosts_.find(key) : nullptr;
   }
 
-  // Records the use of a block, if it is sampled. `is_hit`: the first tier's pool had cached it.
-  void note_use(uint32_t key, bool is_hit) {
+  // Whether segments must be evicted in the order of LRU.
+  bool falls_back() const { return guard_.falls_back(); }
+  // Compares the use of a block with LRU. `is_hit`: the first tier's pool had cached it.
+  void compare_with_lru(uint32_t key, bool is_hit) {
     if (guard_.is_sampled(key)) guard_.note_use(key, is_hit);
+  }
+  // Records the use of a block, if it is sampled.
+  void note_use(uint32_t key) {
     if (!is_sampled(key)) return;
     GhostRing::Record* record = ghosts_.find(key);
     if (record == nullptr || record->bucket == GhostRing::kDone) return;
