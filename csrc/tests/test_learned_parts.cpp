@@ -188,8 +188,9 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   const auto key_of = [](int i) { return static_cast<uint32_t>(i) * 0x9E3779B1u | 1u; };
   for (int i = 1; i <= kKeys; ++i) {
     model.set_now(1'000 * i);
-    model.note_release(key_of(i), {/*reuse_class=*/2, /*turn=*/300, /*num_blocks=*/1}, i % 4 == 0,
-                       i % 8 == 0);
+    model.note_release(key_of(i),
+                       model.release_of(/*reuse_class=*/2, /*turn=*/300, /*num_blocks=*/1),
+                       i % 4 == 0, i % 8 == 0);
     const GhostRing::Record* record = model.find(key_of(i));
     CHECK(record != nullptr || i % 4 != 0);
     num_sampled += record != nullptr && record->is_sample;
@@ -208,13 +209,14 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   CHECK_EQ(num_used, num_sampled);
   ReuseModel larger(15'000);
   larger.add_blocks(15'000);  // same sampling rate as above
-  for (int i = 1; i <= kKeys; ++i) larger.note_release(key_of(i), {2, 0, 639}, false, false);
+  for (int i = 1; i <= kKeys; ++i)
+    larger.note_release(key_of(i), larger.release_of(2, 0, 639), false, false);
   CHECK_EQ(larger.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
   // Of long segments, fewer blocks are sampled, such that fewer than 64 are expected.
   for (const auto& [num_blocks, share] : std::map<int64_t, double>{{640, 0.5}, {2'559, 0.25}}) {
     ReuseModel of_long(30'000);
     for (int i = 1; i <= kKeys; ++i) {
-      of_long.note_release(key_of(i), {2, 0, num_blocks}, false, false);
+      of_long.note_release(key_of(i), of_long.release_of(2, 0, num_blocks), false, false);
     }
     const double num = of_long.hazards().counts()[2 * AgeBuckets::kNum];
     CHECK(std::abs(num / num_sampled - share) < 0.15);

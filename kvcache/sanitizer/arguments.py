@@ -7,6 +7,8 @@ import numpy as np
 
 from kvcache.checks import as_array, integers, shown
 
+MODES = ("report", "stop")
+
 
 def checked_table(block_table: object, num_rows: int) -> np.ndarray:
     """Return int32 or int64[num_rows, width]. Raises TypeError or ValueError."""
@@ -28,6 +30,6 @@ def checked_int64(values: object, name: str) -> np.ndarray:
 
 def checked_mode(mode: object, name: str) -> str:
     """Return "report" or "stop". Raises ValueError."""
-    if not isinstance(mode, str) or mode not in ("report", "stop"):
-        raise ValueError(f"{name} is {shown(mode)}: expected 'report' or 'stop'")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"{name} is {shown(mode)}: expected {' or '.join(map(repr, MODES))}")
     return mode

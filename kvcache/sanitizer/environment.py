@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from kvcache.checks import shown
-from kvcache.sanitizer.arguments import checked_mode
+from kvcache.sanitizer.arguments import MODES
 
 _numbers = itertools.count()
 
@@ -27,8 +27,10 @@ def options_from_environment() -> dict[str, object] | None:
     mode = os.environ.get("KVCACHE_SANITIZE", "")
     if mode in ("", "0"):
         return None
-    mode = "report" if mode == "1" else mode
-    options: dict[str, object] = {"mode": checked_mode(mode, "KVCACHE_SANITIZE")}
+    if mode not in ("1", *MODES):
+        known = ", ".join(map(repr, ("1", *MODES)))
+        raise ValueError(f"KVCACHE_SANITIZE is {shown(mode)}: expected one of {known}")
+    options: dict[str, object] = {"mode": "report" if mode == "1" else mode}
     every = os.environ.get("KVCACHE_SANITIZE_EVERY", "")
     if every:
         if not every.isdecimal() or int(every) < 1:

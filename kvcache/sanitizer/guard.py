@@ -27,6 +27,19 @@ class ObserverGuard:
         self._sanitizer = sanitizer
         self.failure: str | None = None
 
+    def findings(self) -> dict[str, object]:
+        """Return what was found so far, as plain data: reports as text, counts, totals, `failure`."""
+        sanitizer = self._sanitizer
+        return {
+            "reports": [str(report) for report in sanitizer.reports],
+            "counts": {str(kind): count for kind, count in sanitizer.counts.items()},
+            "steps": sanitizer.step,
+            "slots_read": sanitizer.slots_read,
+            "slots_compared": sanitizer.slots_compared,
+            "slots_written": sanitizer.slots_written,
+            "off": self.failure,
+        }
+
     def __call__(self, call: Callable[..., object], *arguments: Any) -> None:
         """Call a part of the observer."""
         if self.failure is not None:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps functions of an engine, each once."""
+"""Attaches observers to an engine that loads its plug-ins."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
+_log = logging.getLogger("kvcache.sanitizer")
 _MARK = "_kvcache_sanitizer_wraps"
 
 
@@ -22,3 +25,17 @@ def wrap_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> No
         replacement = wrap(original)
         setattr(replacement, _MARK, original)
         setattr(owner, name, replacement)
+
+
+def start_observer(observe: Callable[[], object]) -> None:
+    """Call `observe`. If it fails, log the reason, so that the engine runs without the sanitizer.
+
+    Raises:
+        Exception: `observe` failed, and KVCACHE_SANITIZE is "stop".
+    """
+    try:
+        observe()
+    except Exception as failure:
+        if os.environ["KVCACHE_SANITIZE"] == "stop":
+            raise
+        _log.error("The KV cache sanitizer is off: %s", failure)

@@ -67,7 +67,7 @@ def newest_on_pypi() -> str:
 
 def _install(vllm_version: str) -> EngineEnvironment:
     """Install this version of vLLM if necessary."""
-    # The stamp names the layout of this module.
+    # Another stamp makes an environment that exists be created again.
     environment = EngineEnvironment(FOLDERS / vllm_version, ".complete-2")
     if not environment.is_complete:
         environment.create(f"vLLM {vllm_version}")

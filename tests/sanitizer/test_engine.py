@@ -305,7 +305,7 @@ def test_environment_switches_the_sanitizer_on(monkeypatch):
     monkeypatch.setenv("KVCACHE_SANITIZE", "stop")
     assert Engine(paged).sanitizer.mode == "stop"
     monkeypatch.setenv("KVCACHE_SANITIZE", "yes")
-    with pytest.raises(ValueError, match="KVCACHE_SANITIZE is 'yes': expected 'report'"):
+    with pytest.raises(ValueError, match="KVCACHE_SANITIZE is 'yes': expected one of '1'"):
         Engine(paged)
     paged.detach()
 

@@ -48,7 +48,7 @@ class Learned : public EvictionPolicy {
     if (hash == nullptr) return;
     const uint32_t key = ReuseModel::key_of(*hash, group);
     // Content that is cached already is computed again for other reasons than an eviction.
-    if (is_first) model_->compare_with_lru(key, /*is_hit=*/false);
+    if (is_first) model_->guard().note_use(key, /*is_hit=*/false);
     model_->note_use(key);
   }
   void on_hit(const BlockId* ids, int64_t n) override {
@@ -56,7 +56,7 @@ class Learned : public EvictionPolicy {
       const Block* block = blocks_.find(ids[i]);
       if (block == nullptr) continue;
       const uint32_t key = ReuseModel::key_of(block->hash, block->group);
-      model_->compare_with_lru(key, /*is_hit=*/true);
+      model_->guard().note_use(key, /*is_hit=*/true);
       model_->note_use(key);
     }
   }
@@ -88,10 +88,12 @@ class Learned : public EvictionPolicy {
     Levels::Level& level = levels_.of(id);
     level.segments.assign(id, level.loose.at(model_->clock(), &level.segments));
     const Block* block = blocks_.find(id);
-    if (block != nullptr) model_->note_idle(ReuseModel::key_of(block->hash, block->group));
+    if (block != nullptr) {
+      model_->guard().note_release(ReuseModel::key_of(block->hash, block->group));
+    }
   }
   void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
-    if (!evicted && hash != nullptr) model_->forget(ReuseModel::key_of(*hash, group));
+    if (!evicted && hash != nullptr) model_->guard().forget(ReuseModel::key_of(*hash, group));
     levels_.forget(id);
     levels_.told().take_told(id);
   }
@@ -101,7 +103,7 @@ class Learned : public EvictionPolicy {
   }
   void clear() override {
     levels_.clear();
-    model_->clear();
+    model_->guard().clear();
   }
   ReleasedAs released_as(BlockId id) const override { return levels_.released_as(id); }
   std::vector<double> learned() const override { return model_->hazards().counts(); }
@@ -130,7 +132,7 @@ class Learned : public EvictionPolicy {
 
   void release_chain(const ReleaseFeatures& features) {
     const int64_t n = num_in_chain_;
-    for (int64_t i = n - 1; i >= 0; --i) model_->note_idle(chain_[i].key);  // in LRU's order
+    for (int64_t i = n - 1; i >= 0; --i) model_->guard().note_release(chain_[i].key);
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
     // The known part of the chain, and whether this request continues an earlier request that ended
@@ -151,7 +153,8 @@ class Learned : public EvictionPolicy {
     const int64_t num_added = (n - num_known) * features.tokens_per_block;
     const int reuse_class = ReuseClass::of_own(turn, gap, num_added, features.num_output_tokens,
                                                features.request_class);
-    release_segment(num_shared, n, {reuse_class, turn, n - num_shared}, 0, features);
+    release_segment(num_shared, n, model_->release_of(reuse_class, turn, n - num_shared), 0,
+                    features);
   }
 
   // Releases the shared blocks of a chain that forks after `num_to_fork` blocks. If the fork is
@@ -163,9 +166,10 @@ class Learned : public EvictionPolicy {
     const Segments::Segment before = level.segments[s];
     const int64_t num_shared = release_shared(num_to_fork, features);
     // While the policy must follow LRU, blocks that nobody released keep their place.
-    const bool is_left =
-        s != kNone && !model_->falls_back() && ReuseClass::is_later_turn(before.reuse_class) &&
-        level.segments[s].number == before.number && level.segments[s].num_blocks > 0;
+    const bool is_left = s != kNone && !model_->guard().falls_back() &&
+                         ReuseClass::is_later_turn(before.reuse_class) &&
+                         level.segments[s].number == before.number &&
+                         level.segments[s].num_blocks > 0;
     if (is_left) leave_behind(s, &level.segments);
     return num_shared;
   }
@@ -173,6 +177,7 @@ class Learned : public EvictionPolicy {
     left_.clear();
     segments->add_members(s, &left_);
     const auto n = static_cast<int64_t>(left_.size());
+    ReuseModel::Release release = model_->release_of(ReuseClass::kLeft, 0, n);
     const int32_t to = segments->open(model_->clock(), ReuseClass::kLeft, 0, (*segments)[s].cost);
     for (const BlockId id : left_) {
       const bool is_candidate = segments->is_candidate(id);
@@ -183,9 +188,9 @@ class Learned : public EvictionPolicy {
       if (block == nullptr) continue;
       const uint32_t key = ReuseModel::key_of(block->hash, block->group);
       const GhostRing::Record* record = model_->find(key);
-      const int64_t turn = record == nullptr ? 0 : record->turn;
+      release.turn = record == nullptr ? 0 : record->turn;
       const bool is_end = record != nullptr && record->is_end;
-      model_->note_release(key, {ReuseClass::kLeft, turn, n}, /*is_last=*/is_end, is_end);
+      model_->note_release(key, release, /*is_last=*/is_end, is_end);
     }
   }
 
@@ -204,7 +209,8 @@ class Learned : public EvictionPolicy {
       int num_forks = shares(first) ? before.num_forks : 0;
       num_forks += first < num_to_fork && num_to_fork <= stop;
       num_forks = std::clamp(num_forks, 1, int{UINT16_MAX});
-      release_segment(first, stop, {ReuseClass::of_shared(num_forks), 0, stop - first}, num_forks,
+      const int shared = ReuseClass::of_shared(num_forks);
+      release_segment(first, stop, model_->release_of(shared, 0, stop - first), num_forks,
                       features);
     }
     return num_shared;

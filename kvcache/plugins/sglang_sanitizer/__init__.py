@@ -9,13 +9,11 @@ Without the variable, the plug-in neither imports nor changes any part of SGLang
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-_log = logging.getLogger("kvcache.sanitizer")
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
@@ -36,17 +34,18 @@ def register() -> None:
 def _observed(original: Callable) -> Callable:
     @functools.wraps(original)
     def run_event_loop(scheduler: Any) -> None:
-        try:
-            from kvcache.plugins.sglang_sanitizer.observer import observe
+        from kvcache.sanitizer.wrapping import start_observer
 
-            observe(scheduler)
-        except Exception as failure:  # the engine runs without the sanitizer
-            if os.environ["KVCACHE_SANITIZE"] == "stop":
-                raise
-            _log.error("The KV cache sanitizer is off: %s", failure)
+        start_observer(lambda: _observe(scheduler))
         original(scheduler)
 
     return run_event_loop
+
+
+def _observe(scheduler: Any) -> None:
+    from kvcache.plugins.sglang_sanitizer.observer import observe
+
+    observe(scheduler)
 
 
 def _with_findings(original: Callable) -> Callable:

@@ -149,16 +149,8 @@ class SchedulerObserver:
 
     def findings(self) -> dict[str, object]:
         """See `kvcache.plugins.sglang_sanitizer.findings`."""
-        sanitizer = self.sanitizer
-        return {
-            "reports": [str(report) for report in sanitizer.reports],
-            "counts": {str(kind): count for kind, count in sanitizer.counts.items()},
-            "steps": sanitizer.step,
-            "slots_read": sanitizer.slots_read,
-            "slots_compared": sanitizer.slots_compared,
-            "slots_written": sanitizer.slots_written,
+        return self._guard.findings() | {
             "unchecked": self.unchecked,
-            "off": self._guard.failure,
             "pages_loaded": self._num_loaded,
         }
 

@@ -9,12 +9,9 @@ Without the variable, the plug-in neither imports nor changes any part of vLLM.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
-
-_log = logging.getLogger("kvcache.sanitizer")
 
 
 def register() -> None:
@@ -31,18 +28,19 @@ def register() -> None:
 def _observed(original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_from_config(wrapper: Any, *arguments: object) -> object:
-        result = original(wrapper, *arguments)
-        try:
-            from kvcache.plugins.vllm_sanitizer.observer import observe
+        from kvcache.sanitizer.wrapping import start_observer
 
-            observe(wrapper.worker)
-        except Exception as failure:  # the engine runs without the sanitizer
-            if os.environ["KVCACHE_SANITIZE"] == "stop":
-                raise
-            _log.error("The KV cache sanitizer is off: %s", failure)
+        result = original(wrapper, *arguments)
+        start_observer(lambda: _observe(wrapper.worker))
         return result
 
     return initialize_from_config
+
+
+def _observe(worker: Any) -> None:
+    from kvcache.plugins.vllm_sanitizer.observer import observe
+
+    observe(worker)
 
 
 def findings(worker: Any) -> dict[str, object]:

@@ -156,16 +156,8 @@ class WorkerObserver:
 
     def findings(self) -> dict[str, object]:
         """See `kvcache.plugins.vllm_sanitizer.findings`."""
-        sanitizer = self.sanitizer
-        return {
-            "reports": [str(report) for report in sanitizer.reports],
-            "counts": dict(sanitizer.counts),
-            "steps": sanitizer.step,
-            "slots_read": sanitizer.slots_read,
-            "slots_compared": sanitizer.slots_compared,
-            "slots_written": sanitizer.slots_written,
+        return self._guard.findings() | {
             "unchecked": self.unchecked,
-            "off": self._guard.failure,
             "blocks_loaded": 0 if self._bytes is None else self._bytes.num_loaded,
             "loads_checked": 0 if self._bytes is None else self._bytes.num_checked,
         }

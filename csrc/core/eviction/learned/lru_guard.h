@@ -20,19 +20,19 @@ namespace kvcache {
 class LruGuard {
  public:
   explicit LruGuard(int64_t num_blocks)
-      : one_of_(std::max<int64_t>((num_blocks - 1) / kMostSampled, 1)),
-        shadow_(std::max<int64_t>((num_blocks - 1) / one_of_, 1)) {}
+      : LruGuard(num_blocks, std::max<int64_t>((num_blocks - 1) / kMostSampled, 1)) {}
 
-  bool is_sampled(uint32_t key) const { return key <= static_cast<uint32_t>(UINT32_MAX / one_of_); }
   // Whether the policy must evict the oldest segment first.
   bool falls_back() const { return num_left_ > 0; }
-  // A request used a sampled block. `is_hit`: the pool had cached it.
+  // The calls below are ignored for blocks that are not sampled.
+  // A request uses a block. `is_hit`: the pool had cached it.
   void note_use(uint32_t key, bool is_hit) {
-    const int64_t gain = int64_t{is_hit} - int64_t{shadow_.contains(key)};
+    if (!is_sampled(key)) return;
     if (falls_back()) {
       --num_left_;
       return;
     }
+    const int64_t gain = int64_t{is_hit} - int64_t{shadow_.contains(key)};
     gain_ += gain;
     deficit_ = std::max<int64_t>(deficit_ - gain, 0);
     const int64_t capacity = shadow_.capacity();
@@ -45,16 +45,27 @@ class LruGuard {
       gain_ = 0;
     }
   }
-  void note_release(uint32_t key) { shadow_.release(key); }
-  void forget(uint32_t key) { shadow_.remove(key); }
-  void clear() { shadow_.clear(); }
+  // A block is no longer held. Called in the order in which LRU would evict the blocks.
+  void note_release(uint32_t key) {
+    if (is_sampled(key)) shadow_.release(key);
+  }
+  // A block has lost its hash for another reason than an eviction.
+  void forget(uint32_t key) {
+    if (is_sampled(key)) shadow_.remove(key);
+  }
+  void clear() { shadow_.clear(); }  // the pool caches nothing
   size_t num_bytes() const { return shadow_.num_bytes(); }
 
  private:
   static constexpr int64_t kMostSampled = 4'096;  // the shadow cache holds fewer than twice as many
   static constexpr int kMostLevel = 40;
 
-  int64_t one_of_;  // one of this number of blocks is sampled
+  LruGuard(int64_t num_blocks, int64_t one_of)  // samples one of `one_of` blocks
+      : last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
+        shadow_(std::max<int64_t>((num_blocks - 1) / one_of, 1)) {}
+  bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
+
+  uint32_t last_sampled_;  // keys up to this one are sampled
   ShadowLru shadow_;
   int64_t gain_ = 0;      // hits more than LRU since the last change of the level
   int64_t deficit_ = 0;   // hits fewer than LRU, since the policy was furthest ahead

@@ -45,7 +45,7 @@ class ReuseClass {
     return kOwn + (num_forks >= 2) + (num_forks >= 4) + (num_forks >= 16);
   }
   static bool is_shared(int reuse_class) { return reuse_class >= kOwn && reuse_class < kLeft; }
-  // Levels of the features of own blocks.
+  // The level of each feature, for a class of own blocks.
   static int answer_of(int reuse_class) { return reuse_class % kAnswers; }
   static int added_of(int reuse_class) { return reuse_class / kAnswers % kAdded; }
   static int gap_of(int reuse_class) { return reuse_class / (kAnswers * kAdded) % kGaps; }

@@ -55,12 +55,8 @@ class ReuseModel {
     return is_sampled(key) || ghosts_.may_have_unsampled(key) ? ghosts_.find(key) : nullptr;
   }
 
-  // Whether segments must be evicted in the order of LRU.
-  bool falls_back() const { return guard_.falls_back(); }
-  // Compares the use of a block with LRU. `is_hit`: the first tier's pool had cached it.
-  void compare_with_lru(uint32_t key, bool is_hit) {
-    if (guard_.is_sampled(key)) guard_.note_use(key, is_hit);
-  }
+  // Compares the first tier's pool with LRU.
+  LruGuard& guard() { return guard_; }
   // Records the use of a block, if it is sampled.
   void note_use(uint32_t key) {
     if (!is_sampled(key)) return;
@@ -74,26 +70,20 @@ class ReuseModel {
     hazards_.use(record->reuse_class, bucket);
   }
 
-  // The facts of a release that are common to the blocks of a segment.
+  // What the blocks of a released segment have in common.
   struct Release {
     int reuse_class;
     int64_t turn;
-    int64_t num_blocks;  // in the segment
+    uint32_t last_sampled;  // keys up to this one are sampled
   };
-  // Records that a block of the first tier is no longer held.
-  void note_idle(uint32_t key) {
-    if (guard_.is_sampled(key)) guard_.note_release(key);
+  // Fewer blocks of long segments are sampled, because they are usually reused together.
+  Release release_of(int reuse_class, int64_t turn, int64_t num_blocks) const {
+    return {reuse_class, turn, last_sampled_ / share_of(num_blocks)};
   }
-  void forget(uint32_t key) {
-    if (guard_.is_sampled(key)) guard_.forget(key);
-  }
-  void clear() { guard_.clear(); }  // the pool caches nothing
   // Records the release of a block, if it is sampled or the last block of its segment. The last
-  // blocks reveal turns and forks. Of long segments, a smaller share of the blocks is sampled,
-  // because they are usually reused together.
+  // blocks reveal turns and forks.
   void note_release(uint32_t key, const Release& release, bool is_last, bool is_end) {
-    const auto one_of = static_cast<uint32_t>(share_of(release.num_blocks));
-    const bool is_sample = key <= last_sampled_ / one_of;
+    const bool is_sample = key <= release.last_sampled;
     if (is_sample || is_last) add_record(key, release, is_sample, is_end);
   }
 
@@ -131,8 +121,8 @@ class ReuseModel {
 
   // Returns n if one of n blocks of a segment is sampled among those that would be otherwise: the
   // lowest power of two with which fewer than `kMostSampled` are expected.
-  int64_t share_of(int64_t num_blocks) const {
-    int64_t one_of = 1;
+  uint32_t share_of(int64_t num_blocks) const {
+    uint32_t one_of = 1;
     while (num_blocks >= kMostSampled * one_of * one_of_ && one_of < 128) one_of *= 2;
     return one_of;
   }
