@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 try:
@@ -47,6 +48,7 @@ _GROUPS = {
     "stored_blocks": ("stored_blocks", "blocks newly cached on the device"),
     "evicted_blocks": ("evicted_blocks", "cached blocks evicted from the device"),
 }
+_MISSES = {"tokens": ("missed_tokens", "query tokens that were not found in the cache, by reason")}
 _PINS = {"num_pins_broken": ("broken_pins", "pinned blocks that were evicted")}
 _HOST = {
     "written_blocks": ("host_written_blocks", "cached blocks written to the host"),
@@ -174,6 +176,12 @@ class CacheMetrics(Collector):
         }
         families = self._counters(_HITS, [], {(): stats})
         families += self._counters(_GROUPS, ["group", "kind"], groups)
+        if stats.missed_tokens is not None:
+            missed = {
+                (reason,): SimpleNamespace(tokens=count)
+                for reason, count in stats.missed_tokens.items()
+            }
+            families += self._counters(_MISSES, ["reason"], missed)
         families += self._counters(_PINS, [], {(): stats})
         if stats.host is not None:
             families += self._counters(_HOST, [], {(): stats.host})

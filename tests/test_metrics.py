@@ -42,6 +42,18 @@ def served(**options):
     return manager
 
 
+def test_missed_tokens_are_counted_by_reason():
+    manager, metrics = served(explain_misses=1), CacheMetrics()
+    metrics.observe(manager)
+    found = scrape(metrics)
+    missed = {name[1]: n for name, n in found.items() if name[0] == "kvcache_missed_tokens_total"}
+    assert missed == manager.cache.stats.missed_tokens
+    assert {reason: n for reason, n in missed.items() if n} == {"new": 12, "tail": 4}
+    manager.cache.clear_stats()
+    metrics.observe(manager)
+    assert scrape(metrics)["kvcache_missed_tokens_total", "new"] == 12  # never decreases
+
+
 def test_figures_are_what_the_manager_counts():
     manager, metrics = served(), CacheMetrics()
     assert scrape(metrics) == {}  # nothing has been observed

@@ -224,7 +224,27 @@ py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
                         host->num_evicted());
 }
 
-// Returns (total, window, groups, lifetime or None, idle or None, host or None).
+// Tokens by reason, in the order of MissReason.
+std::vector<int64_t> as_list(const MissReport::Counts& counts) {
+  return {counts.begin(), counts.end()};
+}
+
+// Returns (tokens, hit tokens, missed tokens by reason, (is_evicted, taker, ms ago) of the first
+// lost block or None, equal tokens of a recent request or -1, its id, the extra key that differs).
+py::tuple explain(Manager& self, const RequestRows& requests, const py::object& request,
+                  const std::shared_ptr<TokenChain>& chain) {
+  const MissReport report = self.explain(chain, requests.find(request));
+  py::object lost = py::none();
+  if (report.lost) {
+    lost = py::make_tuple(report.lost->is_evicted, static_cast<int>(report.lost->taker),
+                          report.lost->ms_ago);
+  }
+  return py::make_tuple(report.num_tokens, report.num_hit, as_list(report.missed), lost,
+                        report.num_alike, report.alike, report.differs_in);
+}
+
+// Returns (total, window, groups, lifetime or None, idle or None, host or None, missed tokens by
+// reason or None).
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
   const std::vector<GroupCount> recent = stats.window_groups();
@@ -239,7 +259,8 @@ py::tuple stats_of(Manager& self) {
   return py::make_tuple(as_tuple(stats.total()), as_tuple(stats.window()), groups,
                         residency ? as_tuple(residency->lifetime()) : py::object(py::none()),
                         residency ? as_tuple(residency->idle()) : py::object(py::none()),
-                        as_tuple(self.tiers(), self.host()));
+                        as_tuple(self.tiers(), self.host()),
+                        self.misses() ? py::cast(as_list(self.misses()->total())) : py::none());
 }
 
 // Returns (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n,
@@ -447,6 +468,7 @@ void bind_manager(py::module_& m) {
           },
           py::arg("chain"), py::arg("read_cache") = py::none(), py::arg("with_partial") = false,
           py::arg("most_tokens") = py::none())
+      .def("explain", &explain)
       .def("take_copies", [](Manager& self) { return list_of_pairs(self.take_copies()); })
       .def(
           // Returns (tokens on the device only, tokens with the host, blocks from the host).

@@ -107,6 +107,7 @@ void bind_options(py::module_& m) {
       });
   bind_size(options, "watermark_blocks", &ManagerOptions::watermark_blocks);
   bind_size(options, "stats_window", &ManagerOptions::stats_window);
+  bind_optional_size(options, "explain_misses", &ManagerOptions::explain_misses);
   bind_size(options, "num_host_blocks", &ManagerOptions::num_host_blocks);
   bind_size(options, "num_hits_to_write", &ManagerOptions::num_hits_to_write);
   options.def_readwrite("enable_caching", &ManagerOptions::enable_caching)

@@ -15,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -164,6 +165,7 @@ class RequestRows {
     if (is_admit(asked)) read_fields(asked, name, &row);
     check_new(id);
     check_encoder_tokens(*row.chain, id);
+    row.name = utf8(id);
     out->rows.push_back(std::move(row));
     out->ids.push_back(std::move(id));
   }
@@ -223,6 +225,15 @@ class RequestRows {
     auto exact = py::reinterpret_steal<py::object>(PyUnicode_FromObject(id.ptr()));
     if (!exact) throw py::error_already_set();
     return exact;
+  }
+
+  // The text belongs to the string. Empty if it is not valid Unicode.
+  static std::string_view utf8(const py::object& id) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(id.ptr(), &size);
+    if (text != nullptr) return {text, static_cast<size_t>(size)};
+    PyErr_Clear();
+    return {};
   }
 
   static std::string repr(const py::handle& value) { return short_repr(value); }

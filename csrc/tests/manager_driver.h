@@ -147,6 +147,7 @@ class ManagerDriver {
       }
       options.num_hits_to_write = 1 + below(2);
     }
+    options.explain_misses = below(3);
     return options;
   }
 

@@ -87,6 +87,7 @@ TEST(sizes_beyond_32_bits_are_refused_and_the_largest_do_not_overflow) {
     refused(&ManagerOptions::watermark_blocks, "watermark_blocks is ");
     refused(&ManagerOptions::hash_block_size, "hash_block_size is ");
     refused(&ManagerOptions::stats_window, "stats_window is ");
+    refused(&ManagerOptions::explain_misses, "explain_misses is ");
   }
   ManagerOptions largest = make_options(4, 9, kLargest);
   largest.num_preallocate_tokens = kLargest;

@@ -5,6 +5,7 @@ from kvcache.allocator.admit import Admit, External
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.manager import KVCacheManager, check_invariants
+from kvcache.allocator.misses import MISS_REASONS, MissReport
 from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
 from kvcache.allocator.prefix_cache import (
     BlockHashes,
@@ -32,8 +33,10 @@ __all__ = [
     "CachedTokens",
     "External",
     "FoundBlocks",
+    "MISS_REASONS",
     "KVCacheManager",
     "LearnedReuse",
+    "MissReport",
     "PolicyArguments",
     "PrefixCache",
     "PrefixCacheStats",

@@ -36,6 +36,7 @@ class PolicyArguments(TypedDict, total=False):
     track_residency: bool
     prefault: bool
     stats_window: int
+    explain_misses: int | None
     hash_seed: str
     hash_algorithm: str
     hash_bytes: int | None
@@ -160,6 +161,13 @@ class CacheOptions:
 
     stats_window: int = 1000
     """Number of requests that `stats.recent` covers, at least 1."""
+
+    explain_misses: int | None = None
+    """Whether to find out why tokens of a request are not found in the cache
+    (`PrefixCache.explain`, `PrefixCacheStats.missed_tokens`). N: one of N blocks that leave the
+    cache is recorded, selected by hash; 1: all blocks. The last records are kept: at least 65,536,
+    and four times the blocks of the pools divided by N. A record takes 8 bytes. None: off.
+    """
 
     hash_seed: str = DEFAULT_SEED
     """Seed whose hash is the parent of first blocks."""
@@ -305,6 +313,8 @@ class CacheOptions:
         native.track_residency = flag(self.track_residency, "track_residency")
         native.prefault = flag(self.prefault, "prefault")
         native.stats_window = self._integer("stats_window")
+        if self.explain_misses is not None:
+            native.explain_misses = self._integer("explain_misses")
         native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")
         native.num_host_blocks = self._integer("num_host_blocks")
         native.host_eviction = _eviction(

@@ -11,6 +11,7 @@ import numpy as np
 from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.hashing import HashKey
 from kvcache.allocator.learned import LearnedReuse
+from kvcache.allocator.misses import MissReport, report_of
 from kvcache.allocator.options import checked_seconds, checked_session
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
@@ -80,10 +81,11 @@ class PrefixCache:
         block_sizes: tuple[int, ...],
         context_parallel: ContextParallel,
         page_bytes: int,
+        eviction: str,
     ) -> None:
         self._native, self._requests, self._chain_key = native, requests, chain_key
         self._groups, self._block_sizes, self._page_bytes = groups, block_sizes, page_bytes
-        self._context_parallel = context_parallel
+        self._context_parallel, self._eviction = context_parallel, eviction
         self._epoch = 0
 
     @property
@@ -234,6 +236,31 @@ class PrefixCache:
             None if max_tokens is None else integer(max_tokens, "max_tokens", 0),
         )
         return CachedPrefix(by_group(ids), num_tokens, num_shared_tokens)
+
+    def explain(self, request: Request) -> MissReport:
+        """Return why tokens of a request are not found in the cache.
+
+        Requires `CacheOptions.explain_misses`. For an admitted request, the report describes its
+        last admission. For any other request, it describes what would happen if it were admitted
+        now. `stats.missed_tokens` adds up the reports of all admitted requests that read the cache.
+
+        Args:
+            request: The request.
+
+        Returns:
+            The missed tokens by reason.
+
+        Raises:
+            ValueError: The manager was created without `explain_misses`.
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, explain_misses=1)
+        >>> plan = manager.step(new=[Request("r1", range(40))])
+        >>> print(manager.cache.explain(Request("r2", [*range(20), *range(80, 100)])))
+        r2: 16 of 40 prompt tokens were cached, and 24 were not: 16 not seen before (differs from \
+        r1 at token 20), 8 at the end of the prompt
+        """
+        found = self._native.explain(self._requests, request, self._chain(request))
+        return report_of(request.request_id, self._eviction, found)
 
     def access(self, request: Request, now: float) -> None:
         """Notify the eviction policy that the request's blocks are accessed at time `now`, in

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.allocator.learned import LearnedReuse, reuse_of
+from kvcache.allocator.misses import MISS_REASONS
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class PrefixCacheStats(HitStats):
         host: Counts of blocks that moved between device and host. None without a host tier.
         num_pins_broken: Number of pinned blocks evicted since the manager was created.
         learned: Counts of the device's eviction policy `learned`. None for other policies.
+        missed_tokens: Query tokens that were not hits, by reason (`MISS_REASONS`). None without
+            `CacheOptions.explain_misses`.
     """
 
     recent: HitStats = HitStats(0, 0, 0)
@@ -96,11 +99,12 @@ class PrefixCacheStats(HitStats):
     host: HostStats | None = None
     num_pins_broken: int = 0
     learned: LearnedReuse | None = None
+    missed_tokens: dict[str, int] | None = None
 
 
 def stats_of(native: tuple, num_pins_broken: int, learned: list[float]) -> PrefixCacheStats:
     """Convert the native manager's counts."""
-    total, recent, groups, lifetime, idle, host = native
+    total, recent, groups, lifetime, idle, host, missed = native
     return PrefixCacheStats(
         *total,
         HitStats(*recent),
@@ -110,6 +114,7 @@ def stats_of(native: tuple, num_pins_broken: int, learned: list[float]) -> Prefi
         None if host is None else HostStats(*host),
         num_pins_broken,
         reuse_of(learned),
+        None if missed is None else dict(zip(MISS_REASONS, missed, strict=True)),
     )
 
 

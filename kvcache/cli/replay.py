@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
+_MOST_RECORDED = 2**18  # blocks of the pool that --why records when they leave the cache
 _DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
 
 
@@ -174,6 +175,9 @@ def _resolve(args: argparse.Namespace) -> None:
     args.policies = policy_options(args, "--host-blocks")
     args.between = _between(args)
     args.policies["num_host_blocks"] = args.host_blocks or 0
+    if args.why:
+        num_blocks = args.num_blocks + args.policies["num_host_blocks"]
+        args.policies["explain_misses"] = max(num_blocks // _MOST_RECORDED, 1)
     if args.hash_block_size is not None:
         sizes = [spec.block_size for spec in args.specs or ()] or [args.block_size]
         if math.gcd(*sizes) % args.hash_block_size:
@@ -188,6 +192,7 @@ def _between(args: argparse.Namespace) -> Disaggregation | None:
         return None
     for option, value in (
         *(("--compare", args.compare is not None), ("--verify", args.verify)),
+        ("--why", args.why),
         *(("--events", args.events), ("--host-blocks", args.host_blocks)),
         *(("--chunk-tokens", args.chunk_tokens), ("--store-blocks", args.store_blocks)),
     ):
@@ -219,6 +224,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
         ("--verify", args.verify),
         ("--store-blocks", args.store_blocks),
         ("--events", args.events),
+        ("--why", args.why),
     ):
         if value:
             raise UsageError(f"{option} is given with --compare: expected one of them")

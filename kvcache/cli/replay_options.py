@@ -105,6 +105,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     )
     for option, text in (
         ("--verify", "write, read and compare real KV (needs torch)"),
+        ("--why", "also print why prompt tokens were not found in the cache"),
         ("--json", "print one JSON object instead of a table"),
     ):
         sub.add_argument(option, action="store_true", help=text)

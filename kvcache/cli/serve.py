@@ -104,6 +104,15 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         help=f"key that requests must send as a bearer token; default ${_KEY_VARIABLE}, or none",
     )
     sub.add_argument(
+        "--explain-misses",
+        metavar="N",
+        nargs="?",
+        const=1,
+        type=number("--explain-misses", 1, MAX_INT32),
+        help="log for each request why prompt tokens were not found in the cache, and count the reasons in "
+        "/metrics and on the page; N: record one of N blocks that leave the cache; default 1",
+    )
+    sub.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
@@ -142,7 +151,7 @@ def run_serve(args: argparse.Namespace) -> int:
     check_source_options(args)
     if args.api_key is not None and args.prefill:
         raise UsageError("--api-key is given with --prefill: expected one, /prefill checks no key")
-    options = policy_options(args, "--host-budget")
+    options = policy_options(args, "--host-budget") | {"explain_misses": args.explain_misses}
     budgets = _byte_count(args.budget, "--budget"), _byte_count(args.host_budget, "--host-budget")
     _log_to_stderr(args.log_level)
     if args.trace is not None:

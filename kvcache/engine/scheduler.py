@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -21,6 +22,7 @@ from kvcache.kinds import make_kind
 from kvcache.sources.base import KVSource
 from kvcache.step import NO_IDS, Status, StepPlan, StepReport
 
+_log = logging.getLogger(__name__)
 _DRAFTS = attrgetter("drafts")
 
 
@@ -647,6 +649,7 @@ class Scheduler:
                 self._insert(self.admitted, sequence)
                 sequence.has_begun = True
                 _stamp_admission(sequence)
+                self._explain_misses(sequence)
                 if sequence.num_cached_tokens is None:
                     sequence.num_cached_tokens = start
             sequence.state = State.RUNNING
@@ -656,6 +659,7 @@ class Scheduler:
             sequence.state, sequence.has_begun = State.LOADING, True
             sequence.num_external_tokens = externals[sequence]
             _stamp_admission(sequence)
+            self._explain_misses(sequence)
             self._loading.admitted(sequence)
         for sequence in refused:
             self.finish(sequence)
@@ -663,6 +667,11 @@ class Scheduler:
         self._choose_victim(stuck, nothing_done=is_idle)
         step = self._in_flight = _scheduled(plan, decoding, entries, refused, loading)
         return step
+
+    def _explain_misses(self, sequence: Sequence) -> None:
+        """Log why prompt tokens were not found in the cache, if the manager finds out."""
+        if self.manager.options.explain_misses is not None and _log.isEnabledFor(logging.INFO):
+            _log.info("%s", self.manager.cache.explain(sequence.request))
 
     def _choose_victim(self, stuck: list[Sequence], nothing_done: bool) -> None:
         """Choose the running sequence with the highest rank as victim, if a sequence with a lower

@@ -24,6 +24,8 @@ _HITS, _EVICTIONS, _USED = "#1b7837", "#b2182b", "#2166ac"
 _FIRST_TOKEN = "#762a83"
 _GRAY = "#444444"
 _COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214", "#762a83", "#35978f")  # one per policy
+# One per reason of misses.
+_SHADES = ("#b2182b", "#2166ac", "#e08214", "#762a83", "#35978f", "#999999", "#1b7837", "#c2a5cf")
 _WINDOW_SHARE = 50  # moving averages cover 1/50 of the requests
 
 
@@ -37,10 +39,13 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
         times, label = _minutes_or_seconds(np.array(series.arrival_ms) / 1000, "arrival")
     else:
         times, label = np.arange(1, len(series.prompt_tokens) + 1), "requests replayed"
-    with _figure(_title(report), 4 if is_timed else 3, times, label, path) as panels:
+    num_panels = 3 + is_timed + bool(series.missed_tokens)
+    with _figure(_title(report), num_panels, times, label, path) as panels:
         _draw_hit_rate(panels[0], times, series, report)
         _draw_evictions(panels[1], times, series)
         _draw_used_blocks(panels[2], times, series, report)
+        if series.missed_tokens:
+            _draw_misses(panels[num_panels - 1], times, series)
         if is_timed:
             title = (
                 f"Time to first token: mean {_duration(report.mean_ms_to_first_token)}, "
@@ -234,6 +239,23 @@ def _draw_used_blocks(axes: Axes, times: np.ndarray, series: Series, report: Rep
         axes.set_ylim(0, 1.05 * report.capacity_blocks)
         axes.axhline(report.capacity_blocks, color=_GRAY, linewidth=1, ls="--", label="capacity")
     _finish(axes, f"Blocks in use: peak {report.peak_used_blocks:,} of {report.capacity_blocks:,}")
+
+
+def _draw_misses(axes: Axes, times: np.ndarray, series: Series) -> None:
+    from matplotlib.ticker import MultipleLocator
+
+    tokens = np.maximum(_moving_sum(series.prompt_tokens), 1)
+    shares = {
+        reason: _moving_sum(missed) / tokens
+        for reason, missed in series.missed_tokens.items()
+        if any(missed)
+    }
+    if shares:
+        axes.stackplot(times, *shares.values(), labels=[*shares], colors=_SHADES, linewidth=0)
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_locator(MultipleLocator(0.25))
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    _finish(axes, f"Missed prompt tokens by reason, over the last {_window(len(times)):,} requests")
 
 
 def _finish(axes: Axes, title: str) -> None:

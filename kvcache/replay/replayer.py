@@ -39,6 +39,9 @@ class Series:
     hit_tokens: list[int] = field(default_factory=list)  # hit tokens of the request
     evicted_blocks: list[int] = field(default_factory=list)  # evicted blocks, cumulative
     used_blocks: list[int] = field(default_factory=list)  # blocks held by running requests
+    missed_tokens: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # by reason; empty without `explain_misses`
     arrival_ms: list[float] = field(default_factory=list)  # arrival time; empty if not timed
     ms_to_first_token: list[float] = field(
         default_factory=list
@@ -141,6 +144,7 @@ class Replayer:
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
         self._store_hit_tokens = 0
+        self._missed: dict[str, int] = {}  # missed tokens by reason, at the last entry of `series`
         self._hash_ns = self._step_ns = self._free_ns = 0
 
     def run(
@@ -372,6 +376,10 @@ class Replayer:
         series.hit_tokens.append(new.num_hit if is_served else 0)
         series.evicted_blocks.append(pool.num_evicted)
         series.used_blocks.append(pool.num_total - pool.num_free)
+        missed = self.manager.cache.stats.missed_tokens or {}
+        for reason, count in missed.items():
+            series.missed_tokens.setdefault(reason, []).append(count - self._missed.get(reason, 0))
+        self._missed = missed
         if self._clock is not None:
             series.arrival_ms.append(new.item.arrival_ms)
             series.ms_to_first_token.append(self._first_token_ms[-1] if is_served else 0.0)
@@ -404,6 +412,7 @@ class Replayer:
             chunk_tokens=self.chunk_tokens,
             groups=groups if self._reports_groups else None,
             eviction=None if eviction == "lru" else eviction,
+            missed_tokens=self.manager.cache.stats.missed_tokens,
         )
         if self.manager.host_pool is not None:
             self._add_host_counts(report)

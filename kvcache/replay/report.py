@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from kvcache.allocator import MISS_REASONS
 from kvcache.checks import instance, plain_fields
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class ReplayReport:
         groups: Per given group, its `kind`, `block_size` and `options`, and the manager's counts
             `hit_blocks`, `stored_blocks` and `evicted_blocks`.
         eviction: The eviction policy. None: the default.
+        missed_tokens: Prompt tokens of the admitted requests that were not hits, by reason
+            (`kvcache.allocator.MISS_REASONS`), with `explain_misses`.
         host_blocks: Size of the host tier, including its null block.
         host_hit_tokens: Part of `hit_tokens`, from the first block of each request that was loaded from
             the host.
@@ -84,6 +87,7 @@ class ReplayReport:
     chunk_tokens: int | None = None
     groups: list[dict] | None = None
     eviction: str | None = None
+    missed_tokens: dict[str, int] | None = None
     host_blocks: int | None = None
     host_write: str | None = None
     host_eviction: str | None = None
@@ -169,9 +173,22 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
     ]
     if report.eviction is not None:
         cache.append(("eviction", report.eviction, "eviction policy"))
-    sections = [workload, cache, _groups(report), pool, _host(report), _store(report)]
+    sections = [workload, cache, _misses(report), _groups(report), pool, _host(report), _store(report)]
     sections += [_times(report), times]
     return [*sections, _verification(report)]
+
+
+def _misses(report: ReplayReport) -> list[tuple[str, str, str]]:
+    """Return one row per reason of misses."""
+    missed = report.missed_tokens
+    if missed is None:
+        return []
+    total = max(sum(missed.values()), 1)
+    rows = [("missed tokens", f"{sum(missed.values()):,}", "of the admitted requests")]
+    for reason, count in missed.items():
+        if count:
+            rows.append((f"  {reason}", f"{count:,}", f"{count / total:.1%} {MISS_REASONS[reason]}"))
+    return rows
 
 
 def _groups(report: ReplayReport) -> list[tuple[str, str, str]]:

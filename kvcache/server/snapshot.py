@@ -32,6 +32,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         ],
         "hit_rate": stats.hit_rate,
         "recent_hit_rate": stats.recent.hit_rate,
+        "missed_tokens": stats.missed_tokens,
         "evicted": manager.pool.num_evicted,
         "host_evicted": 0 if host is None else host.num_evicted,
         "eviction": manager.options.eviction,

@@ -36,6 +36,7 @@ OTHERS = {
     "track_residency": True,
     "prefault": False,
     "stats_window": 9,
+    "explain_misses": 8,
     "hash_seed": "other",
     "hash_algorithm": "engine:x",
     "hash_bytes": 16,

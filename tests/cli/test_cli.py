@@ -101,6 +101,26 @@ def test_a_figure_is_drawn(capsys, trace, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+def test_reasons_of_misses_are_printed(capsys, tmp_path):
+    assert main(["replay", "--requests", "60", "--why", "--num-blocks", "200"]) == 0
+    printed = capsys.readouterr().out
+    assert "missed tokens" in printed and "evicted" in printed and "not seen before" in printed
+    plain = run_json(capsys, "--requests", "60", "--num-blocks", "200")
+    found = run_json(capsys, "--requests", "60", "--num-blocks", "200", "--why")
+    assert sum(found.pop("missed_tokens").values()) == found["prompt_tokens"] - found["hit_tokens"]
+    for each in (plain, found):
+        del each["us_per_request"]
+    assert found == plain
+    path = tmp_path / "figure.png"
+    run_json(capsys, "--requests", "20", "--why", "--timed", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", [["--compare"], ["--disaggregate", "100"]])
+def test_reasons_of_misses_are_refused_for_other_kinds_of_replays(capsys, option):
+    assert "--why is given with" in error_of(capsys, "replay", *option, "--why")
+
+
 def test_timed_and_disaggregated_replays_are_drawn(capsys, trace, tmp_path):
     pytest.importorskip("matplotlib")
     for i, option in enumerate((["--timed"], ["--disaggregate", "101"])):

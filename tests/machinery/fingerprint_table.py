@@ -263,6 +263,7 @@ TABLE: dict[str, Row] = {
     "CacheOptions.track_residency": Row(of_build, {"track_residency": True}, same=WHEN),
     "CacheOptions.prefault": Row(of_build, {"prefault": False}, same=WHEN),
     "CacheOptions.stats_window": Row(of_build, {"stats_window": 10}, same="counts alone"),
+    "CacheOptions.explain_misses": Row(of_build, {"explain_misses": 1}, same="counts alone"),
     "CacheOptions.hash_seed": Row(of_build, {"hash_seed": "s"}),
     "CacheOptions.hash_algorithm": Row(of_build, {"hash_algorithm": "xxh3_128_cbor"}),
     "CacheOptions.hash_bytes": Row(

@@ -600,13 +600,26 @@ def test_the_series_add_up_to_the_totals():
     assert series.prompt_tokens[-1] == 0 and report.rejected_requests == 1
 
 
+def test_the_reasons_of_misses_add_up_to_the_missed_tokens():
+    series = Series()
+    replayer = Replayer(block_size=16, num_blocks=301, series=series, explain_misses=1)
+    report = replayer.run([*chat_workload(80, seed=2), *as_workload([range(10_000)])])
+    missed = report.missed_tokens
+    assert sum(missed.values()) == report.prompt_tokens - report.hit_tokens
+    assert missed["evicted"] > 0 and missed["new"] > 0 and missed["tail"] > 0
+    assert {reason: sum(counts) for reason, counts in series.missed_tokens.items()} == missed
+    assert {len(counts) for counts in series.missed_tokens.values()} == {81}
+    assert Replayer(block_size=16, num_blocks=301).run(chat_workload(2)).missed_tokens is None
+
+
+@pytest.mark.parametrize("options", [{}, {"explain_misses": 1}])
 @pytest.mark.parametrize("num_requests", [0, 1, 60])
-def test_a_figure_is_written(tmp_path, num_requests):
+def test_a_figure_is_written(tmp_path, num_requests, options):
     pytest.importorskip("matplotlib")
     from kvcache.replay.plots import draw
 
     series = Series()
-    replayer = Replayer(block_size=16, num_blocks=301, series=series)
+    replayer = Replayer(block_size=16, num_blocks=301, series=series, **options)
     report = replayer.run(chat_workload(num_requests), "a $ name_with $ signs")
     draw(series, report, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

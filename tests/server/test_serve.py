@@ -5,6 +5,7 @@ import asyncio
 import inspect
 import itertools
 import json
+import logging
 import queue
 import re
 import shutil
@@ -789,6 +790,30 @@ def test_the_page_in_a_browser(served, browser, tmp_path):
     assert str(served.state()["metrics"]["finished_requests"]) in tiles
     assert complaints == []
     page.close()
+
+
+def test_reasons_of_misses_are_logged_counted_and_shown(caplog):
+    with serving(explain_misses=1) as served, caplog.at_level(logging.INFO, "kvcache.engine"):
+        for _ in range(2):
+            served.complete(prompt=GREETING, max_tokens=3)
+        served.wait_until_empty()
+        missed = served.state()["missed_tokens"]
+        text = HTTP.get(f"{served.url}/metrics").text
+    assert missed["new"] == 32 and missed["tail"] == 2 * len(GREETING) - 64
+    assert f'kvcache_missed_tokens_total{{model_name="llama",reason="new"}} {missed["new"]}' in text
+    first, second = (each.getMessage() for each in caplog.records if "prompt tokens" in each.getMessage())
+    assert "32 not seen before" in first and "at the end of the prompt" in second
+    assert "not seen before" not in second
+
+
+def test_the_page_shows_the_reasons_of_misses(browser):
+    with serving(explain_misses=1) as served:
+        served.complete(prompt=GREETING, max_tokens=3)
+        page = browser.new_page()
+        page.goto(served.url)
+        page.wait_for_function("document.querySelectorAll('#misses tr').length === 2")
+        assert "new" in page.locator("#misses").inner_text()
+        page.close()
 
 
 def test_a_reload_of_the_page_keeps_its_history(served, browser):

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <numeric>
 
 #include "core/hashing/cbor.h"
@@ -53,6 +54,30 @@ bool ExtraKeys::begins_like(const ExtraKeys& other, int64_t num_blocks) const {
     if (!(embed_digest(block) == other.embed_digest(block))) return false;
   }
   return true;
+}
+
+uint64_t ExtraKeys::digest() const {
+  uint64_t digest = static_cast<uint64_t>(num_blocks_with_rows());
+  const auto add = [&digest](uint64_t value) {
+    digest = (digest ^ value) * 0x9E3779B97F4A7C15;
+    digest ^= digest >> 32;
+  };
+  for (const std::string* text : {&lora_, &cache_salt_}) {
+    if (!text->empty()) add(std::hash<std::string>()(*text));
+  }
+  for (const MmItem& item : items_) {
+    add(std::hash<std::string>()(item.identifier));
+    add(static_cast<uint64_t>(item.first));
+    add(static_cast<uint64_t>(item.length));
+  }
+  return digest;
+}
+
+const char* ExtraKeys::first_difference(const ExtraKeys& other) const {
+  if (cache_salt_ != other.cache_salt_) return "cache_salt";
+  if (lora_ != other.lora_) return "lora";
+  if (items_ != other.items_) return "mm_items";
+  return num_blocks_with_rows() == other.num_blocks_with_rows() ? "" : "prompt_embeds";
 }
 
 const Hash& ExtraKeys::embed_digest(int64_t block) const {

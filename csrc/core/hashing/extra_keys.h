@@ -49,6 +49,12 @@ class ExtraKeys {
   // Whether the first blocks have equal keys. Throws the errors of row digests.
   bool begins_like(const ExtraKeys& other, int64_t num_blocks) const;
 
+  // A digest of all keys except rows of embeddings.
+  uint64_t digest() const;
+  // The name of the first kind of keys that differs; empty if none does. Rows of embeddings are
+  // compared only by their number.
+  const char* first_difference(const ExtraKeys& other) const;
+
   // A number derived from the salt, equal in every process; 0: no salt.
   uint32_t tenant() const { return tenant_; }
 

@@ -115,6 +115,7 @@ class TokenChain {
   const int32_t* tokens() const { return tokens_->data(); }
   const Hash& parent() const { return parent_; }         // parent hash of the first block
   const EventLabels& labels() const { return labels_; }  // labels of the events of its blocks
+  const ExtraKeys& extra_keys() const { return extra_keys_; }
   uint32_t tenant() const { return extra_keys_.tenant(); }
   bool is_given() const { return scheme_.given != nullptr; }  // hashes are given by the engine
   int64_t num_lookahead() const { return scheme_.num_lookahead; }

@@ -28,7 +28,8 @@ std::unique_ptr<HostTier> host_of(const ManagerOptions& options, const HostTier:
 }
 
 bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const BlockPool* pages) {
-  return options.track_residency || pool.has_policy() || (pages != nullptr && pages->has_policy());
+  return options.track_residency || options.explain_misses > 0 || pool.has_policy() ||
+         (pages != nullptr && pages->has_policy());
 }
 
 void compare(const BlockPool& pool, const PerBlock<int32_t>& counted, const char* what) {
@@ -57,8 +58,15 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
   if (setup->options.track_residency) pool_.track_residency();
 }
 
+void CacheTiers::record_lost(LostBlocks* lost) {
+  lost_ = lost;
+  pool_.record_lost(lost);
+  if (host_ != nullptr) host_->pages().record_lost(lost);
+}
+
 void CacheTiers::notify_clock() {
   const int64_t ms = clock_.now_ms();
+  if (lost_ != nullptr) lost_->set_now(ms);
   if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
   pool_.set_now(ms);
   if (host_ != nullptr) host_->pages().set_now(ms);

@@ -42,6 +42,9 @@ class CacheTiers {
   BlockHolders holders() const { return {&pool_, &frees_, host_.get(), &steps_->plan()}; }
   const Clock& clock() const { return clock_; }
 
+  // Makes both pools record the blocks that leave the cache.
+  void record_lost(LostBlocks* lost);
+
   // Makes both pools share the soundness state of their manager.
   void share(Soundness* soundness) {
     pool_.share(soundness);
@@ -83,6 +86,7 @@ class CacheTiers {
   DeferredFrees frees_;
   std::unique_ptr<HostTier> host_;
   Clock clock_;
+  LostBlocks* lost_ = nullptr;
   EventLog events_;
 };
 

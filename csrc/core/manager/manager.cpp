@@ -18,6 +18,15 @@ RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* r
           &steps->plan(), &steps->journal(), &tiers->frees()};
 }
 
+std::unique_ptr<MissReasons> misses_of(const ManagerSetup& setup, const CacheTiers& tiers,
+                                       const RowTable& rows, const PrefixFinder& finder) {
+  if (setup.options.explain_misses == 0) return nullptr;
+  const MissReasons::Parts parts{
+      &setup.groups, &tiers.pool(),         tiers.host_pages(),          &rows,
+      &finder,       setup.hash_block_size, setup.options.enable_caching};
+  return std::make_unique<MissReasons>(parts, setup.options.explain_misses);
+}
+
 bool copies_hits(const std::vector<CacheGroup>& groups) {
   return std::none_of(groups.begin(), groups.end(), [](const CacheGroup& group) {
     const PageTraits& traits = group.rules->traits;
@@ -36,6 +45,7 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
               setup_.options),
+      misses_(misses_of(setup_, tiers_, rows_, finder_)),
       copies_hits_(copies_hits(setup_.groups)),
       checkpoints_(setup_.groups, finder_.unit(), setup_.hash_block_size),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
@@ -49,12 +59,13 @@ Manager::Manager(const ManagerOptions& options)
       swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_),
       server_(row_context(setup_, &tiers_, &rows_, &steps_),
               {setup_.hash_block_size, tiers_.holders(), &finder_, &publisher_, &swap_, &intake_,
-               &stats_},
+               &stats_, misses_.get()},
               setup_.options),
       recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
                 {setup_.hash_block_size, &publisher_, &release_, &server_}),
       pins_(&tiers_.pool()) {
   tiers_.share(&guard_.soundness());
+  if (misses_ != nullptr) tiers_.record_lost(misses_->lost());
   prefault_.commit();
 }
 
@@ -77,6 +88,7 @@ void Manager::clear_stats() {
   const Call call(this);
   stats_.clear();
   tiers_.clear_counts();
+  if (misses_ != nullptr) misses_->clear();
 }
 
 std::vector<double> Manager::learned() const {
@@ -129,6 +141,19 @@ const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host, bool with_pa
   const bool reads = chain.reads(read_cache);
   if (reads) intake_.hash_ahead(chain, /*reads=*/true);
   return finder_.find(chain, with_partial && copies_hits_, with_host, reads, most_tokens);
+}
+
+MissReport Manager::explain(const std::shared_ptr<TokenChain>& chain, int32_t row) {
+  const Call call(this);
+  if (misses_ == nullptr) {
+    throw std::invalid_argument("explain_misses is None: expected a manager with this option");
+  }
+  if (row >= 0) return misses_->of_row(row);
+  const bool reads = chain->reads(std::nullopt);
+  if (reads) intake_.hash_ahead(*chain, /*reads=*/true);
+  const PrefixHit& hit = finder_.find(*chain, /*with_partial=*/true, /*with_host=*/true, reads);
+  const MissReasons::Found found{hit.num_tokens, hit.num_tokens, hit.num_shared_tokens};
+  return misses_->of_new({chain, reads, hit.num_tokens, /*num_external=*/0, {}}, found);
 }
 
 std::vector<BlockId> Manager::take_copies() {
@@ -223,6 +248,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   checks_.check_step(request);
   const std::vector<int64_t> hits = external_hits(request.new_rows);
   intake_.take_in(request);
+  if (misses_ != nullptr) misses_->release_dropped();
   // After this point, nothing is rejected.
   const Soundness::Change change = this->change("step");
   steps_.begin();
@@ -279,6 +305,7 @@ Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& comp
   checks_.check_places(start, asked.num_tokens + asked.num_lookahead, "a new request");
   PrefixHit hit = partial ? *partial : PrefixHit::of_device(num_computed, computed);
   hit.num_shared_tokens = asked.num_shared;
+  if (misses_ != nullptr) misses_->release_dropped();
   const Soundness::Change change = this->change("admit");
   return server_.allocate(asked, hit);
 }

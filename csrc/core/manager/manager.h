@@ -30,6 +30,7 @@
 #include "core/manager/cache_tiers.h"
 #include "core/manager/call_guard.h"
 #include "core/manager/checkpoints.h"
+#include "core/manager/miss_reasons.h"
 #include "core/manager/options.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/publisher.h"
@@ -97,6 +98,12 @@ class Manager {
   // The hash under which a block is published, with its group in `*group`; null if it is not
   // published.
   const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
+
+  // Returns why tokens of a request are not found in the cache: when it was admitted as this row,
+  // or if it were admitted now (row -1). Throws std::invalid_argument without
+  // `ManagerOptions::explain_misses`. `misses` is null without it.
+  MissReport explain(const std::shared_ptr<TokenChain>& chain, int32_t row);
+  const MissReasons* misses() const { return misses_.get(); }
 
   // Returns the longest cached prefix, in whole blocks unless `with_partial`. It has at most
   // `most_tokens` and num_tokens - 1 tokens, because the last token must be computed. Returns an
@@ -277,6 +284,7 @@ class Manager {
   CacheTiers tiers_;
   CacheStats stats_;
   PrefixFinder finder_;
+  std::unique_ptr<MissReasons> misses_;  // null: off
   // Whether hits of `admit` may end inside blocks. False if a state would have to be copied, or if
   // a group that is not cached would need zeros.
   bool copies_hits_;

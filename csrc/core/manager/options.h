@@ -61,6 +61,7 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   bool track_residency = false;
   bool prefault = true;         // commit the memory of the pools at construction (prefault.h)
   int64_t stats_window = 1000;  // requests
+  int64_t explain_misses = 0;   // records one of this many blocks that leave the cache; 0: none
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // including the null block; 0: no host tier
   HostWrite host_write = HostWrite::kBack;

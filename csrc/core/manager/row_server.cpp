@@ -63,6 +63,7 @@ inline void RowServer::note_slots(int32_t row, const Span& span) {
 
 void RowServer::serve_rows(const StepRequest& request) {
   fills_.begin();
+  if (parts_.misses != nullptr) parts_.misses->set_taker(Taker::kRunning);
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
@@ -140,8 +141,12 @@ const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
   const bool with_partial = choice == HitChoice::kPartial && asked.num_external == 0;
   const bool reads = choice != HitChoice::kNone && asked.reads();
   const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true, reads);
-  if (hit.num_host_blocks <= asked.max_host_blocks) return hit;
-  return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
+  if (choice == HitChoice::kPartial) found_ = {0, hit.num_tokens, hit.num_shared_tokens};
+  if (hit.num_host_blocks > asked.max_host_blocks) {
+    parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
+  }
+  if (choice == HitChoice::kPartial) found_.num_tokens = hit.num_tokens;
+  return hit;
 }
 
 // Tokens between the hit and the start come from another source.
@@ -336,6 +341,10 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   r.is_receiving = asked.receives;
   r.waits_for_marks = asked.waits_for_marks;
   r.by_step = by_step;
+  if (parts_.misses != nullptr) {
+    parts_.misses->note(row, {chain, asked.reads(), hit.num_tokens, asked.num_external, asked.name},
+                        found_);
+  }
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
   parts_.publisher->announce_hit(row, hit);  // called before anything may be evicted
@@ -381,6 +390,7 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   ServedRow served;
   served.span = {start, start + asked.num_tokens,
                  asked.num_lookahead};  // not clipped, because drafts may follow
+  if (parts_.misses != nullptr) find_hit(asked, HitChoice::kPartial);  // sets `found_`
   const Status status = admit(&served, asked, hit, /*by_step=*/false);
   Slots slots{status, served.row, {}, {}};
   if (status != Status::kServed) return slots;
@@ -407,6 +417,7 @@ void RowServer::await_copies() {
 
 Slots RowServer::serve(const RowAsk& ask, bool lists_new) {
   const int32_t row = ask.row;
+  if (parts_.misses != nullptr) parts_.misses->set_taker(Taker::kRunning);
   ServedRow served;
   served.row = row;
   served.span = ask.start ? Span{*ask.start, *ask.start + ask.num_tokens, ask.num_lookahead}
@@ -477,6 +488,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
         std::max<int64_t>(each.num_partial, r.num_computed / parts_.hash_block_size));
   }
   parts_.publisher->refresh(other);
+  if (parts_.misses != nullptr) parts_.misses->note_fork(other, *child);
   if (r.by_step) c_.journal->inherit(row, parent, other, r);
   c_.resend(other);
   return {Status::kServed, other, {}, {}};

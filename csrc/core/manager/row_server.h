@@ -16,6 +16,7 @@
 #include "core/manager/block_holders.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/demand.h"
+#include "core/manager/miss_reasons.h"
 #include "core/manager/options.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/publisher.h"
@@ -39,6 +40,7 @@ class RowServer {
     RowSwap* swap;
     TokenIntake* intake;
     CacheStats* stats;
+    MissReasons* misses;  // null: off
   };
   RowServer(const RowContext& context, const Parts& parts, const ManagerOptions& options);
 
@@ -127,6 +129,7 @@ class RowServer {
   int64_t max_drafts_;  // maximum per step and row
   RetainedHits retained_;
   std::vector<RowBlocks> candidate_;  // scratch: blocks of a new request, by group
+  MissReasons::Found found_;          // the longest hit of the last new request
 };
 
 }  // namespace kvcache

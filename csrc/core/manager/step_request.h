@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "core/hashing/token_chain.h"
@@ -36,6 +37,7 @@ struct NewRow {
   // Blocks are published when `mark_computed` reports that their tokens have KV, not when they are
   // filled.
   bool waits_for_marks = false;
+  std::string_view name = {};  // for reports on misses; valid during the call
 
   bool reads() const { return chain->reads(read_cache); }
 };

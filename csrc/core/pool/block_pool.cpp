@@ -66,6 +66,7 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t 
 void BlockPool::forget(BlockId id, bool evicted) {
   const uint32_t tag = index_.tag_of(blocks_[id].hash, blocks_[id].group);
   index_.prefetch_bucket(tag);
+  note_lost(blocks_[id], evicted);
   if (!is_plain_) forget_place(id, evicted);
   forget_hashes(id, tag);
   if (candidates_) update_changed();
@@ -97,8 +98,12 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
   });
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t tag = tags.next(i);
+    if (lost_ != nullptr && i + kPrefetchBlocks < n) {
+      lost_->prefetch(blocks_[out[i + kPrefetchBlocks]].hash);
+    }
     if (residency_) residency_->evicted(out[i]);
     notify_eviction(out[i]);
+    note_lost(blocks_[out[i]], /*is_evicted=*/true);
     ++evicted_by_group_[blocks_[out[i]].group];
     forget_hashes(out[i], tag);
   }
@@ -347,6 +352,9 @@ bool BlockPool::reset() {
 
 void BlockPool::clear() {
   const Soundness::Change change = this->change("reset");
+  for (BlockId id = 1; lost_ != nullptr && id < next_fresh_; ++id) {
+    note_lost(blocks_[id], /*is_evicted=*/false);
+  }
   if (num_cached_ > 0) index_.clear();
   partial_.clear();
   variants_.clear();

@@ -27,6 +27,7 @@
 #include "core/pool/eviction_listener.h"
 #include "core/pool/free_list.h"
 #include "core/pool/hash_index.h"
+#include "core/pool/lost_blocks.h"
 #include "core/pool/partial_index.h"
 #include "core/pool/residency.h"
 #include "core/pool/variants.h"
@@ -218,6 +219,9 @@ class BlockPool {
   // all calls of the pool.
   void set_eviction_listener(EvictionListener* listener) { eviction_listener_ = listener; }
 
+  // Records the blocks that leave the cache; null: none. The record must outlive all calls.
+  void record_lost(LostBlocks* lost) { lost_ = lost; }
+
   // Makes the pool share the soundness state of the object that contains it.
   void share(Soundness* soundness) { soundness_ = soundness; }
   void check_sound() const { soundness_->check(); }
@@ -245,6 +249,9 @@ class BlockPool {
     if (eviction_listener_ == nullptr) return;
     const Block& block = blocks_[id];
     if (is_indexed(block) && block.younger == id) eviction_listener_->on_eviction(id);
+  }
+  void note_lost(const Block& block, bool is_evicted) {
+    if (lost_ != nullptr && is_indexed(block)) lost_->note(block.hash, block.group, is_evicted);
   }
   void take_evicted(int64_t n, BlockId* out);
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
@@ -312,6 +319,7 @@ class BlockPool {
   EventLog* events_ = nullptr;
   Tier tier_ = Tier::kDevice;
   EvictionListener* eviction_listener_ = nullptr;
+  LostBlocks* lost_ = nullptr;
   std::unique_ptr<Residency> residency_;
   bool is_plain_;  // no policy, and no block was ever pinned
   std::unique_ptr<Candidates> candidates_;

@@ -61,6 +61,7 @@ MADE_BY = {
     "kvcache.PrefixCacheStats": "PrefixCache.stats",
     "kvcache.allocator.PrefixCache": "KVCacheManager.cache",
     "kvcache.allocator.CachedPrefix": "PrefixCache.find_prefix",
+    "kvcache.allocator.MissReport": "PrefixCache.explain",
     "kvcache.demo.Course": "serve_chats",
     "kvcache.demo.DemoReport": "serve_chats",
     "kvcache.demo.Turn": "Chat.end_turn",

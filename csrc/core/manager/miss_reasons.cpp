@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/manager/miss_reasons.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/groups/rules/page_rules.h"
+
+namespace kvcache {
+
+namespace {
+
+uint64_t word_of(const Hash& hash) {
+  uint64_t word;
+  std::memcpy(&word, hash.bytes, sizeof(word));
+  return word;
+}
+
+}  // namespace
+
+MissReasons::MissReasons(const Parts& parts, int64_t one_of)
+    : parts_(parts),
+      group_(parts.is_enabled ? group_of(*parts.groups) : nullptr),
+      lost_(parts.pool->num_blocks() + (parts.host == nullptr ? 0 : parts.host->num_blocks()),
+            one_of, group_ == nullptr ? uint8_t{0} : group_->id),
+      recent_(kMostRecent) {
+  for (const CacheGroup& group : *parts_.groups) {
+    num_redone_ = std::max(num_redone_, group.num_redone(/*with_partial=*/true));
+  }
+}
+
+// Prefers a group that keeps all tokens, because its blocks show which tokens were seen.
+const CacheGroup* MissReasons::group_of(const std::vector<CacheGroup>& groups) {
+  for (const bool keeps_all : {true, false}) {
+    for (const CacheGroup& group : groups) {
+      if (group.is_cached && group.keeps_all == keeps_all) return &group;
+    }
+  }
+  return nullptr;
+}
+
+void MissReasons::note(int32_t row, const Asked& asked, const Found& found) {
+  if (static_cast<size_t>(row) >= reports_.size()) reports_.resize(static_cast<size_t>(row) + 1);
+  MissReport& report = reports_[static_cast<size_t>(row)];
+  report = of(asked, found);
+  for (size_t i = 0; asked.reads && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
+  add_recent(asked, row, report.num_hit / (group_ == nullptr ? 1 : group_->block_size));
+  lost_.set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
+}
+
+void MissReasons::note_fork(int32_t row, const TokenChain& chain) {
+  if (static_cast<size_t>(row) >= reports_.size()) reports_.resize(static_cast<size_t>(row) + 1);
+  MissReport& report = reports_[static_cast<size_t>(row)];
+  report = {};
+  report.num_tokens = report.num_hit = chain.num_tokens();
+}
+
+MissReport MissReasons::of_row(int32_t row) const {
+  MissReport report = reports_[static_cast<size_t>(row)];
+  compare_with_recent(*(*parts_.rows)[row].chain, &report);
+  return report;
+}
+
+MissReport MissReasons::of_new(const Asked& asked, const Found& found) const {
+  MissReport report = of(asked, found);
+  compare_with_recent(*asked.chain, &report);
+  return report;
+}
+
+MissReport MissReasons::of(const Asked& asked, const Found& found) const {
+  const TokenChain& chain = *asked.chain;
+  MissReport report;
+  report.num_tokens = chain.num_tokens();
+  report.num_hit = asked.num_hit;
+  int64_t position = asked.num_hit;
+  const auto add_until = [&](int64_t stop, MissReason reason) {
+    stop = std::min(stop, report.num_tokens);
+    if (stop <= position) return;
+    report.missed[static_cast<size_t>(reason)] += stop - position;
+    position = stop;
+  };
+  add_until(asked.num_hit + asked.num_external, MissReason::kExternal);
+  if (!asked.reads || group_ == nullptr) {
+    add_until(report.num_tokens, MissReason::kNotRead);
+    return report;
+  }
+  add_until(found.num_tokens, MissReason::kNotTaken);
+  add_until(found.num_with_host, MissReason::kNotLoaded);
+  const int64_t last = last_hit(chain);
+  add_until(std::min(found.num_shared_tokens, last), MissReason::kBoundary);
+  if (position < last) {
+    const int64_t lost = find_lost(chain, position, last, &report);
+    // A group with all tokens hits every cached block whose predecessors are cached.
+    MissReason reason = group_->keeps_all ? MissReason::kEvicted : MissReason::kBoundary;
+    if (report.lost) reason = report.lost->is_evicted ? MissReason::kEvicted : MissReason::kRemoved;
+    add_until(std::min(lost, last), reason);
+    if (position < last) add_until(find_in_flight(chain, position, last), MissReason::kInFlight);
+    if (position < last) add_until(find_other_keys(chain, position, last), MissReason::kOtherKeys);
+    add_until(last, MissReason::kNew);
+  }
+  add_until(report.num_tokens, MissReason::kTail);
+  return report;
+}
+
+// The longest hit that the request could have. The last token is always computed.
+int64_t MissReasons::last_hit(const TokenChain& chain) const {
+  const int64_t most = std::min(chain.num_tokens() - 1, num_hashed(chain) - num_redone_);
+  return std::max<int64_t>(most, 0) / parts_.finder->unit() * parts_.finder->unit();
+}
+
+bool MissReasons::is_cached(const TokenChain& chain, int64_t block) const {
+  const size_t i = hash_index(block);
+  const Hash& hash = chain.known_hashes()[i];
+  const uint64_t variant = chain.variant(static_cast<int64_t>(i));
+  return parts_.pool->find(hash, group_->id, variant) != kNullBlock ||
+         (parts_.host != nullptr && parts_.host->find(hash, group_->id, variant) != kNullBlock);
+}
+
+// A block was seen only if all blocks before it were seen. The blocks at the end of a prompt are
+// evicted first, so their records are also the first ones to be replaced.
+int64_t MissReasons::find_lost(const TokenChain& chain, int64_t first, int64_t stop,
+                               MissReport* report) const {
+  const int64_t bs = group_->block_size;
+  const int64_t num_blocks = std::min((stop + bs - 1) / bs, num_hashed(chain) / bs);
+  int64_t end = first;
+  int num_unknown = 0;
+  for (int64_t block = first / bs; block < num_blocks; ++block) {
+    const Hash& hash = chain.known_hashes()[hash_index(block)];
+    if (!lost_.is_sampled(hash)) continue;
+    const std::optional<LostBlocks::Loss> loss = lost_.find(hash);
+    const bool is_cached = this->is_cached(chain, block);
+    if (!loss && !is_cached) {
+      if (group_->keeps_all && ++num_unknown == kMostUnknown) break;
+      continue;
+    }
+    num_unknown = 0;
+    end = (block + 1) * bs;
+    if (!is_cached && !report->lost) report->lost = loss;
+  }
+  return end;
+}
+
+int64_t MissReasons::find_in_flight(const TokenChain& chain, int64_t first, int64_t stop) const {
+  const uint64_t fingerprint = fingerprint_of(chain), keys = chain.extra_keys().digest();
+  const int64_t bs = group_->block_size, first_block = first / bs;
+  const HashList& hashes = chain.known_hashes();
+  int64_t end = first;
+  for (const Recent& each : recent_) {
+    if (each.fingerprint != fingerprint || each.keys != keys || each.chain == nullptr) continue;
+    if (each.first_missed > first_block || hash_index(first_block) >= hashes.size()) continue;
+    if (each.first_missed == first_block &&
+        each.missed_word != word_of(hashes[hash_index(first_block)])) {
+      continue;
+    }
+    if (!parts_.rows->is_still(each.row, each.admission) || !each.chain->write_cache()) continue;
+    const HashList& others = each.chain->known_hashes();
+    const size_t num_hashes = std::min(hashes.size(), others.size());
+    for (int64_t block = first_block; block * bs < stop; ++block) {
+      const size_t i = hash_index(block);
+      if (i >= num_hashes || !(hashes[i] == others[i])) break;
+      end = std::max(end, (block + 1) * bs);
+    }
+  }
+  return std::min(end, stop);
+}
+
+int64_t MissReasons::find_other_keys(const TokenChain& chain, int64_t first, int64_t stop) const {
+  const uint64_t fingerprint = fingerprint_of(chain), keys = chain.extra_keys().digest();
+  int64_t end = first;
+  for (const Recent& each : recent_) {
+    if (each.fingerprint != fingerprint || each.keys == keys || each.chain == nullptr) continue;
+    end = std::max(end, num_equal(chain, *each.chain, std::min(each.num_tokens, stop)));
+  }
+  return end - end % parts_.finder->unit();
+}
+
+void MissReasons::compare_with_recent(const TokenChain& chain, MissReport* report) const {
+  const uint64_t fingerprint = fingerprint_of(chain);
+  for (const Recent& each : recent_) {
+    if (each.fingerprint != fingerprint || each.chain == nullptr) continue;
+    if (each.chain.get() == &chain) continue;
+    const int64_t num_alike =
+        num_equal(chain, *each.chain, std::min(each.num_tokens, report->num_tokens));
+    if (num_alike <= report->num_alike) continue;
+    report->num_alike = num_alike;
+    report->alike = each.name;
+    report->differs_in = chain.extra_keys().first_difference(each.chain->extra_keys());
+  }
+}
+
+uint64_t MissReasons::fingerprint_of(const TokenChain& chain) {
+  const int64_t n = std::min(chain.num_tokens(), kFingerprintTokens);
+  uint64_t fingerprint = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    fingerprint = (fingerprint + static_cast<uint32_t>(chain.tokens()[i])) * 0x9E3779B97F4A7C15;
+    fingerprint ^= fingerprint >> 32;
+  }
+  return fingerprint;
+}
+
+int64_t MissReasons::num_equal(const TokenChain& one, const TokenChain& other, int64_t most) {
+  const int64_t n = std::min({one.num_tokens(), other.num_tokens(), most});
+  return std::mismatch(one.tokens(), one.tokens() + n, other.tokens()).first - one.tokens();
+}
+
+void MissReasons::add_recent(const Asked& asked, int32_t row, int64_t first_missed) {
+  const TokenChain& chain = *asked.chain;
+  if (chain.num_tokens() > kMostRecentTokens) return;
+  while (num_recent_ == kMostRecent ||
+         (num_recent_ > 0 && num_recent_tokens_ + chain.num_tokens() > kMostRecentTokens)) {
+    drop_oldest();
+  }
+  Recent& recent = recent_[(oldest_ + num_recent_++) % kMostRecent];
+  recent.fingerprint = fingerprint_of(chain);
+  recent.keys = chain.extra_keys().digest();
+  recent.first_missed = first_missed;
+  const bool has_word = group_ != nullptr && hash_index(first_missed) < chain.known_hashes().size();
+  recent.missed_word = has_word ? word_of(chain.known_hashes()[hash_index(first_missed)]) : 0;
+  recent.admission = (*parts_.rows)[row].admission;
+  recent.row = row;
+  recent.chain = asked.chain;
+  recent.name = asked.name;
+  recent.num_tokens = chain.num_tokens();
+  num_recent_tokens_ += recent.num_tokens;
+}
+
+void MissReasons::drop_oldest() {
+  Recent& recent = recent_[oldest_];
+  dropped_.push_back(std::move(recent.chain));
+  recent.chain = nullptr;
+  num_recent_tokens_ -= recent.num_tokens;
+  oldest_ = (oldest_ + 1) % kMostRecent;
+  --num_recent_;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// Finds out why tokens of a request were not found in the cache (`CacheOptions.explain_misses`).
+//
+// The tokens behind a request's hit are divided into ranges with one reason each, so the counts
+// always add up to the missed tokens.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/hashing/token_chain.h"
+#include "core/manager/prefix_finder.h"
+#include "core/manager/row_table.h"
+#include "core/pool/block_pool.h"
+#include "core/pool/lost_blocks.h"
+
+namespace kvcache {
+
+// In the order in which they are found in a request.
+enum class MissReason : uint8_t {
+  kNotRead,    // the request or the manager does not use the cache
+  kExternal,   // the KV came from another source (`NewRow::num_external`)
+  kNotTaken,   // cached, but the request took a shorter hit, because the longer one did not fit
+  kNotLoaded,  // on the host, but not loaded
+  kBoundary,   // cached, but the window or state that the next token needs is not
+  kEvicted,    // evicted to make room
+  kRemoved,    // removed by a reset, an invalidation or a call of `evict`
+  kInFlight,   // a running request has not computed the block yet
+  kOtherKeys,  // a recent request had the same tokens with another salt, adapter or item
+  kNew,        // never seen, or not remembered
+  kTail,       // behind the last position at which a hit can end
+};
+inline constexpr size_t kNumMissReasons = 11;
+
+struct MissReport {
+  using Counts = std::array<int64_t, kNumMissReasons>;
+
+  int64_t num_tokens = 0;  // known tokens at admission
+  int64_t num_hit = 0;
+  Counts missed{};  // tokens by reason
+  // How the first block that has left the cache did, if it is known.
+  std::optional<LostBlocks::Loss> lost;
+  // The recent request with the longest equal prefix, in tokens; -1 without any.
+  int64_t num_alike = -1;
+  std::string alike;            // its name
+  const char* differs_in = "";  // the first extra key in which it differs; empty: none
+};
+
+class MissReasons {
+ public:
+  struct Parts {
+    const std::vector<CacheGroup>* groups;
+    const BlockPool* pool;
+    const BlockPool* host;  // null without a host tier
+    const RowTable* rows;
+    const PrefixFinder* finder;
+    int64_t hash_block_size;
+    bool is_enabled;  // whether the manager caches blocks
+  };
+  // Records one of `one_of` blocks that leave the cache.
+  MissReasons(const Parts& parts, int64_t one_of);
+
+  // Both pools must record the blocks that leave the cache here.
+  LostBlocks* lost() { return &lost_; }
+
+  // The hits that a lookup found, before the request took one of them.
+  struct Found {
+    int64_t num_tokens = 0;         // of the tiers that the request reads
+    int64_t num_with_host = 0;      // of both tiers
+    int64_t num_shared_tokens = 0;  // see PrefixHit
+  };
+  struct Asked {
+    const std::shared_ptr<TokenChain>& chain;
+    bool reads;
+    int64_t num_hit;
+    int64_t num_external;
+    std::string_view name;
+  };
+
+  // Releases requests that are no longer recent, which may run Python code. Called before a call
+  // changes anything.
+  void release_dropped() { dropped_.clear(); }
+  // The request becomes this row. Called before blocks are evicted for it.
+  void note(int32_t row, const Asked& asked, const Found& found);
+  // The row is a fork, which has no misses.
+  void note_fork(int32_t row, const TokenChain& chain);
+  void set_taker(Taker taker) { lost_.set_taker(taker); }
+
+  // The report of the admission of this row.
+  MissReport of_row(int32_t row) const;
+  // The report of a request if it were admitted now.
+  MissReport of_new(const Asked& asked, const Found& found) const;
+
+  const MissReport::Counts& total() const { return total_; }
+  void clear() { total_ = {}; }
+
+ private:
+  // One of the most recently admitted requests. The first members decide whether its chain has to
+  // be read.
+  struct Recent {
+    uint64_t fingerprint = 0;  // of its first tokens
+    uint64_t keys = 0;         // digest of its extra keys
+    int64_t first_missed = 0;  // block
+    uint64_t missed_word = 0;  // part of the hash of that block
+    int64_t admission = 0;
+    int32_t row = -1;
+    std::shared_ptr<TokenChain> chain;  // null: unused
+    std::string name;
+    int64_t num_tokens = 0;  // when it was admitted
+  };
+  static constexpr size_t kMostRecent = 64;
+  static constexpr int64_t kMostRecentTokens = int64_t{1} << 22;
+  static constexpr int64_t kFingerprintTokens = 16;
+  // The search for lost blocks ends after this number of sampled blocks that were never seen.
+  static constexpr int kMostUnknown = 4;
+
+  MissReport of(const Asked& asked, const Found& found) const;
+  int64_t last_hit(const TokenChain& chain) const;
+  int64_t num_hashed(const TokenChain& chain) const {
+    return static_cast<int64_t>(chain.known_hashes().size()) * parts_.hash_block_size;
+  }
+  size_t hash_index(int64_t block) const {
+    return static_cast<size_t>((block + 1) * group_->num_hashes - 1);
+  }
+  bool is_cached(const TokenChain& chain, int64_t block) const;
+  // These return the end of the range that begins at token `first`; `first` if it is empty.
+  int64_t find_lost(const TokenChain& chain, int64_t first, int64_t stop, MissReport* report) const;
+  int64_t find_in_flight(const TokenChain& chain, int64_t first, int64_t stop) const;
+  int64_t find_other_keys(const TokenChain& chain, int64_t first, int64_t stop) const;
+  void compare_with_recent(const TokenChain& chain, MissReport* report) const;
+  static uint64_t fingerprint_of(const TokenChain& chain);
+  static int64_t num_equal(const TokenChain& one, const TokenChain& other, int64_t most);
+  void add_recent(const Asked& asked, int32_t row, int64_t first_missed);
+  void drop_oldest();
+
+  static const CacheGroup* group_of(const std::vector<CacheGroup>& groups);
+
+  Parts parts_;
+  const CacheGroup* group_;  // whose blocks are searched; null: no group is cached
+  LostBlocks lost_;
+  int64_t num_redone_ = 0;  // tokens that a drafting group recomputes
+  MissReport::Counts total_{};
+  std::vector<MissReport> reports_;  // by row
+  std::vector<Recent> recent_;       // ring buffer
+  size_t oldest_ = 0, num_recent_ = 0;
+  int64_t num_recent_tokens_ = 0;
+  std::vector<std::shared_ptr<TokenChain>> dropped_;
+};
+
+}  // namespace kvcache

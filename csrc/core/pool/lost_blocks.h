@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// Remembers when and why blocks left the cache, for a sample of the blocks of one group.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "core/hash.h"
+
+namespace kvcache {
+
+// The purpose for which a block was evicted.
+enum class Taker : uint8_t {
+  kOther = 0,      // swaps, and loads of a connector
+  kRunning = 1,    // the next tokens of a running request
+  kNew = 2,        // a new request without a hit
+  kContinued = 3,  // a new request with a hit
+};
+
+// One per manager, shared by the pools of both tiers. The hash table has a fixed size: a new record
+// replaces the oldest one of its bucket.
+class LostBlocks {
+ public:
+  static constexpr size_t kLeastRecords = 65'536;
+  struct Loss {
+    bool is_evicted;
+    Taker taker;     // of an evicted block
+    int64_t ms_ago;  // rounded to kMsPerUnit
+  };
+  static constexpr int64_t kMsPerUnit = 100;
+
+  // Records one of `one_of` blocks of the group, and remembers the last ones: four times as many as
+  // a pool of num_blocks blocks has of them, and at least kLeastRecords.
+  LostBlocks(int64_t num_blocks, int64_t one_of, uint8_t group)
+      : last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
+        group_(group),
+        buckets_(num_buckets(num_blocks / one_of)) {}
+
+  // Selects blocks by their hashes, so that the blocks of all requests are sampled alike.
+  bool is_sampled(const Hash& hash) const { return is_sampled(mixed(hash)); }
+
+  void set_now(int64_t ms) { now_ = static_cast<uint32_t>(ms / kMsPerUnit); }
+  // Evictions from now on make room for this purpose.
+  void set_taker(Taker taker) { taker_ = taker; }
+
+  // A block has left the cache: it was evicted to make room, or removed for another reason.
+  void note(const Hash& hash, uint8_t group, bool is_evicted) {
+    const uint64_t mixed = LostBlocks::mixed(hash);
+    if (is_sampled(mixed) && group == group_) add(mixed, is_evicted);
+  }
+  // Loads the record of a block that will leave soon into the processor's cache.
+  void prefetch(const Hash& hash) const {
+    const uint64_t mixed = LostBlocks::mixed(hash);
+    if (is_sampled(mixed)) __builtin_prefetch(&buckets_[index_of(mixed)], 1);
+  }
+  // Returns how a block left the cache. Empty if it never did, is not sampled, or its record was
+  // replaced.
+  std::optional<Loss> find(const Hash& hash) const {
+    const uint64_t mixed = LostBlocks::mixed(hash);
+    for (const Record& each : buckets_[index_of(mixed)]) {
+      if (each.key != key_of(mixed)) continue;
+      const uint32_t age = (now_ - each.time) & kTimeMask;
+      return Loss{each.is_evicted != 0, static_cast<Taker>(each.taker), kMsPerUnit * int64_t{age}};
+    }
+    return std::nullopt;
+  }
+  size_t num_bytes() const { return buckets_.size() * sizeof(Bucket); }
+
+ private:
+  static constexpr uint32_t kTimeMask = (uint32_t{1} << 29) - 1;
+  struct Record {
+    uint32_t key;  // 0: unused
+    uint32_t time : 29, taker : 2, is_evicted : 1;
+  };
+  static constexpr size_t kPerBucket = 8;
+  struct alignas(64) Bucket : std::array<Record, kPerBucket> {};  // newest record first
+
+  static uint64_t mixed(const Hash& hash) {
+    uint64_t word;
+    std::memcpy(&word, hash.bytes, sizeof(word));
+    return word * 0x9E3779B97F4A7C15;
+  }
+  // The upper half selects the sample and identifies the block, the lower half selects the bucket.
+  static uint32_t key_of(uint64_t mixed) {
+    return std::max(static_cast<uint32_t>(mixed >> 32), uint32_t{1});
+  }
+  size_t index_of(uint64_t mixed) const { return mixed & (buckets_.size() - 1); }
+  bool is_sampled(uint64_t mixed) const { return mixed >> 32 <= last_sampled_; }
+  void add(uint64_t mixed, bool is_evicted) {
+    Bucket& bucket = buckets_[index_of(mixed)];
+    const uint32_t key = key_of(mixed);
+    size_t i = 0;
+    while (i + 1 < kPerBucket && bucket[i].key != key) ++i;
+    std::copy_backward(bucket.begin(), bucket.begin() + i, bucket.begin() + i + 1);
+    bucket[0] = {key, now_ & kTimeMask, static_cast<uint32_t>(taker_), is_evicted};
+  }
+  static size_t num_buckets(int64_t num_sampled) {
+    size_t num = kLeastRecords / kPerBucket;
+    while (num * kPerBucket < static_cast<size_t>(4 * num_sampled)) num *= 2;
+    return num;
+  }
+
+  uint32_t last_sampled_;  // blocks whose upper half is at most this number are sampled
+  uint8_t group_;
+  std::vector<Bucket> buckets_;
+  uint32_t now_ = 0;  // in units of kMsPerUnit
+  Taker taker_ = Taker::kOther;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/pool/lost_blocks.h"
+
+#include <random>
+
+#include "tests/check.h"
+
+using namespace kvcache;
+namespace {
+
+Hash hash_of(uint64_t number) {
+  Hash hash{};
+  std::mt19937_64 words(number);
+  for (int i = 0; i < 32; i += 8) {
+    const uint64_t word = words();
+    std::memcpy(hash.bytes + i, &word, sizeof(word));
+  }
+  return hash;
+}
+
+TEST(remembers_when_why_and_for_whom_a_block_left) {
+  LostBlocks lost(100, 1, 0);
+  CHECK(!lost.find(hash_of(1)));
+  lost.set_now(700);
+  lost.set_taker(Taker::kRunning);
+  lost.note(hash_of(1), 0, /*is_evicted=*/true);
+  CHECK(lost.find(hash_of(1))->is_evicted);
+  CHECK(lost.find(hash_of(1))->taker == Taker::kRunning);
+  lost.set_now(1'250);
+  CHECK_EQ(lost.find(hash_of(1))->ms_ago, 500);  // rounded
+  lost.note(hash_of(3), 0, /*is_evicted=*/true);
+  lost.note(hash_of(1), 0, /*is_evicted=*/false);  // replaces the record
+  CHECK(!lost.find(hash_of(1))->is_evicted);
+  CHECK_EQ(lost.find(hash_of(1))->ms_ago, 0);
+  CHECK(lost.find(hash_of(3))->is_evicted);
+  lost.note(hash_of(2), 1, /*is_evicted=*/true);  // another group
+  CHECK(!lost.find(hash_of(2)));
+}
+
+TEST(selects_a_sample_by_hash) {
+  LostBlocks lost(100'000, 8, 0);
+  int num_sampled = 0;
+  for (uint64_t i = 0; i < 8'000; ++i) {
+    lost.note(hash_of(i), 0, /*is_evicted=*/true);
+    num_sampled += lost.is_sampled(hash_of(i));
+    CHECK_EQ(lost.find(hash_of(i)).has_value(), lost.is_sampled(hash_of(i)));
+  }
+  CHECK(num_sampled > 850 && num_sampled < 1'150);
+}
+
+TEST(replaces_the_oldest_records_and_does_not_grow) {
+  LostBlocks lost(30'000, 1, 0);  // remembers four times as many
+  const size_t num_bytes = lost.num_bytes();
+  const uint64_t n = 500'000;
+  for (uint64_t i = 0; i < n; ++i) lost.note(hash_of(i), 0, /*is_evicted=*/true);
+  int num_recent = 0, num_old = 0;
+  for (uint64_t i = n - 60'000; i < n; ++i) num_recent += lost.find(hash_of(i)).has_value();
+  for (uint64_t i = 0; i < 60'000; ++i) num_old += lost.find(hash_of(i)).has_value();
+  CHECK(num_recent > 58'000);
+  CHECK(num_old < 600);
+  CHECK_EQ(lost.num_bytes(), num_bytes);
+}
+
+}  // namespace
+
+TEST_MAIN()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasons why tokens of a request were not found in the prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# The order of MissReason in csrc/core/manager/miss_reasons.h.
+MISS_REASONS = {
+    "not_read": "not looked up, because the request or the manager does not use the cache",
+    "external": "received from another source",
+    "not_taken": "cached, but not used, because a shorter hit was taken",
+    "not_loaded": "cached on the host, but not loaded",
+    "boundary": "cached, but behind a window or state that is not cached",
+    "evicted": "evicted",
+    "removed": "removed by a reset, an invalidation or a call",
+    "in_flight": "being computed by another request",
+    "other_keys": "cached or seen only with another salt, adapter or image",
+    "new": "not seen before",
+    "tail": "at the end of the prompt",
+}
+"""Reasons of misses, and their descriptions. A request's missed tokens follow each other in this order.
+
+- `external`: KV from `Admit.external`.
+- `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
+- `not_loaded`: the hit has more host blocks than `Admit.max_host_blocks`.
+- `evicted`, `removed`: up to the last block of the request that has left the cache.
+- `in_flight`: a running request holds blocks with the same content that are not computed yet.
+- `other_keys`: one of the 64 most recent requests had the same tokens with other extra keys.
+- `new`: also blocks that left the cache too long ago to be remembered.
+- `tail`: behind the last position at which a hit can end. The last token is always computed.
+"""
+
+_TAKERS = {
+    0: "a swap or transfer",
+    1: "a running request",
+    2: "a new request without a hit",
+    3: "a new request with a hit",
+}
+
+
+@dataclass(frozen=True)
+class MissReport:
+    """Why tokens of one request were not found in the cache. See `PrefixCache.explain`.
+
+    Attributes:
+        request_id: The request.
+        num_tokens: Its known tokens when it was admitted.
+        hit_tokens: Tokens that were found and used.
+        missed_tokens: The other tokens by reason, without reasons of 0 tokens. The values add up to
+            `num_tokens - hit_tokens`.
+        lost_seconds_ago: Seconds since the first block that is recorded as evicted or removed left the
+            cache. None if there is no such block.
+        evicted_by: The eviction policy, if that block was evicted.
+        evicted_for: For whom the block was evicted, as text.
+        nearest_id: ID of the recent request with the longest equal prefix of tokens. None if no recent
+            request starts with the same tokens.
+        nearest_tokens: Length of that prefix. Tokens differ from this position on.
+        differs_in: The first extra key in which the requests differ: "cache_salt", "lora", "mm_items"
+            or "prompt_embeds". None if they have the same keys.
+    """
+
+    request_id: str
+    num_tokens: int
+    hit_tokens: int
+    missed_tokens: dict[str, int]
+    lost_seconds_ago: float | None = None
+    evicted_by: str | None = None
+    evicted_for: str | None = None
+    nearest_id: str | None = None
+    nearest_tokens: int = 0
+    differs_in: str | None = None
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        text = f"{self.request_id}: {self.hit_tokens:,} of {self.num_tokens:,} prompt tokens were cached"
+        missed = self.num_tokens - self.hit_tokens
+        if not missed:
+            return text
+        reasons = [
+            f"{count:,} {MISS_REASONS[reason]}{self._detail(reason)}"
+            for reason, count in self.missed_tokens.items()
+        ]
+        return f"{text}, and {missed:,} were not: {', '.join(reasons)}"
+
+    def _detail(self, reason: str) -> str:
+        if reason == "evicted" and self.evicted_by is not None:
+            return (
+                f" ({self.lost_seconds_ago:.1f} s before, by {self.evicted_by}, for {self.evicted_for})"
+            )
+        if reason == "removed" and self.lost_seconds_ago is not None:
+            return f" ({self.lost_seconds_ago:.1f} s before)"
+        if reason == "other_keys" and self.differs_in is not None:
+            return f" ({self.nearest_id} has another {self.differs_in})"
+        if reason == "new" and self.nearest_id is not None:
+            return f" (differs from {self.nearest_id} at token {self.nearest_tokens:,})"
+        return ""
+
+
+def report_of(request_id: str, eviction: str, native: tuple) -> MissReport:
+    """Convert the native manager's report."""
+    num_tokens, num_hit, missed, lost, num_alike, alike, differs_in = native
+    is_evicted, taker, ms_ago = lost or (False, 0, 0)
+    return MissReport(
+        request_id,
+        num_tokens,
+        num_hit,
+        {reason: n for reason, n in zip(MISS_REASONS, missed, strict=True) if n},
+        None if lost is None else ms_ago / 1000,
+        eviction if is_evicted else None,
+        _TAKERS[taker] if is_evicted else None,
+        None if num_alike < 0 else alike,
+        max(num_alike, 0),
+        differs_in or None,
+    )

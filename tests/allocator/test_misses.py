@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests for the reasons of misses (`explain_misses`)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvcache import Admit, External, GroupSpec, KVCacheManager, Request
+from kvcache.allocator import MISS_REASONS, MissReport
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcache.step import StepPlan, StepReport
+
+BLOCK = 4
+
+
+@dataclass
+class Oracle:
+    """Knows everything that ever happened to a cache, from its events."""
+
+    manager: KVCacheManager
+    cached: dict[str, set[bytes]] = field(default_factory=lambda: {"gpu": set(), "cpu": set()})
+    left: dict[bytes, str] = field(default_factory=dict)  # why each block last left
+    seen: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+
+    def drain(self, reason: str = "evicted") -> None:
+        for event in self.manager.cache.drain_events():
+            medium = self.cached[event.medium]
+            if isinstance(event, BlockStored):
+                medium.update(bytes(each) for each in event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                for each in event.block_hashes:
+                    medium.discard(bytes(each))
+                    self.left[bytes(each)] = reason
+            elif isinstance(event, AllBlocksCleared):
+                self.left.update(dict.fromkeys(medium, "removed"))
+                medium.clear()
+
+    def is_cached(self, block: bytes) -> bool:
+        return block in self.cached["gpu"] or block in self.cached["cpu"]
+
+    def hashes(self, request: Request) -> list[bytes]:
+        return [bytes(each) for each in self.manager.cache.hashes(request)]
+
+    def expected(self, request: Request, num_hit: int) -> dict[str, int]:
+        """The missed tokens of a request that is about to be admitted, by reason."""
+        tokens, blocks = request.token_ids.tolist(), self.hashes(request)
+        last = (len(tokens) - 1) // BLOCK  # blocks that a hit can include
+        first = num_hit // BLOCK
+        gone = [i for i in range(first, last) if self.is_cached(blocks[i]) or blocks[i] in self.left]
+        out = dict.fromkeys(MISS_REASONS, 0)
+        stop = max(gone, default=first - 1) + 1
+        lost = [i for i in range(first, stop) if not self.is_cached(blocks[i])]
+        reason = self.left[blocks[lost[0]]] if lost else "evicted"
+        out[reason] = (stop - first) * BLOCK
+        ahead = [self._num_equal(blocks, self.hashes(other)) for other in self.running]
+        flying = min(max([stop, *ahead]), last)
+        out["in_flight"] = (flying - stop) * BLOCK
+        alike = [
+            self._num_equal(tokens, other.token_ids.tolist()) // BLOCK
+            for other in self.seen[-64:]
+            if other.cache_salt != request.cache_salt
+            and len(other.token_ids) >= 16 <= len(tokens)
+        ]
+        keyed = min(max([flying, *(n for n in alike if n * BLOCK >= 16)]), last)
+        out["other_keys"] = (keyed - flying) * BLOCK
+        out["new"] = (last - keyed) * BLOCK
+        out["tail"] = len(tokens) - last * BLOCK
+        return out
+
+    @staticmethod
+    def _num_equal(one: list, other: list) -> int:
+        return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _manager(**options) -> KVCacheManager:
+    options = {"explain_misses": 1, "enable_events": True, "num_preallocate_tokens": 0, **options}
+    return KVCacheManager(BLOCK, options.pop("num_gpu_blocks", 41), 400, **options)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reasons_equal_those_of_an_oracle_that_knows_every_event(seed: int) -> None:
+    draw = random.Random(seed)
+    eviction = draw.choice(["lru", "learned", "s3_fifo"])
+    options = {"num_host_blocks": 31} if seed % 3 == 1 else {}
+    manager = _manager(eviction=eviction, **options)
+    manager.cache.set_now(0)
+    oracle, total = Oracle(manager), dict.fromkeys(MISS_REASONS, 0)
+    texts = [[draw.randrange(1000) for _ in range(200)] for _ in range(3)]
+    left: dict[str, int] = {}  # tokens to compute, by running request
+    for i in range(150):
+        manager.cache.set_now(i)
+        if left and draw.random() < 0.6:  # a chunk of a running prompt, or its end
+            request = oracle.running[draw.randrange(len(oracle.running))]
+            if left[request.request_id] == 0:
+                manager.free(request)
+                oracle.running.remove(request)
+                del left[request.request_id]
+            else:
+                count = min(left[request.request_id], 8)
+                plan = manager.step([manager.row(request)], [count])
+                if plan.status[0] == 0:
+                    left[request.request_id] -= count
+                else:
+                    manager.free(request)
+                    oracle.running.remove(request)
+                    del left[request.request_id]
+            oracle.drain()
+            continue
+        if draw.random() < 0.05:
+            manager.cache.evict([draw.randrange(1, 41)])
+            oracle.drain("removed")
+        if draw.random() < 0.03 and manager.cache.reset():
+            oracle.drain("removed")
+        text = draw.choice(texts)
+        tokens = text[: draw.randrange(1, 100)] + [draw.randrange(1000) for _ in range(draw.randrange(12))]
+        salt = draw.choice([None, None, None, "a"])
+        request = Request(f"r{i}", tokens, cache_salt=salt)
+        num_tokens = draw.choice([8, None])
+        num_hit = manager.cache.cached_tokens(request).with_host
+        expected = oracle.expected(request, num_hit)
+        before = manager.cache.explain(request)
+        plan = manager.step(new=[Admit(request, num_tokens)])
+        if plan.status[-1] != 0:
+            oracle.drain()
+            continue
+        assert int(plan.num_computed_tokens[-1]) == num_hit
+        report = manager.cache.explain(request)
+        found = {reason: report.missed_tokens.get(reason, 0) for reason in MISS_REASONS}
+        assert found == expected
+        assert before.missed_tokens == report.missed_tokens  # the same before the admission
+        assert sum(found.values()) == report.num_tokens - report.hit_tokens == len(tokens) - num_hit
+        for reason, count in expected.items():
+            total[reason] += count
+        left[request.request_id] = len(tokens) - manager.num_computed_tokens(request)
+        oracle.running.append(request)
+        oracle.seen.append(request)
+        oracle.drain()
+        if options:
+            manager.report(_completed(plan))
+            oracle.drain()
+    stats = manager.cache.stats
+    assert stats.missed_tokens == total
+    assert sum(total.values()) == stats.query_tokens - stats.hit_tokens
+    assert total["evicted"] and total["new"] and total["other_keys"]
+    manager.cache.clear_stats()
+    assert not any(manager.cache.stats.missed_tokens.values())
+
+
+def _explained(manager: KVCacheManager, request: Request | Admit) -> MissReport:
+    manager.step(new=[request])
+    return manager.cache.explain(request.request if isinstance(request, Admit) else request)
+
+
+def test_requests_that_do_not_read_the_cache_are_reported_but_not_counted() -> None:
+    manager = _manager()
+    manager.step(new=[Request("a", range(20))])
+    report = _explained(manager, Admit(Request("b", range(20)), read_cache=False))
+    assert report.missed_tokens == {"not_read": 20}
+    assert manager.cache.stats.missed_tokens["not_read"] == 0
+    assert sum(manager.cache.stats.missed_tokens.values()) == 20  # those of request a
+
+
+def test_without_caching_all_tokens_are_reported_as_not_read() -> None:
+    manager = KVCacheManager(BLOCK, 41, 400, explain_misses=1, enable_caching=False)
+    assert _explained(manager, Request("a", range(20))).missed_tokens == {"not_read": 20}
+    assert manager.cache.stats.missed_tokens["not_read"] == 20
+
+
+def test_external_tokens_have_a_reason_of_their_own() -> None:
+    manager = _manager()
+    report = _explained(manager, Admit(Request("a", range(20)), external=External(8)))
+    assert report.missed_tokens == {"external": 8, "new": 8, "tail": 4}
+
+
+def test_blocks_that_the_caller_of_admit_leaves_out_are_not_taken() -> None:
+    manager = _manager()
+    manager.step(new=[Request("a", range(20))])
+    request = Request("b", range(20))
+    found = manager.cache.find_prefix(request)
+    manager.admit(request, found.block_ids[:1])
+    assert manager.cache.explain(request).missed_tokens == {"not_taken": 12, "tail": 4}
+
+
+def test_host_blocks_above_the_limit_are_not_loaded() -> None:
+    manager = _manager(num_gpu_blocks=11, num_host_blocks=21)
+    manager.cache.set_now(0)
+    a = Request("a", range(20))
+    manager.report(_completed(manager.step(new=[a])))
+    manager.free(a)
+    big = Request("big", range(100, 140))
+    manager.report(_completed(manager.step(new=[big])))
+    manager.free(big)
+    b = Request("b", range(20))
+    assert manager.cache.cached_tokens(b) == (0, 16, 4, 0)
+    report = _explained(manager, Admit(b, max_host_blocks=3))
+    assert report.missed_tokens == {"not_loaded": 16, "tail": 4}
+
+
+def test_tokens_behind_a_window_that_is_not_cached_are_at_a_boundary() -> None:
+    groups = [GroupSpec("full_attention", BLOCK), GroupSpec("sliding_window", BLOCK, {"window": 8})]
+    manager = KVCacheManager.for_groups(
+        groups, 100, 400, explain_misses=1, retention_interval=0, num_preallocate_tokens=0
+    )
+    manager.step(new=[Request("a", range(60))])
+    report = _explained(manager, Request("b", [*range(40), *range(100, 120)]))
+    assert report.missed_tokens == {"boundary": 40, "new": 16, "tail": 4}
+    # The window at the end of the shared prefix is retained from now on.
+    report = _explained(manager, Request("c", [*range(40), *range(200, 220)]))
+    assert (report.hit_tokens, report.missed_tokens) == (40, {"new": 16, "tail": 4})
+
+
+def test_a_drafter_has_a_longer_tail() -> None:
+    groups = [GroupSpec("full_attention", BLOCK, drafts=True)]
+    manager = KVCacheManager.for_groups(groups, 100, 400, explain_misses=1)
+    manager.step(new=[Request("a", range(16))])
+    report = _explained(manager, Request("b", range(16)))
+    assert (report.hit_tokens, report.missed_tokens) == (12, {"tail": 4})
+
+
+@pytest.mark.parametrize(
+    ("start", "tokens", "taker"),
+    [
+        (0, range(500, 660), "a new request without a hit"),
+        (20, [*range(100, 120), *range(500, 640)], "a new request with a hit"),
+    ],
+)
+def test_the_report_names_the_policy_the_time_and_the_request_of_an_eviction(
+    start: int, tokens: range, taker: str
+) -> None:
+    manager = _manager(eviction="s3_fifo" if start == 0 else "lru")
+    manager.cache.set_now(10)
+    for name, first in (("a", 0), ("other", 100)):
+        request = Request(name, range(first, first + 20))
+        manager.step(new=[request])
+        manager.free(request)
+    manager.cache.set_now(12)
+    big = Request("big", tokens)
+    manager.step(new=[big])
+    manager.free(big)
+    manager.cache.set_now(15.5)
+    report = manager.cache.explain(Request("b", range(20)))
+    assert report.missed_tokens["evicted"] == 16
+    assert report.lost_seconds_ago == 3.5
+    assert (report.evicted_by, report.evicted_for) == ("s3_fifo" if start == 0 else "lru", taker)
+    assert f"16 evicted (3.5 s before, by {report.evicted_by}, for {taker})" in str(report)
+
+
+def test_a_running_request_that_grows_evicts_for_itself() -> None:
+    manager = _manager(num_gpu_blocks=8)
+    a = Request("a", range(8))
+    manager.step(new=[a])
+    manager.free(a)
+    b = Request("b", range(100, 116))
+    row = int(manager.step(new=[b]).rows[-1])
+    manager.step([row], [12], token_ids=range(12), num_token_ids=[12])
+    assert manager.cache.explain(Request("c", range(8))).evicted_for == "a running request"
+
+
+def test_the_nearest_recent_request_is_named_with_the_first_different_token_and_key() -> None:
+    manager = _manager()
+    manager.step(new=[Request("a", range(30)), Request("b", [*range(20), 99, 98], cache_salt="s")])
+    report = manager.cache.explain(Request("c", [*range(21), *range(50, 60)]))
+    assert (report.nearest_id, report.nearest_tokens, report.differs_in) == ("a", 21, None)
+    assert "differs from a at token 21" in str(report)
+    report = manager.cache.explain(Request("d", [*range(20), 99, 98]))
+    assert (report.nearest_id, report.nearest_tokens, report.differs_in) == ("b", 22, "cache_salt")
+
+
+def test_fork_has_no_misses() -> None:
+    manager = _manager()
+    parent = Request("a", range(20))
+    manager.step(new=[parent])
+    child = Request("b", range(20))
+    manager.fork(parent, child)
+    assert manager.cache.explain(child) == MissReport(
+        "b", 20, 20, {}, nearest_id="a", nearest_tokens=20
+    )
+
+
+def test_sampling_keeps_the_sum_and_finds_most_of_the_evicted_tokens() -> None:
+    found = {}
+    for one_of in (1, 8):
+        manager = _manager(num_gpu_blocks=1001, explain_misses=one_of)
+        draw, prompts = random.Random(1), []
+        for i in range(60):
+            if i >= 20 and i % 2:
+                tokens = [*prompts[i - 20], 7, 8, 9]
+            else:
+                tokens = [draw.randrange(10**6) for _ in range(draw.randrange(300, 390))]
+            prompts.append(tokens[:380])
+            request = Request(f"r{i}", prompts[i])
+            manager.step(new=[request])
+            manager.free(request)
+        found[one_of] = manager.cache.stats.missed_tokens
+    assert sum(found[1].values()) == sum(found[8].values())
+    assert found[1]["evicted"] > 3000
+    assert 0.9 < found[8]["evicted"] / found[1]["evicted"] <= 1
+
+
+def test_a_recent_request_does_not_stay_alive_for_ever() -> None:
+    manager = _manager()
+    for i in range(200):
+        request = Request(f"r{i}", range(i, i + 20))
+        manager.step(new=[request])
+        manager.free(request)
+    assert manager.cache.explain(Request("again", range(100, 120))).nearest_id is None
+    assert manager.cache.explain(Request("again", range(199, 219))).nearest_id == "r199"
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (2**31, ValueError), ("1", TypeError)])
+def test_invalid_sampling_is_refused(value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="explain_misses is "):
+        _manager(explain_misses=value)
+
+
+def test_explain_is_refused_without_the_option() -> None:
+    manager = KVCacheManager(BLOCK, 41, 400)
+    with pytest.raises(ValueError, match="explain_misses is None: expected a manager with this"):
+        manager.cache.explain(Request("a", range(8)))
+    assert manager.cache.stats.missed_tokens is None
+
+
+def _completed(plan: StepPlan) -> StepReport:
+    return StepReport(plan.step_id, completed=True)
