@@ -115,6 +115,39 @@ def eviction() -> Iterator[Result]:
     yield Result(name, "us", learned * 1e6, lru * 1e6, "lru", 1.03 * lru * 1e6)
 
 
+def misses() -> Iterator[Result]:
+    """Compare `explain_misses` with a manager without it.
+
+    Requests of 4,000 tokens in a full pool of 50,000 blocks: created, hashed, admitted and freed. The
+    first 200 tokens are shared.
+    """
+    random, shared = np.random.default_rng(0), np.arange(200, dtype=np.int32)
+
+    def serve(explain_misses: int | None) -> Callable[[], None]:
+        manager = KVCacheManager(
+            16, 50_001, 2**20, num_preallocate_tokens=0, explain_misses=explain_misses
+        )
+        prompts = random.integers(0, 2**31 - 1, (280, 3_800)).astype(np.int32)
+        numbers = itertools.count()
+
+        def run() -> None:
+            for _ in range(280):
+                number = next(numbers)
+                tokens = np.concatenate([shared, prompts[number % 280]])
+                request = Request(str(number), tokens)
+                manager.step(new=[request])
+                manager.free(request)
+
+        run()  # fills the pool
+        return run
+
+    options, to_us = (None, 64, 8, 1), 1e6 / 280
+    off, *others = median_times(*map(serve, options), rounds=11)
+    for one_of, taken in zip(options[1:], others):
+        name = f"admission of 4,000 tokens, explain_misses={one_of}"
+        yield Result(name, "us", taken * to_us, off * to_us, "off", 1.01 * off * to_us)
+
+
 def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
     """Measure decode steps with one token per request, blocks of 16, and caching enabled."""
     num_steps, random = 65, np.random.default_rng(0)
@@ -324,6 +357,7 @@ def all_results() -> Iterator[Result]:
     yield from hashing()
     yield from pool()
     yield from eviction()
+    yield from misses()
     for num_rows in (64, 1024, 8192):
         yield from decode(num_rows, with_tokens=False)
         yield from decode(num_rows, with_tokens=True)

@@ -49,14 +49,14 @@ TEST(selects_a_sample_by_hash) {
 }
 
 TEST(replaces_the_oldest_records_and_does_not_grow) {
-  LostBlocks lost(30'000, 1, 0);  // remembers four times as many
+  LostBlocks lost(80'000, 1, 0);  // remembers four times as many
   const size_t num_bytes = lost.num_bytes();
-  const uint64_t n = 500'000;
+  const uint64_t n = 1'500'000;
   for (uint64_t i = 0; i < n; ++i) lost.note(hash_of(i), 0, /*is_evicted=*/true);
   int num_recent = 0, num_old = 0;
-  for (uint64_t i = n - 60'000; i < n; ++i) num_recent += lost.find(hash_of(i)).has_value();
+  for (uint64_t i = n - 160'000; i < n; ++i) num_recent += lost.find(hash_of(i)).has_value();
   for (uint64_t i = 0; i < 60'000; ++i) num_old += lost.find(hash_of(i)).has_value();
-  CHECK(num_recent > 58'000);
+  CHECK(num_recent > 155'000);
   CHECK(num_old < 600);
   CHECK_EQ(lost.num_bytes(), num_bytes);
 }

@@ -24,6 +24,7 @@ host_eviction_names = core.host_eviction_names
 
 __all__ = [
     "DEFAULT_SEED",
+    "MISS_REASONS",
     "Admit",
     "BlockHashes",
     "BlockPool",
@@ -33,7 +34,6 @@ __all__ = [
     "CachedTokens",
     "External",
     "FoundBlocks",
-    "MISS_REASONS",
     "KVCacheManager",
     "LearnedReuse",
     "MissReport",

@@ -6,6 +6,8 @@ from kvcache.allocator.admit import Admit, External
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.manager import KVCacheManager, check_invariants
+from kvcache.allocator.misses import MISS_REASONS as MISS_REASONS
+from kvcache.allocator.misses import MissReport as MissReport
 from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
 from kvcache.allocator.prefix_cache import (
     BlockHashes,

@@ -85,9 +85,8 @@ class MissReport:
 
     def _detail(self, reason: str) -> str:
         if reason == "evicted" and self.evicted_by is not None:
-            return (
-                f" ({self.lost_seconds_ago:.1f} s before, by {self.evicted_by}, for {self.evicted_for})"
-            )
+            by = f"by {self.evicted_by}, for {self.evicted_for}"
+            return f" ({self.lost_seconds_ago:.1f} s before, {by})"
         if reason == "removed" and self.lost_seconds_ago is not None:
             return f" ({self.lost_seconds_ago:.1f} s before)"
         if reason == "other_keys" and self.differs_in is not None:

@@ -165,7 +165,7 @@ class CacheOptions:
     explain_misses: int | None = None
     """Whether to find out why tokens of a request are not found in the cache
     (`PrefixCache.explain`, `PrefixCacheStats.missed_tokens`). N: one of N blocks that leave the
-    cache is recorded, selected by hash; 1: all blocks. The last records are kept: at least 65,536,
+    cache is recorded, selected by hash; 1: all blocks. The last records are kept: at least 262,144,
     and four times the blocks of the pools divided by N. A record takes 8 bytes. None: off.
     """
 

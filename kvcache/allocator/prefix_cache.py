@@ -255,9 +255,9 @@ class PrefixCache:
 
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, explain_misses=1)
         >>> plan = manager.step(new=[Request("r1", range(40))])
-        >>> print(manager.cache.explain(Request("r2", [*range(20), *range(80, 100)])))
-        r2: 16 of 40 prompt tokens were cached, and 24 were not: 16 not seen before (differs from \
-        r1 at token 20), 8 at the end of the prompt
+        >>> report = manager.cache.explain(Request("r2", [*range(20), *range(80, 100)]))
+        >>> report.hit_tokens, report.missed_tokens, report.nearest_id, report.nearest_tokens
+        (16, {'new': 16, 'tail': 8}, 'r1', 20)
         """
         found = self._native.explain(self._requests, request, self._chain(request))
         return report_of(request.request_id, self._eviction, found)

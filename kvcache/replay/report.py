@@ -173,7 +173,15 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
     ]
     if report.eviction is not None:
         cache.append(("eviction", report.eviction, "eviction policy"))
-    sections = [workload, cache, _misses(report), _groups(report), pool, _host(report), _store(report)]
+    sections = [
+        workload,
+        cache,
+        _misses(report),
+        _groups(report),
+        pool,
+        _host(report),
+        _store(report),
+    ]
     sections += [_times(report), times]
     return [*sections, _verification(report)]
 
@@ -187,7 +195,9 @@ def _misses(report: ReplayReport) -> list[tuple[str, str, str]]:
     rows = [("missed tokens", f"{sum(missed.values()):,}", "of the admitted requests")]
     for reason, count in missed.items():
         if count:
-            rows.append((f"  {reason}", f"{count:,}", f"{count / total:.1%} {MISS_REASONS[reason]}"))
+            rows.append(
+                (f"  {reason}", f"{count:,}", f"{count / total:.1%} {MISS_REASONS[reason]}")
+            )
     return rows
 
 

@@ -801,7 +801,9 @@ def test_reasons_of_misses_are_logged_counted_and_shown(caplog):
         text = HTTP.get(f"{served.url}/metrics").text
     assert missed["new"] == 32 and missed["tail"] == 2 * len(GREETING) - 64
     assert f'kvcache_missed_tokens_total{{model_name="llama",reason="new"}} {missed["new"]}' in text
-    first, second = (each.getMessage() for each in caplog.records if "prompt tokens" in each.getMessage())
+    first, second = (
+        each.getMessage() for each in caplog.records if "prompt tokens" in each.getMessage()
+    )
     assert "32 not seen before" in first and "at the end of the prompt" in second
     assert "not seen before" not in second
 

@@ -14,7 +14,7 @@ namespace {
 uint64_t word_of(const Hash& hash) {
   uint64_t word;
   std::memcpy(&word, hash.bytes, sizeof(word));
-  return word;
+  return std::max<uint64_t>(word, 1);
 }
 
 }  // namespace
@@ -24,6 +24,7 @@ MissReasons::MissReasons(const Parts& parts, int64_t one_of)
       group_(parts.is_enabled ? group_of(*parts.groups) : nullptr),
       lost_(parts.pool->num_blocks() + (parts.host == nullptr ? 0 : parts.host->num_blocks()),
             one_of, group_ == nullptr ? uint8_t{0} : group_->id),
+      signs_(kMostRecent),
       recent_(kMostRecent) {
   for (const CacheGroup& group : *parts_.groups) {
     num_redone_ = std::max(num_redone_, group.num_redone(/*with_partial=*/true));
@@ -45,7 +46,7 @@ void MissReasons::note(int32_t row, const Asked& asked, const Found& found) {
   MissReport& report = reports_[static_cast<size_t>(row)];
   report = of(asked, found);
   for (size_t i = 0; asked.reads && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
-  add_recent(asked, row, report.num_hit / (group_ == nullptr ? 1 : group_->block_size));
+  add_recent(asked, row);
   lost_.set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
 }
 
@@ -95,8 +96,13 @@ MissReport MissReasons::of(const Asked& asked, const Found& found) const {
     MissReason reason = group_->keeps_all ? MissReason::kEvicted : MissReason::kBoundary;
     if (report.lost) reason = report.lost->is_evicted ? MissReason::kEvicted : MissReason::kRemoved;
     add_until(std::min(lost, last), reason);
-    if (position < last) add_until(find_in_flight(chain, position, last), MissReason::kInFlight);
-    if (position < last) add_until(find_other_keys(chain, position, last), MissReason::kOtherKeys);
+    const Sign sign = sign_of(chain, position);
+    if (position < last) {
+      add_until(find_in_flight(chain, sign, position, last), MissReason::kInFlight);
+    }
+    if (position < last) {
+      add_until(find_other_keys(chain, sign, position, last), MissReason::kOtherKeys);
+    }
     add_until(last, MissReason::kNew);
   }
   add_until(report.num_tokens, MissReason::kTail);
@@ -141,44 +147,47 @@ int64_t MissReasons::find_lost(const TokenChain& chain, int64_t first, int64_t s
   return end;
 }
 
-int64_t MissReasons::find_in_flight(const TokenChain& chain, int64_t first, int64_t stop) const {
-  const uint64_t fingerprint = fingerprint_of(chain), keys = chain.extra_keys().digest();
-  const int64_t bs = group_->block_size, first_block = first / bs;
+int64_t MissReasons::find_in_flight(const TokenChain& chain, const Sign& sign, int64_t first,
+                                    int64_t stop) const {
+  const int64_t bs = group_->block_size;
   const HashList& hashes = chain.known_hashes();
   int64_t end = first;
-  for (const Recent& each : recent_) {
-    if (each.fingerprint != fingerprint || each.keys != keys || each.chain == nullptr) continue;
-    if (each.first_missed > first_block || hash_index(first_block) >= hashes.size()) continue;
-    if (each.first_missed == first_block &&
-        each.missed_word != word_of(hashes[hash_index(first_block)])) {
-      continue;
-    }
-    if (!parts_.rows->is_still(each.row, each.admission) || !each.chain->write_cache()) continue;
+  for (size_t i = 0; i < kMostRecent && sign.missed_word != 0; ++i) {
+    const Sign& other = signs_[i];
+    if (other.fingerprint != sign.fingerprint || other.keys != sign.keys) continue;
+    if (other.first_missed > sign.first_missed) continue;
+    if (other.first_missed == sign.first_missed && other.missed_word != sign.missed_word) continue;
+    const Recent& each = recent_[i];
+    if (each.chain == nullptr || !parts_.rows->is_still(each.row, each.admission)) continue;
+    if (!each.chain->write_cache()) continue;
     const HashList& others = each.chain->known_hashes();
     const size_t num_hashes = std::min(hashes.size(), others.size());
-    for (int64_t block = first_block; block * bs < stop; ++block) {
-      const size_t i = hash_index(block);
-      if (i >= num_hashes || !(hashes[i] == others[i])) break;
+    for (int64_t block = sign.first_missed; block * bs < stop; ++block) {
+      const size_t at = hash_index(block);
+      if (at >= num_hashes || !(hashes[at] == others[at])) break;
       end = std::max(end, (block + 1) * bs);
     }
   }
   return std::min(end, stop);
 }
 
-int64_t MissReasons::find_other_keys(const TokenChain& chain, int64_t first, int64_t stop) const {
-  const uint64_t fingerprint = fingerprint_of(chain), keys = chain.extra_keys().digest();
+int64_t MissReasons::find_other_keys(const TokenChain& chain, const Sign& sign, int64_t first,
+                                     int64_t stop) const {
   int64_t end = first;
-  for (const Recent& each : recent_) {
-    if (each.fingerprint != fingerprint || each.keys == keys || each.chain == nullptr) continue;
+  for (size_t i = 0; i < kMostRecent; ++i) {
+    if (signs_[i].fingerprint != sign.fingerprint || signs_[i].keys == sign.keys) continue;
+    const Recent& each = recent_[i];
+    if (each.chain == nullptr) continue;
     end = std::max(end, num_equal(chain, *each.chain, std::min(each.num_tokens, stop)));
   }
   return end - end % parts_.finder->unit();
 }
 
 void MissReasons::compare_with_recent(const TokenChain& chain, MissReport* report) const {
-  const uint64_t fingerprint = fingerprint_of(chain);
-  for (const Recent& each : recent_) {
-    if (each.fingerprint != fingerprint || each.chain == nullptr) continue;
+  const Sign sign = sign_of(chain, report->num_hit);
+  for (size_t i = 0; i < kMostRecent; ++i) {
+    const Recent& each = recent_[i];
+    if (signs_[i].fingerprint != sign.fingerprint || each.chain == nullptr) continue;
     if (each.chain.get() == &chain) continue;
     const int64_t num_alike =
         num_equal(chain, *each.chain, std::min(each.num_tokens, report->num_tokens));
@@ -189,14 +198,20 @@ void MissReasons::compare_with_recent(const TokenChain& chain, MissReport* repor
   }
 }
 
-uint64_t MissReasons::fingerprint_of(const TokenChain& chain) {
+MissReasons::Sign MissReasons::sign_of(const TokenChain& chain, int64_t position) const {
+  Sign sign;
   const int64_t n = std::min(chain.num_tokens(), kFingerprintTokens);
-  uint64_t fingerprint = 0;
   for (int64_t i = 0; i < n; ++i) {
-    fingerprint = (fingerprint + static_cast<uint32_t>(chain.tokens()[i])) * 0x9E3779B97F4A7C15;
-    fingerprint ^= fingerprint >> 32;
+    sign.fingerprint += static_cast<uint32_t>(chain.tokens()[i]);
+    sign.fingerprint *= 0x9E3779B97F4A7C15;
+    sign.fingerprint ^= sign.fingerprint >> 32;
   }
-  return fingerprint;
+  sign.keys = chain.extra_keys().digest();
+  if (group_ == nullptr) return sign;
+  sign.first_missed = position / group_->block_size;
+  const size_t at = hash_index(sign.first_missed);
+  if (at < chain.known_hashes().size()) sign.missed_word = word_of(chain.known_hashes()[at]);
+  return sign;
 }
 
 int64_t MissReasons::num_equal(const TokenChain& one, const TokenChain& other, int64_t most) {
@@ -204,25 +219,22 @@ int64_t MissReasons::num_equal(const TokenChain& one, const TokenChain& other, i
   return std::mismatch(one.tokens(), one.tokens() + n, other.tokens()).first - one.tokens();
 }
 
-void MissReasons::add_recent(const Asked& asked, int32_t row, int64_t first_missed) {
-  const TokenChain& chain = *asked.chain;
-  if (chain.num_tokens() > kMostRecentTokens) return;
+void MissReasons::add_recent(const Asked& asked, int32_t row) {
+  const int64_t num_tokens = asked.chain->num_tokens();
+  if (num_tokens > kMostRecentTokens) return;
   while (num_recent_ == kMostRecent ||
-         (num_recent_ > 0 && num_recent_tokens_ + chain.num_tokens() > kMostRecentTokens)) {
+         (num_recent_ > 0 && num_recent_tokens_ + num_tokens > kMostRecentTokens)) {
     drop_oldest();
   }
-  Recent& recent = recent_[(oldest_ + num_recent_++) % kMostRecent];
-  recent.fingerprint = fingerprint_of(chain);
-  recent.keys = chain.extra_keys().digest();
-  recent.first_missed = first_missed;
-  const bool has_word = group_ != nullptr && hash_index(first_missed) < chain.known_hashes().size();
-  recent.missed_word = has_word ? word_of(chain.known_hashes()[hash_index(first_missed)]) : 0;
+  const size_t i = (oldest_ + num_recent_++) % kMostRecent;
+  signs_[i] = sign_of(*asked.chain, asked.num_hit);
+  Recent& recent = recent_[i];
   recent.admission = (*parts_.rows)[row].admission;
   recent.row = row;
   recent.chain = asked.chain;
   recent.name = asked.name;
-  recent.num_tokens = chain.num_tokens();
-  num_recent_tokens_ += recent.num_tokens;
+  recent.num_tokens = num_tokens;
+  num_recent_tokens_ += num_tokens;
 }
 
 void MissReasons::drop_oldest() {

@@ -101,13 +101,15 @@ class MissReasons {
   void clear() { total_ = {}; }
 
  private:
-  // One of the most recently admitted requests. The first members decide whether its chain has to
-  // be read.
-  struct Recent {
-    uint64_t fingerprint = 0;  // of its first tokens
-    uint64_t keys = 0;         // digest of its extra keys
+  // Compared with those of recent requests before their chains are read.
+  struct Sign {
+    uint64_t fingerprint = 0;  // of the first tokens
+    uint64_t keys = 0;         // digest of the extra keys
     int64_t first_missed = 0;  // block
-    uint64_t missed_word = 0;  // part of the hash of that block
+    uint64_t missed_word = 0;  // part of the hash of that block; 0: none
+  };
+  // One of the most recently admitted requests.
+  struct Recent {
     int64_t admission = 0;
     int32_t row = -1;
     std::shared_ptr<TokenChain> chain;  // null: unused
@@ -118,7 +120,7 @@ class MissReasons {
   static constexpr int64_t kMostRecentTokens = int64_t{1} << 22;
   static constexpr int64_t kFingerprintTokens = 16;
   // The search for lost blocks ends after this number of sampled blocks that were never seen.
-  static constexpr int kMostUnknown = 4;
+  static constexpr int kMostUnknown = 3;
 
   MissReport of(const Asked& asked, const Found& found) const;
   int64_t last_hit(const TokenChain& chain) const;
@@ -131,12 +133,15 @@ class MissReasons {
   bool is_cached(const TokenChain& chain, int64_t block) const;
   // These return the end of the range that begins at token `first`; `first` if it is empty.
   int64_t find_lost(const TokenChain& chain, int64_t first, int64_t stop, MissReport* report) const;
-  int64_t find_in_flight(const TokenChain& chain, int64_t first, int64_t stop) const;
-  int64_t find_other_keys(const TokenChain& chain, int64_t first, int64_t stop) const;
+  int64_t find_in_flight(const TokenChain& chain, const Sign& sign, int64_t first,
+                         int64_t stop) const;
+  int64_t find_other_keys(const TokenChain& chain, const Sign& sign, int64_t first,
+                          int64_t stop) const;
   void compare_with_recent(const TokenChain& chain, MissReport* report) const;
-  static uint64_t fingerprint_of(const TokenChain& chain);
+  // `position`: the token at which the misses of the request begin.
+  Sign sign_of(const TokenChain& chain, int64_t position) const;
   static int64_t num_equal(const TokenChain& one, const TokenChain& other, int64_t most);
-  void add_recent(const Asked& asked, int32_t row, int64_t first_missed);
+  void add_recent(const Asked& asked, int32_t row);
   void drop_oldest();
 
   static const CacheGroup* group_of(const std::vector<CacheGroup>& groups);
@@ -147,7 +152,9 @@ class MissReasons {
   int64_t num_redone_ = 0;  // tokens that a drafting group recomputes
   MissReport::Counts total_{};
   std::vector<MissReport> reports_;  // by row
-  std::vector<Recent> recent_;       // ring buffer
+  // Ring buffers.
+  std::vector<Sign> signs_;
+  std::vector<Recent> recent_;
   size_t oldest_ = 0, num_recent_ = 0;
   int64_t num_recent_tokens_ = 0;
   std::vector<std::shared_ptr<TokenChain>> dropped_;

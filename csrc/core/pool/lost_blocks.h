@@ -26,7 +26,7 @@ enum class Taker : uint8_t {
 // replaces the oldest one of its bucket.
 class LostBlocks {
  public:
-  static constexpr size_t kLeastRecords = 65'536;
+  static constexpr size_t kLeastRecords = 262'144;
   struct Loss {
     bool is_evicted;
     Taker taker;     // of an evicted block
