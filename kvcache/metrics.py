@@ -103,6 +103,7 @@ _POOLS = {
     "num_pinned": ("pinned_blocks", "cached blocks pinned by sessions"),
 }
 _LOADS = {"num_loading": ("loading_blocks", "blocks being loaded from the host")}
+_LEARNED = {"falls_back": ("eviction_falls_back", "1 while learned eviction follows LRU, else 0")}
 _PREFIX = "kvcache_"
 
 Values = Mapping[Any, object]  # label values -> an object with the fields of one of the tables
@@ -192,6 +193,8 @@ class CacheMetrics(Collector):
             pools["host",] = manager.host_pool
         families += self._gauges(_POOLS, ["tier"], pools)
         families += self._gauges(_LOADS, [], {(): manager.pool})
+        if stats.learned is not None:
+            families += self._gauges(_LEARNED, [], {(): stats})
         for field, (name, text) in _DURATIONS.items():
             durations = getattr(stats, field)
             if durations is not None:

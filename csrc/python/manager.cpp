@@ -244,7 +244,7 @@ py::tuple explain(Manager& self, const RequestRows& requests, const py::object& 
 }
 
 // Returns (total, window, groups, lifetime or None, idle or None, host or None, missed tokens by
-// reason or None).
+// reason or None, whether the eviction policy falls back to LRU).
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
   const std::vector<GroupCount> recent = stats.window_groups();
@@ -260,7 +260,8 @@ py::tuple stats_of(Manager& self) {
                         residency ? as_tuple(residency->lifetime()) : py::object(py::none()),
                         residency ? as_tuple(residency->idle()) : py::object(py::none()),
                         as_tuple(self.tiers(), self.host()),
-                        self.misses() ? py::cast(as_list(self.misses()->total())) : py::none());
+                        self.misses() ? py::cast(as_list(self.misses()->total())) : py::none(),
+                        self.pool().has_policy() && self.pool().policy()->falls_back());
 }
 
 // Returns (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n,

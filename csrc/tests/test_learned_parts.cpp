@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "core/eviction/learned/ages.h"
@@ -223,17 +224,31 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   }
 }
 
-// The keys of an LRU cache, oldest first.
+// The keys of an LRU cache.
 struct PlainLru {
   size_t capacity;
-  std::deque<uint32_t> keys;
+  std::deque<uint32_t> keys;  // released keys, oldest first
+  std::set<uint32_t> held;
 
-  bool contains(uint32_t key) const { return std::count(keys.begin(), keys.end(), key) > 0; }
-  void remove(uint32_t key) { keys.erase(std::remove(keys.begin(), keys.end(), key), keys.end()); }
+  bool contains(uint32_t key) const {
+    return held.count(key) > 0 || std::count(keys.begin(), keys.end(), key) > 0;
+  }
+  void remove(uint32_t key) {
+    keys.erase(std::remove(keys.begin(), keys.end(), key), keys.end());
+    held.erase(key);
+  }
+  void hold(uint32_t key) {
+    remove(key);
+    held.insert(key);
+    shrink();
+  }
   void release(uint32_t key) {
     remove(key);
     keys.push_back(key);
-    if (keys.size() > capacity) keys.pop_front();
+    shrink();
+  }
+  void shrink() {
+    while (keys.size() + held.size() > capacity && !keys.empty()) keys.pop_front();
   }
 };
 
@@ -242,12 +257,15 @@ TEST(the_shadow_cache_holds_the_keys_of_an_lru_cache) {
     std::mt19937 random(seed);
     const size_t capacity = 1 + random() % 9;
     ShadowLru shadow(static_cast<int64_t>(capacity));
-    PlainLru model{capacity, {}};
+    PlainLru model{capacity, {}, {}};
     for (int step = 0; step < 500; ++step) {
       const uint32_t key = 2 * (random() % 20);
       if (random() % 5 == 0) {
         shadow.remove(key);
         model.remove(key);
+      } else if (random() % 3 == 0) {
+        CHECK_EQ(shadow.hold(key), model.contains(key));
+        model.hold(key);
       } else {
         shadow.release(key);
         model.release(key);
@@ -255,6 +273,7 @@ TEST(the_shadow_cache_holds_the_keys_of_an_lru_cache) {
       if (random() % 200 == 0) {
         shadow.clear();
         model.keys.clear();
+        model.held.clear();
       }
       for (uint32_t each = 0; each < 40; each += 2) {
         CHECK_EQ(shadow.contains(each), model.contains(each));
@@ -296,7 +315,7 @@ TEST(a_guarded_policy_stays_within_the_bound_behind_lru) {
     std::mt19937 random(seed);
     const size_t capacity = 4 + random() % 60;
     GuardedCache guarded(capacity), unguarded(capacity);
-    PlainLru lru{capacity, {}};
+    PlainLru lru{capacity, {}, {}};
     int64_t behind = 0, behind_unguarded = 0;
     uint32_t span = 1;
     bool is_loop = false;
@@ -334,19 +353,23 @@ TEST(a_policy_that_has_proved_itself_is_trusted_sooner) {
     }
     return num;
   };
+  const auto win = [&] {  // a hit that LRU does not have
+    guard.note_use(4, true);
+    guard.forget(4);
+  };
   const auto wait = [&] {
     int num = 0;
-    for (; guard.falls_back(); ++num) guard.note_use(4, true);
+    for (; guard.falls_back(); ++num) win();
     return num;
   };
   CHECK_EQ(lose(), 10);
   CHECK_EQ(wait(), 10);
   CHECK_EQ(lose(), 10);
   CHECK_EQ(wait(), 20);
-  for (int i = 0; i < 19; ++i) guard.note_use(4, true);
+  for (int i = 0; i < 19; ++i) win();
   CHECK_EQ(lose(), 10);
   CHECK_EQ(wait(), 40);  // it did not gain enough
-  for (int i = 0; i < 20; ++i) guard.note_use(4, true);
+  for (int i = 0; i < 20; ++i) win();
   CHECK_EQ(lose(), 10);
   CHECK_EQ(wait(), 40);
 }

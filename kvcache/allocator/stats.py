@@ -90,6 +90,8 @@ class PrefixCacheStats(HitStats):
         learned: Counts of the device's eviction policy `learned`. None for other policies.
         missed_tokens: Query tokens that were not hits, by reason (`MISS_REASONS`). None without
             `CacheOptions.explain_misses`.
+        falls_back: Whether the device's eviction policy `learned` currently evicts in the order of `lru`,
+            because it had fewer hits.
     """
 
     recent: HitStats = HitStats(0, 0, 0)
@@ -100,11 +102,12 @@ class PrefixCacheStats(HitStats):
     num_pins_broken: int = 0
     learned: LearnedReuse | None = None
     missed_tokens: dict[str, int] | None = None
+    falls_back: bool = False
 
 
 def stats_of(native: tuple, num_pins_broken: int, learned: list[float]) -> PrefixCacheStats:
     """Convert the native manager's counts."""
-    total, recent, groups, lifetime, idle, host, missed = native
+    total, recent, groups, lifetime, idle, host, missed, falls_back = native
     return PrefixCacheStats(
         *total,
         HitStats(*recent),
@@ -115,6 +118,7 @@ def stats_of(native: tuple, num_pins_broken: int, learned: list[float]) -> Prefi
         num_pins_broken,
         reuse_of(learned),
         None if missed is None else dict(zip(MISS_REASONS, missed, strict=True)),
+        bool(learned) and falls_back,
     )
 
 

@@ -327,6 +327,36 @@ def test_hits_behind_lru_are_bounded(seed):
         assert behind <= 2 * c * (2 + math.log2(1 + num_uses / c))
 
 
+@pytest.mark.parametrize("seed", sampled(range(12)))
+def test_hits_behind_lru_are_bounded_while_other_requests_hold_blocks(seed):
+    """Each request runs until a random number of others have come, and keeps its blocks meanwhile."""
+    rng = np.random.default_rng(seed)
+    num_blocks = int(rng.integers(80, 120))
+    learned, lru = (
+        KVCacheManager(16, num_blocks, 2**16, num_preallocate_tokens=0, eviction=eviction)
+        for eviction in ("learned", "lru")
+    )
+    learned.cache.set_now(0)
+    reached, used = np.full((294, 26), 1e6), rng.choice([0, 9e5], (294, 26))
+    learned.cache.learn_from(LearnedReuse(reached, used))
+    behind = num_uses = 0
+    c, running = num_blocks - 1, []
+    for i, (time, tokens) in enumerate(itertools.islice(loops(rng), 4_000)):
+        learned.cache.set_now(time)
+        request = Request(str(i), tokens)
+        plans = [manager.step(new=[request]) for manager in (learned, lru)]
+        assert [plan.status[0] for plan in plans] == [0, 0]
+        hits = [int(plan.num_computed_tokens[0]) // 16 for plan in plans]
+        behind += hits[1] - hits[0]
+        num_uses += len(tokens) // 16
+        running.insert(int(rng.integers(0, len(running) + 1)), request)
+        if len(running) > 6:
+            ended = running.pop()
+            learned.free(ended)
+            lru.free(ended)
+        assert behind <= 2 * c * (2 + math.log2(1 + num_uses / c))
+
+
 def block_tokens(number, num_blocks):
     return [*range(20_000 * number, 20_000 * number + 16 * num_blocks)]
 

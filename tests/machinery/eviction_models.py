@@ -523,16 +523,20 @@ class LruGuard:
     def __init__(self, num_blocks):
         self.one_of = max((num_blocks - 1) // 4_096, 1)
         self.capacity = max((num_blocks - 1) // self.one_of, 1)
-        self.shadow = {}  # keys, oldest first
+        self.shadow, self.held = {}, set()  # released keys, oldest first; held keys
         self.gain = self.deficit = self.num_left = self.level = 0
 
     def note_use(self, key, is_hit):
         if key > (2**32 - 1) // self.one_of:
             return
+        is_hit_of_lru = key in self.shadow or key in self.held
+        self.shadow.pop(key, None)
+        self.held.add(key)
+        self.shrink()
         if self.num_left:
             self.num_left -= 1
             return
-        gain = is_hit - (key in self.shadow)
+        gain = is_hit - is_hit_of_lru
         self.gain += gain
         self.deficit = max(self.deficit - gain, 0)
         if self.deficit >= self.capacity:
@@ -545,9 +549,17 @@ class LruGuard:
     def note_release(self, key):
         if key <= (2**32 - 1) // self.one_of:
             self.shadow.pop(key, None)
+            self.held.discard(key)
             self.shadow[key] = None
-            if len(self.shadow) > self.capacity:
-                del self.shadow[next(iter(self.shadow))]
+            self.shrink()
+
+    def shrink(self):
+        while self.shadow and len(self.shadow) + len(self.held) > self.capacity:
+            del self.shadow[next(iter(self.shadow))]
+
+    def forget(self, key):
+        self.shadow.pop(key, None)
+        self.held.discard(key)
 
 
 class Learned(ByWorth):
@@ -584,7 +596,7 @@ class Learned(ByWorth):
         self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
         self.given, self.wanted = {}, {}  # block -> (priority, end)
         self.tenants = {}  # block -> tenant
-        self.guard.shadow = {}
+        self.guard.shadow, self.guard.held = {}, set()
         self.chosen, self.loose = {}, {}  # keyed by level
         self.following = {}
 
@@ -677,8 +689,6 @@ class Learned(ByWorth):
         if not chain:
             return
         n = len(chain)
-        for _, i in reversed(chain):
-            self.guard.note_release(self.keys[i])
         num_hit = sum(prefix <= num_prefix_tokens for prefix, _ in chain)
         num_known, last = n, None
         while num_known > 0:
@@ -872,17 +882,17 @@ class Learned(ByWorth):
         return best_hits / best_ticks
 
     def on_idle(self, i):
+        if i in self.keys:
+            self.guard.note_release(self.keys[i])
         if i not in self.told:
             level = self.level(i)
             self.loose[level] = self.joined(self.loose.get(level), self.LOOSE)
             self.assign(i, self.loose[level])
-            if i in self.keys:
-                self.guard.note_release(self.keys[i])
         self.told.discard(i)
 
     def on_forget(self, i, key, evicted):
         if not evicted:
-            self.guard.shadow.pop(self.keys.get(i), None)
+            self.guard.forget(self.keys.get(i))
         self.segment_of.pop(i, None)
         self.given.pop(i, None)
         self.tenants.pop(i, None)

@@ -84,13 +84,13 @@ class Learned : public EvictionPolicy {
     model_->learn();
   }
   void on_idle(BlockId id) override {
-    if (levels_.told().take_told(id)) return;
-    Levels::Level& level = levels_.of(id);
-    level.segments.assign(id, level.loose.at(model_->clock(), &level.segments));
     const Block* block = blocks_.find(id);
     if (block != nullptr) {
       model_->guard().note_release(ReuseModel::key_of(block->hash, block->group));
     }
+    if (levels_.told().take_told(id)) return;
+    Levels::Level& level = levels_.of(id);
+    level.segments.assign(id, level.loose.at(model_->clock(), &level.segments));
   }
   void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
     if (!evicted && hash != nullptr) model_->guard().forget(ReuseModel::key_of(*hash, group));
@@ -108,6 +108,7 @@ class Learned : public EvictionPolicy {
   ReleasedAs released_as(BlockId id) const override { return levels_.released_as(id); }
   std::vector<double> learned() const override { return model_->hazards().counts(); }
   void learn(const std::vector<double>& counts) override { model_->set_counts(counts); }
+  bool falls_back() const override { return model_->guard().falls_back(); }
   size_t num_bytes() const override {
     return sizeof(*this) + model_->num_bytes() + levels_.num_bytes() +
            chain_.capacity() * sizeof(Released) + left_.capacity() * sizeof(BlockId);
@@ -132,7 +133,6 @@ class Learned : public EvictionPolicy {
 
   void release_chain(const ReleaseFeatures& features) {
     const int64_t n = num_in_chain_;
-    for (int64_t i = n - 1; i >= 0; --i) model_->guard().note_release(chain_[i].key);
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
     // The known part of the chain, and whether this request continues an earlier request that ended

@@ -15,8 +15,8 @@ namespace kvcache {
 // evict the oldest segment first, like LRU, for C uses. Each further time, this period doubles. It
 // is halved again whenever the policy has gained 2 C hits over LRU since the last change.
 //
-// Bound, if requests run one at a time: after n uses of sampled blocks, the pool has at most
-// 2 C (2 + log2(1 + n / C)) hits fewer than LRU. Proof and assumptions: docs/eviction.md.
+// Bound: after n uses of sampled blocks, the pool has at most 2 C (2 + log2(1 + n / C)) hits fewer
+// than LRU. Proof and assumptions: docs/eviction.md.
 class LruGuard {
  public:
   explicit LruGuard(int64_t num_blocks)
@@ -25,14 +25,15 @@ class LruGuard {
   // Whether the policy must evict the oldest segment first.
   bool falls_back() const { return num_left_ > 0; }
   // The calls below are ignored for blocks that are not sampled.
-  // A request uses a block. `is_hit`: the pool had cached it.
+  // A request uses a block and holds it from now on. `is_hit`: the pool had cached it.
   void note_use(uint32_t key, bool is_hit) {
     if (!is_sampled(key)) return;
+    const bool is_hit_of_lru = shadow_.hold(key);
     if (falls_back()) {
       --num_left_;
       return;
     }
-    const int64_t gain = int64_t{is_hit} - int64_t{shadow_.contains(key)};
+    const int64_t gain = int64_t{is_hit} - int64_t{is_hit_of_lru};
     gain_ += gain;
     deficit_ = std::max<int64_t>(deficit_ - gain, 0);
     const int64_t capacity = shadow_.capacity();
@@ -45,7 +46,7 @@ class LruGuard {
       gain_ = 0;
     }
   }
-  // A block is no longer held. Called in the order in which LRU would evict the blocks.
+  // No request holds the block any more. Called in the order in which LRU would evict the blocks.
   void note_release(uint32_t key) {
     if (is_sampled(key)) shadow_.release(key);
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The blocks that a pool would cache if it evicted the least recently released block first, for a
-// sample of the blocks.
+// sample of the blocks. Blocks that requests hold are not evicted.
 #pragma once
 
 #include <cstddef>
@@ -9,42 +9,54 @@
 
 namespace kvcache {
 
-// Keys in the order of their releases. If more than `capacity` keys are present, the oldest one is
-// removed.
+// Held keys, and released keys in the order of their releases. While more than `capacity` keys are
+// present, the released key that is first in this order is removed.
 class ShadowLru {
  public:
   explicit ShadowLru(int64_t capacity)  // 1 to 32,767
       : capacity_(static_cast<size_t>(capacity)), heads_(num_heads(capacity), kNone) {
-    nodes_.reserve(capacity_ + 1);
+    nodes_.reserve(capacity_ + 2);
     clear();
   }
 
   int64_t capacity() const { return static_cast<int64_t>(capacity_); }
   bool contains(uint32_t key) const { return find(key) != kNone; }
+  // Returns whether the key was present.
+  bool hold(uint32_t key) {
+    uint16_t i = find(key);
+    const bool was_present = i != kNone;
+    if (was_present) {
+      if (!is_held(i)) unlink(i);
+    } else {
+      i = add(key);
+      if (i == kNone) return false;
+    }
+    nodes_[i].older = nodes_[i].younger = i;  // held
+    if (!was_present) shrink();
+    return was_present;
+  }
   void release(uint32_t key) {
     uint16_t i = find(key);
-    if (i != kNone) {
+    if (i == kNone) {
+      i = add(key);
+      if (i == kNone) return;
+    } else if (!is_held(i)) {
       unlink(i);
-    } else {
-      i = nodes_.size() <= capacity_ ? add() : evict();
-      nodes_[i].key = key;
-      nodes_[i].same_head = heads_[head_of(key)];
-      heads_[head_of(key)] = i;
     }
     link_youngest(i);
+    shrink();
   }
   void remove(uint32_t key) {
     const uint16_t i = find(key);
     if (i == kNone) return;
-    unlink(i);
-    forget(i);
-    nodes_[i].same_head = unused_;
-    unused_ = i;
+    if (!is_held(i)) unlink(i);
+    drop(i);
   }
   void clear() {
     nodes_.assign(1, {0, 0, 0, kNone});  // node 0 closes the list
     heads_.assign(heads_.size(), kNone);
     unused_ = kNone;
+    num_present_ = 0;
   }
   size_t num_bytes() const {
     return nodes_.capacity() * sizeof(Node) + heads_.capacity() * sizeof(uint16_t);
@@ -54,8 +66,8 @@ class ShadowLru {
   static constexpr uint16_t kNone = UINT16_MAX;
   struct Node {
     uint32_t key;
-    uint16_t older, younger;
-    uint16_t same_head;  // next node with the same head; also links unused nodes
+    uint16_t older, younger;  // of a held key: the node itself
+    uint16_t same_head;       // next node with the same head; also links unused nodes
   };
 
   static size_t num_heads(int64_t capacity) {
@@ -71,26 +83,39 @@ class ShadowLru {
     while (i != kNone && nodes_[i].key != key) i = nodes_[i].same_head;
     return i;
   }
-  uint16_t add() {
-    if (unused_ == kNone) {
+  bool is_held(uint16_t i) const { return nodes_[i].older == i; }
+  // Adds a node without a place in the list. Returns kNone if there are too many.
+  uint16_t add(uint32_t key) {
+    uint16_t i = unused_;
+    if (i != kNone) {
+      unused_ = nodes_[i].same_head;
+    } else if (nodes_.size() < kNone) {
+      i = static_cast<uint16_t>(nodes_.size());
       nodes_.emplace_back();
-      return static_cast<uint16_t>(nodes_.size() - 1);
+    } else {
+      return kNone;
     }
-    const uint16_t i = unused_;
-    unused_ = nodes_[i].same_head;
+    nodes_[i].key = key;
+    nodes_[i].same_head = heads_[head_of(key)];
+    heads_[head_of(key)] = i;
+    ++num_present_;
     return i;
   }
-  uint16_t evict() {
-    if (unused_ != kNone) return add();
-    const uint16_t oldest = nodes_[0].younger;
-    unlink(oldest);
-    forget(oldest);
-    return oldest;
+  void shrink() {
+    while (num_present_ > capacity_ && nodes_[0].younger != 0) {
+      const uint16_t oldest = nodes_[0].younger;
+      unlink(oldest);
+      drop(oldest);
+    }
   }
-  void forget(uint16_t i) {
+  // Removes a node that has no place in the list.
+  void drop(uint16_t i) {
     uint16_t* at = &heads_[head_of(nodes_[i].key)];
     while (*at != i) at = &nodes_[*at].same_head;
     *at = nodes_[i].same_head;
+    nodes_[i].same_head = unused_;
+    unused_ = i;
+    --num_present_;
   }
   void unlink(uint16_t i) {
     nodes_[nodes_[i].older].younger = nodes_[i].younger;
@@ -107,6 +132,7 @@ class ShadowLru {
   std::vector<Node> nodes_;
   std::vector<uint16_t> heads_;
   uint16_t unused_ = kNone;
+  size_t num_present_ = 0;
 };
 
 }  // namespace kvcache
