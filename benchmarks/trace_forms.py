@@ -5,6 +5,7 @@
     python -m benchmarks.trace_forms TRACE.jsonl --policy s3_fifo --forms scans loop
     python -m benchmarks.trace_forms AGENTS.jsonl.gz --sizes 500 1000 2000 3000 6000 10000
     python -m benchmarks.trace_forms TRACE.jsonl --write DIR        # writes DIR/NAME.jsonl for each
+    python -m benchmarks.trace_forms TRACE.jsonl --halves           # learned on half of the conversations
 
 A trace has one request per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
 one id per block of 512 tokens; equal ids mean equal prefixes. Each perturbed trace keeps the
@@ -28,8 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.eviction import replayed
-from kvcache.replay import read_mooncake
+from benchmarks.eviction import markdown, replayed
+from kvcache import LearnedReuse
+from kvcache.replay import Replayer, WorkloadRequest, read_mooncake
 
 BLOCK = 512  # tokens
 CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000)  # blocks
@@ -203,14 +205,63 @@ def read(path: Path) -> Trace:
         return [json.loads(line) for line in file]
 
 
+def requests_of(path: Path) -> list[WorkloadRequest]:
+    no_content = np.empty(0, np.int64)  # token contents are needed only for verification
+    return [replace(each, content=no_content) for each in read_mooncake(path)]
+
+
 def ratios(path: Path, policy: str, capacities: Sequence[int] = CAPACITIES) -> list[float]:
     """Return the policy's hit tokens divided by LRU's, by capacity in blocks."""
-    no_content = np.empty(0, np.int64)  # token contents are needed only for verification
-    requests = [replace(each, content=no_content) for each in read_mooncake(path)]
+    requests = requests_of(path)
     return [
         replayed(requests, size, policy).hit_tokens / replayed(requests, size, "lru").hit_tokens
         for size in capacities
     ]
+
+
+def halves(trace: Trace, sizes: Sequence[int]) -> str:
+    """Return the token hit rates of each half of the conversations, as a table.
+
+    `learned` starts without counts, with the counts of the same half, and with those of the other half.
+    """
+    parts = [
+        _sorted(
+            r for i, requests in enumerate(conversations(trace)) if i % 2 == half for r in requests
+        )
+        for half in (0, 1)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "half.jsonl"
+        loaded = []
+        for part in parts:
+            write(part, path)
+            loaded.append(requests_of(path))
+    lines = [["half", "policy", *(f"{size:,}" for size in sizes)], ["---"] * (2 + len(sizes))]
+    for half in (0, 1):
+        rates: dict[str, list[float]] = {}
+        for size in sizes:
+            counts = [_replay(requests, size, "learned", None)[1] for requests in loaded]
+            for name, policy, learned in (
+                ("lru", "lru", None),
+                ("learned", "learned", None),
+                ("learned, with the counts of this half", "learned", counts[half]),
+                ("learned, with the counts of the other half", "learned", counts[1 - half]),
+            ):
+                rate, _ = _replay(loaded[half], size, policy, learned)
+                rates.setdefault(name, []).append(rate)
+        lines += [
+            [f"{half + 1}", name, *(f"{rate:.4f}" for rate in each)] for name, each in rates.items()
+        ]
+    return markdown(lines)
+
+
+def _replay(
+    requests: Sequence[WorkloadRequest], size: int, policy: str, learned: LearnedReuse | None
+) -> tuple[float, LearnedReuse | None]:
+    replayer = Replayer(block_size=BLOCK, num_blocks=size + 1, eviction=policy)
+    replayer.manager.cache.learn_from(learned)
+    rate = replayer.run(requests).token_hit_rate
+    return rate, replayer.manager.cache.stats.learned
 
 
 def main() -> int:
@@ -224,8 +275,14 @@ def main() -> int:
         "--sizes", type=int, nargs="+", default=CAPACITIES, metavar="N", help="capacities in blocks"
     )
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="form")
+    parser.add_argument(
+        "--halves", action="store_true", help="replay each half of the conversations instead"
+    )
     options = parser.parse_args()
     trace = read(options.trace)
+    if options.halves:
+        print(halves(trace, options.sizes))
+        return 0
     if options.write:
         options.write.mkdir(parents=True, exist_ok=True)
         for name in options.forms:
