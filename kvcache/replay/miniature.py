@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a sample of a workload with a pool that is smaller by the same factor.
+
+This works with any eviction policy (miniature simulation, Waldspurger et al., USENIX ATC'17). Pool and
+policies are those of the manager. With all blocks sampled, the pool is called as by a manager that
+serves one request at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+
+from kvcache.native.load import core
+from kvcache.replay.content import mix64
+from kvcache.replay.sampling import BlockSample
+
+_SALT = np.uint64(0x5851F42D4C957F2D)  # the policy must not sample by the hash of the sampler
+
+
+class Miniature:
+    """Replays of one sample."""
+
+    def __init__(self, sample: BlockSample) -> None:
+        self._sample = sample
+
+    def hit_rate(self, eviction: str, options: Mapping[str, float], num_blocks: int) -> float:
+        """Return the token hit rate of a pool of `num_blocks` blocks, without the null block."""
+        sample = self._sample
+        served = slice(0, num_blocks + 1)  # larger requests are rejected
+        num_tokens = int(sample.tokens_of[served].sum())
+        if num_tokens == 0:
+            return 0.0
+        capacity = max(round(num_blocks * sample.rate), 1)
+        pool = core.BlockPool(capacity + 1, eviction, dict(options))
+        num_hits, num_hittable = core.replay_requests(
+            pool, self._requests, self._hashes, self._ends, num_blocks
+        )
+        # A few blocks have most uses and are usually hits. If more or fewer of their uses were sampled
+        # than expected, the difference is corrected as if all of these uses were hits (SHARDS-adj).
+        missing = int(sample.hittable_of[served].sum()) - num_hittable / sample.rate
+        hit_tokens = (num_hits / sample.rate + missing) * sample.block_size
+        return min(max(hit_tokens / num_tokens, 0.0), 1.0)
+
+    @cached_property
+    def _hashes(self) -> np.ndarray:
+        hashes = np.zeros((len(self._sample.keys), 4), np.uint64)
+        hashes[:, 0] = mix64(self._sample.keys ^ _SALT)
+        return hashes.view(np.uint8)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return (self._sample.columns + 1) * self._sample.block_size
+
+    @cached_property
+    def _requests(self) -> np.ndarray:
+        """Return int64[r, 9]: the fields of `ReplayedRequest` (csrc/core/pool/pool_replay.h)."""
+        sample, size = self._sample, self._sample.block_size
+        num, request_of_use = len(sample.num_tokens), sample.request_of_use()
+        num_full = np.bincount(request_of_use[sample.is_full()], minlength=num)
+        is_hittable = (
+            sample.columns < (np.maximum(sample.num_tokens - 1, 0) // size)[request_of_use]
+        )
+        fields = (
+            -(-sample.num_tokens // size),
+            sample.starts[:-1],
+            np.diff(sample.starts),
+            num_full,
+            np.bincount(request_of_use[is_hittable], minlength=num),
+            sample.num_output_tokens,
+            sample.start_ms,
+            sample.end_ms,
+            self._tokens_per_added_block(num_full),
+        )
+        return np.ascontiguousarray(np.stack(fields, axis=1).astype(np.int64))
+
+    def _tokens_per_added_block(self, num_full: np.ndarray) -> np.ndarray:
+        """Return for each request the tokens that it added per sampled block that it added.
+
+        A policy that counts the added blocks then sees the tokens that the whole prompt added to the
+        earlier request that it continues, or to the fork. The average, `block_size / rate`, would be
+        wrong for short additions.
+        """
+        sample, size = self._sample, self._sample.block_size
+        if sample.rate >= 1:
+            return np.full(len(num_full), size)
+        lengths = (sample.num_tokens // size).tolist()
+        columns, keys = sample.columns.tolist(), sample.keys.tolist()
+        ended: dict[int, int] = {}  # by block: full blocks of the request that it ended, or 0
+        found = []
+        for length, start, num in zip(
+            lengths, sample.starts[:-1].tolist(), num_full.tolist(), strict=True
+        ):
+            stop = known = start + num
+            while known > start and keys[known - 1] not in ended:
+                known -= 1
+            num_known = 0
+            if known > start:
+                num_known = max(ended[keys[known - 1]], columns[known - 1] + 1)
+            num_added = max(length - num_known, 0)
+            found.append(max(round(num_added * size / (stop - known)), 1) if stop > known else size)
+            ended.update(dict.fromkeys(keys[known:stop], 0))
+            if num:
+                ended[keys[stop - 1]] = length
+        return np.array(found, np.int64)
