@@ -27,6 +27,7 @@ GROUPS = {
 }
 CAPACITIES = {"others": (5_000, 10_000, 30_000), "agents": (2_000, 4_000)}
 EVICTIONS = ("lru", "learned")
+STATE_GROUPS = {"others": ("states", "3 of states"), "agents": ("states",)}
 INTERVALS = {"others": (None, 16_384, 0), "agents": (None, 0)}
 CHUNKS = (2_048, 8_192)  # tokens of a prefill chunk
 
@@ -109,7 +110,7 @@ def retention_table(
 
 def states_table(trace: str) -> Callable[[dict[str, Path]], str]:
     return lambda traces: retention_table(
-        read(traces[trace]), list(GROUPS)[:2], INTERVALS[trace], CAPACITIES[trace]
+        read(traces[trace]), STATE_GROUPS[trace], INTERVALS[trace], CAPACITIES[trace]
     )
 
 

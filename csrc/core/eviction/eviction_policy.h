@@ -33,7 +33,7 @@ struct ReleaseFeatures {
   int64_t tokens_per_block = 1;    // blocks start at multiples of this number
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
-  uint32_t tenant = 0;          // derived from the cache salt; 0: none
+  uint32_t tenant = 0;  // derived from the cache salt; 0: none
   // Whether the blocks form a chain. Otherwise they belong to windows or states of a request whose
   // chains are released next.
   bool is_chain = true;

@@ -112,8 +112,8 @@ class Learned : public EvictionPolicy {
     if (levels_.told().take_told(id)) return;
     Levels::Level& level = levels_.of(id);
     const int32_t before = level.segments.of(id);
-    const int reuse_class = before == kNone ? ReuseClass::kLoose
-                                            : ReuseClass::idle(level.segments[before].reuse_class);
+    const int reuse_class =
+        before == kNone ? ReuseClass::kLoose : ReuseClass::idle(level.segments[before].reuse_class);
     level.assign_loose(id, reuse_class, model_->clock());
     const Block* block = blocks_.find(id);
     if (block == nullptr) return;
@@ -333,7 +333,7 @@ class Learned : public EvictionPolicy {
   std::vector<Released> chain_;
   int64_t num_in_chain_ = 0;
   EndBlocks ends_;
-  uint32_t side_groups_ = 0;  // one bit per group
+  uint32_t side_groups_ = 0;   // one bit per group
   std::vector<BlockId> left_;  // members of a segment that is left behind
 };
 

@@ -13,8 +13,8 @@
 namespace kvcache {
 
 // Computes the ends of the hits that are retained for a request, in addition to the multiples of
-// the retention interval. Without an interval they are the likely hits, of which the eviction policy
-// is notified.
+// the retention interval. Without an interval they are the likely hits, of which the eviction
+// policy is notified.
 class RetainedHits {
  public:
   // `unit`, `whole_unit`: hits end at multiples of these numbers, see PrefixFinder.

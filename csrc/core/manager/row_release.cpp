@@ -111,9 +111,9 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
     features.num_new_blocks +=
         std::max<int64_t>(c_.rows->num_written(row, group) - each.num_hits, 0);
   }
-  const bool has_chain = std::any_of(
-      c_.groups->begin(), c_.groups->end(),
-      [](const CacheGroup& group) { return group.is_cached && group.keeps_all; });
+  const bool has_chain =
+      std::any_of(c_.groups->begin(), c_.groups->end(),
+                  [](const CacheGroup& group) { return group.is_cached && group.keeps_all; });
   if (has_chain) notify_release_ends(row);
   for (const bool is_chain : {false, true}) {
     features.is_chain = is_chain;
@@ -140,9 +140,9 @@ void RowRelease::notify_release_of(int32_t row, const CacheGroup& group,
 void RowRelease::notify_release_ends(int32_t row) const {
   const AdmissionInfo& info = c_.rows->info(row);
   const Row& r = (*c_.rows)[row];
-  const int64_t num_hashed =
-      std::min(r.num_computed / hash_block_size_,
-               static_cast<int64_t>(r.chain->known_hashes().size())) * hash_block_size_;
+  const int64_t num_hashed = std::min(r.num_computed / hash_block_size_,
+                                      static_cast<int64_t>(r.chain->known_hashes().size())) *
+                             hash_block_size_;
   const int64_t unit = c_.groups->front().hit_unit;
   std::vector<int64_t> hits(info.retained.begin(), info.retained.end());
   for (const int64_t hit : {info.num_hit, num_hashed}) {

@@ -33,7 +33,7 @@ class ReuseClass {
   static constexpr int kHit = kLoose + 2;     // a window or state that was hit: once, twice, more
   static constexpr int kHits = 3;
   static constexpr int kNum = kHit + kHits;  // counted classes
-  static constexpr int kLoaded = kNum;     // copies of blocks that are also in the other tier
+  static constexpr int kLoaded = kNum;       // copies of blocks that are also in the other tier
 
   // `gap`: milliseconds since the previous turn was released; ignored for turn 0.
   static int of_own(int64_t turn, int64_t gap, int64_t num_added_tokens, int64_t num_output_tokens,
