@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/eviction/learned/ages.h"
+#include "core/eviction/learned/end_blocks.h"
 #include "core/eviction/learned/ghost_ring.h"
 #include "core/eviction/learned/hazards.h"
 #include "core/eviction/learned/loose_segment.h"
@@ -58,7 +59,7 @@ TEST(classes_are_apart) {
   }
   for (int forks : {1, 2, 4, 16}) ++seen[ReuseClass::of_shared(forks)];
   ++seen[ReuseClass::kLeft];
-  ++seen[ReuseClass::kLoose];
+  for (int c = ReuseClass::kLoose; c < ReuseClass::kNum; ++c) ++seen[c];
   CHECK_EQ(seen.size(), ReuseClass::kNum);
   CHECK(seen.begin()->first == 0 && seen.rbegin()->first == ReuseClass::kNum - 1);
   CHECK_EQ(ReuseClass::of_own(3, 0, 0, 0, 2),
@@ -68,6 +69,54 @@ TEST(classes_are_apart) {
   CHECK(ReuseClass::is_shared(ReuseClass::of_shared(3)) && !ReuseClass::is_shared(0));
   CHECK(!ReuseClass::is_shared(ReuseClass::kLeft) && !ReuseClass::is_shared(ReuseClass::kLoose));
   CHECK(!ReuseClass::is_later_turn(ReuseClass::kLeft));
+  CHECK_EQ(ReuseClass::kHit, ReuseClass::kLikely + 1);
+}
+
+TEST(a_state_that_becomes_idle_keeps_the_class_of_its_hits) {
+  CHECK_EQ(ReuseClass::idle(0), ReuseClass::kLoose);
+  CHECK_EQ(ReuseClass::idle(ReuseClass::of_shared(2)), ReuseClass::kLoose);
+  CHECK_EQ(ReuseClass::idle(ReuseClass::kLikely), ReuseClass::kLikely);
+  CHECK_EQ(ReuseClass::hit(0), ReuseClass::kHit);
+  CHECK_EQ(ReuseClass::hit(ReuseClass::kLoose), ReuseClass::kHit);
+  CHECK_EQ(ReuseClass::hit(ReuseClass::kLikely), ReuseClass::kHit);
+  CHECK_EQ(ReuseClass::hit(ReuseClass::of_shared(1)), ReuseClass::kHit + 1);
+  int c = ReuseClass::kHit;
+  for (int i = 0; i < 5; ++i) c = ReuseClass::hit(c);
+  CHECK_EQ(c, ReuseClass::kNum - 1);
+}
+
+TEST(blocks_of_windows_and_states_are_taken_with_the_part_in_which_their_hits_end) {
+  EndBlocks ends;
+  const auto taken = [&](int64_t first, int64_t stop, int64_t num_hit) {
+    std::vector<BlockId> ids;
+    ends.take(first, stop, num_hit, [&](BlockId id) { ids.push_back(id); });
+    return ids;
+  };
+  const auto add_all = [&] {
+    ends.clear();
+    ends.add(7, EndBlocks::kHeld);
+    ends.add(5, 80);
+    ends.add(7, 80);  // also held
+    ends.add(4, 64);
+    ends.add(3, 32);
+    ends.add(2, 16);
+    ends.sort();
+  };
+  constexpr int64_t kOnlyLongest = EndBlocks::kHeld - 1;
+  add_all();
+  CHECK(!ends.empty());
+  // A shared part of 32 tokens: only the longest hit that ends there. Each block is taken once.
+  CHECK(taken(0, 32, kOnlyLongest) == (std::vector<BlockId>{3}));
+  CHECK(taken(0, 32, kOnlyLongest) == (std::vector<BlockId>{2}));
+  CHECK(taken(0, 32, kOnlyLongest).empty());
+  // The request's own part: all hits that are longer than its own hit.
+  CHECK(taken(32, EndBlocks::kHeld, 48) == (std::vector<BlockId>{4, 5, 7}));
+  CHECK(taken(32, EndBlocks::kHeld, 48).empty());
+  // If its hit is the longest, the blocks of the hit.
+  add_all();
+  CHECK(taken(32, EndBlocks::kHeld, 80) == (std::vector<BlockId>{5, 7}));
+  ends.clear();
+  CHECK(ends.empty() && taken(0, EndBlocks::kHeld, 0).empty());
 }
 
 TEST(a_factor_is_the_observed_number_of_uses_by_the_expected_number) {
@@ -376,9 +425,9 @@ TEST(a_policy_that_has_proved_itself_is_trusted_sooner) {
 
 TEST(loose_blocks_share_a_segment_while_it_is_young_and_small) {
   Segments segments(200);
-  LooseSegment loose(ReuseClass::kLoose);
+  LooseSegment loose;
   const auto add = [&](BlockId id, int64_t time) {
-    const int32_t s = loose.at(time, &segments);
+    const int32_t s = loose.at(time, ReuseClass::kLoose, &segments);
     segments.assign(id, s);
     return s;
   };

@@ -264,6 +264,17 @@ class Recorder : public kvcache::EvictionPolicy {
          << ", retention " << f.num_retention << (f.is_swapped_out ? ", swapped" : "");
     log_->push_back(text.str());
   }
+  void on_retain(const BlockId* ids, int64_t n) override {
+    if (notes_ends) write("retain", ids, n);
+  }
+  void on_release_ends(const BlockId* ids, const int64_t* hit_ends, int64_t n) override {
+    if (!notes_ends) return;
+    std::ostringstream text;
+    text << "ends";
+    for (int64_t i = 0; i < n; ++i) text << " " << ids[i] << " of " << hit_ends[i];
+    log_->push_back(text.str());
+  }
+  bool notes_ends = false;
   kvcache::Access begin_access(double now) override { return {now, 1}; }
   void on_access(const BlockId* ids, int64_t n, const kvcache::Access&) override {
     write("access", ids, n);
@@ -376,6 +387,46 @@ TEST(a_policy_is_told_of_hits_inside_blocks_and_of_each_group) {
   CHECK(log == std::vector<std::string>({"hit 2", "hit 1", "hit 4 5", "idle 2"}));
   manager.free(0);
   manager.check_invariants();
+}
+
+TEST(a_policy_is_told_which_window_blocks_likely_hits_read) {
+  for (const int64_t interval : {-1, 0}) {
+    std::vector<std::string> log;
+    ManagerOptions options = make_options(4, 40, 100);
+    options.groups.push_back({std::make_shared<kvcache::SlidingWindow>(4), 4});
+    options.retention_interval = interval;
+    options.eviction.make = [&](int64_t) {
+      auto recorder = std::make_unique<Recorder>(&log);
+      recorder->notes_ends = true;
+      return recorder;
+    };
+    Manager manager(options);
+    const auto notified = [&] {
+      std::vector<std::string> found;
+      for (const std::string& line : log) {
+        if (line[0] != ' ' && line.rfind("idle", 0) != 0) found.push_back(line);
+      }
+      log.clear();
+      return found;
+    };
+    const Request first = make_request(22);
+    step_new(&manager, {{first.chain, 12}});
+    CHECK(notified().empty());  // a repeated prompt hits 20 tokens
+    serve(&manager, 0, 10, 0);
+    const std::vector<std::string> retained = notified();
+    CHECK_EQ(retained.size(), 1);
+    CHECK_EQ(retained[0].rfind("retain ", 0), 0);
+    const std::string id = retained[0].substr(7);
+    manager.free(0);
+    // The window's blocks come before the chain, although their group comes later.
+    const std::vector<std::string> lines = notified();
+    CHECK_EQ(lines.size(), 3);
+    CHECK_EQ(lines[0], "ends " + id + " of 20");
+    CHECK(lines[1].rfind("release ", 0) == 0 && lines[2].rfind("release ", 0) == 0);
+    CHECK((lines[1] + " ").find(" " + id + " ") != std::string::npos);
+    CHECK(lines[2].substr(lines[2].size() - 5) == "3 2 1");
+    manager.check_invariants();
+  }
 }
 
 }  // namespace

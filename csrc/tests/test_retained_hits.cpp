@@ -58,8 +58,19 @@ TEST(a_drafter_recomputes_tokens_after_retained_hits) {
   CHECK(cached(group, {20}) == (std::vector<int64_t>{3, 4, 5}));
 }
 
-TEST(dense_groups_need_no_ends) {
-  CHECK(ends_of(group_of(std::make_shared<SlidingWindow>(6), 4), 25, 0, 12).empty());
+TEST(groups_that_keep_all_need_no_ends) {
+  CHECK(ends_of(group_of(std::make_shared<FullAttention>(), 4), 25, 0, 12).empty());
+}
+
+TEST(the_ends_of_a_dense_group_are_its_likely_hits) {
+  const CacheGroup group = group_of(std::make_shared<SlidingWindow>(6), 4);
+  CHECK(ends_of(group, 25, 0, 12) == (std::set<int64_t>{8, 12, 24}));
+  std::vector<int64_t> read;
+  for (int64_t block = 0; block < 8; ++block) {
+    CHECK(group.may_be_hit(block, {12, 24}));
+    if (group.is_read_at(block, {12, 24})) read.push_back(block);
+  }
+  CHECK(read == (std::vector<int64_t>{1, 2, 4, 5}));  // the five tokens before each end
 }
 
 TEST(windows_and_states_are_cached_at_retained_hits_only) {

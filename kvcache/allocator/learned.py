@@ -14,8 +14,8 @@ import numpy as np
 from kvcache.checks import as_array, shown
 from kvcache.checks import path as checked_path
 
-VERSION = 3  # version of the file format; changes with the classes or ages
-NUM_CLASSES, NUM_AGES = 294, 26  # as in csrc/core/eviction/learned/
+VERSION = 4  # version of the file format; changes with the classes or ages
+NUM_CLASSES, NUM_AGES = 298, 26  # as in csrc/core/eviction/learned/
 _MOST = 1e15
 _MOST_BYTES = 1 << 22  # maximum size of a file in bytes; saved files are smaller than 2**20
 
@@ -25,8 +25,8 @@ class LearnedReuse:
     """Counts of sampled released blocks, by class and age.
 
     Attributes:
-        reached: float64[294, 26]. Number of blocks that reached an age without being used.
-        used: float64[294, 26]. Number of blocks that were used again at that age. Old counts decay,
+        reached: float64[298, 26]. Number of blocks that reached an age without being used.
+        used: float64[298, 26]. Number of blocks that were used again at that age. Old counts decay,
             so `used` may exceed `reached`.
 
     Row 72 * request + 12 * gap + 4 * added + answer counts blocks that belong to a single
@@ -42,7 +42,11 @@ class LearnedReuse:
 
     Rows 288 to 291 count blocks that conversations share, by the number of observed forks of their
     chain: 1, at least 2, at least 4, and at least 16. Row 292 counts the ends of conversations that
-    were continued from an earlier point, and row 293 all other blocks.
+    were continued from an earlier point.
+
+    Rows 293 to 297 count blocks of windows and states that running requests leave: 293 those that only
+    unlikely hits read (ends of chunks), 294 those that were cached for a repeated prompt or a shared
+    prefix, and 295 to 297 those that were hit once, twice, or more often.
 
     Column k counts blocks by age. It covers 2 * 2**(k / 2) seconds.
 

@@ -28,7 +28,7 @@ def equal(one, two):
 
 def test_stats_show_what_was_counted():
     learned = trained().cache.stats.learned
-    assert learned.reached.shape == learned.used.shape == (294, 26)
+    assert learned.reached.shape == learned.used.shape == (298, 26)
     assert learned.used.sum() > 50 and learned.reached[:, 0].sum() > learned.used.sum()
     assert learned.reached[288:292].sum() > 0  # system prompts are shared
     with pytest.raises(ValueError, match="read-only"):
@@ -54,7 +54,7 @@ def test_learned_statistics_are_saved_and_loaded(tmp_path):
 
 def test_loaded_statistics_change_evictions():
     """The older prompt's class has been reused, and the younger prompt's class never."""
-    reached, used = np.zeros((294, 26)), np.zeros((294, 26))
+    reached, used = np.zeros((298, 26)), np.zeros((298, 26))
     # Classes for answers shorter than 100 tokens, and for longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
@@ -72,9 +72,9 @@ def test_loaded_statistics_change_evictions():
 
 GOOD = {
     "kvcache": "learned reuse",
-    "version": 3,
-    "reached": np.ones((294, 26)).tolist(),
-    "used": np.zeros((294, 26)).tolist(),
+    "version": 4,
+    "reached": np.ones((298, 26)).tolist(),
+    "used": np.zeros((298, 26)).tolist(),
 }
 
 
@@ -86,29 +86,29 @@ GOOD = {
         ("[" * 100_000, "recursion"),
         ("[1]", "it is not a file of learned reuse"),
         (json.dumps({**GOOD, "kvcache": "calibration"}), "it is not a file of learned reuse"),
-        (json.dumps({**GOOD, "version": 1}), "its version is 1: expected 3"),
+        (json.dumps({**GOOD, "version": 1}), "its version is 1: expected 4"),
         (
             json.dumps({**GOOD, "reached": [[1.0]]}),
-            r"reached has shape \[1, 1\]: expected \[294, 26\]",
+            r"reached has shape \[1, 1\]: expected \[298, 26\]",
         ),
         (json.dumps({**GOOD, "used": None}), r"used has shape \[\]"),
         (json.dumps({**GOOD, "used": "x"}), "used is not an array of numbers"),
-        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 294}), "numbers that are not counts"),
+        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 298}), "numbers that are not counts"),
         (
-            json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 294}),
+            json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 298}),
             "numbers that are not counts",
         ),
-        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 294}), "numbers that are not counts"),
+        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 298}), "numbers that are not counts"),
         (json.dumps(GOOD)[:-40], "delimiter"),
         (
             json.dumps({**GOOD, "reached": [[10**400, *[1.0] * 25], *GOOD["reached"][1:]]}),
             r"reached is not an array of numbers \(",
         ),
         (
-            '{"kvcache": "learned reuse", "version": 3, "reached": [[1' + "0" * 5000,
+            '{"kvcache": "learned reuse", "version": 4, "reached": [[1' + "0" * 5000,
             "Exceeds the limit",
         ),
-        (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 294}), "numbers that are not counts"),
+        (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 298}), "numbers that are not counts"),
         (json.dumps({**GOOD, "used": [[1.0], [1.0, 2.0]]}), "used is not an array of numbers"),
         (json.dumps(GOOD) + " " * (1 << 22), "it has more than 4194304 bytes"),
     ],
@@ -148,7 +148,7 @@ def test_a_wrong_call_is_named_and_changes_nothing():
     with pytest.raises(ValueError, match="the eviction policy does not learn: expected 'learned'"):
         plain.cache.learn_from(before)
     with pytest.raises(ValueError, match="used has numbers that are not counts: expected 0 to"):
-        LearnedReuse(np.zeros((294, 26)), -np.ones((294, 26)))
+        LearnedReuse(np.zeros((298, 26)), -np.ones((298, 26)))
 
 
 def test_a_priority_bounds_what_worth_ranks():
@@ -157,7 +157,7 @@ def test_a_priority_bounds_what_worth_ranks():
     Within a priority, evicts the least likely to be reused.
     """
     manager = KVCacheManager(16, 7, 64, num_preallocate_tokens=0, eviction="learned")
-    reached, used = np.zeros((294, 26)), np.zeros((294, 26))
+    reached, used = np.zeros((298, 26)), np.zeros((298, 26))
     reached[0] = reached[1] = 1000
     used[1] = 500  # requests with long answers are continued
     manager.cache.learn_from(LearnedReuse(reached, used))
@@ -316,7 +316,7 @@ def test_hits_behind_lru_are_bounded(seed):
     num_blocks = int(rng.integers(20, 60))
     learned, lru = Chats(num_blocks), Chats(num_blocks)
     lru.manager = KVCacheManager(16, num_blocks, 2**16, num_preallocate_tokens=0)
-    reached, used = np.full((294, 26), 1e6), rng.choice([0, 9e5], (294, 26))
+    reached, used = np.full((298, 26), 1e6), rng.choice([0, 9e5], (298, 26))
     learned.manager.cache.learn_from(LearnedReuse(reached, used))
     behind = num_uses = 0
     c = num_blocks - 1
@@ -394,9 +394,9 @@ def test_hits_behind_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_u
     """The counts say that the prompts which return never do."""
     learned, lru = Chats(c + 1), Chats(c + 1)
     lru.manager = KVCacheManager(16, c + 1, 2**16, num_preallocate_tokens=0)
-    used = np.full((294, 26), 5e5)
+    used = np.full((298, 26), 5e5)
     used[never_used] = 0
-    learned.manager.cache.learn_from(LearnedReuse(np.full((294, 26), 1e6), used))
+    learned.manager.cache.learn_from(LearnedReuse(np.full((298, 26), 1e6), used))
     behind = num_uses = 0
     for time, (tokens, answer) in enumerate(itertools.islice(prompts(), 4_000)):
         behind += (lru.serve(time, tokens, answer) - learned.serve(time, tokens, answer)) // 16

@@ -53,7 +53,7 @@ class Engine:
 
 def test_only_blocks_expected_to_be_reused_are_written():
     """The class of one prompt has been reused, and that of the other prompt never."""
-    reached, used = np.zeros((294, 26)), np.zeros((294, 26))
+    reached, used = np.zeros((298, 26)), np.zeros((298, 26))
     # Classes for answers shorter than 100 tokens, and for longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500

@@ -33,7 +33,10 @@ struct ReleaseFeatures {
   int64_t tokens_per_block = 1;    // blocks start at multiples of this number
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
-  uint32_t tenant = 0;          // derived from the cache salt; 0: none
+  uint32_t tenant = 0;  // derived from the cache salt; 0: none
+  // Whether the blocks form a chain. Otherwise they belong to windows or states of a request whose
+  // chains are released next.
+  bool is_chain = true;
   bool is_swapped_out = false;  // the request continues later, from copies on the host
 };
 
@@ -78,6 +81,12 @@ class EvictionPolicy {
   // `is_first`: no other block is cached under this hash.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/, bool /*is_first*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // a request hits these cached blocks
+  // These blocks of windows and states were published for hits that are likely: a repeated prompt,
+  // or a prefix that another request shares. Sent while they are held.
+  virtual void on_retain(const BlockId*, int64_t) {}
+  // Cached blocks of windows and states, held or not, that the likely hits of a request read.
+  // `hit_ends`: the length of the hit, in tokens. Sent before the request releases its blocks.
+  virtual void on_release_ends(const BlockId*, const int64_t* /*hit_ends*/, int64_t) {}
   // A request releases these blocks. prefix_tokens[i] counts the tokens up to the end of block i.
   // After a fence, the blocks become idle later. For blocks released by a continuing request
   // (outside a window, for a copy, or invalid), only `on_released` is called.

@@ -19,6 +19,7 @@
 
 #include "core/eviction/eviction_policy.h"
 #include "core/eviction/given_priority.h"
+#include "core/eviction/learned/end_blocks.h"
 #include "core/eviction/learned/levels.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
@@ -45,7 +46,8 @@ class Learned : public EvictionPolicy {
   BlockId victim() override { return levels_.victim(); }
 
   void on_publish(BlockId, const Hash* hash, uint8_t group, bool is_first) override {
-    if (hash == nullptr) return;
+    // A window block or state that is computed again would not have been a hit.
+    if (hash == nullptr || is_side(group)) return;
     const uint32_t key = ReuseModel::key_of(*hash, group);
     // Content that is cached already is computed again for other reasons than an eviction.
     if (is_first) model_->guard().note_use(key, /*is_hit=*/false);
@@ -56,12 +58,33 @@ class Learned : public EvictionPolicy {
       const Block* block = blocks_.find(ids[i]);
       if (block == nullptr) continue;
       const uint32_t key = ReuseModel::key_of(block->hash, block->group);
-      model_->guard().note_use(key, /*is_hit=*/true);
       model_->note_use(key);
+      if (is_side(block->group)) {
+        note_side_hit(ids[i]);
+      } else {
+        model_->guard().note_use(key, /*is_hit=*/true);
+      }
     }
+  }
+  void on_retain(const BlockId* ids, int64_t n) override {
+    for (int64_t i = 0; i < n; ++i) {
+      note_side(ids[i]);
+      levels_.of(ids[i]).assign_loose(ids[i], ReuseClass::kLikely, model_->clock());
+    }
+  }
+  void on_release_ends(const BlockId* ids, const int64_t* hit_ends, int64_t n) override {
+    for (int64_t i = 0; i < n; ++i) add_end(ids[i], hit_ends[i]);
   }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                   const ReleaseFeatures& features) override {
+    if (!features.is_chain) {
+      for (int64_t i = 0; i < n; ++i) {
+        if (ids[i] != kNullBlock && blocks_.find(ids[i]) != nullptr) {
+          add_end(ids[i], EndBlocks::kHeld);
+        }
+      }
+      return;
+    }
     if (chain_.size() < static_cast<size_t>(n)) chain_.resize(n);
     num_in_chain_ = 0;
     bool is_sorted = true;
@@ -77,20 +100,27 @@ class Learned : public EvictionPolicy {
       end = prefix_tokens[i];
       ++num_in_chain_;
     }
-    if (num_in_chain_ == 0) return;
+    if (num_in_chain_ == 0) return ends_.clear();
     if (!is_sorted) std::sort(chain_.begin(), chain_.begin() + num_in_chain_);
     model_->set_now(features.wall_ms);
+    ends_.sort();
     release_chain(features);
+    ends_.clear();
     model_->learn();
   }
   void on_idle(BlockId id) override {
     const Block* block = blocks_.find(id);
-    if (block != nullptr) {
-      model_->guard().note_release(ReuseModel::key_of(block->hash, block->group));
-    }
+    const uint32_t key = block == nullptr ? 0 : ReuseModel::key_of(block->hash, block->group);
+    if (block != nullptr) model_->guard().note_release(key);
     if (levels_.told().take_told(id)) return;
     Levels::Level& level = levels_.of(id);
-    level.segments.assign(id, level.loose.at(model_->clock(), &level.segments));
+    const int32_t before = level.segments.of(id);
+    const int reuse_class =
+        before == kNone ? ReuseClass::kLoose : ReuseClass::idle(level.segments[before].reuse_class);
+    level.assign_loose(id, reuse_class, model_->clock());
+    if (block == nullptr || !is_side(block->group)) return;
+    model_->note_release(key, model_->release_of(reuse_class, 0, kLooseBlocks), /*is_last=*/false,
+                         /*is_end=*/false);
   }
   void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
     if (!evicted && hash != nullptr) model_->guard().forget(ReuseModel::key_of(*hash, group));
@@ -117,6 +147,8 @@ class Learned : public EvictionPolicy {
  private:
   static constexpr int32_t kNone = Segments::kNone;
   static constexpr int64_t kPrefetchBlocks = 8;
+  // Loose blocks are sampled like blocks of a segment of this size, as there are many.
+  static constexpr int64_t kLooseBlocks = 4'096;
   struct Released {  // a block with a hash
     int64_t prefix_tokens;
     BlockId id;
@@ -221,18 +253,58 @@ class Learned : public EvictionPolicy {
                        int num_forks, const ReleaseFeatures& features) {
     Levels::Level* last = nullptr;
     int32_t s = kNone;
+    // Opens the segment with the first block, as segments must not be empty.
+    const auto segment_in = [&](Levels::Level& level) {
+      if (&level == last) return s;
+      last = &level;
+      s = level.segments.open(model_->clock(), release.reuse_class, num_forks,
+                              cost_of(first, stop));
+      return s;
+    };
+    if (!ends_.empty()) {
+      const int64_t start = first == 0 ? 0 : chain_[first - 1].prefix_tokens;
+      const bool is_last = stop == num_in_chain_;
+      const int64_t end = is_last ? EndBlocks::kHeld : chain_[stop - 1].prefix_tokens;
+      const bool is_own = !ReuseClass::is_shared(release.reuse_class);
+      const int64_t num_hit = is_own ? features.num_prefix_tokens : EndBlocks::kHeld - 1;
+      ends_.take(start, end, num_hit, [&](BlockId id) {
+        release_end({chain_[stop - 1].prefix_tokens, id, 0}, features, segment_in);
+      });
+    }
     for (int64_t i = stop - 1; i >= first; --i) {
       const BlockId id = chain_[i].id;
       Levels::Level& level = levels_.move(id, given_to(chain_[i], features), features.tenant);
-      if (&level != last) {
-        last = &level;
-        s = level.segments.open(model_->clock(), release.reuse_class, num_forks,
-                                cost_of(first, stop));
-      }
-      level.segments.release(id, s);
+      level.segments.release(id, segment_in(level));
       levels_.told().set_told(id);
       model_->note_release(chain_[i].key, release, i + 1 == stop, i + 1 == num_in_chain_);
     }
+  }
+  // Moves a block of a window or state to a segment of the chain. The block may be idle.
+  template <class SegmentIn>
+  void release_end(const Released& block, const ReleaseFeatures& features, SegmentIn segment_in) {
+    const bool is_candidate = levels_.of(block.id).segments.is_candidate(block.id);
+    if (is_candidate) levels_.of(block.id).segments.remove(block.id);
+    Levels::Level& level = levels_.move(block.id, given_to(block, features), features.tenant);
+    level.segments.release(block.id, segment_in(level));
+    if (is_candidate) return level.segments.insert(block.id);
+    levels_.told().set_told(block.id);
+  }
+  // Groups of windows and states. Their blocks are used only at the ends of hits, so their uses do
+  // not count as those of a chain.
+  bool is_side(uint8_t group) const { return (side_groups_ >> group & 1) != 0; }
+  void note_side(BlockId id) {
+    const Block* block = blocks_.find(id);
+    if (block != nullptr) side_groups_ |= uint32_t{1} << block->group;
+  }
+  void add_end(BlockId id, int64_t hit_end) {
+    note_side(id);
+    ends_.add(id, hit_end);
+  }
+  void note_side_hit(BlockId id) {
+    Levels::Level& level = levels_.of(id);
+    const int32_t s = level.segments.of(id);
+    if (s == kNone || level.segments.is_candidate(id)) return;
+    level.assign_loose(id, ReuseClass::hit(level.segments[s].reuse_class), model_->clock());
   }
   GivenPriority given_to(const Released& block, const ReleaseFeatures& features) const {
     if (features.num_retention == 0) return {};
@@ -256,6 +328,8 @@ class Learned : public EvictionPolicy {
   // The first `num_in_chain_` blocks are those of the current release, first block first.
   std::vector<Released> chain_;
   int64_t num_in_chain_ = 0;
+  EndBlocks ends_;
+  uint32_t side_groups_ = 0;   // one bit per group
   std::vector<BlockId> left_;  // members of a segment that is left behind
 };
 

@@ -36,11 +36,11 @@ class LearnedCopies : public EvictionPolicy {
     segments_.assign(id, copies_.at(as, &segments_));
   }
   void on_load(BlockId id) override {
-    segments_.assign(id, loaded_.at(model_->clock(), &segments_));
+    segments_.assign(id, loaded_.at(model_->clock(), ReuseClass::kLoaded, &segments_));
   }
   void on_idle(BlockId id) override {
     if (segments_.of(id) != Segments::kNone) return;
-    segments_.assign(id, loose_.at(model_->clock(), &segments_));
+    segments_.assign(id, loose_.at(model_->clock(), ReuseClass::kLoose, &segments_));
   }
   void on_forget(BlockId id, const Hash*, uint8_t, bool) override {
     segments_.assign(id, Segments::kNone);
@@ -64,7 +64,7 @@ class LearnedCopies : public EvictionPolicy {
   Segments segments_;
   WorthOrder order_;
   CopiedSegment copies_;
-  LooseSegment loose_{ReuseClass::kLoose}, loaded_{ReuseClass::kLoaded};
+  LooseSegment loose_, loaded_;
 };
 
 }  // namespace kvcache

@@ -49,8 +49,11 @@ struct CacheGroup {
   bool is_dense() const { return keeps_all || retained_every == hit_unit; }
   // Returns the shortest retained hit of at least num_tokens tokens, or kUnbounded.
   int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends) const {
-    int64_t first =
-        retained_every == 0 ? kUnbounded : ceil_div(num_tokens, retained_every) * retained_every;
+    return first_retained(num_tokens, ends, retained_every);
+  }
+  // The same if hits at the multiples of `every` tokens are retained; 0: only at `ends`.
+  static int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends, int64_t every) {
+    int64_t first = every == 0 ? kUnbounded : ceil_div(num_tokens, every) * every;
     for (int64_t end : ends) {
       if (end >= num_tokens) first = std::min(first, end);
     }
@@ -67,7 +70,12 @@ struct CacheGroup {
     if (first_needed_token(first_retained(end, ends)) < end) return true;
     return drafts && is_retained(end - (has_partial ? hit_unit : block_size), ends);
   }
-  // The same for the part of a block that ends after num_tokens tokens.
+  // Whether a hit at one of `ends` reads this whole block.
+  bool is_read_at(int64_t block, const RetainedEnds& ends) const {
+    const int64_t end = (block + 1) * block_size;
+    return first_needed_token(first_retained(end, ends, 0)) < end;
+  }
+  // Whether a retained hit can read the part of a block that ends after num_tokens tokens.
   bool may_hit_part(int64_t num_tokens, const RetainedEnds& ends) const {
     return is_dense() || is_retained(num_tokens, ends) ||
            (drafts && is_retained(num_tokens - block_size / num_hashes, ends));

@@ -13,14 +13,15 @@
 namespace kvcache {
 
 // Computes the ends of the hits that are retained for a request, in addition to the multiples of
-// the retention interval.
+// the retention interval. Without an interval they are the likely hits, of which the eviction
+// policy is notified.
 class RetainedHits {
  public:
   // `unit`, `whole_unit`: hits end at multiples of these numbers, see PrefixFinder.
   RetainedHits(const std::vector<CacheGroup>& groups, int64_t unit, int64_t whole_unit)
       : units_{{{unit, 1}, {whole_unit, 1}}} {
     for (const CacheGroup& group : groups) {
-      is_dense_ &= group.is_dense();
+      keeps_all_ &= group.keeps_all;
       for (const bool with_partial : {true, false}) {
         Unit& each = units_[with_partial ? 0 : 1];
         each.num_redone = std::max(each.num_redone, group.num_redone(with_partial));
@@ -34,7 +35,7 @@ class RetainedHits {
   // retained again if the request has hit them.
   RetainedEnds ends(int64_t num_prompt, int64_t num_hit, int64_t num_shared) const {
     RetainedEnds ends{};
-    if (is_dense_) return ends;
+    if (keeps_all_) return ends;
     size_t n = 0;
     const auto add = [&](int64_t num_tokens, const Unit& unit) {
       ends[n++] = std::max<int64_t>(num_tokens, 0) / unit.tokens * unit.tokens;
@@ -54,7 +55,7 @@ class RetainedHits {
     int64_t num_redone;  // tokens after a hit that must also be known; at least the last token
   };
   std::array<Unit, 2> units_;  // the units of all hits, and of hits of whole blocks
-  bool is_dense_ = true, has_drafts_ = false;
+  bool keeps_all_ = true, has_drafts_ = false;
 };
 
 }  // namespace kvcache

@@ -63,6 +63,11 @@ void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block
   const BlockId id = c_.rows->blocks(row)[group.id][block];
   c_.pool->publish_partial(id, hashes[static_cast<size_t>(hash)], hashes[0], group.id,
                            chain.variant(hash));
+  const int64_t end = (hash + 1) * c_.hash_block_size;
+  const RetainedEnds& retained = c_.rows->info(row).retained;
+  if (!group.keeps_all && CacheGroup::first_retained(end, retained, 0) == end) {
+    c_.pool->notify_retain(&id, 1);
+  }
   note(row, group, block, id);
 }
 
@@ -73,6 +78,11 @@ void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_
   const RowBlocks& each = c_.rows->blocks(row)[group.id];
   if (group.keeps_all && first_block > each.num_dropped) content.before = each[first_block - 1];
   publish_ids(content, group, ids, n);
+  for (int64_t i = 0; i < n && !group.keeps_all; ++i) {
+    if (group.is_read_at(first_block + i, c_.rows->info(row).retained)) {
+      c_.pool->notify_retain(ids + i, 1);
+    }
+  }
   if (!c_.journal->notes(r)) return;
   for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);
 }

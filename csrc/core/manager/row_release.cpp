@@ -111,19 +111,71 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
     features.num_new_blocks +=
         std::max<int64_t>(c_.rows->num_written(row, group) - each.num_hits, 0);
   }
+  const bool has_chain =
+      std::any_of(c_.groups->begin(), c_.groups->end(),
+                  [](const CacheGroup& group) { return group.is_cached && group.keeps_all; });
+  if (has_chain) notify_release_ends(row);
+  for (const bool is_chain : {false, true}) {
+    features.is_chain = is_chain;
+    for (const CacheGroup& group : *c_.groups) {
+      if (!group.is_cached || (group.keeps_all || !has_chain) != is_chain) continue;
+      notify_release_of(row, group, &features);
+    }
+  }
+}
+
+void RowRelease::notify_release_of(int32_t row, const CacheGroup& group,
+                                   ReleaseFeatures* features) const {
+  const RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
+  std::vector<int64_t> ends;
+  for (auto end = each.size(); end > each.num_dropped; --end) {
+    ends.push_back(end * group.block_size);
+  }
+  features->tokens_per_block = group.block_size;
+  c_.pool->notify_release(ids.data(), ends.data(), static_cast<int64_t>(ends.size()), *features);
+}
+
+// The likely hits of a request are its own hit, the retained ends, and the end of its tokens.
+void RowRelease::notify_release_ends(int32_t row) const {
+  const AdmissionInfo& info = c_.rows->info(row);
+  const Row& r = (*c_.rows)[row];
+  const int64_t num_hashed = std::min(r.num_computed / hash_block_size_,
+                                      static_cast<int64_t>(r.chain->known_hashes().size())) *
+                             hash_block_size_;
+  const int64_t unit = c_.groups->front().hit_unit;
+  std::vector<int64_t> hits(info.retained.begin(), info.retained.end());
+  for (const int64_t hit : {info.num_hit, num_hashed}) {
+    hits.push_back(hit / unit * unit);
+  }
+  std::sort(hits.begin(), hits.end());
+  hits.erase(std::unique(hits.begin(), hits.end()), hits.end());
   std::vector<BlockId> ids;
   std::vector<int64_t> ends;
   for (const CacheGroup& group : *c_.groups) {
-    const RowBlocks& each = c_.rows->blocks(row)[group.id];
-    if (!group.is_cached) continue;
-    ids.assign(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
-    ends.clear();
-    for (auto end = each.size(); end > each.num_dropped; --end) {
-      ends.push_back(end * group.block_size);
+    if (!group.is_cached || group.keeps_all || !group.rules->traits.has_hits) continue;
+    for (const int64_t hit : hits) {
+      if (hit > 0 && hit <= num_hashed) add_read_at(hit, *r.chain, group, &ids);
+      ends.resize(ids.size(), hit);
     }
-    features.tokens_per_block = group.block_size;
-    c_.pool->notify_release(ids.data(), ends.data(), static_cast<int64_t>(ends.size()), features);
   }
+  c_.pool->notify_release_ends(ids.data(), ends.data(), static_cast<int64_t>(ids.size()));
+}
+
+// Appends the cached blocks of the group that a hit of this many tokens reads.
+void RowRelease::add_read_at(int64_t hit, const TokenChain& chain, const CacheGroup& group,
+                             std::vector<BlockId>* ids) const {
+  const HashList& hashes = chain.known_hashes();
+  const auto add = [&](BlockId id) {
+    if (id != kNullBlock) ids->push_back(id);
+  };
+  for (int64_t block = group.first_hit_block(hit); block < hit / group.block_size; ++block) {
+    const int64_t hash = (block + 1) * group.num_hashes - 1;
+    add(c_.pool->find(hashes[static_cast<size_t>(hash)], group.id, chain.variant(hash)));
+  }
+  if (hit % group.block_size == 0) return;
+  const int64_t hash = hit / hash_block_size_ - 1;
+  add(c_.pool->find_partial(hashes[static_cast<size_t>(hash)], group.id, chain.variant(hash)));
 }
 
 bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {

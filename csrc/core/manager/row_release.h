@@ -62,6 +62,10 @@ class RowRelease {
 
  private:
   void note_left(int32_t row) const;
+  void notify_release_of(int32_t row, const CacheGroup& group, ReleaseFeatures* features) const;
+  void notify_release_ends(int32_t row) const;
+  void add_read_at(int64_t hit, const TokenChain& chain, const CacheGroup& group,
+                   std::vector<BlockId>* ids) const;
   void keep(int32_t row, const std::string& name, std::vector<BlockId> ids);
   void note_onboards(int32_t row) const;
 

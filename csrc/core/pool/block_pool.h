@@ -182,6 +182,17 @@ class BlockPool {
                       const ReleaseFeatures& features) {
     if (has_policy()) notify_policy_release(ids, prefix_tokens, n, features);
   }
+  // See `on_retain` and `on_release_ends` of EvictionPolicy.
+  void notify_retain(const BlockId* ids, int64_t n) {
+    if (!has_policy() || n == 0) return;
+    const Soundness::Change change = this->change("notify_retain");
+    candidates_->policy().on_retain(ids, n);
+  }
+  void notify_release_ends(const BlockId* ids, const int64_t* hit_ends, int64_t n) {
+    if (!has_policy() || n == 0) return;
+    const Soundness::Change change = this->change("notify_release");
+    candidates_->policy().on_release_ends(ids, hit_ends, n);
+  }
   void notify_released(const BlockId* ids, int64_t n) {
     if (!has_policy()) return;
     const Soundness::Change change = this->change("release");

@@ -35,13 +35,19 @@ class Levels {
     void clear() {
       segments.clear();
       order.clear();
-      loose.clear();
+      for (LooseSegment& each : loose) each.clear();
       ended.clear();
+    }
+
+    // Assigns a block that is not a candidate to the class of blocks without a reported release.
+    void assign_loose(BlockId id, int reuse_class, int64_t time) {
+      LooseSegment& at = loose[static_cast<size_t>(reuse_class - ReuseClass::kLoose)];
+      segments.assign(id, at.at(time, reuse_class, &segments));
     }
 
     Segments segments;
     WorthOrder order;
-    LooseSegment loose{ReuseClass::kLoose};
+    std::array<LooseSegment, ReuseClass::kNum - ReuseClass::kLoose> loose;
     CopiedSegment ended;  // blocks whose priority has expired
   };
 

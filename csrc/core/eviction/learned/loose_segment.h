@@ -11,16 +11,14 @@ namespace kvcache {
 
 class LooseSegment {
  public:
-  explicit LooseSegment(int reuse_class) : reuse_class_(reuse_class) {}
-
   // Returns the segment for a block that has become idle. Opens a new segment if the last one is
   // full or too old.
-  int32_t at(int64_t time, Segments* segments) {
+  int32_t at(int64_t time, int reuse_class, Segments* segments) {
     const Segments::Segment& last = (*segments)[last_];
     const bool is_open = last_ != Segments::kNone && last.num_blocks > 0 &&
-                         last.num_blocks < kMostBlocks && last.reuse_class == reuse_class_ &&
+                         last.num_blocks < kMostBlocks && last.reuse_class == reuse_class &&
                          static_cast<double>(time - last.time) < ReuseModel::kFirstBucket;
-    if (!is_open) last_ = segments->open(time, reuse_class_);
+    if (!is_open) last_ = segments->open(time, reuse_class);
     return last_;
   }
   void clear() { last_ = Segments::kNone; }
@@ -28,7 +26,6 @@ class LooseSegment {
  private:
   static constexpr int32_t kMostBlocks = 64;
 
-  int reuse_class_;
   int32_t last_ = Segments::kNone;
 };
 

@@ -29,8 +29,11 @@ class ReuseClass {
   static constexpr int kOwn = kRequests * kOfRequest;
   static constexpr int kLeft = kOwn + kForks;  // left behind by a conversation
   static constexpr int kLoose = kLeft + 1;
-  static constexpr int kNum = kLoose + 1;  // counted classes
-  static constexpr int kLoaded = kNum;     // copies of blocks that are also in the other tier
+  static constexpr int kLikely = kLoose + 1;  // a window or state, published for likely hits
+  static constexpr int kHit = kLoose + 2;     // a window or state that was hit: once, twice, more
+  static constexpr int kHits = 3;
+  static constexpr int kNum = kHit + kHits;  // counted classes
+  static constexpr int kLoaded = kNum;       // copies of blocks that are also in the other tier
 
   // `gap`: milliseconds since the previous turn was released; ignored for turn 0.
   static int of_own(int64_t turn, int64_t gap, int64_t num_added_tokens, int64_t num_output_tokens,
@@ -43,6 +46,14 @@ class ReuseClass {
   }
   static int of_shared(int num_forks) {
     return kOwn + (num_forks >= 2) + (num_forks >= 4) + (num_forks >= 16);
+  }
+  static bool is_loose(int reuse_class) { return reuse_class >= kLoose && reuse_class < kNum; }
+  // The class of a block that becomes idle without a reported release.
+  static int idle(int reuse_class) { return is_loose(reuse_class) ? reuse_class : kLoose; }
+  // The class of a window or state after a hit.
+  static int hit(int reuse_class) {
+    if (is_shared(reuse_class)) return kHit + 1;
+    return reuse_class < kHit ? kHit : std::min(reuse_class + 1, kHit + kHits - 1);
   }
   static bool is_shared(int reuse_class) { return reuse_class >= kOwn && reuse_class < kLeft; }
   // The level of each feature, for a class of own blocks.
