@@ -7,6 +7,17 @@
 
 namespace kvcache {
 
+namespace {
+
+// Whether the blocks of the group serve hits of another group's chains.
+bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& group) {
+  return !group.keeps_all && std::any_of(groups.begin(), groups.end(), [](const CacheGroup& each) {
+    return each.is_cached && each.keeps_all;
+  });
+}
+
+}  // namespace
+
 Publisher::Publisher(const Context& context, const ManagerOptions& options)
     : c_(context),
       is_enabled_(options.enable_caching),
@@ -65,7 +76,7 @@ void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block
                            chain.variant(hash));
   const int64_t end = (hash + 1) * c_.hash_block_size;
   const RetainedEnds& retained = c_.rows->info(row).retained;
-  if (!group.keeps_all && CacheGroup::first_retained(end, retained, 0) == end) {
+  if (serves_chains(*c_.groups, group) && CacheGroup::first_retained(end, retained, 0) == end) {
     c_.pool->notify_retain(&id, 1);
   }
   note(row, group, block, id);
@@ -78,7 +89,8 @@ void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_
   const RowBlocks& each = c_.rows->blocks(row)[group.id];
   if (group.keeps_all && first_block > each.num_dropped) content.before = each[first_block - 1];
   publish_ids(content, group, ids, n);
-  for (int64_t i = 0; i < n && !group.keeps_all; ++i) {
+  const bool notifies = serves_chains(*c_.groups, group);
+  for (int64_t i = 0; notifies && i < n; ++i) {
     if (group.is_read_at(first_block + i, c_.rows->info(row).retained)) {
       c_.pool->notify_retain(ids + i, 1);
     }
