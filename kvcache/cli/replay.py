@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvcache.cli import replay_options as options
+from kvcache.cli.curve import check_curve
 from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.events import events_published, open_publisher
 from kvcache.cli.modules import check_cuda, import_module, require_module
@@ -38,8 +39,11 @@ def run_replay(args: argparse.Namespace) -> int:
     """Run `kvcache replay` and return the exit code."""
     _check_trace(args)
     _import_files(args)
+    check_curve(args)
     _resolve(args)
     _require(args)
+    if args.curve is not None:
+        return _curve(args)
     if args.compare is not None:
         return _compare(args)
     if args.between is not None:
@@ -216,7 +220,7 @@ def _service(args: argparse.Namespace) -> Service | None:
 
 def _check_comparison(args: argparse.Namespace) -> None:
     if args.compare is None:
-        if args.sizes is not None:
+        if args.sizes is not None and args.curve is None:
             raise UsageError("--sizes is given without --compare: expected both, or --num-blocks")
         return
     for option, value in (
@@ -323,6 +327,53 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _curve(args: argparse.Namespace) -> int:
+    """Run `kvcache replay --curve` and return the exit code."""
+    replay = import_module("kvcache.replay")
+    # Complete replays need the tokens.
+    name, workload = _workload(args, None if args.exact else replay.read_block_ids)
+    try:
+        requests = list(workload) if args.exact else workload
+        with _progress(args, len(requests) if args.exact else None) as advance:
+            found = replay.hit_rate_curve(
+                requests,
+                args.curve,
+                args.sizes,
+                block_size=args.block_size,
+                rate=args.rate,
+                trace=name,
+                on_request=advance,
+            )
+        if args.exact:
+            num_replays = len(found.sizes) * len(args.curve)
+            with _progress(args, len(requests) * num_replays) as advance:
+                found = found.with_exact(
+                    replay.compare(
+                        requests,
+                        args.curve,
+                        found.sizes,
+                        block_size=args.block_size,
+                        with_optimum=False,
+                        on_request=advance,
+                    )
+                )
+    except replay.TraceError as error:
+        raise UsageError(str(error)) from None
+    except MemoryError as error:
+        raise UsageError(
+            f"--sizes has {args.sizes[-1] + 1 if args.sizes else 'defaults'}: expected fewer blocks, because "
+            f"this many do not fit into memory ({error})"
+        ) from None
+    if args.plot is not None:
+        _write_plot(args.plot, lambda plots: plots.draw_curve(found, args.plot))
+    if args.json:
+        with writing():
+            print(json.dumps(found.to_dict()))
+    else:
+        show(replay.curve_table(found))
+    return 0
+
+
 def _disaggregate(args: argparse.Namespace) -> int:
     """Run `kvcache replay --disaggregate` and return the exit code."""
     replay = import_module("kvcache.replay")
@@ -392,22 +443,24 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
         ) from None
 
 
-def _workload(args: argparse.Namespace) -> tuple[str, Iterable[WorkloadRequest]]:
-    from kvcache.replay import chat_workload
+def _workload(
+    args: argparse.Namespace, read: Callable[..., Iterator] | None = None
+) -> tuple[str, Iterable[WorkloadRequest]]:
+    """Return name and requests of the workload. `read` reads a trace; None: `read_trace`."""
+    from kvcache.replay import chat_workload, read_trace
 
     if args.trace is not None:
-        return Path(args.trace).name, itertools.islice(_trace(args.trace, args.format), args.limit)
+        requests = _trace(args.trace, args.format, read or read_trace)
+        return Path(args.trace).name, itertools.islice(requests, args.limit)
     seed = args.seed or 0
     requests = chat_workload(args.requests or options.CHAT_REQUESTS, seed)
     return f"chat (seed {seed})", itertools.islice(requests, args.limit)
 
 
-def _trace(path: str, form: str | None) -> Iterator[WorkloadRequest]:
-    from kvcache.replay import read_trace
-
+def _trace(path: str, form: str | None, read: Callable[..., Iterator]) -> Iterator[WorkloadRequest]:
     is_empty = True
     try:
-        for request in read_trace(path, form):
+        for request in read(path, form):
             is_empty = False
             yield request
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 
+from kvcache.cli.errors import UsageError, quoted
 from kvcache.cli.events import add_events_options
 from kvcache.cli.parsing import (
     MAX_INT32,
@@ -80,7 +81,23 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         "--sizes",
         metavar="N,N",
         type=_sizes,
-        help="pool sizes for --compare; default: from 1/8 to 4 times --num-blocks",
+        help="pool sizes for --compare and --curve; default: from 1/8 to 4 times --num-blocks, for --curve "
+        "two per octave up to the size of the trace",
+    )
+    sub.add_argument(
+        "--curve",
+        metavar="P,P",
+        nargs="?",
+        const="",
+        help="hit rates at all pool sizes from one pass over the trace, estimated from a sample of the "
+        "blocks; default: lru,learned",
+    )
+    sub.add_argument(
+        "--rate",
+        metavar="R",
+        type=_rate,
+        help="fraction of the blocks that --curve samples; default: all of short traces, fewer of long "
+        "ones",
     )
     sub.add_argument(
         "--timed",
@@ -106,6 +123,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     for option, text in (
         ("--verify", "write, read and compare real KV (needs torch)"),
         ("--why", "also print why prompt tokens were not found in the cache"),
+        ("--exact", "also replay completely at each size of --curve and print the error"),
         ("--json", "print one JSON object instead of a table"),
     ):
         sub.add_argument(option, action="store_true", help=text)
@@ -113,10 +131,20 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         "--plot",
         metavar="FILE.png",
         type=plot_file,
-        help="plot the progress of the replay or, with --compare, hit rates by pool size",
+        help="plot the progress of the replay or, with --compare or --curve, hit rates by pool size",
     )
     add_events_options(sub)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(number("--sizes", 2, MAX_INT32), text.split(",")))
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise UsageError(f"--rate is {quoted(text)}: expected a number above 0, at most 1")
+    return value

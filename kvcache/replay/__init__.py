@@ -6,6 +6,7 @@ Torch is required only with `verify`.
 
 from kvcache.replay.chat import ChatShape, chat_workload
 from kvcache.replay.comparison import COMPARED, Comparison, compare, comparison_table, optimum
+from kvcache.replay.curve import CURVE_POLICIES, HitRateCurve, curve_table, hit_rate_curve
 from kvcache.replay.disaggregation import (
     DisaggregatedReplayer,
     Disaggregation,
@@ -18,7 +19,9 @@ from kvcache.replay.replayer import Replayer, Series
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.service import Service
 from kvcache.replay.traces import (
+    BlockIdRequest,
     TraceError,
+    read_block_ids,
     read_mooncake,
     read_trace,
     register_trace_form,
@@ -28,12 +31,15 @@ from kvcache.replay.workload import WorkloadRequest
 
 __all__ = [
     "COMPARED",
+    "CURVE_POLICIES",
+    "BlockIdRequest",
     "ChatShape",
     "Comparison",
     "DisaggregatedReplayer",
     "Disaggregation",
     "DisaggregationReport",
     "DisaggregationSeries",
+    "HitRateCurve",
     "Mismatch",
     "ReplayReport",
     "Replayer",
@@ -44,8 +50,11 @@ __all__ = [
     "chat_workload",
     "compare",
     "comparison_table",
+    "curve_table",
     "disaggregation_table",
+    "hit_rate_curve",
     "optimum",
+    "read_block_ids",
     "read_mooncake",
     "read_trace",
     "register_trace_form",

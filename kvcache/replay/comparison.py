@@ -45,16 +45,10 @@ class Comparison:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        num_sizes = len(_checked_sizes(self.sizes))
-        if not isinstance(self.token_hit_rates, Mapping):
-            raise TypeError(f"token_hit_rates is {shown(self.token_hit_rates)}: expected a mapping")
-        rates = [*self.token_hit_rates.items()]
-        for name, of in [*rates, *([] if self.optimum is None else [("optimum", self.optimum)])]:
-            what = f"token hit rates of {checked_text(name, 'token_hit_rates')}"
-            for rate in listed(of, what):
-                number(rate, what)
-            if len(of) != num_sizes:
-                raise ValueError(f"{what} are {shown(of)}: expected {num_sizes}, one per size")
+        num_sizes = len(checked_sizes(self.sizes))
+        checked_rates(self.token_hit_rates, "token_hit_rates", num_sizes)
+        if self.optimum is not None:
+            checked_rates({"optimum": self.optimum}, "token_hit_rates", num_sizes)
 
     def to_dict(self) -> dict:
         """Return the comparison as plain data for JSON."""
@@ -123,16 +117,12 @@ def compare(
         ValueError: A policy is unknown, or an argument is invalid.
     """
     requests = checked_requests(requests, "requests")
-    sizes = _checked_sizes(sizes)
+    sizes = checked_sizes(sizes)
     instance(trace, str, "trace")
     with_optimum = flag(with_optimum, "with_optimum")
-    policies = [
-        checked_text(each, f"policies[{i}]") for i, each in enumerate(listed(policies, "policies"))
-    ]
-    for name, given in (("sizes", sizes), ("policies", policies)):
-        if not given:
-            raise ValueError(f"{name} is empty: expected one or more")
-    chosen = {text: _parsed(i, text) for i, text in enumerate(policies)}
+    if not sizes:
+        raise ValueError("sizes is empty: expected one or more")
+    chosen = checked_policies(policies)
     rates: dict[str, list[float]] = {text: [] for text in chosen}
     reports = []
     for text, (name, values) in chosen.items():
@@ -147,8 +137,31 @@ def compare(
     return Comparison(trace, len(requests), block_size, tuple(sizes), rates, best)
 
 
-def _checked_sizes(sizes: Sequence[int]) -> list[int]:
+def checked_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return the pool sizes as a list. Raises TypeError or ValueError for invalid sizes."""
     return [integer(each, f"sizes[{i}]", 1) for i, each in enumerate(listed(sizes, "sizes"))]
+
+
+def checked_rates(rates: Mapping[str, list[float]], name: str, num_sizes: int) -> None:
+    """Raise TypeError or ValueError unless `rates` maps policies to one hit rate per size."""
+    if not isinstance(rates, Mapping):
+        raise TypeError(f"{name} is {shown(rates)}: expected a mapping")
+    for policy, of in rates.items():
+        what = f"token hit rates of {checked_text(policy, name)}"
+        for rate in listed(of, what):
+            number(rate, what)
+        if len(of) != num_sizes:
+            raise ValueError(f"{what} are {shown(of)}: expected {num_sizes}, one per size")
+
+
+def checked_policies(policies: Sequence[str]) -> dict[str, tuple[str, dict[str, float]]]:
+    """Return name and options of each policy. Raises TypeError or ValueError for invalid policies."""
+    texts = [
+        checked_text(each, f"policies[{i}]") for i, each in enumerate(listed(policies, "policies"))
+    ]
+    if not texts:
+        raise ValueError("policies is empty: expected one or more")
+    return {text: _parsed(i, text) for i, text in enumerate(texts)}
 
 
 def _parsed(i: int, text: str) -> tuple[str, dict[str, float]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvcache.checks import path as checked_path
 from kvcache.replay.comparison import Comparison
+from kvcache.replay.curve import HitRateCurve
 from kvcache.replay.disaggregation import DisaggregationReport, DisaggregationSeries
 from kvcache.replay.replayer import Series
 from kvcache.replay.report import ReplayReport
@@ -144,6 +145,47 @@ def _draw_first_token(
         axes.set_ylim(max(1e-3, seconds[seconds > 0].min() / 2), 2 * seconds.max())
     axes.yaxis.set_major_formatter("{x:,g} s")
     _finish(axes, title)
+
+
+def draw_curve(curve: HitRateCurve, path: str | os.PathLike) -> None:
+    """Plot the hit rates of all policies by pool size, with complete replays. Same errors as `draw`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullLocator
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    top = 0.0
+    for (name, rates), color in zip(curve.token_hit_rates.items(), itertools.cycle(_COLORS)):
+        axes.plot(curve.sizes, rates, marker="o", markersize=3, color=color, label=name)
+        top = max([top, *rates])
+        if curve.exact is not None:
+            style = {"marker": "x", "linestyle": "none", "color": _GRAY, "label": f"{name}, exact"}
+            axes.plot(curve.sizes, curve.exact[name], **style)
+            top = max([top, *curve.exact[name]])
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    if len(curve.sizes) < 10:
+        axes.set_xticks(curve.sizes)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(0, min(1.0, 1.1 * max(top, 0.01)))
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_xlabel(f"blocks of {curve.block_size} tokens")
+    _finish(axes, "Token hit rate by pool size")
+    sampled = f"{curve.rate:.4%} of the blocks sampled" if curve.rate < 1 else "all blocks replayed"
+    figure.suptitle(
+        f"{curve.trace}: {curve.requests:,} requests, {curve.blocks:,} blocks\n{sampled}",
+        x=0.02,
+        ha="left",
+        fontsize=11,
+        linespacing=1.5,
+        parse_math=False,
+    )
+    try:
+        figure.savefig(checked_path(path, "path"), dpi=130)
+    finally:
+        plt.close(figure)
 
 
 def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:

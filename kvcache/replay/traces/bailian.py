@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, block_content, block_tokens
+from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, BlockIdRequest
 from kvcache.replay.traces.fields import (
     Line,
     TraceError,
@@ -20,9 +20,9 @@ from kvcache.replay.traces.fields import (
     quoted,
     record_of,
     seconds,
-    whole_numbers,
+    whole_number_array,
 )
-from kvcache.replay.traces.registry import register_trace_form
+from kvcache.replay.traces.registry import register_block_ids, register_trace_form
 from kvcache.replay.workload import WorkloadRequest
 
 _NUM_TOKENS = 16  # per block
@@ -34,12 +34,18 @@ def _is_bailian(_: Line, record: dict | None) -> bool:
 
 @register_trace_form("bailian", _is_bailian)
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
+    for request in _read_ids(lines):
+        yield request.expanded()
+
+
+@register_block_ids("bailian")
+def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     for index, line in enumerate(lines):
         record = record_of(line)
         arrival = seconds(record, "timestamp", line)
         length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
         output_length = count(record, "output_length", 0, line)
-        ids = whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line)
+        ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
         num_full, has_rest = length // _NUM_TOKENS, length % _NUM_TOKENS > 0
         if len(ids) not in (num_full, num_full + has_rest):
             raise TraceError(
@@ -48,8 +54,5 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
                 f"input_length {quoted(length)}"
             )
         if len(ids) * _NUM_TOKENS < length:
-            ids = [*ids, MAX_BLOCK_ID - index]
-        blocks = np.array(ids, np.int64)
-        tokens = block_tokens(blocks, _NUM_TOKENS).reshape(-1)[:length]
-        content = block_content(blocks, _NUM_TOKENS).reshape(-1)[:length]
-        yield WorkloadRequest(index, arrival, tokens, output_length, content)
+            ids = np.append(ids, MAX_BLOCK_ID - index)
+        yield BlockIdRequest(index, arrival, length, output_length, ids, _NUM_TOKENS)

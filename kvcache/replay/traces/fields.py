@@ -96,6 +96,19 @@ def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
     return values
 
 
+def whole_number_array(record: dict, name: str, most: int, line: Line) -> np.ndarray:
+    """Return `whole_numbers` as int64[n]. Lists without a wrong entry are checked in bulk."""
+    values = record.get(name)
+    if isinstance(values, list) and set(map(type, values)) == {int}:
+        try:
+            array = np.array(values, np.int64)
+        except OverflowError:
+            array = np.full(1, -1)
+        if array.min() >= 0 and array.max() <= most:
+            return array
+    return np.array(whole_numbers(record, name, most, line), np.int64)
+
+
 def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
     """Return int32[n] with at least one token."""
     ids = whole_numbers(record, name, MAX_INT32, line)

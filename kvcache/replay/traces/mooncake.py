@@ -14,9 +14,7 @@ import math
 import os
 from collections.abc import Iterator
 
-import numpy as np
-
-from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, block_content, block_tokens
+from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, BlockIdRequest
 from kvcache.replay.traces.fields import (
     Line,
     TraceError,
@@ -24,9 +22,9 @@ from kvcache.replay.traces.fields import (
     milliseconds,
     quoted,
     record_of,
-    whole_numbers,
+    whole_number_array,
 )
-from kvcache.replay.traces.registry import read_trace, register_trace_form
+from kvcache.replay.traces.registry import read_trace, register_block_ids, register_trace_form
 from kvcache.replay.workload import WorkloadRequest
 
 _SIZES = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)  # tokens per block, most probable first
@@ -42,6 +40,12 @@ def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
     "mooncake", lambda line, record: record is not None and record.keys() >= {"hash_ids"}
 )
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
+    for request in _read_ids(lines):
+        yield request.expanded()
+
+
+@register_block_ids("mooncake")
+def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     first = list(itertools.islice(lines, _NUM_LOOKED_AT))
     size = _block_size(first)
     for index, line in enumerate(itertools.chain(first, lines)):
@@ -49,17 +53,14 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
         arrival = milliseconds(record, "timestamp", line)
         length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
         output_length = count(record, "output_length", 0, line)
-        ids = whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line)
+        ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
         expected = -(-length // size)
         if len(ids) != expected:
             raise TraceError(
                 f"{line.where}: hash_ids has {len(ids)} entries: expected {quoted(expected)}, one per "
                 f"{size} tokens of input_length {quoted(length)}"
             )
-        blocks = np.array(ids, np.int64)
-        tokens = block_tokens(blocks, size).reshape(-1)[:length]
-        content = block_content(blocks, size).reshape(-1)[:length]
-        yield WorkloadRequest(index, arrival, tokens, output_length, content)
+        yield BlockIdRequest(index, arrival, length, output_length, ids, size)
 
 
 def _block_size(lines: list[Line]) -> int:

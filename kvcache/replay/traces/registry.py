@@ -10,11 +10,12 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 from kvcache.checks import path as checked_path
 from kvcache.checks import shown
 from kvcache.extensions import load_extensions
+from kvcache.replay.traces.block_ids import BlockIdRequest
 from kvcache.replay.traces.fields import Line, TraceError, quoted
 from kvcache.replay.workload import WorkloadRequest
 
@@ -25,6 +26,7 @@ except ImportError:  # only needed for files of this form
 _ZstdError = zlib.error if zstandard is None else zstandard.ZstdError
 
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
+_Of = TypeVar("_Of", bound=Callable[[Iterator[Line]], Iterator[BlockIdRequest]])
 _MOST_LOOKED_AT = 10_000  # maximum number of log lines before the first request
 MOST_LINE_BYTES = 2**26  # larger than a prompt of several million tokens
 
@@ -64,6 +66,7 @@ class _TraceFormat(NamedTuple):
 
 
 _FORMS: dict[str, _TraceFormat] = {}
+_BLOCK_ID_READERS: dict[str, Callable[[Iterator[Line]], Iterator[BlockIdRequest]]] = {}
 
 
 def register_trace_form(
@@ -86,6 +89,16 @@ def register_trace_form(
         if name in _FORMS:
             raise ValueError(f"name is {shown(name)}: expected a name that is not in use")
         _FORMS[name] = _TraceFormat(read, has)
+        return read
+
+    return registered
+
+
+def register_block_ids(name: str) -> Callable[[_Of], _Of]:
+    """Register a second reader of a format, which yields block ids without their tokens."""
+
+    def registered(read: _Of) -> _Of:
+        _BLOCK_ID_READERS[name] = read
         return read
 
     return registered
@@ -115,21 +128,39 @@ def read_trace(path: str | os.PathLike, form: str | None = None) -> Iterator[Wor
         >>> next(read_trace("mooncake_conversation.jsonl")).num_tokens  # doctest: +SKIP
         6758
     """
+    return _requests(*_checked(path, form), with_tokens=True)
+
+
+def read_block_ids(
+    path: str | os.PathLike, form: str | None = None
+) -> Iterator[BlockIdRequest | WorkloadRequest]:
+    """Yield the requests of a trace file, without tokens if its format has block ids.
+
+    Reading block ids is faster, because they are not expanded to tokens. Arguments and errors are
+    those of `read_trace`.
+    """
+    return _requests(*_checked(path, form), with_tokens=False)
+
+
+def _checked(path: str | os.PathLike, form: str | None) -> tuple[str, str | None]:
     name = checked_path(path, "path")
     if form is not None and not (
         isinstance(form, str) and (form in _FORMS or form in trace_forms())
     ):
         raise ValueError(f"form is {shown(form)}: expected one of {', '.join(trace_forms())}")
-    return _requests(name, form)
+    return name, form
 
 
-def _requests(name: str, form: str | None) -> Iterator[WorkloadRequest]:
+def _requests(name: str, form: str | None, with_tokens: bool) -> Iterator:
     with open(name, "rb") as file:
         lines = _lines(_decompressed(file, name), name)
         if form is None:
             form, lines = _shown(lines)
+        read: Callable[[Iterator[Line]], Iterator] = _FORMS[form].read
+        if not with_tokens:
+            read = _BLOCK_ID_READERS.get(form, read)
         found = False
-        for request in _FORMS[form].read(lines):
+        for request in read(lines):
             found = True
             yield request
         if not found and form.endswith("_log"):
