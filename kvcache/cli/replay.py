@@ -360,9 +360,9 @@ def _curve(args: argparse.Namespace) -> int:
     except replay.TraceError as error:
         raise UsageError(str(error)) from None
     except MemoryError as error:
+        given = "a default" if args.sizes is None else args.sizes[-1] + 1
         raise UsageError(
-            f"--sizes has {args.sizes[-1] + 1 if args.sizes else 'defaults'}: expected fewer blocks, because "
-            f"this many do not fit into memory ({error})"
+            f"--sizes has {given}: expected fewer, because this many do not fit into memory ({error})"
         ) from None
     if args.plot is not None:
         _write_plot(args.plot, lambda plots: plots.draw_curve(found, args.plot))

@@ -81,8 +81,8 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         "--sizes",
         metavar="N,N",
         type=_sizes,
-        help="pool sizes for --compare and --curve; default: from 1/8 to 4 times --num-blocks, for --curve "
-        "two per octave up to the size of the trace",
+        help="pool sizes for --compare and --curve; default: from 1/8 to 4 times --num-blocks, for "
+        "--curve two per octave, up to the number of different blocks",
     )
     sub.add_argument(
         "--curve",

@@ -19,7 +19,6 @@ from kvcache.replay.replayer import Replayer, Series
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.service import Service
 from kvcache.replay.traces import (
-    BlockIdRequest,
     TraceError,
     read_block_ids,
     read_mooncake,
@@ -32,7 +31,6 @@ from kvcache.replay.workload import WorkloadRequest
 __all__ = [
     "COMPARED",
     "CURVE_POLICIES",
-    "BlockIdRequest",
     "ChatShape",
     "Comparison",
     "DisaggregatedReplayer",

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvcache.checks import instance, integer, listed, number, plain_fields, shown
-from kvcache.checks import text as checked_text
+from kvcache.checks import instance, integer, number, plain_fields, shown
 from kvcache.replay.comparison import Comparison, checked_policies, checked_rates, checked_sizes
 from kvcache.replay.miniature import Miniature
 from kvcache.replay.sampling import Sample, sampled
-from kvcache.replay.traces import BlockIdRequest
+from kvcache.replay.traces.block_ids import BlockIdRequest
 from kvcache.replay.workload import WorkloadRequest
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class HitRateCurve:
         trace: Name of the trace.
         requests: Number of requests.
         blocks: Number of block uses, with partial last blocks.
-        distinct_blocks: Estimated number of different full blocks: the size from which nothing is evicted.
+        distinct_blocks: Estimated number of different full blocks. Pools of this size evict nothing.
         block_size: Tokens per block.
         rate: Fraction of the blocks that was sampled. 1: all.
         sampled_requests: Number of requests with a sampled block.
@@ -108,19 +107,21 @@ def hit_rate_curve(
 ) -> HitRateCurve:
     """Estimate the token hit rates at all pool sizes from one pass over the workload.
 
-    A sample of the blocks, selected by hash, is replayed at each size with each policy, in a pool that is
-    smaller by the same factor (SHARDS, Waldspurger et al., FAST'15; miniature simulation, USENIX ATC'17). The
-    rates are those of `Replayer` with one full-attention group and one request at a time. With `rate=1`,
-    they are exact, except that `learned` also samples by hash, and hashes differ from those of a manager.
+    A sample of the blocks, selected by hash, is replayed at each size with each policy, in a pool that
+    is smaller by the same factor (SHARDS, Waldspurger et al., FAST'15; miniature simulation, USENIX
+    ATC'17). The rates are those of `Replayer` with one full-attention group and one request at a time.
+    With `rate=1`, they are exact, except that `learned` also samples by hash, and hashes differ from
+    those of a manager.
 
     Args:
-        workload: The requests. They are read once, and only the sample is kept.
+        workload: The requests, e.g. from `read_trace` or, faster, `read_block_ids`. They are read once,
+            and only the sample is kept.
         policies: Policies as `name[:option=value]...`, at least one.
-        sizes: Numbers of blocks, without the null block, at least one. None: two per octave, up to the number
-            of different blocks.
+        sizes: Numbers of blocks, without the null block, at least one. None: two per octave, up to the
+            number of different blocks.
         block_size: Tokens per block.
         rate: Fraction of the blocks to sample, above 0 and at most 1. None: the largest power of two with
-            which the sample has at most 2^18 requests and 2^21 uses of blocks.
+            which the sample has at most 2^20 requests and 2^22 uses of blocks.
         trace: Name of the trace in the result.
         on_request: Called after each request that was read.
 
@@ -172,7 +173,7 @@ def default_sizes(sample: Sample) -> list[int]:
     """Return sizes for a curve: two per octave, up to the number of different blocks."""
     most = max(sample.num_distinct, 1)
     least = max(most / 2**_MOST_OCTAVES, min(_LEAST_SAMPLED / sample.rate, most), 1)
-    num = math.ceil(_SIZES_PER_OCTAVE * math.log2(most / least))
+    num = math.floor(_SIZES_PER_OCTAVE * math.log2(most / least))
     sizes = (most / 2 ** (i / _SIZES_PER_OCTAVE) for i in range(num + 1))
     return sorted({_rounded(size) for size in sizes})
 

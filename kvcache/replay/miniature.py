@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a sample of a workload with a pool that is smaller by the same factor.
 
-For any eviction policy (miniature simulation, Waldspurger et al., USENIX ATC'17). The pool and the policy are
-those of the manager. With all blocks sampled, the replay makes the same calls as a manager that serves one
-request at a time.
+This works with any eviction policy (miniature simulation, Waldspurger et al., USENIX ATC'17). Pool and
+policies are those of the manager. With all blocks sampled, the pool is called as by a manager that
+serves one request at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,21 +17,7 @@ from kvcache.native.load import core
 from kvcache.replay.content import mix64
 from kvcache.replay.sampling import Sample
 
-_SALT = np.uint64(0x5851F42D4C957F2D)  # the pool must not sample by the hash of the sampler
-
-
-class _Request(NamedTuple):
-    num_blocks: int  # of the whole prompt
-    hashes: np.ndarray  # uint8[k, 32] of the sampled full blocks
-    num_hittable: int  # sampled blocks that can be hits
-    num_uses: int  # sampled blocks, with a partial last block
-    ends: np.ndarray  # int32[num_uses], tokens up to the end of each block, last block first
-    num_output_tokens: int
-    start_ms: int
-    end_ms: int
-    tokens_per_block: (
-        int  # that the policy multiplies by the number of blocks that the request added
-    )
+_SALT = np.uint64(0x5851F42D4C957F2D)  # the policy must not sample by the hash of the sampler
 
 
 class Miniature:
@@ -48,99 +33,50 @@ class Miniature:
         num_tokens = int(sample.tokens_of[served].sum())
         if num_tokens == 0:
             return 0.0
-        num_hits, num_uses = self._replay(eviction, options, num_blocks)
+        capacity = max(round(num_blocks * sample.rate), 1)
+        pool = core.BlockPool(capacity + 1, eviction, dict(options))
+        num_hits, num_hittable = core.replay_requests(
+            pool, self._requests, self._hashes, self._ends, num_blocks
+        )
         # A few blocks have most uses and are usually hits. If more or fewer of their uses were sampled
         # than expected, the difference is corrected as if all of these uses were hits (SHARDS-adj).
-        missing = int(sample.hittable_of[served].sum()) - num_uses / sample.rate
-        blocks = num_hits / sample.rate + missing
-        return min(max(blocks * sample.block_size / num_tokens, 0.0), 1.0)
-
-    def _replay(
-        self, eviction: str, options: Mapping[str, float], num_blocks: int
-    ) -> tuple[int, int]:
-        """Return the hits among the sampled blocks, and how many could be hits."""
-        capacity = max(round(num_blocks * self._sample.rate), 1)
-        pool = core.BlockPool(capacity + 1, eviction, dict(options))
-        has_policy = pool.has_policy
-        num_hits = num_uses = num_releases = 0
-        for request in self._requests:
-            if request.num_blocks > num_blocks:
-                continue
-            num_uses += request.num_hittable
-            hashes, num_held = request.hashes, request.num_uses
-            if num_held > capacity:  # only in a sample
-                num_held = capacity
-                hashes = hashes[:capacity]
-            if has_policy:
-                pool.set_now(request.start_ms / 1000)
-            found = pool.lookup(hashes[: request.num_hittable])
-            num_found = int(np.count_nonzero(found >= 0))
-            held = found[:num_found]
-            if num_found:
-                pool.retain(held)
-                if has_policy:
-                    pool.hit(held)
-                num_hits += num_found
-            new = pool.allocate(num_held - num_found)
-            num_full = len(hashes)
-            if num_full > num_found:
-                pool.publish(
-                    new[: num_full - num_found],
-                    hashes[num_found:],
-                    parent=hashes[num_found - 1].tobytes() if num_found else None,
-                )
-            held = np.concatenate([held, new])[::-1]
-            if has_policy:
-                num_releases += 1
-                pool.set_now(request.end_ms / 1000)
-                ends = request.ends[len(request.ends) - num_held :]
-                pool.notify_release(
-                    held,
-                    ends,
-                    tokens_per_block=request.tokens_per_block,
-                    num_prefix_tokens=int(ends[-num_found]) if num_found else 0,
-                    num_new_blocks=num_held - num_found,
-                    num_output_tokens=request.num_output_tokens,
-                    logical_time=num_releases,
-                    wall_ms=request.end_ms,
-                )
-            pool.release(held)
-        return num_hits, num_uses
+        missing = int(sample.hittable_of[served].sum()) - num_hittable / sample.rate
+        hit_tokens = (num_hits / sample.rate + missing) * sample.block_size
+        return min(max(hit_tokens / num_tokens, 0.0), 1.0)
 
     @cached_property
-    def _requests(self) -> list[_Request]:
-        sample, size = self._sample, self._sample.block_size
-        requests = sample.request_of_use()
-        is_full = sample.is_full()
-        hittable = np.maximum(sample.num_tokens - 1, 0) // size
-        is_hittable = sample.columns < hittable[requests]
-        num = len(sample.num_tokens)
-        num_full = np.bincount(requests[is_full], minlength=num).tolist()
-        num_hittable = np.bincount(requests[is_hittable], minlength=num).tolist()
-        hashes = np.zeros((len(sample.keys), 4), np.uint64)
-        hashes[:, 0] = mix64(sample.keys ^ _SALT)
-        hashes = hashes.view(np.uint8)
-        ends = ((sample.columns + 1) * size).astype(np.int32)
-        num_blocks = (-(-sample.num_tokens // size)).tolist()
-        outputs = sample.num_output_tokens.tolist()
-        start_ms, end_ms = sample.start_ms.tolist(), sample.end_ms.tolist()
-        starts, added = sample.starts.tolist(), self._tokens_per_added_block(num_full)
-        return [
-            _Request(
-                num_blocks[i],
-                hashes[start : start + num_full[i]],
-                num_hittable[i],
-                stop - start,
-                ends[start:stop][::-1],
-                outputs[i],
-                start_ms[i],
-                end_ms[i],
-                added[i],
-            )
-            for i, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
-        ]
+    def _hashes(self) -> np.ndarray:
+        hashes = np.zeros((len(self._sample.keys), 4), np.uint64)
+        hashes[:, 0] = mix64(self._sample.keys ^ _SALT)
+        return hashes.view(np.uint8)
 
-    def _tokens_per_added_block(self, num_full: list[int]) -> list[int]:
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return (self._sample.columns + 1) * self._sample.block_size
+
+    @cached_property
+    def _requests(self) -> np.ndarray:
+        """Return int64[r, 9]: the fields of `ReplayedRequest` (csrc/core/pool/pool_replay.h)."""
+        sample, size = self._sample, self._sample.block_size
+        num, request_of_use = len(sample.num_tokens), sample.request_of_use()
+        num_full = np.bincount(request_of_use[sample.is_full()], minlength=num)
+        is_hittable = (
+            sample.columns < (np.maximum(sample.num_tokens - 1, 0) // size)[request_of_use]
+        )
+        fields = (
+            -(-sample.num_tokens // size),
+            sample.starts[:-1],
+            np.diff(sample.starts),
+            num_full,
+            np.bincount(request_of_use[is_hittable], minlength=num),
+            sample.num_output_tokens,
+            sample.start_ms,
+            sample.end_ms,
+            self._tokens_per_added_block(num_full),
+        )
+        return np.ascontiguousarray(np.stack(fields, axis=1).astype(np.int64))
+
+    def _tokens_per_added_block(self, num_full: np.ndarray) -> np.ndarray:
         """Return for each request the tokens that it added per sampled block that it added.
 
         A policy that counts the added blocks then sees the tokens that the whole prompt added to the
@@ -148,25 +84,24 @@ class Miniature:
         wrong for short additions.
         """
         sample, size = self._sample, self._sample.block_size
+        if sample.rate >= 1:
+            return np.full(len(num_full), size)
         lengths = (sample.num_tokens // size).tolist()
         columns, keys = sample.columns.tolist(), sample.keys.tolist()
-        ended: dict[
-            int, int
-        ] = {}  # by last sampled block: full blocks of the request, or -1: inside
+        ended: dict[int, int] = {}  # by block: full blocks of the request that it ended, or 0
         found = []
-        for i, start in enumerate(sample.starts[:-1].tolist()):
-            stop = start + num_full[i]
-            known = stop
+        for length, start, num in zip(
+            lengths, sample.starts[:-1].tolist(), num_full.tolist(), strict=True
+        ):
+            stop = known = start + num
             while known > start and keys[known - 1] not in ended:
                 known -= 1
             num_known = 0
             if known > start:
                 num_known = max(ended[keys[known - 1]], columns[known - 1] + 1)
-            num_added = max(lengths[i] - num_known, 0)
-            num_sampled = stop - known
-            found.append(max(round(num_added * size / num_sampled), 1) if num_sampled else size)
-            for use in range(known, stop):
-                ended[keys[use]] = -1
-            if stop > start:
-                ended[keys[stop - 1]] = lengths[i]
-        return found
+            num_added = max(length - num_known, 0)
+            found.append(max(round(num_added * size / (stop - known)), 1) if stop > known else size)
+            ended.update(dict.fromkeys(keys[known:stop], 0))
+            if num:
+                ended[keys[stop - 1]] = length
+        return np.array(found, np.int64)

@@ -3,7 +3,6 @@
 
 # Imported in the order in which formats are tried on a line.
 import kvcache.replay.traces.bailian
-from kvcache.replay.traces.block_ids import BlockIdRequest
 from kvcache.replay.traces.fields import TraceError
 from kvcache.replay.traces.mooncake import read_mooncake
 from kvcache.replay.traces.registry import (
@@ -18,7 +17,6 @@ import kvcache.replay.traces.text  # isort: skip
 import kvcache.replay.traces.engine_logs  # noqa: F401  # isort: skip
 
 __all__ = [
-    "BlockIdRequest",
     "TraceError",
     "read_block_ids",
     "read_mooncake",

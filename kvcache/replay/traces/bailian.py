@@ -18,7 +18,7 @@ from kvcache.replay.traces.fields import (
     TraceError,
     count,
     quoted,
-    record_of,
+    record_with_arrays,
     seconds,
     whole_number_array,
 )
@@ -41,7 +41,7 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
 @register_block_ids("bailian")
 def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     for index, line in enumerate(lines):
-        record = record_of(line)
+        record = record_with_arrays(line, MAX_BLOCK_ID)
         arrival = seconds(record, "timestamp", line)
         length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
         output_length = count(record, "output_length", 0, line)

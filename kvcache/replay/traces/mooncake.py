@@ -21,7 +21,7 @@ from kvcache.replay.traces.fields import (
     count,
     milliseconds,
     quoted,
-    record_of,
+    record_with_arrays,
     whole_number_array,
 )
 from kvcache.replay.traces.registry import read_trace, register_block_ids, register_trace_form
@@ -49,7 +49,7 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     first = list(itertools.islice(lines, _NUM_LOOKED_AT))
     size = _block_size(first)
     for index, line in enumerate(itertools.chain(first, lines)):
-        record = record_of(line)
+        record = record_with_arrays(line, MAX_BLOCK_ID)
         arrival = milliseconds(record, "timestamp", line)
         length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
         output_length = count(record, "output_length", 0, line)

@@ -611,6 +611,8 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "DemoReport": lambda w: demo_report(),
     "Comparison": lambda w: __import__("kvcache.replay").replay.compare(
         [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
+    "HitRateCurve": lambda w: __import__("kvcache.replay").replay.hit_rate_curve(
+        [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
     "Transfer": lambda w: a_read(w),
     "GroupFetch": group_fetch,
     "Fetch": fetch,

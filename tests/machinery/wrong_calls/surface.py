@@ -69,6 +69,7 @@ MADE_BY = {
     "kvcache.replay.Comparison": "compare",
     "kvcache.replay.DisaggregationReport": "DisaggregatedReplayer.run",
     "kvcache.replay.DisaggregationSeries": "DisaggregatedReplayer.run",
+    "kvcache.replay.HitRateCurve": "hit_rate_curve",
     "kvcache.replay.Mismatch": "Replayer.run",
     "kvcache.replay.ReplayReport": "Replayer.run",
     "kvcache.replay.Series": "Replayer.run",

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Replays requests on a pool, as a manager of one full-attention group does that serves one request
+// at a time.
+#pragma once
+
+#include <cstdint>
+
+#include "core/hash.h"
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+// A request of which only a sample of the blocks is replayed, or all. Its blocks are consecutive:
+// first full blocks, then possibly a partial block, which is never cached.
+struct ReplayedRequest {
+  int64_t num_blocks;    // of the whole request
+  int64_t first;         // its first block among those of all requests
+  int64_t num_held;      // blocks of the request
+  int64_t num_full;      // of these, full blocks
+  int64_t num_hittable;  // of these, blocks that can be hits
+  int64_t num_output_tokens;
+  int64_t start_ms, end_ms;
+  int64_t tokens_per_block;  // ReleaseFeatures::tokens_per_block
+};
+
+struct ReplayedHits {
+  int64_t num_hits = 0;
+  int64_t num_hittable = 0;  // of the served requests
+};
+
+// Serves the requests in order. Requests of more than `most_blocks` blocks are rejected. Of a sample
+// that exceeds the pool, the first blocks are replayed. `hashes` and `ends`, the tokens up to the
+// end of a block, have one entry per block. No block of the pool may be held.
+ReplayedHits replay_requests(BlockPool* pool, const ReplayedRequest* requests, int64_t n,
+                             const Hash* hashes, const int64_t* ends, int64_t most_blocks);
+
+}  // namespace kvcache

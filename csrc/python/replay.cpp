@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// Python bindings for replays of traces: their lines, and the requests on a pool.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/pool/pool_replay.h"
+#include "python/arrays.h"
+#include "python/construct.h"
+#include "python/hashes.h"
+
+namespace kvcache {
+namespace {
+
+using Int64Array = py::array_t<int64_t, py::array::c_style>;
+
+constexpr py::ssize_t kFields = sizeof(ReplayedRequest) / sizeof(int64_t);
+static_assert(sizeof(ReplayedRequest) == kFields * sizeof(int64_t));
+
+Int64Array int64_array(const py::handle& value, const char* name, py::ssize_t num_columns) {
+  if (py::isinstance<Int64Array>(value)) {
+    auto array = py::reinterpret_borrow<Int64Array>(value);
+    if (num_columns == 0 && array.ndim() == 1) return array;
+    if (array.ndim() == 2 && array.shape(1) == num_columns) return array;
+  }
+  throw py::type_error(std::string(name) + ": expected a C-contiguous int64 array of shape [n" +
+                       (num_columns == 0 ? "]" : ", " + std::to_string(num_columns) + "]"));
+}
+
+void check_request(const ReplayedRequest& each, int64_t i, int64_t num_blocks) {
+  const bool is_right = each.first >= 0 && each.num_held >= 0 && each.first <= num_blocks &&
+                        each.num_held <= num_blocks - each.first && each.num_full >= 0 &&
+                        each.num_full <= each.num_held && each.num_hittable >= 0 &&
+                        each.num_hittable <= each.num_full && each.num_blocks >= each.num_held &&
+                        each.tokens_per_block >= 1;
+  if (is_right) return;
+  throw py::value_error("requests[" + std::to_string(i) + "] has inconsistent block counts");
+}
+
+py::tuple replay_on_pool(BlockPool* pool, const py::object& requests, const py::object& hashes,
+                         const py::object& ends, const py::object& most_blocks) {
+  const Int64Array table = int64_array(requests, "requests", kFields);
+  const HashArray hash = hash_array(hashes, "hashes");
+  const Int64Array end = int64_array(ends, "ends", 0);
+  const int64_t most = int_argument(most_blocks, "most_blocks");
+  require_same_length(end.size(), "ends", hash.shape(0), "hashes");
+  const auto* first = reinterpret_cast<const ReplayedRequest*>(table.data());
+  for (int64_t i = 0; i < table.shape(0); ++i) check_request(first[i], i, end.size());
+  for (py::ssize_t i = 0; i < end.size(); ++i) {
+    if (end.data()[i] < 1) throw py::value_error("ends has a number below 1: expected 1 or more");
+  }
+  if (pool->num_free() != pool->num_total()) {
+    throw py::value_error("the pool has held blocks: expected none");
+  }
+  ReplayedHits found;
+  {
+    const py::gil_scoped_release unlocked;
+    found = replay_requests(pool, first, table.shape(0), as_hashes(hash), end.data(), most);
+  }
+  return py::make_tuple(found.num_hits, found.num_hittable);
+}
+
+// Parses a JSON object whose fields are numbers, strings without escapes, and lists of whole numbers
+// from 0 to `most`. Anything else is left to a general parser.
+class RecordParser {
+ public:
+  RecordParser(std::string_view text, int64_t most)
+      : at_(text.data()), stop_(at_ + text.size()), most_(most) {}
+
+  // Returns a dict in which lists are int64[n], or None.
+  py::object parse() {
+    py::dict found;
+    if (!takes('{')) return py::none();
+    do {
+      const py::object name = string();
+      if (!name || !takes(':')) return py::none();
+      const py::object value = this->value();
+      if (!value) return py::none();
+      found[name] = value;
+    } while (takes(','));
+    if (!takes('}')) return py::none();
+    skip();
+    if (at_ != stop_) return py::none();
+    return std::move(found);
+  }
+
+ private:
+  // Each of the functions below that returns an object returns null for what is not supported.
+  static constexpr int64_t kMost = int64_t{1} << 59;  // ten times this number fits into int64
+
+  static bool is_digit(char c) { return c >= '0' && c <= '9'; }
+  char next() const { return at_ < stop_ ? *at_ : '\0'; }
+  void skip() {
+    while (at_ < stop_ && (*at_ == ' ' || *at_ == '\t' || *at_ == '\n' || *at_ == '\r')) ++at_;
+  }
+  bool takes(char wanted) {
+    skip();
+    if (next() != wanted || at_ == stop_) return false;
+    ++at_;
+    return true;
+  }
+  py::object value() {
+    skip();
+    if (next() == '"') return string();
+    if (next() == '[') return list();
+    return number();
+  }
+  py::object string() {
+    if (!takes('"')) return {};
+    const char* const begin = at_;
+    while (at_ < stop_ && *at_ != '"') {
+      if (*at_ == '\\' || static_cast<unsigned char>(*at_) < 0x20) return {};
+      ++at_;
+    }
+    if (at_ == stop_) return {};
+    PyObject* text = PyUnicode_DecodeUTF8(begin, at_ - begin, nullptr);
+    ++at_;
+    if (text == nullptr) clear_refusal();  // not UTF-8
+    return py::reinterpret_steal<py::object>(text);
+  }
+  // Returns -1 for anything else than a whole number from 0 to `kMost`.
+  int64_t whole() {
+    const char* const begin = at_;
+    int64_t value = 0;
+    for (; at_ < stop_ && is_digit(*at_); ++at_) {
+      value = 10 * value + (*at_ - '0');
+      if (value > kMost) return -1;
+    }
+    if (at_ == begin || (*begin == '0' && at_ - begin > 1)) return -1;
+    return value;
+  }
+  py::object number() {
+    const char* const begin = at_;
+    if (next() == '-') ++at_;
+    const int64_t value = whole();
+    if (value < 0) return {};
+    const bool has_fraction = next() == '.';
+    if (has_fraction) {
+      ++at_;
+      if (!is_digit(next())) return {};
+      while (is_digit(next())) ++at_;
+    }
+    if (next() == 'e' || next() == 'E') return {};
+    if (!has_fraction) return py::int_(*begin == '-' ? -value : value);
+    const py::str text(begin, static_cast<size_t>(at_ - begin));
+    PyObject* real = PyFloat_FromString(text.ptr());
+    if (real == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(real);
+  }
+  py::object list() {
+    if (!takes('[')) return {};
+    std::vector<int64_t> found;
+    if (takes(']')) return copy_array(found);
+    found.reserve(static_cast<size_t>(stop_ - at_) / 4);
+    do {
+      skip();
+      const int64_t value = whole();
+      if (value < 0 || value > most_) return {};
+      found.push_back(value);
+    } while (takes(','));
+    return takes(']') ? copy_array(found) : py::object();
+  }
+
+  const char* at_;
+  const char* const stop_;
+  const int64_t most_;
+};
+
+py::object parse_record(const py::bytes& text, const py::object& most) {
+  return RecordParser(text, int_argument(most, "most")).parse();
+}
+
+}  // namespace
+
+void bind_replay(py::module_& m) {
+  m.def("replay_requests", &replay_on_pool, py::arg("pool"), py::arg("requests"), py::arg("hashes"),
+        py::arg("ends"), py::arg("most_blocks"),
+        "Serve requests one at a time on a pool (int64[r, 9], see csrc/core/pool/pool_replay.h).\n"
+        "Return the number of hit blocks and the number of blocks that can be hits.");
+  m.def("parse_record", &parse_record, py::arg("text"), py::arg("most"),
+        "Return a JSON object as a dict in which lists of whole numbers from 0 to `most` are int64[n],\n"
+        "or None if it has any other value than such lists, numbers and strings without escapes.");
+}
+
+}  // namespace kvcache
