@@ -63,8 +63,8 @@ py::tuple replay_on_pool(BlockPool* pool, const py::object& requests, const py::
   return py::make_tuple(found.num_hits, found.num_hittable);
 }
 
-// Parses a JSON object whose fields are numbers, strings without escapes, and lists of whole numbers
-// from 0 to `most`. Anything else is left to a general parser.
+// Parses a JSON object whose fields are numbers, strings without escapes, and lists of whole
+// numbers from 0 to `most`. Anything else is left to a general parser.
 class RecordParser {
  public:
   RecordParser(std::string_view text, int64_t most)
@@ -181,7 +181,8 @@ void bind_replay(py::module_& m) {
         "Serve requests one at a time on a pool (int64[r, 9], see csrc/core/pool/pool_replay.h).\n"
         "Return the number of hit blocks and the number of blocks that can be hits.");
   m.def("parse_record", &parse_record, py::arg("text"), py::arg("most"),
-        "Return a JSON object as a dict in which lists of whole numbers from 0 to `most` are int64[n],\n"
+        "Return a JSON object as a dict in which lists of whole numbers from 0 to `most` are "
+        "int64[n],\n"
         "or None if it has any other value than such lists, numbers and strings without escapes.");
 }
 

@@ -76,8 +76,8 @@ def test_curve_of_all_blocks_equals_replays_for_policies_without_hashes(policy):
 
 
 def test_learned_curve_of_all_blocks_is_close_to_replays():
-    requests = list(chat_workload(800, 3))
-    sizes = [200, 500, 1000, 2000]
+    requests = list(chat_workload(400, 3))
+    sizes = [400, 800, 1600]
     curve = hit_rate_curve(requests, ["learned"], sizes, block_size=16)
     exact = compare(requests, ["learned"], sizes, block_size=16, with_optimum=False)
     assert max(map(abs, curve.with_exact(exact).errors["learned"])) < 1
@@ -85,8 +85,8 @@ def test_learned_curve_of_all_blocks_is_close_to_replays():
 
 @pytest.mark.parametrize("policy", ["lru", "learned"])
 def test_sampled_curve_is_close_to_replays(policy):
-    requests = list(chat_workload(2000, 1))
-    sizes = [2000, 4000, 8000, 16_000]
+    requests = list(chat_workload(700, 1))
+    sizes = [800, 1200, 1600]
     curve = hit_rate_curve(requests, [policy], sizes, block_size=16, rate=0.25)
     exact = compare(requests, [policy], sizes, block_size=16, with_optimum=False)
     assert curve.rate == 0.25

@@ -28,9 +28,9 @@ struct ReplayedHits {
   int64_t num_hittable = 0;  // of the served requests
 };
 
-// Serves the requests in order. Requests of more than `most_blocks` blocks are rejected. Of a sample
-// that exceeds the pool, the first blocks are replayed. `hashes` and `ends`, the tokens up to the
-// end of a block, have one entry per block. No block of the pool may be held.
+// Serves the requests in order. Requests of more than `most_blocks` blocks are rejected. Of a
+// sample that exceeds the pool, the first blocks are replayed. `hashes` and `ends`, the tokens up
+// to the end of a block, have one entry per block. No block of the pool may be held.
 ReplayedHits replay_requests(BlockPool* pool, const ReplayedRequest* requests, int64_t n,
                              const Hash* hashes, const int64_t* ends, int64_t most_blocks);
 
