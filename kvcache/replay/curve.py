@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvcache.checks import instance, integer, number, plain_fields, shown
 from kvcache.replay.comparison import Comparison, checked_policies, checked_rates, checked_sizes
 from kvcache.replay.miniature import Miniature
-from kvcache.replay.sampling import Sample, sampled
+from kvcache.replay.sampling import BlockSample, sampled
 from kvcache.replay.traces.block_ids import BlockIdRequest
 from kvcache.replay.workload import WorkloadRequest
 
@@ -169,7 +169,7 @@ def hit_rate_curve(
     )
 
 
-def default_sizes(sample: Sample) -> list[int]:
+def default_sizes(sample: BlockSample) -> list[int]:
     """Return sizes for a curve: two per octave, up to the number of different blocks."""
     most = max(sample.num_distinct, 1)
     least = max(most / 2**_MOST_OCTAVES, min(_LEAST_SAMPLED / sample.rate, most), 1)

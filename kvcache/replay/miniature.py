@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcache.native.load import core
 from kvcache.replay.content import mix64
-from kvcache.replay.sampling import Sample
+from kvcache.replay.sampling import BlockSample
 
 _SALT = np.uint64(0x5851F42D4C957F2D)  # the policy must not sample by the hash of the sampler
 
@@ -23,7 +23,7 @@ _SALT = np.uint64(0x5851F42D4C957F2D)  # the policy must not sample by the hash 
 class Miniature:
     """Replays of one sample."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: BlockSample) -> None:
         self._sample = sample
 
     def hit_rate(self, eviction: str, options: Mapping[str, float], num_blocks: int) -> float:

@@ -26,7 +26,7 @@ MOST_REQUESTS, MOST_USES = 2**20, 2**22
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class BlockSample:
     """The sampled blocks of a workload, and exact totals of the workload.
 
     A partial last block takes space like other blocks, and is sampled like them, but is never cached.
@@ -71,7 +71,7 @@ class Sample:
         return self.columns < (self.num_tokens // self.block_size)[self.request_of_use()]
 
 
-class Sampler:
+class BlockSampler:
     """Collects a sample of the requests that are added.
 
     Args:
@@ -103,13 +103,13 @@ class Sampler:
         self._batch.append((keys, request.num_tokens, request.output_length, self._now_ms))
         self._num_in_batch += len(keys) + 1
 
-    def sample(self) -> Sample:
+    def sample(self) -> BlockSample:
         """Return the sample of the requests so far."""
         self._flush()
         keys, columns, requests = self._all_uses()
         numbers, *features = self._all_features()
         starts = np.searchsorted(requests, np.append(numbers, self._num_requests))
-        return Sample(
+        return BlockSample(
             self._rate,
             self._block_size,
             keys.view(np.uint64),
@@ -190,9 +190,9 @@ def sampled(
     block_size: int,
     rate: float | None,
     on_request: Callable[[], None] | None = None,
-) -> Sample:
-    """Return a sample of the workload, see `Sampler`."""
-    sampler = Sampler(block_size, rate)
+) -> BlockSample:
+    """Return a sample of the workload, see `BlockSampler`."""
+    sampler = BlockSampler(block_size, rate)
     if not isinstance(workload, Iterable):
         raise TypeError(f"workload is {shown(workload)}: expected requests")
     for i, request in enumerate(workload):

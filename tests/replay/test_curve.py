@@ -258,6 +258,7 @@ def test_other_values_are_left_to_the_json_parser(value):
         ({"hash_ids": [10**11, 1]}, r"hash_ids\[0\] is 100000000000: expected a whole number"),
         ({"hash_ids": "x"}, 'hash_ids is "x": expected a list'),
         ({"hash_ids": [1, 2, 3, 4]}, "hash_ids has 4 entries: expected 2"),
+        ({"input_length": [5, 6]}, r"input_length is \[5, 6\]: expected a whole number"),
         ({"timestamp": -1}, "timestamp is -1: expected a whole number"),
     ],
 )

@@ -125,7 +125,7 @@ def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
 def quoted(value: object) -> str:
     """Return a value in JSON syntax, truncated if long."""
     try:
-        text = json.dumps(value)
+        text = json.dumps(value, default=np.ndarray.tolist)
     except RecursionError:
         text = "nested too deeply"
     return text if len(text) <= 40 else text[:37] + "..."
