@@ -209,7 +209,7 @@ def curve_table(curve: HitRateCurve) -> Table:
         cells = []
         for name, rates in curve.token_hit_rates.items():
             cells.append(f"{rates[i]:.4f}")
-            if errors is not None:
+            if errors is not None and curve.exact is not None:
                 cells += [f"{curve.exact[name][i]:.4f}", f"{errors[name][i]:+.2f}"]
         table.add_row(f"{size:,}", *cells)
     return table
