@@ -40,7 +40,9 @@ from kvcache.replay import (
 )
 
 RATES = (None, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-TABLES = ("curve", "errors", "speed")
+LONG_BLOCKS, LONG_SIZES = 6_000_000, (4_000, 8_000, 16_000, 32_000, 64_000)
+LONG_RATES = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+TABLES = ("curve", "errors", "long", "speed")
 
 
 def main() -> int:
@@ -52,6 +54,8 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables of a page")
     args = parser.parse_args()
     tables = dict(accuracy_tables()) if {"curve", "errors"} & {*args.only} else {}
+    if "long" in args.only:
+        tables["long"] = long_table()
     if "speed" in args.only:
         tables["speed"] = speed_table(args.blocks)
     for name in args.only:
@@ -107,6 +111,33 @@ def accuracy_tables() -> Iterator[tuple[str, str]]:
                 rows.append([name, f"{size:,}", *rates])
     yield "curve", table(rows)
     yield "errors", table(errors)
+
+
+def long_table() -> str:
+    """Return errors of curves of generated traces, compared with replays of all blocks."""
+    rows = [["blocks per prompt", "policy", "rate", *(f"{size:,}" for size in LONG_SIZES)]]
+    for per_prompt in (24, 240):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.jsonl"
+            write_trace(path, LONG_BLOCKS, per_prompt)
+            whole, *sampled = (
+                hit_rate_curve(
+                    read_block_ids(path),
+                    CURVE_POLICIES,
+                    LONG_SIZES,
+                    block_size=BLOCK_SIZE,
+                    rate=rate,
+                )
+                for rate in (1.0, *LONG_RATES)
+            )
+        shown = f"{whole.blocks / whole.requests:.0f}"
+        for policy, rates in whole.token_hit_rates.items():
+            rows.append([shown, policy, "1: hit rate", *(f"{rate:.4f}" for rate in rates)])
+            for curve in sampled:
+                points = 100 * (np.array(curve.token_hit_rates[policy]) - rates)
+                errors = (f"{each:+.2f}" for each in points)
+                rows.append([shown, policy, f"1/{1 / curve.rate:.0f}: error", *errors])
+    return table(rows)
 
 
 def speed_table(num_blocks: int) -> str:

@@ -55,11 +55,9 @@ py::tuple replay_on_pool(BlockPool* pool, const py::object& requests, const py::
   if (pool->num_free() != pool->num_total()) {
     throw py::value_error("the pool has held blocks: expected none");
   }
-  ReplayedHits found;
-  {
-    const py::gil_scoped_release unlocked;
-    found = replay_requests(pool, first, table.shape(0), as_hashes(hash), end.data(), most);
-  }
+  // With the GIL, because the pool belongs to the caller.
+  const ReplayedHits found =
+      replay_requests(pool, first, table.shape(0), as_hashes(hash), end.data(), most);
   return py::make_tuple(found.num_hits, found.num_hittable);
 }
 

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,14 @@ from kvcache.cli.output import progress, say, show, writing
 from kvcache.cli.policies import policy_options
 
 if TYPE_CHECKING:
-    from kvcache.replay import Disaggregation, ReplayReport, Series, Service, WorkloadRequest
+    from kvcache.replay import (
+        Comparison,
+        Disaggregation,
+        ReplayReport,
+        Series,
+        Service,
+        WorkloadRequest,
+    )
     from kvcache.replay.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
@@ -344,26 +351,14 @@ def _curve(args: argparse.Namespace) -> int:
                 trace=name,
                 on_request=advance,
             )
-        if args.exact:
-            num_replays = len(found.sizes) * len(args.curve)
-            with _progress(args, len(requests) * num_replays) as advance:
-                found = found.with_exact(
-                    replay.compare(
-                        requests,
-                        args.curve,
-                        found.sizes,
-                        block_size=args.block_size,
-                        with_optimum=False,
-                        on_request=advance,
-                    )
-                )
     except replay.TraceError as error:
         raise UsageError(str(error)) from None
+    except ValueError as error:  # no block is sampled
+        raise UsageError(f"--rate: {error}") from None
     except MemoryError as error:
-        given = "a default" if args.sizes is None else args.sizes[-1] + 1
-        raise UsageError(
-            f"--sizes has {given}: expected fewer, because this many do not fit into memory ({error})"
-        ) from None
+        raise _too_large(args, error) from None
+    if args.exact:
+        found = found.with_exact(_exact(args, requests, found.sizes))
     if args.plot is not None:
         _write_plot(args.plot, lambda plots: plots.draw_curve(found, args.plot))
     if args.json:
@@ -372,6 +367,33 @@ def _curve(args: argparse.Namespace) -> int:
     else:
         show(replay.curve_table(found))
     return 0
+
+
+def _exact(
+    args: argparse.Namespace, requests: list[WorkloadRequest], sizes: Sequence[int]
+) -> Comparison:
+    """Replay completely at each size of --curve."""
+    replay = import_module("kvcache.replay")
+    num_replays = len(sizes) * len(args.curve)
+    try:
+        with _progress(args, len(requests) * num_replays) as advance:
+            return replay.compare(
+                requests,
+                args.curve,
+                sizes,
+                block_size=args.block_size,
+                with_optimum=False,
+                on_request=advance,
+            )
+    except MemoryError as error:
+        raise _too_large(args, error) from None
+
+
+def _too_large(args: argparse.Namespace, error: MemoryError) -> UsageError:
+    given = "a default" if args.sizes is None else args.sizes[-1] + 1
+    return UsageError(
+        f"--sizes has {given}: expected fewer, because this many do not fit into memory ({error})"
+    )
 
 
 def _disaggregate(args: argparse.Namespace) -> int:

@@ -129,7 +129,7 @@ def hit_rate_curve(
         The curve.
 
     Raises:
-        ValueError: A policy is unknown, or an argument is invalid.
+        ValueError: A policy is unknown, an argument is invalid, or no block is sampled.
 
     Example:
         >>> from kvcache.replay import chat_workload
@@ -150,6 +150,10 @@ def hit_rate_curve(
     if on_request is not None and not callable(on_request):
         raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
     sample = sampled(workload, block_size, rate, on_request)
+    if rate is not None and len(sample.keys) == 0 and sample.num_blocks > 0:
+        raise ValueError(
+            f"rate is {rate}: expected more, because none of the {sample.num_blocks} blocks is sampled"
+        )
     sizes = default_sizes(sample) if sizes is None else sizes
     miniature = Miniature(sample)
     rates = {
@@ -205,7 +209,7 @@ def curve_table(curve: HitRateCurve) -> Table:
         cells = []
         for name, rates in curve.token_hit_rates.items():
             cells.append(f"{rates[i]:.4f}")
-            if errors is not None:
+            if errors is not None and curve.exact is not None:
                 cells += [f"{curve.exact[name][i]:.4f}", f"{errors[name][i]:+.2f}"]
         table.add_row(f"{size:,}", *cells)
     return table

@@ -296,6 +296,10 @@ def test_lists_inside_other_fields_are_not_taken(tmp_path):
         ({"rate": 1.5}, "rate is 1.5: expected a number above 0, at most 1"),
         ({"rate": float("nan")}, "rate is nan"),
         ({"rate": "x"}, "rate is 'x'"),
+        (
+            {"rate": 1e-30, "workload": random_workload(1, 3)},
+            "rate is 1e-30: expected more, because none of the .* blocks is sampled",
+        ),
         ({"trace": 1}, "trace is 1"),
         ({"on_request": 1}, "on_request is 1: expected a function or None"),
         ({"workload": [1]}, r"workload\[0\] is 1: expected WorkloadRequest"),
@@ -389,6 +393,7 @@ def test_command_reads_compressed_traces_and_chats(capsys, trace, tmp_path):
         (["--exact"], "--exact is given without --curve"),
         (["--curve", "--rate", "0"], "--rate is '0': expected a number above 0, at most 1"),
         (["--curve", "--rate", "x"], "--rate is 'x': expected a number above 0"),
+        (["--curve", "--rate", "1e-99"], "--rate: rate is 1e-99: expected more, because none of"),
         (["--curve", "x"], "--curve has 'x': expected one of last_access"),
         (["--curve", "--sizes", "1"], "--sizes is '1': expected a whole number from 2"),
         *(
