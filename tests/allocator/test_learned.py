@@ -337,7 +337,7 @@ def test_hits_behind_lru_are_bounded_while_other_requests_hold_blocks(seed):
         for eviction in ("learned", "lru")
     )
     learned.cache.set_now(0)
-    reached, used = np.full((294, 26), 1e6), rng.choice([0, 9e5], (294, 26))
+    reached, used = np.full((298, 26), 1e6), rng.choice([0, 9e5], (298, 26))
     learned.cache.learn_from(LearnedReuse(reached, used))
     behind = num_uses = 0
     c, running = num_blocks - 1, []

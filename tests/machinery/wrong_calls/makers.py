@@ -111,7 +111,8 @@ def plan(w: World) -> kvcache.CachePlan:
 
 
 def cache(w: World) -> kvcache.KVCache:
-    return kvcache.build(w.get("CachePlan"), max_num_reqs=6, num_host_blocks=6, enable_events=True)
+    options = {"enable_events": True, "explain_misses": 1}
+    return kvcache.build(w.get("CachePlan"), max_num_reqs=6, num_host_blocks=6, **options)
 
 
 def sanitizer(w: World) -> Sanitizer:
