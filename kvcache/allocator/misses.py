@@ -11,21 +11,22 @@ MISS_REASONS = {
     "external": "received from another source",
     "not_taken": "cached, but not used, because a shorter hit was taken",
     "not_loaded": "cached on the host, but not loaded",
-    "boundary": "cached, but behind a window or state that is not cached",
+    "boundary": "cached, but another block, window or state that the hit needs is not",
     "evicted": "evicted",
-    "removed": "removed by a reset, an invalidation or a call",
+    "removed": "removed by a reset, an invalidation or a call of evict",
     "in_flight": "being computed by another request",
     "other_keys": "cached or seen only with another salt, adapter or image",
     "new": "not seen before",
     "tail": "at the end of the prompt",
 }
-"""Reasons of misses, and their descriptions. A request's missed tokens follow each other in this order.
+"""Reasons of misses, and their descriptions.
 
 - `external`: KV from `Admit.external`.
 - `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
 - `not_loaded`: the hit has more host blocks than `Admit.max_host_blocks`.
 - `evicted`, `removed`: up to the last block of the request that has left the cache.
-- `in_flight`: a running request holds blocks with the same content that are not computed yet.
+- `in_flight`: a running request holds blocks with the same content that are not computed yet. Only the
+  64 most recent requests are compared.
 - `other_keys`: one of the 64 most recent requests had the same tokens with other extra keys.
 - `new`: also blocks that left the cache too long ago to be remembered.
 - `tail`: behind the last position at which a hit can end. The last token is always computed.
@@ -53,9 +54,9 @@ class MissReport:
             cache. None if there is no such block.
         evicted_by: The eviction policy, if that block was evicted.
         evicted_for: For whom the block was evicted, as text.
-        nearest_id: ID of the recent request with the longest equal prefix of tokens. None if no recent
-            request starts with the same tokens.
-        nearest_tokens: Length of that prefix. Tokens differ from this position on.
+        nearest_id: ID of the recent request with the longest equal prefix of tokens. None if none of the 64
+            most recent requests starts with the same 16 tokens (or one hash block, if that is shorter).
+        nearest_tokens: Length of that prefix, including tokens that the other request has generated.
         differs_in: The first extra key in which the requests differ: "cache_salt", "lora", "mm_items"
             or "prompt_embeds". None if they have the same keys.
     """
@@ -92,7 +93,7 @@ class MissReport:
         if reason == "other_keys" and self.differs_in is not None:
             return f" ({self.nearest_id} has another {self.differs_in})"
         if reason == "new" and self.nearest_id is not None:
-            return f" (differs from {self.nearest_id} at token {self.nearest_tokens:,})"
+            return f" (equal to {self.nearest_id} up to token {self.nearest_tokens:,})"
         return ""
 
 
@@ -108,7 +109,7 @@ def report_of(request_id: str, eviction: str, native: tuple) -> MissReport:
         None if lost is None else ms_ago / 1000,
         eviction if is_evicted else None,
         _TAKERS[taker] if is_evicted else None,
-        None if num_alike < 0 else alike,
+        alike or None,
         max(num_alike, 0),
         differs_in or None,
     )

@@ -64,9 +64,9 @@ class Oracle:
         alike = [
             self._num_equal(tokens, other.token_ids.tolist()) // BLOCK
             for other in self.seen[-64:]
-            if other.cache_salt != request.cache_salt and len(other.token_ids) >= 16 <= len(tokens)
+            if other.cache_salt != request.cache_salt
         ]
-        keyed = min(max([flying, *(n for n in alike if n * BLOCK >= 16)]), last)
+        keyed = min(max([flying, *alike]), last)
         out["other_keys"] = (keyed - flying) * BLOCK
         out["new"] = (last - keyed) * BLOCK
         out["tail"] = len(tokens) - last * BLOCK
@@ -217,6 +217,62 @@ def test_tokens_behind_a_window_that_is_not_cached_are_at_a_boundary() -> None:
     assert (report.hit_tokens, report.missed_tokens) == (40, {"new": 16, "tail": 4})
 
 
+def test_nothing_is_evicted_while_blocks_are_cached_beyond_a_hit() -> None:
+    """A drafter recomputes a block, and groups with other block sizes have shorter hits."""
+    drafting = [GroupSpec("full_attention", BLOCK, drafts=True)]
+    sizes = [GroupSpec("full_attention", 2 * BLOCK), GroupSpec("full_attention", BLOCK)]
+    for groups, num_tokens, expected in ((drafting, 16, (12, 4)), (sizes, 14, (8, 4))):
+        manager = KVCacheManager.for_groups(groups, 100, 400, explain_misses=1)
+        manager.step(new=[Request("a", range(num_tokens))])
+        report = manager.cache.explain(Request("b", [*range(num_tokens), *range(100, 120)]))
+        assert (report.hit_tokens, report.missed_tokens["boundary"]) == expected
+        assert "evicted" not in report.missed_tokens
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_states_that_were_not_kept_are_at_a_boundary(ended: bool) -> None:
+    groups = [GroupSpec("recurrent", 16)]
+    manager = KVCacheManager.for_groups(groups, 100, 400, explain_misses=1)
+    a = Request("a", range(200))
+    manager.step(new=[a])
+    if ended:
+        manager.free(a)
+    report = manager.cache.explain(Request("b", [*range(100), *range(500, 600)]))
+    assert report.missed_tokens["boundary"] == 96 and "in_flight" not in report.missed_tokens
+
+
+def test_an_image_later_in_the_prompt_does_not_change_the_reason_before_it() -> None:
+    manager = _manager()
+    a, b = (
+        Request(name, range(100, 160), mm_items=[(image, 50, 4)])
+        for name, image in (("a", "x"), ("b", "y"))
+    )
+    manager.step(new=[Admit(a, 8)])
+    report = manager.cache.explain(b)
+    assert report.missed_tokens["in_flight"] == 40
+    assert report.missed_tokens["other_keys"] == 8  # the block of the image and the one after it
+
+
+def test_generated_tokens_count_as_equal() -> None:
+    manager = _manager()
+    a = Request("a", range(20))
+    row = int(manager.step(new=[a]).rows[-1])
+    manager.step([row], [8], token_ids=range(20, 28), num_token_ids=[8])
+    report = manager.cache.explain(Request("b", [*range(28), *range(100, 110)]))
+    assert (report.nearest_id, report.nearest_tokens, report.hit_tokens) == ("a", 28, 28)
+
+
+def test_admit_loads_nothing_from_the_host() -> None:
+    manager = _manager(num_gpu_blocks=11, num_host_blocks=21)
+    for name, tokens in (("a", range(20)), ("big", range(100, 140))):
+        request = Request(name, tokens)
+        manager.report(_completed(manager.step(new=[request])))
+        manager.free(request)
+    b = Request("b", range(20))
+    manager.admit(b)
+    assert manager.cache.explain(b).missed_tokens == {"not_loaded": 16, "tail": 4}
+
+
 def test_a_drafter_has_a_longer_tail() -> None:
     groups = [GroupSpec("full_attention", BLOCK, drafts=True)]
     manager = KVCacheManager.for_groups(groups, 100, 400, explain_misses=1)
@@ -269,7 +325,7 @@ def test_the_nearest_recent_request_is_named_with_the_first_different_token_and_
     manager.step(new=[Request("a", range(30)), Request("b", [*range(20), 99, 98], cache_salt="s")])
     report = manager.cache.explain(Request("c", [*range(21), *range(50, 60)]))
     assert (report.nearest_id, report.nearest_tokens, report.differs_in) == ("a", 21, None)
-    assert "differs from a at token 21" in str(report)
+    assert "equal to a up to token 21" in str(report)
     report = manager.cache.explain(Request("d", [*range(20), 99, 98]))
     assert (report.nearest_id, report.nearest_tokens, report.differs_in) == ("b", 22, "cache_salt")
 

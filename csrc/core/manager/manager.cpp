@@ -248,7 +248,10 @@ const StepPlan& Manager::step(const StepRequest& request) {
   checks_.check_step(request);
   const std::vector<int64_t> hits = external_hits(request.new_rows);
   intake_.take_in(request);
-  if (misses_ != nullptr) misses_->release_dropped();
+  if (misses_ != nullptr) {
+    misses_->release_dropped();
+    misses_->set_taker(Taker::kOther);
+  }
   // After this point, nothing is rejected.
   const Soundness::Change change = this->change("step");
   steps_.begin();
@@ -410,6 +413,7 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
   checks_.check_swap(rows, /*on_host=*/false);
   for (int32_t row : rows) intake_.hash_filled(row);
   const Soundness::Change change = this->change("swap_out");
+  if (misses_ != nullptr) misses_->set_taker(Taker::kOther);
   return swap_.swap_out(rows);
 }
 
@@ -418,6 +422,7 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   checks_.check_has_host("swap_in was called");
   checks_.check_swap(rows, /*on_host=*/true);
   const Soundness::Change change = this->change("swap_in");
+  if (misses_ != nullptr) misses_->set_taker(Taker::kOther);
   return swap_.swap_in(rows);
 }
 

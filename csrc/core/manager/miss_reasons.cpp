@@ -31,14 +31,18 @@ MissReasons::MissReasons(const Parts& parts, int64_t one_of)
   }
 }
 
-// Prefers a group that keeps all tokens, because its blocks show which tokens were seen.
+// Prefers the smallest blocks of a group that keeps all tokens, because they show which tokens were
+// seen.
 const CacheGroup* MissReasons::group_of(const std::vector<CacheGroup>& groups) {
-  for (const bool keeps_all : {true, false}) {
-    for (const CacheGroup& group : groups) {
-      if (group.is_cached && group.keeps_all == keeps_all) return &group;
-    }
+  const CacheGroup* best = nullptr;
+  for (const CacheGroup& group : groups) {
+    if (!group.is_cached) continue;
+    const bool is_better =
+        best == nullptr || group.keeps_all > best->keeps_all ||
+        (group.keeps_all == best->keeps_all && group.block_size < best->block_size);
+    if (is_better) best = &group;
   }
-  return nullptr;
+  return best;
 }
 
 void MissReasons::note(int32_t row, const Asked& asked, const Found& found) {
@@ -90,6 +94,9 @@ MissReport MissReasons::of(const Asked& asked, const Found& found) const {
   add_until(found.num_with_host, MissReason::kNotLoaded);
   const int64_t last = last_hit(chain);
   add_until(std::min(found.num_shared_tokens, last), MissReason::kBoundary);
+  if (position < last && group_->keeps_all) {
+    add_until(std::min(find_cached(chain, position, last), last), MissReason::kBoundary);
+  }
   if (position < last) {
     const int64_t lost = find_lost(chain, position, last, &report);
     // A group with all tokens hits every cached block whose predecessors are cached.
@@ -98,7 +105,12 @@ MissReport MissReasons::of(const Asked& asked, const Found& found) const {
     add_until(std::min(lost, last), reason);
     const Sign sign = sign_of(chain, position);
     if (position < last) {
-      add_until(find_in_flight(chain, sign, position, last), MissReason::kInFlight);
+      add_until(find_recent(chain, sign, position, last, /*is_in_flight=*/true),
+                MissReason::kInFlight);
+    }
+    if (position < last && !group_->keeps_all) {
+      add_until(find_recent(chain, sign, position, last, /*is_in_flight=*/false),
+                MissReason::kBoundary);
     }
     if (position < last) {
       add_until(find_other_keys(chain, sign, position, last), MissReason::kOtherKeys);
@@ -121,6 +133,15 @@ bool MissReasons::is_cached(const TokenChain& chain, int64_t block) const {
   const uint64_t variant = chain.variant(static_cast<int64_t>(i));
   return parts_.pool->find(hash, group_->id, variant) != kNullBlock ||
          (parts_.host != nullptr && parts_.host->find(hash, group_->id, variant) != kNullBlock);
+}
+
+// The hit may end before cached blocks: if another group does not have them, or if a drafting group
+// must find one more.
+int64_t MissReasons::find_cached(const TokenChain& chain, int64_t first, int64_t stop) const {
+  const int64_t bs = group_->block_size, num_blocks = num_hashed(chain) / bs;
+  int64_t block = first / bs;
+  while (block * bs < stop && block < num_blocks && is_cached(chain, block)) ++block;
+  return std::max(first, block * bs);
 }
 
 // A block was seen only if all blocks before it were seen. The blocks at the end of a prompt are
@@ -147,19 +168,24 @@ int64_t MissReasons::find_lost(const TokenChain& chain, int64_t first, int64_t s
   return end;
 }
 
-int64_t MissReasons::find_in_flight(const TokenChain& chain, const Sign& sign, int64_t first,
-                                    int64_t stop) const {
+// Compares with running requests that have not computed the block at `first`, or with all recent
+// requests.
+int64_t MissReasons::find_recent(const TokenChain& chain, const Sign& sign, int64_t first,
+                                 int64_t stop, bool is_in_flight) const {
   const int64_t bs = group_->block_size;
   const HashList& hashes = chain.known_hashes();
   int64_t end = first;
   for (size_t i = 0; i < kMostRecent && sign.missed_word != 0; ++i) {
     const Sign& other = signs_[i];
-    if (other.fingerprint != sign.fingerprint || other.keys != sign.keys) continue;
-    if (other.first_missed > sign.first_missed) continue;
+    if (other.fingerprint != sign.fingerprint) continue;
+    if (is_in_flight && other.first_missed > sign.first_missed) continue;
     if (other.first_missed == sign.first_missed && other.missed_word != sign.missed_word) continue;
     const Recent& each = recent_[i];
-    if (each.chain == nullptr || !parts_.rows->is_still(each.row, each.admission)) continue;
-    if (!each.chain->write_cache()) continue;
+    if (each.chain == nullptr || !each.chain->write_cache()) continue;
+    if (is_in_flight) {
+      if (!parts_.rows->is_still(each.row, each.admission)) continue;
+      if (!group_->keeps_all && (*parts_.rows)[each.row].num_computed > first) continue;
+    }
     const HashList& others = each.chain->known_hashes();
     const size_t num_hashes = std::min(hashes.size(), others.size());
     for (int64_t block = sign.first_missed; block * bs < stop; ++block) {
@@ -174,10 +200,14 @@ int64_t MissReasons::find_in_flight(const TokenChain& chain, const Sign& sign, i
 int64_t MissReasons::find_other_keys(const TokenChain& chain, const Sign& sign, int64_t first,
                                      int64_t stop) const {
   int64_t end = first;
+  const size_t at = hash_index(first / group_->block_size);
+  if (at >= chain.known_hashes().size()) return first;
   for (size_t i = 0; i < kMostRecent; ++i) {
     if (signs_[i].fingerprint != sign.fingerprint || signs_[i].keys == sign.keys) continue;
     const Recent& each = recent_[i];
-    if (each.chain == nullptr) continue;
+    if (each.chain == nullptr || at >= each.chain->known_hashes().size()) continue;
+    // Items later in the prompt do not matter.
+    if (each.chain->known_hashes()[at] == chain.known_hashes()[at]) continue;
     end = std::max(end, num_equal(chain, *each.chain, std::min(each.num_tokens, stop)));
   }
   return end - end % parts_.finder->unit();
@@ -189,8 +219,7 @@ void MissReasons::compare_with_recent(const TokenChain& chain, MissReport* repor
     const Recent& each = recent_[i];
     if (signs_[i].fingerprint != sign.fingerprint || each.chain == nullptr) continue;
     if (each.chain.get() == &chain) continue;
-    const int64_t num_alike =
-        num_equal(chain, *each.chain, std::min(each.num_tokens, report->num_tokens));
+    const int64_t num_alike = num_equal(chain, *each.chain, report->num_tokens);
     if (num_alike <= report->num_alike) continue;
     report->num_alike = num_alike;
     report->alike = each.name;
@@ -200,7 +229,7 @@ void MissReasons::compare_with_recent(const TokenChain& chain, MissReport* repor
 
 MissReasons::Sign MissReasons::sign_of(const TokenChain& chain, int64_t position) const {
   Sign sign;
-  const int64_t n = std::min(chain.num_tokens(), kFingerprintTokens);
+  const int64_t n = std::min({chain.num_tokens(), kFingerprintTokens, parts_.hash_block_size});
   for (int64_t i = 0; i < n; ++i) {
     sign.fingerprint += static_cast<uint32_t>(chain.tokens()[i]);
     sign.fingerprint *= 0x9E3779B97F4A7C15;
@@ -232,7 +261,7 @@ void MissReasons::add_recent(const Asked& asked, int32_t row) {
   recent.admission = (*parts_.rows)[row].admission;
   recent.row = row;
   recent.chain = asked.chain;
-  recent.name = asked.name;
+  recent.name = asked.name.substr(0, kMostNameBytes);
   recent.num_tokens = num_tokens;
   num_recent_tokens_ += num_tokens;
 }

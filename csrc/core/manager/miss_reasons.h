@@ -22,13 +22,13 @@
 
 namespace kvcache {
 
-// In the order in which they are found in a request.
+// In the order in which their ranges follow each other in a request, except kNotRead.
 enum class MissReason : uint8_t {
   kNotRead,    // the request or the manager does not use the cache
   kExternal,   // the KV came from another source (`NewRow::num_external`)
   kNotTaken,   // cached, but the request took a shorter hit, because the longer one did not fit
   kNotLoaded,  // on the host, but not loaded
-  kBoundary,   // cached, but the window or state that the next token needs is not
+  kBoundary,   // cached, but another block, window or state that the hit needs is not
   kEvicted,    // evicted to make room
   kRemoved,    // removed by a reset, an invalidation or a call of `evict`
   kInFlight,   // a running request has not computed the block yet
@@ -46,7 +46,8 @@ struct MissReport {
   Counts missed{};  // tokens by reason
   // How the first block that has left the cache did, if it is known.
   std::optional<LostBlocks::Loss> lost;
-  // The recent request with the longest equal prefix, in tokens; -1 without any.
+  // The recent request with the longest equal prefix, in tokens, including its generated tokens; -1
+  // without any.
   int64_t num_alike = -1;
   std::string alike;            // its name
   const char* differs_in = "";  // the first extra key in which it differs; empty: none
@@ -118,7 +119,8 @@ class MissReasons {
   };
   static constexpr size_t kMostRecent = 64;
   static constexpr int64_t kMostRecentTokens = int64_t{1} << 22;
-  static constexpr int64_t kFingerprintTokens = 16;
+  static constexpr int64_t kFingerprintTokens = 16;  // or one hash block, if that is shorter
+  static constexpr size_t kMostNameBytes = 256;
   // The search for lost blocks ends after this number of sampled blocks that were never seen.
   static constexpr int kMostUnknown = 3;
 
@@ -133,8 +135,9 @@ class MissReasons {
   bool is_cached(const TokenChain& chain, int64_t block) const;
   // These return the end of the range that begins at token `first`; `first` if it is empty.
   int64_t find_lost(const TokenChain& chain, int64_t first, int64_t stop, MissReport* report) const;
-  int64_t find_in_flight(const TokenChain& chain, const Sign& sign, int64_t first,
-                         int64_t stop) const;
+  int64_t find_cached(const TokenChain& chain, int64_t first, int64_t stop) const;
+  int64_t find_recent(const TokenChain& chain, const Sign& sign, int64_t first, int64_t stop,
+                      bool is_in_flight) const;
   int64_t find_other_keys(const TokenChain& chain, const Sign& sign, int64_t first,
                           int64_t stop) const;
   void compare_with_recent(const TokenChain& chain, MissReport* report) const;

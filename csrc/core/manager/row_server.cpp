@@ -390,7 +390,11 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   ServedRow served;
   served.span = {start, start + asked.num_tokens,
                  asked.num_lookahead};  // not clipped, because drafts may follow
-  if (parts_.misses != nullptr) find_hit(asked, HitChoice::kPartial);  // sets `found_`
+  if (parts_.misses != nullptr) {
+    NewRow on_device = asked;  // `admit` loads no blocks
+    on_device.max_host_blocks = 0;
+    find_hit(on_device, HitChoice::kPartial);  // sets `found_`
+  }
   const Status status = admit(&served, asked, hit, /*by_step=*/false);
   Slots slots{status, served.row, {}, {}};
   if (status != Status::kServed) return slots;
