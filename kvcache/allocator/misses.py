@@ -54,8 +54,9 @@ class MissReport:
             cache. None if there is no such block.
         evicted_by: The eviction policy, if that block was evicted.
         evicted_for: For whom the block was evicted, as text.
-        nearest_id: ID of the recent request with the longest equal prefix of tokens. None if none of the 64
-            most recent requests starts with the same 16 tokens (or one hash block, if that is shorter).
+        nearest_id: ID of the recent request with the longest equal prefix of tokens. None if none of the
+            64 most recent requests starts with the same 16 tokens (or one hash block, if that is
+            shorter).
         nearest_tokens: Length of that prefix, including tokens that the other request has generated.
         differs_in: The first extra key in which the requests differ: "cache_salt", "lora", "mm_items"
             or "prompt_embeds". None if they have the same keys.
