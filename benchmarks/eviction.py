@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,12 +48,25 @@ WRITES_TO = 30_000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction", description=__doc__)
+    def of_trace(name: str) -> Callable[[dict[str, list[WorkloadRequest]]], str]:
+        return lambda traces: TABLES[name](traces.get(name, traces["others"]))
+
+    return print_tables("eviction", __doc__, {name: of_trace(name) for name in TABLES}, read)
+
+
+def print_tables(
+    module: str, text: str, tables: Mapping[str, Callable], load: Callable[[Path], object]
+) -> int:
+    """Print the tables that the command line names, and write them into a page.
+
+    `load` reads a trace. Each table is a function of the loaded traces, by "agents" and "others".
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=text)
     parser.add_argument("--trace", type=Path, default=TRACE, help="JSONL file in Mooncake's format")
     parser.add_argument(
         "--agents", type=Path, default=AGENTS, help="a trace of agents in the same format"
     )
-    parser.add_argument("--only", nargs="*", choices=TABLES, help="names of tables; default: all")
+    parser.add_argument("--only", nargs="*", choices=tables, help="names of tables; default: all")
     parser.add_argument(
         "--write",
         type=Path,
@@ -64,9 +77,9 @@ def main() -> int:
     for name in ("trace", "agents"):
         if not getattr(args, name).is_file():
             parser.error(f"--{name} is {str(getattr(args, name))!r}: expected an existing file")
-    traces = {"agents": read(args.agents), "others": read(args.trace)}
-    for name in args.only or TABLES:
-        table = TABLES[name](traces.get(name, traces["others"]))
+    traces = {"agents": load(args.agents), "others": load(args.trace)}
+    for name in args.only or tables:
+        table = tables[name](traces)
         print(f"{name}\n\n{table}", flush=True)
         if args.write:
             args.write.write_text(with_table(args.write.read_text(), name, table))

@@ -4,12 +4,11 @@ on a trace of conversations and one of coding agents."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.eviction import AGENTS, BLOCK_SIZE, TRACE, markdown, read, with_table
+from benchmarks.eviction import BLOCK_SIZE, markdown, print_tables, read
 from kvcache import GroupSpec
 from kvcache.replay import Replayer, ReplayReport, WorkloadRequest
 from kvcache.replay.policies import parse_eviction
@@ -33,29 +32,7 @@ CHUNKS = (2_048, 8_192)  # tokens of a prefill chunk
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.states", description=__doc__)
-    parser.add_argument("--trace", type=Path, default=TRACE, help="JSONL file in Mooncake's format")
-    parser.add_argument(
-        "--agents", type=Path, default=AGENTS, help="a trace of agents in the same format"
-    )
-    parser.add_argument("--only", nargs="*", choices=TABLES, help="names of tables; default: all")
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="FILE",
-        help="replace the tables in this page, each between <!-- table: NAME --> and <!-- end -->",
-    )
-    args = parser.parse_args()
-    for name in ("trace", "agents"):
-        if not getattr(args, name).is_file():
-            parser.error(f"--{name} is {str(getattr(args, name))!r}: expected an existing file")
-    traces = {"agents": args.agents, "others": args.trace}
-    for name in args.only or TABLES:
-        table = TABLES[name](traces)
-        print(f"{name}\n\n{table}", flush=True)
-        if args.write:
-            args.write.write_text(with_table(args.write.read_text(), name, table))
-    return 0
+    return print_tables("states", __doc__, TABLES, lambda path: path)
 
 
 def replayed(

@@ -34,8 +34,8 @@ def check_curve(args: argparse.Namespace) -> None:
     ):
         if given:
             raise UsageError(
-                f"{option} is given with --curve: expected one of them, as a curve is of one "
-                "full-attention group and one request at a time, at several sizes"
+                f"{option} is given with --curve: expected one of them, because a curve "
+                "covers one full-attention group and one request at a time, at several sizes"
             )
     replay = import_module("kvcache.replay")
     policies = import_module("kvcache.replay.policies")
