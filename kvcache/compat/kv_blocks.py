@@ -163,7 +163,8 @@ def _like_blocks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 
 def _ids(ids: Ids, name: str) -> np.ndarray:
-    return integers(ids.cpu() if isinstance(ids, torch.Tensor) else ids, name, ())
+    on_device = isinstance(ids, torch.Tensor) and not ids.is_meta  # meta tensors: refused below
+    return integers(ids.cpu() if on_device else ids, name, ())
 
 
 def _check_layers(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvcache.assembly import KVCache
-from kvcache.checks import shown
+from kvcache.checks import instance, shown
 from kvcache.engine.batch import Batch
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import Sequence, State
@@ -61,6 +61,7 @@ def sanitizer_of(cache: KVCache, **options: object) -> Sanitizer:
         options: Options of `Sanitizer`.
 
     Raises:
+        TypeError: `cache` is not a `KVCache`.
         ValueError: A group has an unsupported kind, such as a custom kind.
 
     Example:
@@ -70,6 +71,7 @@ def sanitizer_of(cache: KVCache, **options: object) -> Sanitizer:
         >>> [group.kind for group in sanitizer_of(paged.cache).groups]
         ['full']
     """
+    instance(cache, KVCache, "cache")
     host = cache.host_pages
     return Sanitizer(
         [_group(cache, g) for g in range(len(cache.plan.groups))],

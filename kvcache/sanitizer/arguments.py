@@ -15,7 +15,10 @@ def checked_table(block_table: object, num_rows: int) -> np.ndarray:
     is_array = type(block_table) is np.ndarray  # saves time
     table = block_table if is_array else as_array(block_table, "block_table")
     if table.ndim != 2 or len(table) != num_rows:
-        raise ValueError(f"block_table has shape {list(table.shape)}: expected [{num_rows}, width]")
+        raise ValueError(
+            f"block_table has shape {list(table.shape)}: expected [{num_rows}, width], one row for "
+            "each of request_ids"
+        )
     if table.dtype in (np.int32, np.int64):
         return table
     return integers(table, "block_table", table.shape[1:])

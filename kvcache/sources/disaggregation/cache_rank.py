@@ -353,8 +353,8 @@ def _addresses(layout: GroupLayout, storage: KVStorage, rank: int) -> np.ndarray
     instance(storage, KVStorage, "storages")
     if layout.pages_per_block != 1:
         raise ValueError(
-            f"pages_per_block is {shown(layout.pages_per_block)}: expected 1, storages in the manager's "
-            "blocks"
+            f"layouts has pages_per_block {shown(layout.pages_per_block)}: expected 1, storages in the "
+            "manager's blocks"
         )
     pages, num_layers = storage.pages, len(layout.description.layers(rank))
     if num_layers < pages.num_layers:
