@@ -6,8 +6,8 @@ import random
 
 import torch
 
+from kvcache.plugins.disaggregation.moves import GroupPlan
 from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
-from kvcache.plugins.vllm.disaggregation.moves import GroupPlan
 from kvcache.sources.disaggregation.layout import VEC
 
 
@@ -36,6 +36,7 @@ class Side:
             num_blocks=self.num_blocks,
             total_num_kv_heads=self.heads,
             tp_size=tp_size,
+            head_size=self.head_size,
             interior=interior,
         )
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -87,10 +87,13 @@ class GroupLayout:
         )
 
 
-def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> None:
+def check_like(
+    local: Sequence[GroupLayout], remote: Sequence[GroupLayout], converts: Collection[str] = ()
+) -> None:
     """Raise ValueError unless remote blocks can be converted to local blocks.
 
-    The one-line message states the difference.
+    The one-line message states the difference. `converts`: values of `interior` between which the
+    caller converts.
     """
     if [each.layers for each in local] != [each.layers for each in remote]:
         raise ValueError(
@@ -103,7 +106,8 @@ def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> N
             plan_states(mine.description, theirs.description, 0)
             continue
         check_same_content(mine.description, theirs.description)
-        if mine.interior != theirs.interior:
+        is_converted = {mine.interior, theirs.interior} <= set(converts)
+        if mine.interior != theirs.interior and not is_converted:
             raise ValueError(
                 f"the local engine's kernels order a block as {mine.interior!r}, but the remote "
                 f"engine's order it as {theirs.interior!r}: expected the same order; run both engines "

@@ -54,6 +54,23 @@ def test_every_element_of_a_cache_by_tokens_arrives(pages_per_block, tp_sizes, o
     check_blocks(local, *blocks, 64)
 
 
+@pytest.mark.parametrize("interiors", [("vec", "by token"), ("by token", "vec")])
+@pytest.mark.parametrize("order,tp_sizes", [("HND", (1, 2)), ("NHD", (2, 1)), ("NHD", (1, 1))])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_element_arrives_between_cpu_kernels_and_other_engines(
+    sizes, order, tp_sizes, interiors
+):
+    rng = random.Random(8)
+    local, remote = (
+        Side((2, 4, 4), *each, order="HND" if interior == "vec" else order, interior=interior)
+        for *each, interior in zip(sizes, tp_sizes, interiors)
+    )
+    blocks = [some_blocks(rng, 200, size) for size in sizes]
+    remote.fill(blocks[1])
+    read_all(local, remote, *blocks)
+    check_blocks(local, *blocks, sizes[1])
+
+
 def test_neighbouring_blocks_of_equal_engines_are_one_read_per_layer():
     local, remote = Side((3, 2, 4), 32, 1), Side((3, 2, 4), 32, 1)
     blocks = [4, 5, 6, 7], [1, 2, 3, 4]

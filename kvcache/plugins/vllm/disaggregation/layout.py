@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache.sources.disaggregation.layout import BY_TOKEN, GroupLayout
+from kvcache.sources.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
 from kvcache.transfer.description import CacheDescription
 
 _ORDERS = {
@@ -25,6 +25,7 @@ def layout_of_group(
     total_num_kv_heads: int,
     tp_size: int,
     is_mla: bool = False,
+    head_size: int | None = None,
     interior: str = BY_TOKEN,
 ) -> GroupLayout:
     """Return the layout of a rank's tensors [pages, heads, tokens, content], one per layer.
@@ -37,6 +38,8 @@ def layout_of_group(
         total_num_kv_heads: KV heads of the model. A rank holds an equal share, or one replicated head.
         tp_size: Tensor-parallel size.
         is_mla: Whether the layers use MLA.
+        head_size: Elements of K per head, followed by those of V. None: the content is described as one
+            vector, and only vLLM engines can read it.
         interior: Order of the content of a page.
 
     Raises:
@@ -74,6 +77,8 @@ def layout_of_group(
         )
     if interior != BY_TOKEN and order != "HND":
         raise ValueError(f"layer {layers[0]} has the order {order}: expected HND on a CPU")
+    if interior == VEC and head_size is None:
+        head_size = content // 2
     total = heads * tp_size
     if total != total_num_kv_heads and heads == 1 and total_num_kv_heads < tp_size:
         total = total_num_kv_heads
@@ -81,8 +86,8 @@ def layout_of_group(
         engine_id=engine_id,
         num_layers=len(layers),
         total_num_kv_heads=1 if is_mla else total,
-        head_size=content,
-        v_head_size=0,
+        head_size=content if head_size is None else head_size,
+        v_head_size=0 if head_size is None else content - head_size,
         block_size=tokens,
         is_mla=is_mla,
         tp_size=tp_size,

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvcache.plugins.disaggregation.moves import CONVERTS
 from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
 from kvcache.plugins.vllm.disaggregation.steps import TransferMetadata
@@ -160,7 +161,7 @@ class Scheduling:
         if request.prompt_embeds is not None:
             raise ValueError("prompt_embeds are given: expected token ids, as in the offer")
         offer.check_answers(self._model, self._hashing(), _CHANGES)
-        check_like(self._handshakes[0].groups, offer.groups)
+        check_like(self._handshakes[0].groups, offer.groups, CONVERTS)
         num_tokens = 0 if request.prompt_token_ids is None else request.num_tokens
         offer.check_prompt(num_tokens, lambda count: _digest(request, count))
 

@@ -13,7 +13,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from kvcache.plugins.vllm.disaggregation.fetching import RankReader, RequestFetch
+from kvcache.plugins.disaggregation.fetching import RankReader, RequestFetch
 from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
 from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.steps import Handshake, TransferMetadata
@@ -126,6 +126,8 @@ class TransferWorker:
     def _layout(self, group: KVCacheGroupSpec, tensors: list[torch.Tensor]) -> GroupLayout:
         spec, model = group.kv_cache_spec, self._config.model_config
         is_mla = "MLA" in type(spec).__name__
+        sizes = spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size
+        has_both = not is_mla and tensors[0].shape[-1] == sum(sizes)  # K and V, and no scales
         interior = BY_TOKEN
         if current_platform.is_cpu() and not is_mla:
             # vLLM keeps the kernels' ISA in the metadata builders; this function exists in 0.32.
@@ -141,6 +143,7 @@ class TransferWorker:
             total_num_kv_heads=model.get_total_num_kv_heads(),
             tp_size=self._config.parallel_config.tensor_parallel_size,
             is_mla=is_mla,
+            head_size=sizes[0] if has_both else None,
             interior=interior,
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of vLLM blocks on one rank, as reads from remote ranks."""
+"""Loads of an engine's blocks on one rank, as reads from remote ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.plugins.vllm.disaggregation.moves import GroupPlan, Moves
+from kvcache.plugins.disaggregation.moves import CONVERTS, GroupPlan, Moves
 from kvcache.sources.disaggregation.layout import GroupLayout, check_like
 from kvcache.sources.disaggregation.leases import Progress
 from kvcache.sources.disaggregation.reading import Pending, Read, Reader, readers_of_sources
@@ -36,7 +36,7 @@ class Plans:
         cls, local: Sequence[GroupLayout], remote: Sequence[GroupLayout], local_rank: int
     ) -> Plans:
         """Create the plans. Raises ValueError if blocks cannot be converted between the two layouts."""
-        check_like(local, remote)
+        check_like(local, remote, CONVERTS)
         return cls(
             tuple(GroupPlan(*pair, local_rank) for pair in zip(local, remote)),
             readers_of_sources(local, remote, local_rank),

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.sources.disaggregation.layout import VEC, GroupLayout, check_like
-from kvcache.transfer.description import CacheDescription
+from kvcache.sources.disaggregation.layout import BY_TOKEN, VEC, GroupLayout, check_like
 from kvcache.transfer.plan.fragments import GroupFragments
 from kvcache.transfer.plan.patterns import sources_of_heads
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
+CONVERTS = BY_TOKEN, VEC  # values of `interior` between which `GroupPlan` converts
 _MOST_ROWS = 1 << 19  # rows per piece, to bound memory
 _NO_BORDERS = np.empty(0, np.int64)
 
@@ -34,14 +35,15 @@ class GroupPlan:
     """
 
     def __init__(self, local: GroupLayout, remote: GroupLayout, local_rank: int) -> None:
-        check_like([local], [remote])
+        check_like([local], [remote], CONVERTS)
         self.local, self.remote = local, remote
         mine, theirs = local.description, remote.description
-        if local.interior == VEC and mine.block_size != theirs.block_size:
-            self._plan, self._rows = _plan_apart(mine, theirs, local_rank)
+        is_alike = local.interior == remote.interior and mine.block_size == theirs.block_size
+        if VEC in (local.interior, remote.interior) and not is_alike:
+            self._plan = _plan_apart(local, remote, local_rank)
         else:
             self._plan = plan_transfer(mine, theirs, local_rank, allow_permutation=False)
-            self._rows = self._plan.fragments
+        self._rows = self._plan.fragments
         self.remote_ranks = tuple(np.unique(self._rows.remote_rank).tolist())
 
     def moves(
@@ -60,8 +62,8 @@ class GroupPlan:
         that the other side does not have, are skipped.
 
         Args:
-            local_addresses: Start of page 0, by layer.
-            remote_addresses: Start of page 0, by rank and layer.
+            local_addresses: Start of page 0, by region.
+            remote_addresses: Start of page 0, by rank and region.
             local_blocks: Block ids of the request on this side.
             remote_blocks: Block ids of the request on the other side.
             local_borders: int64[m] start addresses of allocations.
@@ -69,13 +71,15 @@ class GroupPlan:
         """
         local_pages = _pages(local_blocks, self.local.pages_per_block)
         remote_pages = _pages(remote_blocks, self.remote.pages_per_block)
-        mine, theirs = self._plan.local_pages_per_group, self._plan.remote_pages_per_group
-        num_groups = min(-(-len(local_pages) // mine), -(-len(remote_pages) // theirs))
-        local_pages = _in_groups(local_pages, num_groups, mine)
-        remote_pages = _in_groups(remote_pages, num_groups, theirs)
-        local_stride, remote_stride = self.local.description, self.remote.description
+        per_group = self._plan.local_pages_per_group, self._plan.remote_pages_per_group
+        num_groups = min(-(-len(local_pages) // per_group[0]), -(-len(remote_pages) // per_group[1]))
+        local_pages = _in_groups(local_pages, num_groups, per_group[0])
+        remote_pages = _in_groups(remote_pages, num_groups, per_group[1])
+        mine, theirs = self.local.description, self.remote.description
         for rank in self.remote_ranks:
             rows = GroupFragments(*(each[self._rows.remote_rank == rank] for each in self._rows))
+            local_stride = mine.region_strides[rows.local_region]
+            remote_stride = theirs.region_strides[rows.remote_region]
             local_base = np.array(local_addresses, np.int64)[rows.local_region] + rows.local_offset
             remote_base = np.array(remote_addresses[rank], np.int64)[rows.remote_region]
             remote_base = remote_base + rows.remote_offset
@@ -88,59 +92,82 @@ class GroupPlan:
                     yield _merged(
                         rank,
                         (local_borders, (remote_borders or {}).get(rank, _NO_BORDERS)),
-                        (local_base + own * local_stride.page_stride)[is_there],
-                        (remote_base + other * remote_stride.page_stride)[is_there],
+                        (local_base + own * local_stride)[is_there],
+                        (remote_base + other * remote_stride)[is_there],
                         np.broadcast_to(rows.length, own.shape)[is_there],
                     )
 
 
-def _plan_apart(mine: CacheDescription, theirs: CacheDescription, local_rank: int):
-    """Return (plan, rows) of a group with K as [head size, tokens] and V as [tokens, head size].
+class _Rows(NamedTuple):
+    """A plan of reads for a group of tokens that fills whole pages on both sides."""
 
-    Each head of a layer is planned separately: K as heads of one element, V as one head.
+    local_pages_per_group: int
+    remote_pages_per_group: int
+    fragments: GroupFragments
+
+
+def _plan_apart(local: GroupLayout, remote: GroupLayout, local_rank: int) -> _Rows:
+    """Plan K and V apart, because a side orders a page as `VEC` and the sides differ.
+
+    `VEC` keeps a head's K as [head size, tokens], followed by its V as [tokens, head size].
     """
-    half, size = mine.head_size // 2, mine.head_bytes[0] // mine.head_size
-    parts = []
-    for heads, head_size in ((half, 1), (1, half)):
-        shape = {"num_layers": 1, "total_num_kv_heads": heads, "head_size": head_size}
-        both = [
-            CacheDescription(
-                engine_id=each.engine_id,
-                v_head_size=0,
-                block_size=each.block_size,
-                memory_order=each.memory_order,
-                dtype=each.dtype,
-                page_stride=each.page_stride,
-                **shape,
-            )
-            for each in (mine, theirs)
-        ]
-        parts.append(plan_transfer(*both, 0, allow_permutation=False))
+    mine, theirs = local.description, remote.description
+    sizes = mine.block_size, theirs.block_size
+    num_tokens = math.lcm(*sizes)
     sources = np.array(sources_of_heads(mine, theirs, mine.coordinates(local_rank), 0))
-    first = [theirs.heads(rank).start for rank in sources.tolist()]
-    remote_head = np.array(mine.heads(local_rank)) - np.array(first)
-    local_head, layers = np.arange(len(sources)), np.arange(mine.num_layers)
+    first = np.array([theirs.heads(rank).start for rank in sources.tolist()])
+    heads = np.arange(len(sources)), np.array(mine.heads(local_rank)) - first
+    is_vec = local.interior == VEC, remote.interior == VEC
     found = []
-    for part, plan in enumerate(parts):
-        rows = plan.fragments
-        shape = len(layers), len(sources), len(rows.length)
-        at = [
-            heads[:, None] * (2 * half * each.block_size * size)
-            + part * half * each.block_size * size
-            for heads, each in ((remote_head, theirs), (local_head, mine))
-        ]
-        columns = (
-            sources[:, None],
-            rows.remote_page,
-            layers[:, None, None],
-            rows.remote_offset + at[0],
-            rows.local_page,
-            layers[:, None, None],
-            rows.local_offset + at[1],
-            rows.length,
+    for kv, size in enumerate((mine.head_size, mine.v_head_size)):
+        element_bytes = int(mine.head_bytes[kv]) // size
+        # Tokens and elements of one read: K of `VEC` is contiguous in tokens, other parts in elements.
+        tokens, elements = (math.gcd(*sizes) if all(is_vec) else 1), size
+        if kv == 0 and any(is_vec):
+            elements = 1
+        at = np.meshgrid(
+            *(np.arange(mine.num_layers), np.arange(len(sources))),
+            *(np.arange(0, num_tokens, tokens), np.arange(0, size, elements)),
+            indexing="ij",
         )
-        found.append([np.broadcast_to(each, shape).ravel() for each in columns])
-    return parts[0], GroupFragments(*(np.concatenate(each) for each in zip(*found)))
+        layer, number, token, element = (each.ravel() for each in at)
+        places = [
+            _places(layout, kv, layer, head[number], token, element)
+            for layout, head in zip((local, remote), heads)
+        ]
+        length = np.full(len(layer), tokens * elements * element_bytes)
+        local_page, local_region, local_offset = places[0]
+        remote_page, remote_region, remote_offset = places[1]
+        found.append(
+            [
+                *(sources[number], remote_page, remote_region, remote_offset),
+                *(local_page, local_region, local_offset, length),
+            ]
+        )
+    columns = GroupFragments(*(np.concatenate(each) for each in zip(*found)))
+    return _Rows(num_tokens // sizes[0], num_tokens // sizes[1], columns)
+
+
+def _places(
+    layout: GroupLayout,
+    kv: int,
+    layer: np.ndarray,
+    head: np.ndarray,
+    token: np.ndarray,
+    element: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the page, region and offset of elements, int64[n] each."""
+    description = layout.description
+    placed, block_size = description.placement, description.block_size
+    page, token = np.divmod(token, block_size)
+    sizes = description.head_size, description.v_head_size
+    element_bytes = int(description.head_bytes[kv]) // sizes[kv]
+    if layout.interior != VEC:
+        region, offset = description.offset_of(layer, kv, token, head)
+        return page, region, offset + element * element_bytes
+    first = (head * sum(sizes) + (sizes[0] if kv else 0)) * block_size
+    within = token * sizes[1] + element if kv else element * block_size + token
+    return page, placed.regions[layer, 0], (first + within) * element_bytes
 
 
 def _pages(blocks: Sequence[int], pages_per_block: int) -> np.ndarray:
