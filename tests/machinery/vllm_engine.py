@@ -6,14 +6,10 @@ per line.
 """
 
 import json
-import os
-import select
-import signal
-import subprocess
 import sys
-import threading
 import time
 
+from tests.machinery.engine_process import DEADLINE_S, EngineProcess, Lines, say
 from tests.machinery.shared import REPO
 
 ENVIRONMENT = {
@@ -22,16 +18,18 @@ ENVIRONMENT = {
     **{"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", "PYTHONPATH": str(REPO)},
 }
 MODULE = "kvcache.plugins.vllm.disaggregation"
-DEADLINE_S = 240
 
 
-class Engine:
+class Engine(EngineProcess):
     """An engine in a separate process.
 
-    `options` are those of vLLM's `LLM`, and `extra` those of the connector.
+    `options` are those of vLLM's `LLM`, and `extra` those of the connector. `python` is the interpreter of
+    vLLM's environment.
     """
 
-    def __init__(self, folder, role, *, extra=None, environment=None, **options):
+    def __init__(
+        self, folder, role, *, extra=None, environment=None, python=sys.executable, **options
+    ):
         options |= {"model": folder}
         if role:
             options["kv_transfer_config"] = {
@@ -41,45 +39,8 @@ class Engine:
                     "kv_connector_extra_config": {"transport": "gloo"} | (extra or {}),
                 },
             }
-        self.lines, self.errors = [], []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.machinery.vllm_engine", json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=REPO,
-            env=os.environ | ENVIRONMENT | (environment or {}),
-            start_new_session=True,
-        )
-        for stream, kept in ((self.process.stdout, self.lines), (self.process.stderr, self.errors)):
-            threading.Thread(target=self._keep, args=(stream, kept), daemon=True).start()
-
-    @staticmethod
-    def _keep(stream, kept):
-        for line in stream:
-            kept.append(line)
-
-    def answer(self, timeout_s=DEADLINE_S):
-        """Return the next response of the engine."""
-        deadline = time.monotonic() + timeout_s
-        while not any(line.startswith("@") for line in self.lines):
-            assert self.process.poll() is None, "".join(self.errors)[-3000:]
-            assert time.monotonic() < deadline, f"no answer: {''.join(self.errors)[-3000:]}"
-            time.sleep(0.01)
-        return json.loads(
-            self.lines.pop(next(i for i, line in enumerate(self.lines) if line.startswith("@")))[1:]
-        )
-
-    def ask(self, command, *arguments, timeout_s=DEADLINE_S):
-        """Send a command and return its response."""
-        self.send(command, *arguments)
-        return self.answer(timeout_s)
-
-    def send(self, command, *arguments):
-        """Send a command whose response is read later."""
-        self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
-        self.process.stdin.flush()
+        command = [str(python), "-m", "tests.machinery.vllm_engine", json.dumps(options)]
+        super().__init__(command, ENVIRONMENT | (environment or {}))
 
     def run(self, prompts, max_tokens=16, params=None, timeout_s=DEADLINE_S):
         """Return (tokens, kv_transfer_params) for each prompt."""
@@ -98,37 +59,6 @@ class Engine:
         self.ask("scheduled")
         tokens = [each[0] for each in self.run(prompts, max_tokens, offers)]
         return tokens, self.ask("scheduled")
-
-    def wait_until_empty(self, timeout_s=30):
-        """Wait until no block is held. Fails after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while (held := self.ask("held")) != [0, 0.0]:
-            assert time.monotonic() < deadline, f"requests and usage: {held}"
-            time.sleep(0.05)
-        assert self.ask("reset") is True
-
-    def said(self, text):
-        """Return the number of log lines that contain a text."""
-        return sum(text in line for line in list(self.errors))
-
-    def signal(self, number):
-        """Send a signal to the engine and its workers."""
-        os.killpg(self.process.pid, number)
-
-    def end(self):
-        """Request the end of the process without waiting."""
-        if self.process.poll() is None:
-            self.signal(signal.SIGCONT)
-        self.process.stdin.close()
-
-    def close(self):
-        """Wait for the processes to end, or kill them."""
-        self.end()
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
-            self.process.wait()
 
 
 def main():
@@ -212,29 +142,6 @@ def count_scheduled(scheduler):
 
     scheduler.schedule = counted
     return counts
-
-
-class Lines:
-    """Lines of the standard input."""
-
-    def __init__(self):
-        self.rest = b""
-
-    def next(self, timeout_s):
-        """Return the next line, None after a timeout, or "" at the end of the input."""
-        if b"\n" not in self.rest and select.select([0], [], [], timeout_s)[0]:
-            data = os.read(0, 1 << 20)
-            if not data:
-                return ""
-            self.rest += data
-        if b"\n" not in self.rest:
-            return None
-        line, self.rest = self.rest.split(b"\n", 1)
-        return line.decode()
-
-
-def say(value):
-    print("@" + json.dumps(value), flush=True)
 
 
 if __name__ == "__main__":

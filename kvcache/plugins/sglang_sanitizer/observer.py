@@ -28,7 +28,7 @@ from kvcache.plugins.sglang_sanitizer.pages import HandedOutPages
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import options_from_environment
 from kvcache.sanitizer.guard import ObserverGuard
-from kvcache.sanitizer.wrapping import wrap_once
+from kvcache.plugins.wrapping import wrap_once
 
 _log = logging.getLogger("kvcache.sanitizer")
 _VERSIONS = ("0.5.23",)

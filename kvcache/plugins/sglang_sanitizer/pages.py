@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache.sanitizer import Sanitizer
 from kvcache.sanitizer.guard import ObserverGuard
-from kvcache.sanitizer.wrapping import wrap_once
+from kvcache.plugins.wrapping import wrap_once
 
 
 class HandedOutPages:

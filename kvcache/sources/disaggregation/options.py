@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-from kvcache.checks import flag, integer, number, shown
+from kvcache.checks import flag, instance, integer, number, shown
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,21 @@ class ConnectorOptions:
         flag(self.digest, "digest")
         for name in ("lease_s", "timeout_s"):
             checked_seconds(getattr(self, name), name)
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any], name: str) -> ConnectorOptions:
+        """Create options from an engine's configuration. `name` is used in error messages.
+
+        Raises:
+            TypeError, ValueError: As for the constructor, or an option is unknown.
+        """
+        instance(values, Mapping, name)
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(values) - set(known), key=str):
+            raise ValueError(
+                f"{name} has {', '.join(map(shown, unknown))}: expected some of {', '.join(known)}"
+            )
+        return cls(**values)
 
     def port_of(self, rank: int) -> int:
         """Return the port on which a rank listens."""

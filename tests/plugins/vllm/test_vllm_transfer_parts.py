@@ -260,7 +260,7 @@ class TestRefusalsAtTheStart:
     )
     def test_an_option(self, extra, message):
         with pytest.raises((ValueError, TypeError), match=message):
-            Options.from_config(extra)
+            Options.from_config(extra, "kv_connector_extra_config")
 
     def test_pipeline_stages(self, folder):
         with pytest.raises(ValueError, match="pipeline_parallel_size is 2: this connector needs 1"):

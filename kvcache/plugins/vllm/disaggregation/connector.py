@@ -62,7 +62,9 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             ValueError, TypeError: An option is invalid, or vLLM's configuration is not supported.
         """
-        options = Options.from_config(transfer.kv_connector_extra_config)
+        options = Options.from_config(
+            transfer.kv_connector_extra_config, "kv_connector_extra_config"
+        )
         _check_config(parallel, cache)
         return options
 

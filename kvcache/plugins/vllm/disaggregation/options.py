@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from kvcache.checks import shown
 from kvcache.sources.disaggregation.options import ConnectorOptions
@@ -30,14 +28,3 @@ class Options(ConnectorOptions):
             raise ValueError(
                 f"on_failure is {shown(self.on_failure)}: expected 'recompute' or 'fail'"
             )
-
-    @classmethod
-    def from_config(cls, extra: Mapping[str, Any]) -> Options:
-        """Read the options from `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(extra) - set(known)):
-            raise ValueError(
-                f"kv_connector_extra_config has {', '.join(unknown)}: expected some of "
-                f"{', '.join(known)}"
-            )
-        return cls(**extra)

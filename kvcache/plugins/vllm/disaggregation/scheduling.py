@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvcache.plugins.disaggregation.model import model_values
 from kvcache.plugins.disaggregation.moves import CONVERTS
 from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
@@ -177,19 +178,20 @@ class Scheduling:
 
 
 def model_of(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return the settings that must be equal in both engines, as plain values."""
-    model = vllm_config.model_config
-    return {
-        "architectures": list(model.hf_config.architectures or ()),
-        "num_hidden_layers": model.get_total_num_hidden_layers(),
-        "num_kv_heads": model.get_total_num_kv_heads(),
-        "head_size": model.get_head_size(),
-        "hidden_size": model.get_hidden_size(),
-        "vocab_size": model.get_vocab_size(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "quantization": model.quantization,
-    }
+    """Return the properties of the model that must be equal in both engines, as plain values."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    return model_values(
+        model.hf_config,
+        model.hf_text_config,
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        quantization=model.quantization,
+        name=model.model,
+        revision=model.revision,
+        has_weights=load.load_format != "dummy",
+    )
 
 
 def _digest(request: Request, num_tokens: int) -> str:

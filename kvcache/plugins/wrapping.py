@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches observers to an engine that loads its plug-ins."""
+"""Wraps functions of an engine that loads its plug-ins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 _log = logging.getLogger("kvcache.sanitizer")
-_MARK = "_kvcache_sanitizer_wraps"
+_MARK = "_kvcache_wraps"
 
 
 def wrap_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
@@ -21,9 +21,11 @@ def wrap_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> No
         wrap: Returns the replacement.
     """
     original = getattr(owner, name)
-    if not hasattr(original, _MARK):  # a decorator of the engine may have set `__wrapped__`
+    # `functools.wraps` copies the mark, also if a decorator of the engine calls it.
+    marks, mark = getattr(original, _MARK, ()), (wrap.__module__, wrap.__qualname__)
+    if mark not in marks:
         replacement = wrap(original)
-        setattr(replacement, _MARK, original)
+        setattr(replacement, _MARK, (*marks, mark))
         setattr(owner, name, replacement)
 
 

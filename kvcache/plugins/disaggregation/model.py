@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The properties of a model that must be equal in two engines that exchange KV."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+def model_values(
+    config: Any,
+    text_config: Any,
+    *,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: Any,
+    cache_dtype: str,
+    quantization: str | None,
+    name: str,
+    revision: str | None = None,
+    has_weights: bool = True,
+) -> dict[str, Any]:
+    """Return the properties of a model that must be equal in both engines, as plain values.
+
+    Args:
+        config: The Hugging Face configuration.
+        text_config: The configuration of its language model.
+        num_kv_heads: KV heads of the model.
+        head_size: Elements of K per head.
+        dtype: The torch dtype of the model.
+        cache_dtype: The engine's option for the dtype of KV, or "auto".
+        quantization: The engine's name of the quantization.
+        name: Folder or Hugging Face name of the model.
+        revision: Its revision.
+        has_weights: Whether the weights are read from files. False: they are random.
+
+    Returns:
+        Plain values, by name.
+    """
+    return {
+        "architectures": list(config.architectures or ()),
+        "num_hidden_layers": text_config.num_hidden_layers,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "hidden_size": text_config.hidden_size,
+        "vocab_size": text_config.vocab_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "cache_dtype": cache_dtype,
+        "quantization": quantization,
+        "rope": rope_values(text_config),
+        "weights": weights_digest(name, revision) if has_weights else None,
+    }
+
+
+def rope_values(config: Any) -> dict[str, Any]:
+    """Return the rotary embedding of a model, independent of the version of transformers.
+
+    Args:
+        config: The configuration of a language model. transformers 5 has `rope_parameters`. Earlier
+            versions have `rope_theta` and `rope_scaling`.
+    """
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if found and all(isinstance(each, dict) for each in found.values()):  # one per layer type
+        return {kind: _rope(each, config) for kind, each in sorted(found.items())}
+    return _rope(found, config)
+
+
+def _rope(found: dict[str, Any], config: Any) -> dict[str, Any]:
+    values = {name: each for name, each in found.items() if each is not None and name != "type"}
+    values["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if (value := values.get(name, getattr(config, name, None))) is not None:
+            values[name] = float(value)
+    if values.get("partial_rotary_factor") == 1:
+        del values["partial_rotary_factor"]
+    return dict(sorted(values.items()))
+
+
+def weights_digest(name: str, revision: str | None = None) -> str | None:
+    """Return a digest of samples of a model's weight files. None if they are not on this machine.
+
+    Models that were fine-tuned differently have equal configurations but different weights. The digest
+    covers the size and 64 KiB of each file.
+
+    Args:
+        name: Folder of the model, a weight file, or a Hugging Face name.
+        revision: Revision of a Hugging Face name.
+    """
+    path = Path(name)
+    if not path.exists():
+        try:
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        except Exception:  # not in the local cache; errors depend on the version
+            return None
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    files = [each for each in files if each.suffix in _SUFFIXES]
+    digest = hashlib.sha256()
+    for each in files:
+        size = each.stat().st_size
+        digest.update(f"{each.name} {size}\n".encode())
+        with each.open("rb") as file:
+            for i in range(_NUM_SAMPLES):
+                file.seek(max(size - _SAMPLE_BYTES, 0) * i // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32] if files else None

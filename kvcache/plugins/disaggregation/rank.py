@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that serves and loads the KV in an engine's tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from kvcache.plugins.disaggregation.fetching import RankReader, RequestFetch
+from kvcache.sources.disaggregation.layout import GroupLayout
+from kvcache.sources.disaggregation.options import ConnectorOptions
+from kvcache.sources.disaggregation.rank import RankThread
+from kvcache.transfer.transport.factory import make_transport
+from kvcache.worker.pages.pages import Pages
+
+# Environment variable with the secret that peers need to connect.
+SECRET = "KVCACHE_TRANSFER_SECRET"
+
+
+class TensorRank(RankThread):
+    """Serves the tensors of one rank to other engines, and loads KV into them, until `close`.
+
+    Args:
+        engine_id: Name of the engine.
+        rank: Index of the rank.
+        layouts: Layouts of the transferred groups.
+        tensors: The tensors of each group, one per region of its description.
+        others: Tensors in the same allocations that are not transferred.
+        options: Options of the connection.
+
+    Raises:
+        ValueError: As for `make_transport`.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        rank: int,
+        layouts: Sequence[GroupLayout],
+        tensors: Sequence[Sequence[torch.Tensor]],
+        options: ConnectorOptions,
+        others: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self._transport = make_transport(
+            f"{engine_id}/{rank}",
+            options.transport,
+            host=options.host,
+            port=options.port_of(rank),
+            advertise=options.advertise,
+            secret=os.environ.get(SECRET, "").encode(),
+            digest=options.digest,
+        )
+        try:
+            self._storages = _storages([*(each for group in tensors for each in group), *others])
+            self._register()
+            addresses = tuple(tuple(each.data_ptr() for each in group) for group in tensors)
+            begins = np.array(sorted(storage.data_ptr() for storage in self._storages))
+            device = self._storages[0].device
+            reader = RankReader(self._transport, layouts, addresses, rank, begins, device)
+            super().__init__(
+                reader, layouts, addresses, lambda load: RequestFetch(reader, load, options.timeout_s)
+            )
+        except BaseException:
+            self._transport.close()
+            raise
+        self._is_registered = True
+
+    def unregister(self) -> None:
+        """Withdraw the tensors from the transport, before the engine unmaps their memory.
+
+        Offers remain valid addresses, but peers that read them fail until `restore`, and recompute.
+        """
+        if self._is_registered:
+            self.call(self._unregister)
+            self._is_registered = False
+
+    def restore(self) -> None:
+        """Register the tensors again, after the engine has mapped memory at the same addresses."""
+        if not self._is_registered:
+            self.call(self._restore)
+            self._is_registered = True
+
+    def _register(self) -> None:
+        for storage in self._storages:
+            self._transport.register(Pages.over([storage.view(1, -1)]))
+
+    def _restore(self) -> None:
+        self._register()
+        for peer in self._transport.peers():  # connected without this memory
+            self._transport.disconnect(peer)
+
+    def _unregister(self) -> None:
+        for storage in self._storages:
+            self._transport.unregister(Pages.over([storage.view(1, -1)]))
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the memory of the tensors as bytes, each allocation once."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            storage
+        )
+    return list(found.values())

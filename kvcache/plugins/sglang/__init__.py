@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill in one engine and decode in another, where one of them is SGLang:
+
+    KVCACHE_EXCHANGE='{"port": 7000}' sglang serve MODEL --page-size 64
+
+SGLang loads the plug-in. Without the variable, the plug-in neither imports nor changes any part of
+SGLang. The value is a JSON object with options of `ConnectorOptions`, or `{}`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+OPTIONS = "KVCACHE_EXCHANGE"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+
+
+def register() -> None:
+    """Exchange KV in the scheduler that this process runs, if KVCACHE_EXCHANGE is set.
+
+    Raises:
+        TypeError, ValueError: The options, or the version or options of SGLang, are not supported. The
+            scheduler process ends with this message.
+    """
+    if OPTIONS not in os.environ:
+        return
+    # SGLang loads plug-ins in each of its processes. Those that run a scheduler have imported it.
+    module = sys.modules.get(_SCHEDULER)
+    if module is None:
+        return
+    from kvcache.plugins.sglang.exchange import options_from_environment
+    from kvcache.plugins.wrapping import wrap_once
+
+    options_from_environment()
+    for name, wrap in (
+        ("run_event_loop", _starting),
+        ("process_input_requests", _polling),
+        ("handle_generate_request", _receiving),
+        ("abort_request", _aborting),
+        ("is_fully_idle", _idle),
+        ("flush_cache", _flushing),
+        ("get_internal_state", _describing),
+    ):
+        wrap_once(module.Scheduler, name, wrap)
+    wrap_once(module.SchedulerOutputStreamer, "stream_output", _sending)
+
+
+def exchange_of(scheduler: Any) -> Any:
+    """Return the `Exchange` of a scheduler whose event loop runs, or None."""
+    return getattr(scheduler, "kvcache_exchange", None)
+
+
+def _starting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def run_event_loop(scheduler: Any) -> None:
+        from kvcache.plugins.sglang.exchange import Exchange, options_from_environment
+
+        exchange = scheduler.kvcache_exchange = Exchange(scheduler, options_from_environment())
+        try:
+            original(scheduler)
+        finally:
+            exchange.close()
+
+    return run_event_loop
+
+
+def _polling(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def process_input_requests(scheduler: Any, recv_reqs: list) -> Any:
+        if (exchange := exchange_of(scheduler)) is not None:
+            exchange.poll()
+        return original(scheduler, recv_reqs)
+
+    return process_input_requests
+
+
+def _receiving(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def handle_generate_request(scheduler: Any, recv_req: Any, **options: Any) -> None:
+        exchange = exchange_of(scheduler)
+
+        def go_on() -> None:
+            original(scheduler, recv_req, **options)
+
+        if exchange is None or not exchange.load(recv_req, go_on):
+            go_on()
+
+    return handle_generate_request
+
+
+def _aborting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def abort_request(scheduler: Any, recv_req: Any) -> Any:
+        if (exchange := exchange_of(scheduler)) is not None:
+            exchange.cancel("" if recv_req.abort_all else recv_req.rid)
+        return original(scheduler, recv_req)
+
+    return abort_request
+
+
+def _idle(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def is_fully_idle(
+        scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
+    ) -> bool:
+        exchange = exchange_of(scheduler)
+        if exchange is not None and exchange.num_loads and not for_health_check:
+            return False
+        return original(scheduler, for_health_check, ignore_waiting)
+
+    return is_fully_idle
+
+
+def _flushing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def flush_cache(scheduler: Any, *arguments: Any, **options: Any) -> bool:
+        if (exchange := exchange_of(scheduler)) is not None:
+            exchange.end_leases()
+        return original(scheduler, *arguments, **options)
+
+    return flush_cache
+
+
+def _describing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_internal_state(scheduler: Any, recv_req: Any) -> Any:
+        output = original(scheduler, recv_req)
+        if (exchange := exchange_of(scheduler)) is not None:
+            output.internal_state["kvcache_exchange"] = exchange.describe()
+        return output
+
+    return get_internal_state
+
+
+def _sending(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def stream_output(streamer: Any, reqs: list, *arguments: Any, **options: Any) -> None:
+        exchange = getattr(streamer.tree_cache, "kvcache_exchange", None)
+        if exchange is not None:
+            for request in reqs:
+                exchange.publish(request)
+        return original(streamer, reqs, *arguments, **options)
+
+    return stream_output

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks at startup that this version and configuration of SGLang can exchange KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sglang
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from kvcache.plugins.sglang.layout import POOLS
+
+VERSIONS = ("0.5.23",)  # the plug-in uses SGLang's internals
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ValueError in one line if a scheduler's KV cannot be exchanged."""
+    if sglang.__version__ not in VERSIONS:
+        raise ValueError(
+            f"the version of SGLang is {sglang.__version__}: expected {' or '.join(VERSIONS)}"
+        )
+    arguments, tree = scheduler.server_args, scheduler.tree_cache
+    allocator = scheduler.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    sizes = ("tp_size", "pp_size", "dp_size", "attn_cp_size")
+    unsupported = {
+        f"{name} {getattr(arguments, name)}": getattr(arguments, name, 1) != 1 for name in sizes
+    }
+    unsupported |= {
+        "--page-size 1": scheduler.page_size == 1,
+        "--disable-radix-cache": arguments.disable_radix_cache,
+        "speculative decoding": not scheduler.spec_algorithm.is_none(),
+        "--disaggregation-mode": scheduler.disaggregation_mode.value != "null",
+        "an external cache linker": arguments.enable_unified_cache_external_linker,
+        "streaming sessions": arguments.enable_streaming_session,
+        "--enable-memory-saver": arguments.enable_memory_saver,
+        "the Rust server": scheduler.rust_server is not None,
+        "KVCACHE_SANITIZE": hasattr(scheduler, "kvcache_sanitizer"),
+        f"radix cache {type(tree).__name__}": type(tree) is not UnifiedRadixCache,
+        f"KV pool {type(pool).__name__}": type(pool) not in POOLS,
+        f"allocator {type(allocator).__name__}": type(allocator)
+        is not PagedTokenToKVPoolAllocator,
+    }
+    if found := [name for name, is_used in unsupported.items() if is_used]:
+        raise ValueError(f"KVCACHE_EXCHANGE is set, and SGLang uses {', '.join(found)}: not supported")

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offers the KV of finished prompts to other engines, and loads the KV that they offer.
+
+All methods run in the scheduler's thread. A separate thread (`TensorRank`) moves the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvcache.plugins.disaggregation.moves import CONVERTS
+from kvcache.plugins.disaggregation.rank import TensorRank
+from kvcache.plugins.sglang import OPTIONS
+from kvcache.plugins.sglang.compatibility import check_scheduler
+from kvcache.plugins.sglang.layout import layer_names, layout_of_pool, model_of
+from kvcache.plugins.sglang.params import ASK, KEY, offer_in, text_of, value_of
+from kvcache.sources.disaggregation.layout import check_like
+from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
+from kvcache.sources.disaggregation.offer import Offer, digest_of
+from kvcache.sources.disaggregation.options import ConnectorOptions
+from kvcache.sources.disaggregation.steps import Load, Step
+
+_log = logging.getLogger("kvcache.exchange")
+_PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline
+_PAUSE_S = 0.0005  # leaves the interpreter to the thread of the rank while the scheduler has no work
+_MOST_LEASED = 0.5  # share of the pool that leases may hold
+
+
+def options_from_environment() -> ConnectorOptions:
+    """Return the options in KVCACHE_EXCHANGE. Raises TypeError or ValueError."""
+    try:
+        values = json.loads(os.environ[OPTIONS])
+    except ValueError:
+        raise ValueError(
+            f"{OPTIONS} is {os.environ[OPTIONS]!r}: expected a JSON object, such as {{}}"
+        ) from None
+    return ConnectorOptions.from_config(values, OPTIONS)
+
+
+@dataclass
+class _Loading:
+    """A request whose KV is loading.
+
+    `tokens` are the tokens of the prefix, `lock` holds its local part, and `slots` are the new slots.
+    `go_on` admits the request.
+    """
+
+    tokens: Any
+    recv_req: Any
+    lock: Any
+    node: Any
+    slots: torch.Tensor
+    go_on: Callable[[], None]
+    deadline: float
+
+
+class Exchange:
+    """The exchange of KV between one scheduler and other engines.
+
+    Args:
+        scheduler: An initialized scheduler of SGLang.
+        options: Options of the connection.
+
+    Raises:
+        ValueError: The version of SGLang, one of its options, or the layout of its pool is not supported.
+    """
+
+    def __init__(self, scheduler: Any, options: ConnectorOptions) -> None:
+        check_scheduler(scheduler)
+        self._options, self._tree = options, scheduler.tree_cache
+        self._scheduler, self._allocator = scheduler, scheduler.token_to_kv_pool_allocator
+        self._page_size = scheduler.page_size
+        self._engine_id = f"sglang-{uuid.uuid4().hex[:12]}"
+        self._model = model_of(scheduler)
+        pool, model = self._allocator.get_kvcache(), scheduler.tp_worker.model_runner.model
+        names = layer_names(model, pool.layer_num)
+        layout, tensors = layout_of_pool(
+            pool, names, self._model["num_kv_heads"], self._engine_id
+        )
+        self._layouts = (layout,)
+        self._rank = TensorRank(self._engine_id, 0, self._layouts, [tensors], options)
+        self._numbers = LeaseNumbers()
+        self._leases: dict[str, tuple[Any, int]] = {}  # lock and number of tokens, by request
+        self._loads: dict[str, _Loading] = {}
+        self._quarantine: dict[str, torch.Tensor] = {}  # slots to which a failed load may still write
+        self.stats = {"offers": 0, "loads": 0, "loaded_tokens": 0, "failed": 0, "refused": 0}
+        self._tree.kvcache_exchange = self
+        _log.info("KV is exchanged with other engines as engine %s", self._engine_id)
+
+    def describe(self) -> dict[str, int]:
+        """Return the counts of `stats`, and the current leases and loads. Part of `/server_info`."""
+        return {**self.stats, "leases": len(self._leases), "loading": self.num_loads}
+
+    @property
+    def num_loads(self) -> int:
+        """Number of loads that have slots."""
+        return len(self._loads) + len(self._quarantine)
+
+    # Methods of a sender.
+
+    def publish(self, request: Any) -> None:
+        """Offer the prompt of a finished request that asks for it, before its response is sent.
+
+        The offer covers whole pages. The radix cache keeps them locked until the lease ends. Without an
+        offer, the response has none, and the other engine computes the prompt.
+        """
+        if (
+            value_of(request.sampling_params.custom_params) != ASK
+            or not request.finished()
+            or request.finished_output
+            or isinstance(request.finished_reason, FINISH_ABORT)
+            or request.rid in self._leases
+        ):
+            return
+        offer = None if self._has_other_inputs(request) else self._offer(request)
+        if offer is not None:
+            info = request.customized_info or {}
+            # SGLang takes one value per generated token.
+            info[KEY] = [None] * (len(request.output_ids) - 1) + [text_of(offer)]
+            request.customized_info = info
+            self.stats["offers"] += 1
+
+    def _offer(self, request: Any) -> Offer | None:
+        prompt, size = request.origin_input_ids, self._page_size
+        node, num_tokens = self._match(prompt[: len(prompt) // size * size], request.cache_salt)
+        leased = sum(count for _, count in self._leases.values())
+        if not num_tokens or leased + num_tokens > _MOST_LEASED * self._allocator.size:
+            return None
+        lease = self._numbers.take(request.rid, self._options.lease_s)
+        if lease is None:
+            return None
+        lock = self._tree.lock(node)
+        self._leases[request.rid] = lock, num_tokens
+        kept = lease, self._options.lease_s, Progress(num_tokens)
+        self._rank.begin(Step(leases={request.rid: kept}))
+        pages = self._tree.path_device_indices(node)[::size] // size
+        return Offer(
+            self._engine_id,
+            request.rid,
+            num_tokens,
+            _digest(prompt[:num_tokens], request.cache_salt),
+            None,
+            self._model,
+            self._layouts,
+            (tuple(pages.tolist()),),
+            (self._rank.handshake.address,),
+            lease,
+        )
+
+    def end_leases(self) -> None:
+        """End all leases, because the pages are about to be freed. Readers compute the prompts."""
+        self._rank.begin(Step(ends=set(self._leases)))
+        for lock, _ in self._leases.values():
+            self._tree.unlock(lock)
+        self._leases.clear()
+
+    # Methods of a receiver.
+
+    def load(self, recv_req: Any, go_on: Callable[[], None]) -> bool:
+        """Start to load the prefix of a new request if it has an offer.
+
+        Args:
+            recv_req: The request, as the scheduler receives it.
+            go_on: Admits the request. Called once the load has ended.
+
+        Returns:
+            Whether a load has started. If not, the caller admits the request.
+        """
+        value = value_of(recv_req.sampling_params.custom_params)
+        if value is None or value == ASK:
+            return False
+        try:
+            offer = offer_in(value)
+            self._check(recv_req, offer)
+        except (TypeError, ValueError) as error:
+            self._refuse(recv_req, error)
+            return False
+        size, tokens = self._page_size, recv_req.input_ids
+        end = min(offer.num_tokens, len(tokens) - 1) // size * size  # the last token is computed
+        tokens = tokens[:end]
+        node, num_local = self._match(tokens, recv_req.cache_salt)
+        if num_local >= end:
+            self._rank.begin(Step(unread=[offer]))
+            return False
+        lock = self._tree.lock(node)
+        slots = self._allocate(end - num_local)
+        if slots is None:
+            self._tree.unlock(lock)
+            self._rank.begin(Step(unread=[offer]))
+            self._refuse(recv_req, "no free pages")
+            return False
+        pages = [0] * (num_local // size) + (slots[::size] // size).tolist()
+        step = Step(loads={recv_req.rid: Load(offer, num_local, end, (pages,))})
+        # A forward pass in flight may still write to slots that were just freed.
+        with self._scheduler.device_module.StreamContext(self._scheduler.forward_stream):
+            self._rank.begin(step)
+        deadline = time.monotonic() + self._options.timeout_s + _PATIENCE_S
+        self._loads[recv_req.rid] = _Loading(tokens, recv_req, lock, node, slots, go_on, deadline)
+        return True
+
+    def poll(self) -> None:
+        """Admit the requests whose loads have ended, and release what is no longer used.
+
+        Called in each iteration of the event loop.
+        """
+        results = self._rank.take_results()
+        for rid in results.sent:
+            self._numbers.give_back(rid)
+            if rid in self._leases:
+                self._tree.unlock(self._leases.pop(rid)[0])
+        for rid in results.received & set(self._loads):
+            loading = self._loads.pop(rid)
+            self._insert(loading)
+            loading.go_on()
+        for rid, reason in results.failed.items():
+            self._give_up(rid, reason)
+        if self._loads:
+            now = time.monotonic()
+            for rid in [rid for rid, each in self._loads.items() if now > each.deadline]:
+                self._give_up(rid, "the thread that loads it does not respond")
+            if not self._scheduler.running_batch.reqs and not self._scheduler.waiting_queue:
+                time.sleep(_PAUSE_S)
+        for rid in (results.released | results.received) & set(self._quarantine):
+            self._allocator.free(self._quarantine.pop(rid))
+
+    def cancel(self, prefix: str) -> None:
+        """End the loads of requests whose ids begin with a prefix, and admit these requests.
+
+        SGLang then aborts them in its own queue.
+        """
+        for rid in [rid for rid in self._loads if rid.startswith(prefix)]:
+            self._rank.begin(Step(cancels={rid}))
+            self._give_up(rid, "it was aborted")
+
+    def close(self) -> None:
+        """End the exchange."""
+        self._rank.close()
+
+    def _check(self, recv_req: Any, offer: Offer) -> None:
+        """Raise ValueError if a request cannot use an offer."""
+        if self._has_other_inputs(recv_req):
+            raise ValueError("the request has images, embeddings, an adapter, a session or extra_key")
+        if recv_req.rid in self._loads or recv_req.rid in self._quarantine:
+            raise ValueError("an earlier request with this id is loading")
+        offer.check_answers(self._model, None)
+        check_like(self._layouts, offer.groups, CONVERTS)
+        tokens = recv_req.input_ids
+        offer.check_prompt(
+            len(tokens), lambda count: _digest(tokens[:count], recv_req.cache_salt)
+        )
+        blocks, size = offer.blocks[0], offer.groups[0].block_size
+        if not all(blocks[: -(-offer.num_tokens // size)]):
+            raise ValueError("the sender has freed blocks that are needed")
+
+    @staticmethod
+    def _has_other_inputs(request: Any) -> bool:
+        """Return whether the KV of a request depends on more than its tokens and its salt."""
+        names = ("mm_inputs", "multimodal_inputs", "input_embeds", "positional_embed_overrides")
+        names += ("lora_id", "session_params", "session", "session_id", "extra_key")
+        return any(getattr(request, name, None) is not None for name in names)
+
+    def _refuse(self, recv_req: Any, reason: object) -> None:
+        self.stats["refused"] += 1
+        _log.warning("KV of request %s is computed here: %s", recv_req.rid, reason)
+
+    def _match(self, tokens: Any, salt: str | None) -> tuple[Any, int]:
+        """Return the node of the longest local prefix, and its number of tokens."""
+        found = self._tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens, cache_salt=salt)))
+        return found.last_device_node, found.device_prefix_len
+
+    def _allocate(self, num_tokens: int) -> torch.Tensor | None:
+        if self._allocator.available_size() < num_tokens:
+            self._allocator.evict_to_free_tokens(self._tree, num_tokens)
+        return self._allocator.alloc(num_tokens)
+
+    def _insert(self, loading: _Loading) -> None:
+        """Add a loaded prefix to the radix cache, which then owns its slots."""
+        local = self._tree.path_device_indices(loading.node)
+        salt = loading.recv_req.cache_salt
+        self._tree.insert(
+            InsertParams(
+                key=RadixKey(loading.tokens, cache_salt=salt),
+                value=torch.cat([local, loading.slots]).to(torch.int64),
+                prev_prefix_len=len(local),  # the tree frees slots that it already has beyond it
+            )
+        )
+        self._tree.unlock(loading.lock)
+        self.stats["loads"] += 1
+        self.stats["loaded_tokens"] += len(loading.slots)
+
+    def _give_up(self, rid: str, reason: str) -> None:
+        """Admit a request whose load has failed, and keep its slots until the load has ended."""
+        if (loading := self._loads.pop(rid, None)) is None:
+            return
+        self._quarantine[rid] = loading.slots
+        self._tree.unlock(loading.lock)
+        self.stats["failed"] += 1
+        _log.warning("KV of request %s is computed here: %s", rid, reason)
+        loading.go_on()
+
+
+def _digest(tokens: Any, salt: str | None) -> str:
+    return digest_of(tokens, None, [], salt=salt or None)
