@@ -16,7 +16,7 @@ from tests.machinery.shared import REPO
 DEADLINE_S = 240
 
 
-class EngineProcess:
+class EngineInProcess:
     """An engine in a separate process.
 
     Args:

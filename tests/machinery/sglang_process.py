@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 
-from tests.machinery.engine_process import DEADLINE_S, EngineProcess, Lines, say
+from tests.machinery.engine_process import DEADLINE_S, EngineInProcess, Lines, say
 from tests.machinery.shared import REPO
 
 STUBS = REPO / "tests" / "machinery" / "sglang_stubs"
@@ -20,7 +20,7 @@ OPTIONS = {
 }
 
 
-class SGLangEngine(EngineProcess):
+class SGLangEngine(EngineInProcess):
     """An engine in a separate process.
 
     `options` are those of SGLang's `Engine`, and `extra` those of the exchange. With None, the plug-in

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 
-from tests.machinery.engine_process import DEADLINE_S, EngineProcess, Lines, say
+from tests.machinery.engine_process import DEADLINE_S, EngineInProcess, Lines, say
 from tests.machinery.shared import REPO
 
 ENVIRONMENT = {
@@ -20,11 +20,11 @@ ENVIRONMENT = {
 MODULE = "kvcache.plugins.vllm.disaggregation"
 
 
-class Engine(EngineProcess):
+class Engine(EngineInProcess):
     """An engine in a separate process.
 
-    `options` are those of vLLM's `LLM`, and `extra` those of the connector. `python` is the interpreter of
-    vLLM's environment.
+    `options` are those of vLLM's `LLM`, and `extra` those of the connector. `python` is the
+    interpreter of vLLM's environment.
     """
 
     def __init__(

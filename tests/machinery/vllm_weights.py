@@ -37,6 +37,9 @@ def write_llama(folder, config):
         tensors |= {f"{prefix}{name}.weight": weights(*shape) for name, shape in shapes.items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
+        if config["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                tensors[f"{prefix}self_attn.{name}.weight"] = torch.ones(heads)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
 

@@ -72,7 +72,9 @@ class GroupPlan:
         local_pages = _pages(local_blocks, self.local.pages_per_block)
         remote_pages = _pages(remote_blocks, self.remote.pages_per_block)
         per_group = self._plan.local_pages_per_group, self._plan.remote_pages_per_group
-        num_groups = min(-(-len(local_pages) // per_group[0]), -(-len(remote_pages) // per_group[1]))
+        num_groups = min(
+            -(-len(local_pages) // per_group[0]), -(-len(remote_pages) // per_group[1])
+        )
         local_pages = _in_groups(local_pages, num_groups, per_group[0])
         remote_pages = _in_groups(remote_pages, num_groups, per_group[1])
         mine, theirs = self.local.description, self.remote.description

@@ -61,7 +61,10 @@ class TensorRank(RankThread):
             device = self._storages[0].device
             reader = RankReader(self._transport, layouts, addresses, rank, begins, device)
             super().__init__(
-                reader, layouts, addresses, lambda load: RequestFetch(reader, load, options.timeout_s)
+                reader,
+                layouts,
+                addresses,
+                lambda load: RequestFetch(reader, load, options.timeout_s),
             )
         except BaseException:
             self._transport.close()

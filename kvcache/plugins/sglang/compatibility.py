@@ -14,12 +14,17 @@ from kvcache.plugins.sglang.layout import POOLS
 VERSIONS = ("0.5.23",)  # the plug-in uses SGLang's internals
 
 
-def check_scheduler(scheduler: Any) -> None:
-    """Raise ValueError in one line if a scheduler's KV cannot be exchanged."""
+def check_version() -> None:
+    """Raise ValueError for a version of SGLang whose internals are not known."""
     if sglang.__version__ not in VERSIONS:
         raise ValueError(
             f"the version of SGLang is {sglang.__version__}: expected {' or '.join(VERSIONS)}"
         )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ValueError in one line if a scheduler's KV cannot be exchanged."""
+    check_version()
     arguments, tree = scheduler.server_args, scheduler.tree_cache
     allocator = scheduler.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
@@ -39,8 +44,9 @@ def check_scheduler(scheduler: Any) -> None:
         "KVCACHE_SANITIZE": hasattr(scheduler, "kvcache_sanitizer"),
         f"radix cache {type(tree).__name__}": type(tree) is not UnifiedRadixCache,
         f"KV pool {type(pool).__name__}": type(pool) not in POOLS,
-        f"allocator {type(allocator).__name__}": type(allocator)
-        is not PagedTokenToKVPoolAllocator,
+        f"allocator {type(allocator).__name__}": type(allocator) is not PagedTokenToKVPoolAllocator,
     }
     if found := [name for name, is_used in unsupported.items() if is_used]:
-        raise ValueError(f"KVCACHE_EXCHANGE is set, and SGLang uses {', '.join(found)}: not supported")
+        raise ValueError(
+            f"KVCACHE_EXCHANGE is set, and SGLang uses {', '.join(found)}: not supported"
+        )

@@ -34,7 +34,9 @@ from kvcache.sources.disaggregation.steps import Load, Step
 
 _log = logging.getLogger("kvcache.exchange")
 _PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline
-_PAUSE_S = 0.0005  # leaves the interpreter to the thread of the rank while the scheduler has no work
+_PAUSE_S = (
+    0.0005  # leaves the interpreter to the thread of the rank while the scheduler has no work
+)
 _MOST_LEASED = 0.5  # share of the pool that leases may hold
 
 
@@ -86,15 +88,15 @@ class Exchange:
         self._model = model_of(scheduler)
         pool, model = self._allocator.get_kvcache(), scheduler.tp_worker.model_runner.model
         names = layer_names(model, pool.layer_num)
-        layout, tensors = layout_of_pool(
-            pool, names, self._model["num_kv_heads"], self._engine_id
-        )
+        layout, tensors = layout_of_pool(pool, names, self._model["num_kv_heads"], self._engine_id)
         self._layouts = (layout,)
         self._rank = TensorRank(self._engine_id, 0, self._layouts, [tensors], options)
         self._numbers = LeaseNumbers()
         self._leases: dict[str, tuple[Any, int]] = {}  # lock and number of tokens, by request
         self._loads: dict[str, _Loading] = {}
-        self._quarantine: dict[str, torch.Tensor] = {}  # slots to which a failed load may still write
+        self._quarantine: dict[
+            str, torch.Tensor
+        ] = {}  # slots to which a failed load may still write
         self.stats = {"offers": 0, "loads": 0, "loaded_tokens": 0, "failed": 0, "refused": 0}
         self._tree.kvcache_exchange = self
         _log.info("KV is exchanged with other engines as engine %s", self._engine_id)
@@ -251,15 +253,15 @@ class Exchange:
     def _check(self, recv_req: Any, offer: Offer) -> None:
         """Raise ValueError if a request cannot use an offer."""
         if self._has_other_inputs(recv_req):
-            raise ValueError("the request has images, embeddings, an adapter, a session or extra_key")
+            raise ValueError(
+                "the request has images, embeddings, an adapter, a session or extra_key"
+            )
         if recv_req.rid in self._loads or recv_req.rid in self._quarantine:
             raise ValueError("an earlier request with this id is loading")
         offer.check_answers(self._model, None)
         check_like(self._layouts, offer.groups, CONVERTS)
         tokens = recv_req.input_ids
-        offer.check_prompt(
-            len(tokens), lambda count: _digest(tokens[:count], recv_req.cache_salt)
-        )
+        offer.check_prompt(len(tokens), lambda count: _digest(tokens[:count], recv_req.cache_salt))
         blocks, size = offer.blocks[0], offer.groups[0].block_size
         if not all(blocks[: -(-offer.num_tokens // size)]):
             raise ValueError("the sender has freed blocks that are needed")

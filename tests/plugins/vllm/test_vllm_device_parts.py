@@ -144,8 +144,8 @@ def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
 
 def test_reads_are_not_merged_over_the_end_of_an_allocation():
     """Layers are adjacent, but in separate allocations on one side or both."""
-    from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
     from kvcache.plugins.disaggregation.moves import GroupPlan
+    from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
 
     shape = (4, HEADS, BLOCK, 2 * SIZE)
     caches = [torch.zeros(shape) for _ in range(LAYERS)]

@@ -15,7 +15,7 @@ from kvcache.plugins.disaggregation.rank import TensorRank
 from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
 from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.steps import Handshake, TransferMetadata
-from kvcache.sources.disaggregation.layout import BY_TOKEN, GroupLayout
+from kvcache.sources.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
 from kvcache.sources.disaggregation.steps import Results
 
 
@@ -89,7 +89,8 @@ class TransferWorker:
             from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
             dtype = self._config.cache_config.cache_dtype
-            interior = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, dtype)
+            isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, dtype)
+            interior = interior_of_kernel(isa, spec.block_size, spec.head_size, spec.dtype)
         return layout_of_group(
             group.layer_names,
             tensors,
@@ -101,3 +102,30 @@ class TransferWorker:
             head_size=sizes[0] if has_both else None,
             interior=interior,
         )
+
+
+def interior_of_kernel(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> str:
+    """Return the order in which a CPU kernel stores a block: `VEC`, or the kernel's name if the order
+    is another one.
+
+    The order is found by a write to a small cache, so that a change of the kernel cannot go unnoticed.
+
+    Args:
+        isa: Name of the kernel.
+        block_size: Tokens per block.
+        head_size: Elements of K per head.
+        dtype: Dtype of K and V.
+    """
+    from vllm import _custom_ops as ops
+
+    values = (torch.arange(2 * block_size * head_size) % 251).to(dtype)  # exact in bfloat16
+    key, value = values.view(2, block_size, 1, head_size)
+    cache = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
+    try:
+        ops.cpu_attn_reshape_and_cache(
+            key, value, *cache.chunk(2, dim=2), torch.arange(block_size), isa
+        )
+    except (RuntimeError, TypeError):
+        return isa
+    in_vec = torch.cat([key[:, 0].T.flatten(), value.flatten()])
+    return VEC if torch.equal(cache.flatten(), in_vec) else isa

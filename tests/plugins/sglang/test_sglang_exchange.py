@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode in vLLM and SGLang, in both directions: answers equal those of one engine under
+all faults.
+
+Each engine runs with all of its processes, with a tiny model on the CPU, and vLLM in its own environment.
+"""
+
+import copy
+import json
+import random
+import signal
+import time
+import types
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from kvcache.plugins.sglang import register
+from kvcache.plugins.sglang.params import offer_in, offer_of, params_for
+from kvcache.sources.disaggregation.offer import sealed
+from tests.machinery.sglang_process import SGLangEngine
+from tests.machinery.vllm_engine import Engine
+from tests.machinery.vllm_environment import FOLDERS, NEWEST
+from tests.machinery.vllm_weights import write_llama
+
+VLLM = FOLDERS / NEWEST / "bin" / "python"
+TIMEOUT_S, PAGE = 10.0, 64
+TINY = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512},
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    **{"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32"},
+    **{"rope_theta": 10000.0, "attention_bias": False},
+}
+MODELS = {
+    "llama": TINY,
+    "qwen3": {**TINY, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
+ENGINES = {
+    "tp1, blocks of 32": {"block_size": 32},
+    "tp2, blocks of 64": {"block_size": 64, "tensor_parallel_size": 2},
+}
+OPTIONS = {"timeout_s": TIMEOUT_S, "lease_s": 30}
+
+needs_vllm = pytest.mark.skipif(
+    not VLLM.exists(), reason=f"there is no vLLM in {VLLM}: run make test-vllm once"
+)
+
+
+class Engines:
+    """Engines of one model. vLLM's are started when they are first used."""
+
+    def __init__(self, folder):
+        self.folder, self.started = folder, {}
+        self.sglang = SGLangEngine(folder, extra=OPTIONS)
+        self.sglang.answer()
+
+    def vllm(self, name="tp1, blocks of 32"):
+        if name not in self.started:
+            engine = Engine(self.folder, "kv_both", extra=OPTIONS, python=VLLM, **ENGINES[name])
+            assert engine.answer() == "ready"
+            self.started[name] = engine
+        return self.started[name]
+
+    def close(self):
+        for engine in (self.sglang, *self.started.values()):
+            engine.end()
+        for engine in (self.sglang, *self.started.values()):
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for name, config in MODELS.items():
+        folder = tmp_path_factory.mktemp(name)
+        write_llama(folder, config)
+        found[name] = str(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(folders):
+    made = Engines(folders["llama"])
+    yield made
+    made.close()
+
+
+def prompts_of(seed, count=6, least=2, most=300):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(3, 512) for _ in range(rng.randrange(least, most))] for _ in range(count)
+    ]
+
+
+def offers_of(answers):
+    """Return the offers in responses of vLLM."""
+    return [each["kvcache"] for each in answers]
+
+
+def params_of(offers):
+    """Return the `kv_transfer_params` of requests to vLLM."""
+    return [each and {"do_remote_prefill": True, "kvcache": each} for each in offers]
+
+
+def alone(engine, prompts):
+    """Return an engine's answers without KV of another engine."""
+    engine.wait_until_empty()
+    tokens, _ = engine.decode(prompts, [None] * len(prompts))
+    engine.wait_until_empty()
+    return tokens
+
+
+def in_pages(prompts):
+    """Return the number of tokens that SGLang can load: whole pages before the last token."""
+    return sum((len(each) - 1) // PAGE * PAGE for each in prompts)
+
+
+def both_ways(sglang, vllm, seeds, count=6):
+    for seed in seeds:
+        prompts = prompts_of(seed, count)
+        wanted = alone(sglang, prompts)
+        assert alone(vllm, prompts) == wanted
+        # From vLLM to SGLang.
+        found = sglang.decode(prompts, offers_of(vllm.prefill(prompts)))
+        assert found == (wanted, sum(map(len, prompts)) - in_pages(prompts))
+        for engine in (vllm, sglang):
+            engine.wait_until_empty()
+        # From SGLang to vLLM.
+        offers = sglang.prefill(prompts)
+        offered = [0 if each is None else each["num_tokens"] for each in offers]
+        assert offered == [len(each) // PAGE * PAGE for each in prompts]
+        tokens, computed = vllm.decode(prompts, params_of(offers))
+        loaded = [min(n, len(each) - 1) for n, each in zip(offered, prompts)]
+        assert tokens == wanted
+        assert computed == sum(len(p) - n + 15 for p, n in zip(prompts, loaded))
+        for engine in (vllm, sglang):
+            engine.wait_until_empty()
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_same_tokens_as_one_engine(name, engines):
+    both_ways(engines.sglang, engines.vllm(name), range(3))
+
+
+@needs_vllm
+def test_the_same_tokens_with_qwen3(folders):
+    made = Engines(folders["qwen3"])
+    try:
+        both_ways(made.sglang, made.vllm(), range(2))
+    finally:
+        made.close()
+
+
+def broken(offer, path, value):
+    changed = copy.deepcopy(offer)
+    at = changed
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return sealed(changed)  # without a valid seal, only the seal would be reported
+
+
+WRONG = {
+    "a version": (("version",), 1, "install the same version of kvcache"),
+    "another model": (("model", "head_size"), 64, "serve the same model"),
+    "another rope": (("model", "rope"), {"rope_type": "yarn"}, "rope of the model"),
+    "other weights": (("model", "weights"), "0" * 32, "weights of the model"),
+    "another dtype": (("groups", 0, "description", "dtype"), "bfloat16", "dtype"),
+    "an order of heads": (("groups", 0, "interior"), "amx", "expected the same order"),
+    "another prompt": (("digest",), "0" * 64, "the offer is for other tokens"),
+    "no blocks": (("blocks", 0), [], "expected enough"),
+    "freed blocks": (("blocks", 0, 0), 0, "the sender has freed blocks"),
+    "metadata": (("ranks", 0, "metadata"), "bm9uZQ==", "expected JSON"),
+    "a transport": (("ranks", 0, "transport"), "nixl", "expected the same transport in both"),
+    "addresses": (("ranks", 0, "addresses", 0, 0), 4096, "expected bytes of one registered region"),
+    "a lease that is over": (("lease", "generation"), 1, "is over"),
+}
+
+
+@needs_vllm
+def test_invalid_offers_are_rejected_in_one_line_and_the_requests_computed(engines):
+    sglang, vllm = engines.sglang, engines.vllm()
+    for what, (path, value, message) in WRONG.items():
+        prompts = prompts_of(8, 2, 100, 200)
+        wanted = alone(sglang, prompts)
+        offers = offers_of(vllm.prefill(prompts))
+        before, began = sglang.said(message), time.monotonic()
+        tokens, computed = sglang.decode(prompts, [broken(offers[0], path, value), offers[1]])
+        assert time.monotonic() - began < TIMEOUT_S, what
+        assert tokens == wanted, what
+        assert computed == len(prompts[0]) + len(prompts[1]) - in_pages(prompts[1:]), what
+        assert sglang.said(message) == before + 1, what
+        for engine in (vllm, sglang):
+            engine.wait_until_empty(timeout_s=60)
+
+
+@needs_vllm
+def test_local_prefixes_are_not_read_and_unneeded_offers_are_given_back(engines):
+    sglang, vllm = engines.sglang, engines.vllm()
+    (prompt,) = prompts_of(5, 1, 200, 201)
+    (wanted,) = alone(sglang, [prompt])
+    sglang.run([prompt[:100]], 1)  # one page is now cached
+    offers = offers_of(vllm.prefill([prompt]))
+    offers[0]["blocks"][0][0] = offers[0]["blocks"][0][1]  # a wrong block, which is not read
+    before = sglang.ask("state")
+    assert sglang.decode([prompt], [sealed(offers[0])]) == ([wanted], 200 - 3 * PAGE)
+    now = sglang.ask("state")
+    assert now["loaded_tokens"] - before["loaded_tokens"] == 2 * PAGE
+    vllm.wait_until_empty()
+    offers = offers_of(vllm.prefill([prompt]))
+    assert sglang.decode([prompt], offers) == ([wanted], 200 - 3 * PAGE)  # all pages are cached
+    vllm.wait_until_empty(timeout_s=10)  # long before its lease expires
+    sglang.wait_until_empty()
+
+
+@needs_vllm
+def test_many_requests_in_pools_that_are_too_small(folders):
+    sglang = SGLangEngine(folders["llama"], extra=OPTIONS, max_total_tokens=1024)
+    vllm = Engine(
+        folders["llama"], "kv_both", extra=OPTIONS, python=VLLM, num_gpu_blocks_override=48
+    )
+    try:
+        sglang.answer()
+        assert vllm.answer() == "ready"
+        prompts = prompts_of(7, 40, 100, 300)
+        wanted = alone(sglang, prompts)
+        for first in range(0, 40, 10):
+            some = slice(first, first + 10)
+            tokens, _ = sglang.decode(prompts[some], offers_of(vllm.prefill(prompts[some])))
+            assert tokens == wanted[some]
+            offers = sglang.prefill(prompts[some])
+            # Leases hold at most half of the pool. The other prompts have no offer.
+            assert 0 < sum(each["num_tokens"] for each in offers if each) <= 512
+            tokens, _ = vllm.decode(prompts[some], params_of(offers))
+            assert tokens == wanted[some]
+        for engine in (vllm, sglang):
+            engine.wait_until_empty()
+        assert sglang.ask("state")["loads"] > 10
+    finally:
+        for engine in (sglang, vllm):
+            engine.close()
+
+
+@needs_vllm
+def test_stopped_senders_cost_the_load_but_no_answer(engines):
+    sglang, vllm = engines.sglang, engines.vllm()
+    prompts = prompts_of(11, 3, 100, 300)
+    wanted = alone(sglang, prompts)
+    offers = offers_of(vllm.prefill(prompts))
+    vllm.signal(signal.SIGSTOP)
+    before = sglang.ask("state")["failed"]
+    try:
+        began = time.monotonic()
+        assert sglang.decode(prompts, offers)[0] == wanted
+        assert time.monotonic() - began < TIMEOUT_S + 10
+        assert sglang.ask("state")["failed"] == before + 3
+    finally:
+        vllm.signal(signal.SIGCONT)
+    for engine in (vllm, sglang):
+        engine.wait_until_empty(timeout_s=60)
+
+
+@needs_vllm
+def test_requests_are_aborted_while_they_load(engines):
+    sglang, vllm = engines.sglang, engines.vllm()
+    prompts = prompts_of(12, 3, 100, 300)
+    wanted = alone(sglang, prompts)
+    offers = offers_of(vllm.prefill(prompts))
+    vllm.signal(signal.SIGSTOP)
+    try:
+        sglang.send("run", prompts, 16, offers, False)
+        while sglang.ask("state")["loading"] < 3:
+            time.sleep(0.05)
+        sglang.send("abort")
+        answers = sglang.answer()
+        assert [each["tokens"] for each in answers] == [None] * 3
+    finally:
+        vllm.signal(signal.SIGCONT)
+    for engine in (vllm, sglang):
+        engine.wait_until_empty(timeout_s=60)
+    assert sglang.decode(prompts, [None] * 3)[0] == wanted
+    sglang.wait_until_empty()
+
+
+@needs_vllm
+def test_killed_senders_and_ended_leases(engines, folders):
+    """A killed SGLang, an expired lease, and a flush of the radix cache."""
+    vllm = engines.vllm()
+    victim = SGLangEngine(folders["llama"], extra={**OPTIONS, "lease_s": 2.0})
+    try:
+        victim.answer()
+        prompts = prompts_of(13, 3, 100, 300)
+        wanted = alone(vllm, prompts)
+        offers = victim.prefill(prompts)
+        assert victim.ask("state")["leases"] == 3
+        assert victim.ask("reset") is True and victim.ask("state")["leases"] == 0
+        victim.run(prompts_of(14, 10, 250, 300), 4)  # writes to the freed pages
+        before = vllm.said("is over: set a longer lease_s")
+        assert vllm.decode(prompts, params_of(offers))[0] == wanted
+        assert vllm.said("is over: set a longer lease_s") == before + 3
+        vllm.wait_until_empty()
+        offers = victim.prefill(prompts)
+        time.sleep(2.5)
+        victim.wait_until_empty()  # released when the lease expires
+        assert vllm.decode(prompts, params_of(offers))[0] == wanted
+        vllm.wait_until_empty()
+        offers = victim.prefill(prompts)
+        victim.signal(signal.SIGKILL)
+        began = time.monotonic()
+        assert vllm.decode(prompts, params_of(offers))[0] == wanted
+        assert time.monotonic() - began < TIMEOUT_S + 10
+        vllm.wait_until_empty(timeout_s=60)
+    finally:
+        victim.close()
+
+
+def test_requests_whose_kv_depends_on_more_than_tokens_have_no_offer(engines):
+    from kvcache.plugins.sglang.exchange import Exchange
+
+    plain = {"mm_inputs": None, "lora_id": None, "cache_salt": "tenant"}
+    assert not Exchange._has_other_inputs(types.SimpleNamespace(**plain))
+    for name in ("mm_inputs", "multimodal_inputs", "input_embeds", "lora_id", "extra_key"):
+        assert Exchange._has_other_inputs(types.SimpleNamespace(**plain | {name: "x"}))
+
+
+def test_params_carry_offers_as_text():
+    assert params_for(None) == {"kvcache": "offer"}
+    assert json.loads(params_for({"version": 4})["kvcache"]) == {"version": 4}
+    assert offer_of({}) is None and offer_of({"kvcache": [None]}) is None
+    for text in ("", "{", 5, [], "[" * 100_000):
+        with pytest.raises(ValueError, match="is not JSON: expected 'offer'"):
+            offer_in(text)
+    with pytest.raises(ValueError, match="version of the offer is None"):
+        offer_in("{}")
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("", "expected a JSON object"),
+        ("{", "expected a JSON object"),
+        ("[]", "KVCACHE_EXCHANGE is \\[\\]: expected a Mapping"),
+        ('{"ports": 1}', "KVCACHE_EXCHANGE has 'ports': expected some of host, port"),
+        ('{"port": -1}', "port is -1: expected 0 to 65535"),
+        ('{"lease_s": 0}', "lease_s is 0.0: expected seconds above 0"),
+    ],
+)
+def test_wrong_options_are_rejected_at_startup(text, message, monkeypatch):
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    monkeypatch.setenv("KVCACHE_EXCHANGE", text)
+    with pytest.raises((TypeError, ValueError), match=message):
+        register()
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"page_size": 1}, "SGLang uses --page-size 1: not supported"),
+        ({"disable_radix_cache": True}, "SGLang uses --disable-radix-cache"),
+    ],
+)
+def test_unsupported_configurations_are_rejected_at_startup(options, message, folders):
+    engine = SGLangEngine(folders["llama"], extra=OPTIONS, **options)
+    try:
+        engine.process.wait(timeout=200)
+        time.sleep(0.5)
+        assert engine.said(message) == 1, "".join(engine.errors)[-2000:]
+    finally:
+        engine.close()
+
+
+def test_other_versions_are_rejected(monkeypatch):
+    import sglang
+
+    from kvcache.plugins.sglang.compatibility import check_scheduler
+
+    monkeypatch.setattr(sglang, "__version__", "0.9.0")
+    with pytest.raises(ValueError, match=r"the version of SGLang is 0\.9\.0: expected 0\.5\.23"):
+        check_scheduler(None)
