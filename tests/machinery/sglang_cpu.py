@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of SGLang 0.5.23 that it has for GPUs only, in PyTorch."""
 
+import os
 import types
+
+
+def register() -> None:
+    """Add what HiCache needs on a CPU, in each process of an engine with KVCACHE_TESTS_HICACHE."""
+    if os.environ.get("KVCACHE_TESTS_HICACHE"):
+        add_hicache_copies()
 
 
 def add_hicache_copies() -> None:

@@ -33,6 +33,8 @@ LEFT_OUT = {
     *("sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "smg-grpc-servicer", "tml-renderers"),
     *("datasets", "decord2", "deepseek-recipe", "py-spy"),
 }
+CPU = "[sglang.srt.plugins]\nkvcache_tests = tests.machinery.sglang_cpu:register\n"
+NIXL = "nixl==1.5.1", "nixl-cu13==1.5.1"  # for stores on a disk
 TORCHVISION = "torchvision==0.28.0"  # its requirements name the CUDA build of torch
 
 
@@ -50,13 +52,14 @@ def main() -> int:
 
 
 def _install() -> EngineEnvironment:
-    environment = EngineEnvironment(FOLDERS / VERSION, ".complete-1")
+    environment = EngineEnvironment(FOLDERS / VERSION, ".complete-2")
     if not environment.is_complete:
         environment.create(f"SGLang {VERSION}")
         environment.pip("--no-deps", f"sglang=={VERSION}", TORCHVISION)
         environment.pip("dill")  # SGLang imports it without requiring it
+        environment.pip(*NIXL)
         environment.add_requirements("sglang", LEFT_OUT)
-    environment.add_entry_points()
+    environment.add_entry_points(CPU)
     return environment
 
 

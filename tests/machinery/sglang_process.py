@@ -40,7 +40,7 @@ class SGLangEngine(EngineInProcess):
         super().__init__(command, environment)
 
     def run(self, prompts, max_tokens=16, offers=None, ask=False, timeout_s=DEADLINE_S):
-        """Return {tokens, cached, offer} of each prompt."""
+        """Return {tokens, cached, storage, offer} of each prompt."""
         return self.ask("run", prompts, max_tokens, offers or [None] * len(prompts), ask)
 
     def prefill(self, prompts):
@@ -70,7 +70,11 @@ async def serve(options):
         if meta["finish_reason"]["type"] == "abort":
             return {"tokens": None, "cached": 0, "offer": None}
         offer = offer_of(meta)
-        return {"tokens": answer["output_ids"], "cached": meta["cached_tokens"], "offer": offer}
+        details = meta.get("cached_tokens_details") or {}
+        return {
+            **{"tokens": answer["output_ids"], "cached": meta["cached_tokens"], "offer": offer},
+            "storage": details.get("storage", 0),
+        }
 
     async def run(prompts, max_tokens, offers, asks):
         made = [generate(p, max_tokens, o, asks) for p, o in zip(prompts, offers)]

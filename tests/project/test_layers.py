@@ -29,7 +29,8 @@ RINGS = {
     "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
     "plugins": {
         *("kvcache.plugins", "kvcache.plugins.vllm", "kvcache.plugins.vllm_sanitizer"),
-        "kvcache.plugins.sglang_sanitizer",
+        *("kvcache.plugins.sglang_sanitizer", "kvcache.plugins.sglang"),
+        "kvcache.plugins.disaggregation",
     },
     "laboratory": {"kvcache.replay", "kvcache.demo", "kvcache.cli", "kvcache.__main__"},
 }
@@ -87,12 +88,19 @@ MAY_IMPORT = {
         *("kvcache.allocator", "kvcache.sources", "kvcache.sources.disaggregation"),
     },
     "kvcache.plugins": set(),
+    "kvcache.plugins.disaggregation": {
+        *("kvcache.sources.disaggregation", "kvcache.transfer", "kvcache.worker"),
+    },
+    "kvcache.plugins.sglang": {
+        *("kvcache.plugins", "kvcache.plugins.disaggregation", "kvcache.sources"),
+        *("kvcache.sources.disaggregation", "kvcache.sources.store", "kvcache.transfer"),
+    },
     "kvcache.plugins.vllm": {
         *("kvcache", "kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.transfer"),
-        "kvcache.worker",
+        *("kvcache.worker", "kvcache.plugins.disaggregation"),
     },
-    "kvcache.plugins.vllm_sanitizer": {"kvcache.sanitizer"},
-    "kvcache.plugins.sglang_sanitizer": {"kvcache.sanitizer"},
+    "kvcache.plugins.vllm_sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
+    "kvcache.plugins.sglang_sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
     "kvcache.replay": {
         *("kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.sources.store"),
         *("kvcache.sources", "kvcache.transfer", "kvcache.worker"),

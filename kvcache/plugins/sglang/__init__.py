@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-OPTIONS = "KVCACHE_EXCHANGE"
+from kvcache.plugins.sglang.options import VARIABLE
+
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
@@ -26,13 +27,13 @@ def register() -> None:
         TypeError, ValueError: The options, or the version or options of SGLang, are not supported. The
             scheduler process ends with this message.
     """
-    if OPTIONS not in os.environ:
+    if VARIABLE not in os.environ:
         return
     # SGLang loads plug-ins in each of its processes. Those that run a scheduler have imported it.
     module = sys.modules.get(_SCHEDULER)
     if module is None:
         return
-    from kvcache.plugins.sglang.exchange import options_from_environment
+    from kvcache.plugins.sglang.options import options_from_environment
     from kvcache.plugins.wrapping import wrap_once
 
     options_from_environment()
@@ -57,7 +58,8 @@ def exchange_of(scheduler: Any) -> Any:
 def _starting(original: Callable) -> Callable:
     @functools.wraps(original)
     def run_event_loop(scheduler: Any) -> None:
-        from kvcache.plugins.sglang.exchange import Exchange, options_from_environment
+        from kvcache.plugins.sglang.exchange import Exchange
+        from kvcache.plugins.sglang.options import options_from_environment
 
         exchange = scheduler.kvcache_exchange = Exchange(scheduler, options_from_environment())
         try:

@@ -6,9 +6,7 @@ All methods run in the scheduler's thread. A separate thread (`TensorRank`) move
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable
@@ -22,7 +20,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvcache.plugins.disaggregation.moves import CONVERTS
 from kvcache.plugins.disaggregation.rank import TensorRank
-from kvcache.plugins.sglang import OPTIONS
 from kvcache.plugins.sglang.compatibility import check_scheduler
 from kvcache.plugins.sglang.layout import layer_names, layout_of_pool, model_of
 from kvcache.plugins.sglang.params import ASK, KEY, offer_in, text_of, value_of
@@ -38,17 +35,6 @@ _PAUSE_S = (
     0.0005  # leaves the interpreter to the thread of the rank while the scheduler has no work
 )
 _MOST_LEASED = 0.5  # share of the pool that leases may hold
-
-
-def options_from_environment() -> ConnectorOptions:
-    """Return the options in KVCACHE_EXCHANGE. Raises TypeError or ValueError."""
-    try:
-        values = json.loads(os.environ[OPTIONS])
-    except ValueError:
-        raise ValueError(
-            f"{OPTIONS} is {os.environ[OPTIONS]!r}: expected a JSON object, such as {{}}"
-        ) from None
-    return ConnectorOptions.from_config(values, OPTIONS)
 
 
 @dataclass

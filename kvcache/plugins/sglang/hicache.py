@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_model
 
+from kvcache.checks import text
 from kvcache.plugins.disaggregation.model import weights_digest
 from kvcache.plugins.sglang.compatibility import check_version
 from kvcache.sources.circuit import Circuit
@@ -71,7 +72,8 @@ class HiCacheStore(HiCacheStorage):
             )
         if "store" not in extra:
             raise ValueError("store is missing: expected a folder or the URL of a store")
-        self._place, self._capacity = extra["store"], extra.get("capacity", "10GiB")
+        self._place = text(extra["store"], "store")
+        self._capacity = extra.get("capacity", "10GiB")
         self._pools: dict[str, _Pool] = {}
         self.stats: Counter[str] = Counter()
 

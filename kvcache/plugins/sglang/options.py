@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of the exchange, in an environment variable."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcache.sources.disaggregation.options import ConnectorOptions
+
+VARIABLE = "KVCACHE_EXCHANGE"
+
+
+def options_from_environment() -> ConnectorOptions:
+    """Return the options in KVCACHE_EXCHANGE. Raises TypeError or ValueError."""
+    from kvcache.sources.disaggregation.options import ConnectorOptions
+
+    try:
+        values = json.loads(os.environ[VARIABLE])
+    except ValueError:
+        raise ValueError(
+            f"{VARIABLE} is {os.environ[VARIABLE]!r}: expected a JSON object, such as {{}}"
+        ) from None
+    return ConnectorOptions.from_config(values, VARIABLE)
