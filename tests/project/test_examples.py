@@ -47,8 +47,8 @@ DOCUMENTED = [
 ]
 
 
-# Servers, which run elsewhere: vllm_proxy.py in tests/plugins/vllm/test_vllm_docs.py.
-SERVERS = {"vllm_proxy.py"}
+# Servers, which run elsewhere: prefill_decode_proxy.py in tests/plugins/vllm/test_vllm_docs.py.
+SERVERS = {"prefill_decode_proxy.py"}
 EXAMPLES = [path for path in sorted((REPO / "examples").glob("*.py")) if path.name not in SERVERS]
 
 

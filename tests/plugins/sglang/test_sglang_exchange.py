@@ -5,12 +5,19 @@ all faults.
 Each engine runs with all of its processes, with a tiny model on the CPU, and vLLM in its own environment.
 """
 
+import contextlib
 import copy
 import json
+import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 import types
+import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -19,10 +26,12 @@ pytest.importorskip("sglang")
 from kvcache.plugins.sglang import register
 from kvcache.plugins.sglang.params import offer_in, offer_of, params_for
 from kvcache.sources.disaggregation.offer import sealed
-from tests.machinery.sglang_process import SGLangEngine
+from tests.machinery.pasted import free_port
+from tests.machinery.sglang_process import STUBS, SGLangEngine
+from tests.machinery.shared import REPO
 from tests.machinery.vllm_engine import Engine
 from tests.machinery.vllm_environment import FOLDERS, NEWEST
-from tests.machinery.vllm_weights import write_llama
+from tests.machinery.vllm_weights import write_llama, write_tokenizer
 
 VLLM = FOLDERS / NEWEST / "bin" / "python"
 TIMEOUT_S, PAGE = 10.0, 64
@@ -317,6 +326,122 @@ def test_killed_senders_and_ended_leases(engines, folders):
         vllm.wait_until_empty(timeout_s=60)
     finally:
         victim.close()
+
+
+@needs_vllm
+def test_together_with_hicache(engines):
+    """The pages of an offer become hits that HiCache copies to the host and back."""
+    sglang = SGLangEngine(
+        engines.folder,
+        extra=OPTIONS,
+        environment={"KVCACHE_TESTS_HICACHE": "1"},
+        **{"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "max_total_tokens": 1024},
+        **{"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"},
+        hicache_write_policy="write_through",
+    )
+    vllm = engines.vllm()
+    try:
+        sglang.answer()
+        prompts = prompts_of(15, 8, 150, 300)
+        wanted = alone(vllm, prompts)
+        for _ in range(2):  # in the second round, some pages come from the host
+            for prompt, tokens in zip(prompts, wanted):
+                found = sglang.decode([prompt], offers_of(vllm.prefill([prompt])))
+                assert found == ([tokens], len(prompt) - in_pages([prompt]))
+                (offer,) = sglang.prefill([prompt])
+                assert vllm.decode([prompt], params_of([offer]))[0] == [tokens]
+        for engine in (vllm, sglang):
+            engine.wait_until_empty()
+    finally:
+        sglang.close()
+
+
+def serve(command, environment, port, log):
+    """Start a server, and wait until it answers. Return its process."""
+    process = subprocess.Popen(
+        [*map(str, command), "--port", str(port)],
+        **{"stdout": log.open("w"), "stderr": subprocess.STDOUT, "cwd": REPO},
+        **{"env": os.environ | environment, "start_new_session": True},
+    )
+    for _ in range(2000):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.1)
+    return process
+
+
+def complete(port, prompt, **options):
+    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True, **options}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read())
+
+
+@needs_vllm
+def test_a_proxy_in_front_of_both_servers(folders, tmp_path):
+    from tests.machinery.sglang_process import OPTIONS as SGLANG
+    from tests.machinery.vllm_engine import ENVIRONMENT, MODULE
+
+    folder = Path(folders["llama"])
+    write_tokenizer(folder, TINY["vocab_size"])
+    vllm, sglang, *proxies = (free_port() for _ in range(4))
+    transfer = {
+        **{"kv_connector": "KVCacheConnector", "kv_connector_module_path": MODULE},
+        **{"kv_role": "kv_both", "kv_connector_extra_config": {"transport": "gloo"}},
+    }
+    flags = [
+        *(
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in SGLANG.items()
+            if value is not True
+        ),
+        "--disable-cuda-graph",
+    ]
+    flags = [each for each in flags if "skip-tokenizer" not in each]
+    options = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", 1024]
+    options += ["--enforce-eager", "--block-size", 32, "--num-gpu-blocks-override", 160]
+    started = []
+    try:
+        started.append(
+            serve(
+                [VLLM.with_name("vllm"), "serve", folder, *options]
+                + ["--kv-transfer-config", json.dumps(transfer)],
+                ENVIRONMENT,
+                vllm,
+                tmp_path / "vllm.log",
+            )
+        )
+        module = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder]
+        environment = {
+            **{"PYTHONPATH": f"{REPO}:{STUBS}", "SGLANG_USE_CPU_ENGINE": "1"},
+            **{"KVCACHE_EXCHANGE": '{"transport": "gloo"}', "OMP_NUM_THREADS": "1"},
+        }
+        log = tmp_path / "sglang.log"
+        started.append(
+            serve([*module, *flags, "--served-model-name", "tiny"], environment, sglang, log)
+        )
+        servers = f"http://127.0.0.1:{vllm}", f"sglang:http://127.0.0.1:{sglang}"
+        for port, (prefill, decode) in zip(proxies, (servers, servers[::-1])):
+            command = [sys.executable, "examples/prefill_decode_proxy.py"]
+            command += ["--prefill", prefill, "--decode", decode]
+            started.append(serve(command, {}, port, tmp_path / f"proxy{port}.log"))
+        for port in proxies:
+            for prompt in prompts_of(port % 2, 3, 100, 300):
+                found = complete(port, prompt, max_tokens=8)
+                wanted = complete(vllm, prompt, max_tokens=8)
+                assert found["choices"][0]["text"] == wanted["choices"][0]["text"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{sglang}/server_info", timeout=60) as answer:
+            state = json.loads(answer.read())["internal_states"][0]["kvcache_exchange"]
+        assert (state["loads"], state["offers"], state["failed"]) == (3, 3, 0)
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_requests_whose_kv_depends_on_more_than_tokens_have_no_offer(engines):
