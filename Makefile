@@ -107,7 +107,7 @@ soak: setup
 test-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) $(ARGS)
 
-# Run the tests of the sanitizer in SGLang, in a separate virtual environment with SGLang. ARGS go to
+# Run the tests of the plug-ins for SGLang, in a separate virtual environment with SGLang. ARGS go to
 # pytest. Creating the environment takes a few minutes.
 test-sglang: setup
 	$(BIN)/python -m tests.machinery.sglang_environment $(ARGS)

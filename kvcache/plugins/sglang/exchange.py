@@ -34,7 +34,7 @@ _PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline
 _PAUSE_S = (
     0.0005  # leaves the interpreter to the thread of the rank while the scheduler has no work
 )
-_MOST_LEASED = 0.5  # share of the pool that leases may hold
+_MOST_HELD = 0.5  # share of the pool that leases and loads may hold
 
 
 @dataclass
@@ -110,21 +110,21 @@ class Exchange:
             or request.finished_output
             or isinstance(request.finished_reason, FINISH_ABORT)
             or request.rid in self._leases
+            or not (num_outputs := len(request.output_ids_through_stop))
         ):
             return
         offer = None if self._has_other_inputs(request) else self._offer(request)
         if offer is not None:
             info = request.customized_info or {}
             # SGLang takes one value per generated token.
-            info[KEY] = [None] * (len(request.output_ids) - 1) + [text_of(offer)]
+            info[KEY] = [None] * (num_outputs - 1) + [text_of(offer)]
             request.customized_info = info
             self.stats["offers"] += 1
 
     def _offer(self, request: Any) -> Offer | None:
         prompt, size = request.origin_input_ids, self._page_size
         node, num_tokens = self._match(prompt[: len(prompt) // size * size], request.cache_salt)
-        leased = sum(count for _, count in self._leases.values())
-        if not num_tokens or leased + num_tokens > _MOST_LEASED * self._allocator.size:
+        if not num_tokens or not self._has_room(num_tokens):
             return None
         lease = self._numbers.take(request.rid, self._options.lease_s)
         if lease is None:
@@ -269,9 +269,18 @@ class Exchange:
         return found.last_device_node, found.device_prefix_len
 
     def _allocate(self, num_tokens: int) -> torch.Tensor | None:
+        if not self._has_room(num_tokens):
+            return None
         if self._allocator.available_size() < num_tokens:
             self._allocator.evict_to_free_tokens(self._tree, num_tokens)
         return self._allocator.alloc(num_tokens)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Return whether leases and loads may hold more tokens, so that running requests can go on."""
+        held = sum(count for _, count in self._leases.values())
+        held += sum(len(each.slots) for each in self._loads.values())
+        held += sum(len(slots) for slots in self._quarantine.values())
+        return held + num_tokens <= _MOST_HELD * self._allocator.size
 
     def _insert(self, loading: _Loading) -> None:
         """Add a loaded prefix to the radix cache, which then owns its slots."""
