@@ -30,11 +30,13 @@ def prefill_request(path: str, body: dict, is_sglang: bool) -> tuple[str, dict] 
     """Return the path and body of the request that computes a prompt. None: not supported."""
     if is_sglang:
         prompt = body.get("prompt")
-        if path != "/v1/completions" or not prompt:
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        if path != "/v1/completions" or not is_one:
             return None  # SGLang returns offers only from /generate, which has no chat templates
         sampling = {"max_new_tokens": 1, "custom_params": {"kvcache": "offer"}}
         name = "text" if isinstance(prompt, str) else "input_ids"
-        return "/generate", {name: prompt, "sampling_params": sampling}
+        request = {name: prompt, "sampling_params": sampling}
+        return "/generate", request | {"cache_salt": body.get("cache_salt")}
     prompt = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
     return path, prompt | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
 
@@ -57,7 +59,7 @@ async def prefill(session: ClientSession, servers: argparse.Namespace, path, bod
         async with session.post(url + request[0], **options) as answer:
             answer.raise_for_status()
             return offer_in(await answer.json(), is_sglang)
-    except (ClientError, OSError) as error:  # TimeoutError is an OSError
+    except (ClientError, OSError, LookupError, TypeError, ValueError) as error:
         print(f"{url}: {error!r}; the decode server computes the prompt", flush=True)
         return None
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_NUM_SAMPLES, _SAMPLE_BYTES = 1024, 64  # per file
+_OTHERS = "intermediate_size", "num_attention_heads", "num_experts_per_tok", "rms_norm_eps"
 
 
 def model_values(
@@ -22,6 +23,7 @@ def model_values(
     quantization: str | None,
     name: str,
     revision: str | None = None,
+    max_model_len: int,
     has_weights: bool = True,
 ) -> dict[str, Any]:
     """Return the properties of a model that must be equal in both engines, as plain values.
@@ -36,11 +38,20 @@ def model_values(
         quantization: The engine's name of the quantization.
         name: Folder or Hugging Face name of the model.
         revision: Its revision.
+        max_model_len: Longest sequence of the engine.
         has_weights: Whether the weights are read from files. False: they are random.
 
     Returns:
         Plain values, by name.
     """
+    rope = rope_values(text_config)
+    if has_variable_rope(text_config):  # vLLM chooses the factors by these lengths
+        rope |= {"max_model_len": max_model_len}
+        rope |= {"max_position_embeddings": text_config.max_position_embeddings}
+    weights = "random"
+    if has_weights:
+        weights = weights_digest(name, revision) or f"{name} of revision {revision}"
+    others = {each: getattr(text_config, each, None) for each in _OTHERS}
     return {
         "architectures": list(config.architectures or ()),
         "num_hidden_layers": text_config.num_hidden_layers,
@@ -51,9 +62,21 @@ def model_values(
         "dtype": str(dtype).removeprefix("torch."),
         "cache_dtype": cache_dtype,
         "quantization": quantization,
-        "rope": rope_values(text_config),
-        "weights": weights_digest(name, revision) if has_weights else None,
+        **others,
+        "rope": rope,
+        "weights": weights,
     }
+
+
+def has_variable_rope(config: Any) -> bool:
+    """Return whether the rotary embedding of a token depends on the length of sequences."""
+    values = rope_values(config)
+    types = {values.get("rope_type"), *(v["rope_type"] for v in values.values() if _is_rope(v))}
+    return not types.isdisjoint({"longrope", "su", "dynamic"})
+
+
+def _is_rope(value: Any) -> bool:
+    return isinstance(value, dict) and "rope_type" in value
 
 
 def rope_values(config: Any) -> dict[str, Any]:
@@ -84,7 +107,7 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
     """Return a digest of samples of a model's weight files. None if they are not on this machine.
 
     Models that were fine-tuned differently have equal configurations but different weights. The digest
-    covers the size and 64 KiB of each file.
+    covers the size and 1,024 samples of each file.
 
     Args:
         name: Folder of the model, a weight file, or a Hugging Face name.

@@ -23,9 +23,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 def register() -> None:
     """Exchange KV in the scheduler that this process runs, if KVCACHE_EXCHANGE is set.
 
-    Raises:
-        TypeError, ValueError: The options, or the version or options of SGLang, are not supported. The
-            scheduler process ends with this message.
+    If the options, or the version or options of SGLang, are not supported, the engine does not start and
+    logs the reason.
     """
     if VARIABLE not in os.environ:
         return
@@ -33,12 +32,12 @@ def register() -> None:
     module = sys.modules.get(_SCHEDULER)
     if module is None:
         return
-    from kvcache.plugins.sglang.options import options_from_environment
     from kvcache.plugins.wrapping import wrap_once
 
-    options_from_environment()
+    # SGLang ignores errors of this function. `_starting` checks everything else.
     for name, wrap in (
-        ("run_event_loop", _starting),
+        ("get_init_info", _starting),
+        ("run_event_loop", _running),
         ("process_input_requests", _polling),
         ("handle_generate_request", _receiving),
         ("abort_request", _aborting),
@@ -48,24 +47,35 @@ def register() -> None:
     ):
         wrap_once(module.Scheduler, name, wrap)
     wrap_once(module.SchedulerOutputStreamer, "stream_output", _sending)
+    wrap_once(module.ScheduleBatch, "retract_decode", _retracting)
 
 
 def exchange_of(scheduler: Any) -> Any:
-    """Return the `Exchange` of a scheduler whose event loop runs, or None."""
+    """Return the `Exchange` of a scheduler, or None."""
     return getattr(scheduler, "kvcache_exchange", None)
 
 
 def _starting(original: Callable) -> Callable:
     @functools.wraps(original)
-    def run_event_loop(scheduler: Any) -> None:
+    def get_init_info(scheduler: Any) -> Any:  # called before the engine is reported as ready
         from kvcache.plugins.sglang.exchange import Exchange
         from kvcache.plugins.sglang.options import options_from_environment
 
-        exchange = scheduler.kvcache_exchange = Exchange(scheduler, options_from_environment())
+        if exchange_of(scheduler) is None:
+            scheduler.kvcache_exchange = Exchange(scheduler, options_from_environment())
+        return original(scheduler)
+
+    return get_init_info
+
+
+def _running(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def run_event_loop(scheduler: Any) -> None:
         try:
             original(scheduler)
         finally:
-            exchange.close()
+            if (exchange := exchange_of(scheduler)) is not None:
+                exchange.close()
 
     return run_event_loop
 
@@ -121,10 +131,24 @@ def _flushing(original: Callable) -> Callable:
     @functools.wraps(original)
     def flush_cache(scheduler: Any, *arguments: Any, **options: Any) -> bool:
         if (exchange := exchange_of(scheduler)) is not None:
-            exchange.end_leases()
+            exchange.cancel("")
+            exchange.wait_for_released_slots()
+            if scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused):
+                exchange.end_leases()
         return original(scheduler, *arguments, **options)
 
     return flush_cache
+
+
+def _retracting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def retract_decode(batch: Any) -> Any:
+        exchange = getattr(batch.tree_cache, "kvcache_exchange", None)
+        if exchange is not None:  # SGLang would abort the last request if leases lock the pool
+            exchange.end_leases()
+        return original(batch)
+
+    return retract_decode
 
 
 def _describing(original: Callable) -> Callable:

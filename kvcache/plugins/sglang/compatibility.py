@@ -9,6 +9,7 @@ import sglang
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from kvcache.plugins.disaggregation.model import has_variable_rope
 from kvcache.plugins.sglang.layout import POOLS
 
 VERSIONS = ("0.5.23",)  # the plug-in uses SGLang's internals
@@ -30,7 +31,7 @@ def check_scheduler(scheduler: Any) -> None:
     pool = allocator.get_kvcache()
     sizes = ("tp_size", "pp_size", "dp_size", "attn_cp_size")
     unsupported = {
-        f"{name} {getattr(arguments, name)}": getattr(arguments, name, 1) != 1 for name in sizes
+        f"{name} {getattr(arguments, name)}": getattr(arguments, name) != 1 for name in sizes
     }
     unsupported |= {
         "--page-size 1": scheduler.page_size == 1,
@@ -39,6 +40,12 @@ def check_scheduler(scheduler: Any) -> None:
         "--disaggregation-mode": scheduler.disaggregation_mode.value != "null",
         "an external cache linker": arguments.enable_unified_cache_external_linker,
         "streaming sessions": arguments.enable_streaming_session,
+        "--enable-return-routed-experts": arguments.enable_return_routed_experts,
+        "--enable-return-indexer-topk": arguments.enable_return_indexer_topk,
+        "a diffusion language model": scheduler.dllm_config is not None,
+        "rotary embeddings that depend on the batch": has_variable_rope(
+            scheduler.model_config.hf_text_config
+        ),
         "--enable-memory-saver": arguments.enable_memory_saver,
         "the Rust server": scheduler.rust_server is not None,
         "KVCACHE_SANITIZE": hasattr(scheduler, "kvcache_sanitizer"),

@@ -23,17 +23,19 @@ from kvcache.plugins.disaggregation.rank import TensorRank
 from kvcache.plugins.sglang.compatibility import check_scheduler
 from kvcache.plugins.sglang.layout import layer_names, layout_of_pool, model_of
 from kvcache.plugins.sglang.params import ASK, KEY, offer_in, text_of, value_of
+from kvcache.plugins.sglang.weights import observe_weight_updates
 from kvcache.sources.disaggregation.layout import check_like
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import Offer, digest_of
 from kvcache.sources.disaggregation.options import ConnectorOptions
-from kvcache.sources.disaggregation.steps import Load, Step
+from kvcache.sources.disaggregation.steps import Load, Results, Step
 
 _log = logging.getLogger("kvcache.exchange")
 _PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline
 _PAUSE_S = (
     0.0005  # leaves the interpreter to the thread of the rank while the scheduler has no work
 )
+_STUCK_S = 1.0  # seconds
 _MOST_HELD = 0.5  # share of the pool that leases and loads may hold
 
 
@@ -84,7 +86,9 @@ class Exchange:
             str, torch.Tensor
         ] = {}  # slots to which a failed load may still write
         self.stats = {"offers": 0, "loads": 0, "loaded_tokens": 0, "failed": 0, "refused": 0}
+        self._moved_at = 0.0  # when requests were last known not to wait for leases
         self._tree.kvcache_exchange = self
+        observe_weight_updates(self)
         _log.info("KV is exchanged with other engines as engine %s", self._engine_id)
 
     def describe(self) -> dict[str, int]:
@@ -124,7 +128,9 @@ class Exchange:
     def _offer(self, request: Any) -> Offer | None:
         prompt, size = request.origin_input_ids, self._page_size
         node, num_tokens = self._match(prompt[: len(prompt) // size * size], request.cache_salt)
-        if not num_tokens or not self._has_room(num_tokens):
+        # Pages that HiCache copies back from the host are in the tree before their bytes are.
+        is_loading_back = bool(self._tree.ongoing_load_back)
+        if not num_tokens or is_loading_back or not self._has_room(num_tokens):
             return None
         lease = self._numbers.take(request.rid, self._options.lease_s)
         if lease is None:
@@ -148,7 +154,9 @@ class Exchange:
         )
 
     def end_leases(self) -> None:
-        """End all leases, because the pages are about to be freed. Readers compute the prompts."""
+        """End all leases, because the pages may be freed. Readers compute the prompts."""
+        if not self._leases:
+            return
         self._rank.begin(Step(ends=set(self._leases)))
         for lock, _ in self._leases.values():
             self._tree.unlock(lock)
@@ -203,11 +211,8 @@ class Exchange:
 
         Called in each iteration of the event loop.
         """
-        results = self._rank.take_results()
-        for rid in results.sent:
-            self._numbers.give_back(rid)
-            if rid in self._leases:
-                self._tree.unlock(self._leases.pop(rid)[0])
+        results = self._take_results()
+        self._end_leases_if_stuck()
         for rid in results.received & set(self._loads):
             loading = self._loads.pop(rid)
             self._insert(loading)
@@ -218,8 +223,56 @@ class Exchange:
             now = time.monotonic()
             for rid in [rid for rid, each in self._loads.items() if now > each.deadline]:
                 self._give_up(rid, "the thread that loads it does not respond")
-            if not self._scheduler.running_batch.reqs and not self._scheduler.waiting_queue:
+            if not self._is_running() and not self._scheduler.waiting_queue:
                 time.sleep(_PAUSE_S)
+        self._free_released(results)
+
+    def wait_for_released_slots(self) -> None:
+        """Wait until no failed or canceled load can write to the pool, at most `timeout_s`."""
+        until = time.monotonic() + self._options.timeout_s
+        while self._quarantine and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+            self._free_released(self._take_results())
+
+    def before_weight_update(self) -> None:
+        """End all leases and loads, which belong to the current weights."""
+        self.cancel("")
+        self.wait_for_released_slots()
+        self.end_leases()
+
+    def after_weight_update(self) -> None:
+        """Let no other engine take the new weights for those of the files."""
+        self._model = self._model | {"weights": f"updated at runtime {uuid.uuid4().hex}"}
+
+    def _is_running(self) -> bool:
+        scheduler = self._scheduler
+        last = scheduler.last_batch
+        return not (
+            scheduler.running_batch.is_empty()
+            and scheduler.chunked_req is None
+            and (last is None or last.is_empty())
+            and not (scheduler.enable_overlap and scheduler.result_queue)
+        )
+
+    def _end_leases_if_stuck(self) -> None:
+        """End all leases if requests have waited for `_STUCK_S` while nothing runs."""
+        now = time.monotonic()
+        if not self._leases or not self._scheduler.waiting_queue or self._is_running():
+            self._moved_at = now
+        elif now - self._moved_at > _STUCK_S:
+            _log.warning("Leases end early, because waiting requests may need their pages")
+            self.end_leases()
+
+    def _take_results(self) -> Results:
+        """Return the results of the rank, and unlock the pages of ended leases."""
+        results = self._rank.take_results()
+        for rid in results.sent:
+            self._numbers.give_back(rid)
+            if rid in self._leases:
+                self._tree.unlock(self._leases.pop(rid)[0])
+        return results
+
+    def _free_released(self, results: Results) -> None:
         for rid in (results.released | results.received) & set(self._quarantine):
             self._allocator.free(self._quarantine.pop(rid))
 
@@ -230,7 +283,7 @@ class Exchange:
         """
         for rid in [rid for rid in self._loads if rid.startswith(prefix)]:
             self._rank.begin(Step(cancels={rid}))
-            self._give_up(rid, "it was aborted")
+            self._give_up(rid, "it was canceled")
 
     def close(self) -> None:
         """End the exchange."""

@@ -33,6 +33,7 @@ from sglang.srt.runtime_context import get_model
 from kvcache.checks import text
 from kvcache.plugins.disaggregation.model import weights_digest
 from kvcache.plugins.sglang.compatibility import check_version
+from kvcache.plugins.sglang.weights import observe_weight_updates
 from kvcache.sources.circuit import Circuit
 from kvcache.sources.store.base import BlockStore
 from kvcache.sources.store.identity import FINGERPRINT_BYTES
@@ -66,6 +67,10 @@ class HiCacheStore(HiCacheStorage):
         self._config, extra = config, dict(config.extra_config or {})
         if not extra.get("interface_v1"):
             raise ValueError("interface_v1 is missing: expected 1")
+        if config.is_mla_model and config.tp_size > 1:
+            raise ValueError(
+                f"tp_size is {config.tp_size} with MLA, whose KV only one rank writes: not supported"
+            )
         if unknown := sorted(set(extra) - {*_OPTIONS, *_OF_SGLANG}):
             raise ValueError(
                 f"the storage has options {', '.join(unknown)}: expected {', '.join(_OPTIONS)}"
@@ -76,6 +81,8 @@ class HiCacheStore(HiCacheStorage):
         self._capacity = extra.get("capacity", "10GiB")
         self._pools: dict[str, _Pool] = {}
         self.stats: Counter[str] = Counter()
+        self._is_off = False
+        observe_weight_updates(self)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the store of the KV pool. Raises what `open_store` raises."""
@@ -86,6 +93,17 @@ class HiCacheStore(HiCacheStorage):
         """Open the store of another pool, such as that of a sliding window or of states."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._add(host_pool_name, host_pool)
+
+    def before_weight_update(self) -> None:
+        """Do nothing. See `after_weight_update`."""
+
+    def after_weight_update(self) -> None:
+        """Switch the storage off, because its keys belong to the weights in the files."""
+        if not self._is_off:
+            _log.warning("HiCache storage is off: the weights were updated at runtime")
+        self._is_off = True
+        for pool in self._pools.values():
+            pool.is_off = True
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
@@ -155,7 +173,9 @@ class HiCacheStore(HiCacheStorage):
         return self._each(transfers, _Pool.put)
 
     def clear(self) -> None:
-        """Remove all values of stores that know their keys, such as those on a disk."""
+        """Remove all values. Raises RuntimeError for stores that do not know their keys."""
+        if not all(pool.knows_keys for pool in self._pools.values()):
+            raise RuntimeError(f"the store {self._place} does not know its keys: remove them there")
         for pool in self._pools.values():
             pool.clear()
 
@@ -179,6 +199,7 @@ class HiCacheStore(HiCacheStorage):
             *("hicache", 1, get_model().model_path, get_model().revision, str(name), pool.layout),
             *(str(first.dtype), first.numel(), getattr(pool, "page_size", 1)),
             weights_digest(get_model().model_path, get_model().revision),
+            *(getattr(get_model(), each, None) for each in _OF_MODEL),
             *(getattr(self._config, each) for each in _RANKS),
         ]
         encoded = json.dumps(described, default=str).encode()
@@ -195,6 +216,8 @@ class HiCacheStore(HiCacheStorage):
         }
 
 
+_OF_MODEL = ("load_format", "json_model_override_args", "quantization", "quantization_param_path")
+_OF_MODEL += ("dtype", "kv_cache_dtype", "context_length", "rope_scaling")
 _RANKS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
 _RANKS += ("dp_rank", "dcp_rank", "dcp_size", "is_mla_model")
 
@@ -217,8 +240,13 @@ class _Pool:
         self._batch = max(1, min(128, _BATCH_BYTES // value_bytes))
         self._values = np.zeros((self._batch, value_bytes), np.uint8)
         self._lock, self._circuit = threading.Lock(), Circuit()
-        self._store, self._is_open = make_store(), False
+        self._store, self._is_open, self.is_off = make_store(), False, False
         self._open()
+
+    @property
+    def knows_keys(self) -> bool:
+        """Whether the store knows its keys."""
+        return self._store.knows_keys
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key has a value."""
@@ -250,7 +278,7 @@ class _Pool:
     def _call(self, count: int, function: Callable[[], list[bool]]) -> list[bool]:
         """Call the store. A failure is a miss of all keys."""
         with self._lock:
-            if not self._circuit.allows():
+            if self.is_off or not self._circuit.allows():
                 return [False] * count
             try:
                 if not self._is_open:

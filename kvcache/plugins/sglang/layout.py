@@ -87,5 +87,6 @@ def model_of(scheduler: Any) -> dict[str, Any]:
         quantization=model.quantization,
         name=model.model_path,
         revision=model.revision,
+        max_model_len=model.context_len,
         has_weights=arguments.load_format != "dummy",
     )

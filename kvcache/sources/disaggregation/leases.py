@@ -133,16 +133,16 @@ class Leases:
                 self._write(held.lease, progress)
 
     def end(self, request_id: str) -> None:
-        """End a lease early."""
+        """End a lease early. Readers can see it when this returns."""
         with self._lock:
             if (held := self._held.get(request_id)) is not None:
-                held.deadline = 0.0
+                self._end(held)
 
     def end_all(self) -> None:
-        """End all leases early."""
+        """End all leases early. Readers can see it when this returns."""
         with self._lock:
             for held in self._held.values():
-                held.deadline = 0.0
+                self._end(held)
 
     def note(self, message: bytes, peer: str) -> None:
         """Process a reader's message, created by `done_message`. Other messages are ignored."""
@@ -170,9 +170,12 @@ class Leases:
         with self._lock:
             over = {request_id for request_id, held in self._held.items() if held.deadline <= now}
             for request_id in over:
-                lease = self._held.pop(request_id).lease
-                self.slots[lease.slot, 0] = -lease.generation
+                self._end(self._held.pop(request_id))
         return over
+
+    def _end(self, held: _Held) -> None:
+        held.deadline = 0.0
+        self.slots[held.lease.slot, 0] = -held.lease.generation
 
     def _write(self, lease: Lease, progress: Progress) -> None:
         tag = lease.generation % _TAG << _TOKEN_BITS + _LAYER_BITS

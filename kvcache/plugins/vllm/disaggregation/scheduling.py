@@ -190,6 +190,7 @@ def model_of(vllm_config: VllmConfig) -> dict[str, Any]:
         quantization=model.quantization,
         name=model.model,
         revision=model.revision,
+        max_model_len=model.max_model_len,
         has_weights=load.load_format != "dummy",
     )
 
