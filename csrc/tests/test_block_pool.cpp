@@ -623,8 +623,9 @@ TEST(policies_are_made_by_name) {
   CHECK_THROWS(kvcache::make_host_eviction_policy("priority", {}, 8, nullptr),
                "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru, "
                "as");
-  CHECK_THROWS(kvcache::make_host_eviction_policy("s3_fifo", {{"x", 1}}, 8, nullptr),
-               "host_eviction 's3_fifo': option 'x' is 1: expected no option but 'small_share'");
+  CHECK_THROWS(
+      kvcache::make_host_eviction_policy("s3_fifo", {{"x", 1}}, 8, nullptr),
+      "host_eviction 's3_fifo': option 'x' is 1: expected one of the options 'small_share'");
   CHECK_THROWS(kvcache::make_eviction_policy("mru", {}, 8), "eviction is 'mru'");
   CHECK_THROWS(kvcache::make_eviction_policy("s3_fifo", {}, 1), "num_blocks is 1");
 }

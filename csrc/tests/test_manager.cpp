@@ -129,7 +129,7 @@ TEST(calls_made_while_hashing_are_refused) {
       ++num_calls;
       const int32_t more = 1;
       CHECK_THROWS(manager.free(0), "is in progress");
-      CHECK_THROWS(request.tokens->append(&more, 1), "token_ids came while");
+      CHECK_THROWS(request.tokens->append(&more, 1), "token_ids were appended while");
       CHECK_THROWS(request.chain->hashes(), "has not returned");
     });
     step_new(&manager, {{request.chain, 100}});

@@ -39,7 +39,7 @@ TEST(a_report_names_a_step_and_blocks_that_there_are) {
   CHECK_THROWS(f.checks.check_report(0, true, {20}, {}), "failed_pages holds block 20");
   CHECK_THROWS(f.checks.check_report(0, true, {}, {1}), "failed_host_pages names pages, but");
   f.journal.complete_to(0);
-  CHECK_THROWS(f.checks.check_report(0, false, {}, {}), "but it was reported done");
+  CHECK_THROWS(f.checks.check_report(0, false, {}, {}), "but it was reported as done");
 }
 
 TEST(a_step_names_each_row_once_and_what_it_admitted) {
@@ -51,7 +51,7 @@ TEST(a_step_names_each_row_once_and_what_it_admitted) {
   request.rows = twice;
   request.num_tokens = counts;
   request.num_rows = 2;
-  CHECK_THROWS(f.checks.check_step(request), "rows names row 0 twice");
+  CHECK_THROWS(f.checks.check_step(request), "rows contains row 0 twice");
   request.num_rows = 1;
   f.checks.check_step(request);
   const int32_t other = 1, absent = 9;
@@ -69,7 +69,7 @@ TEST(rows_leave_once_each) {
   f.checks.check_leaving(rows, 0, {});
   f.checks.check_leaving(rows, 2, {});
   f.checks.check_leaving(rows, 2, {});  // a second call
-  CHECK_THROWS(f.checks.check_leaving(rows, 3, {}), "row 1 is to be freed twice");
+  CHECK_THROWS(f.checks.check_leaving(rows, 3, {}), "row 1 would be freed twice");
   CHECK_THROWS(f.checks.check_leaving(rows + 2, 2, {}), "row 7 is not in use");
 }
 
@@ -88,7 +88,7 @@ TEST(only_tokens_of_the_last_step_that_are_not_cached_can_be_rejected) {
 TEST(a_state_takes_no_token_back) {
   Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   const int32_t row = f.add_row(20);
-  CHECK_THROWS(f.checks.check_rejected(row, 1), "a recurrent state takes no token back");
+  CHECK_THROWS(f.checks.check_rejected(row, 1), "a recurrent state cannot undo tokens");
   CHECK_THROWS(f.checks.check_rejected(row, 1), "without num_speculative_blocks");
   CHECK_THROWS(f.checks.check_has_no_state("admit"), "with a recurrent group");
 }
@@ -99,7 +99,7 @@ TEST(states_take_as_many_drafts_back_as_they_have_pages_for) {
   f.checks.check_drafts(row, 20, 3, 20);
   f.checks.check_drafts(row, 20, 5, 23);
   CHECK_THROWS(f.checks.check_drafts(row, 20, 4, 20),
-               "num_tokens of row 0 is 4: expected at most 3, 1 that are known or were sampled");
+               "num_tokens of row 0 is 4: expected at most 3: 1 known or sampled tokens");
   CHECK_THROWS(f.checks.check_drafts(row, 18, 6, 21), "is 6: expected at most 5, 3 that are known");
   f.serve(row, 0, 12, /*num_drafts=*/2);
   f.checks.check_rejected(row, 2);
@@ -114,9 +114,11 @@ TEST(computed_blocks_must_hold_what_the_request_says) {
   publish_chain(&f.pool, ids, hashes_of(chain->hashes()));
   CHECK_EQ(f.checks.check_computed(*chain, {ids}), 8);
   CHECK_EQ(f.checks.check_computed(*chain, {{}}), 0);
-  CHECK_THROWS(f.checks.check_computed(*chain, {{ids[1]}}), "does not (or no longer) hold block 0");
+  CHECK_THROWS(f.checks.check_computed(*chain, {{ids[1]}}),
+               "does not, or no longer, contain block 0");
   CHECK_THROWS(f.checks.check_computed(*chain, {}), "computed_blocks has 0 groups: expected 1");
-  CHECK_THROWS(f.checks.check_computed(*f.chain_of(8), {ids}), "since the last token must run");
+  CHECK_THROWS(f.checks.check_computed(*f.chain_of(8), {ids}),
+               "because the last token must be computed");
   release(&f.pool, ids);
   ManagerOptions off = options();
   off.enable_caching = false;
@@ -132,7 +134,7 @@ TEST(a_child_begins_like_the_row_that_it_is_forked_from) {
   CHECK_THROWS(f.checks.check_fork(row, *f.chain_of(5)), "tokens or extra keys differ");
   f.rows[row].num_computed = 7;
   CHECK_THROWS(f.checks.check_fork(row, *f.chain_of(7)),
-               "expected the others to be appended or rej");
+               "expected the other tokens to be appended or rej");
 }
 
 }  // namespace

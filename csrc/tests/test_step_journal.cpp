@@ -72,7 +72,7 @@ TEST(as_many_steps_as_may_be_in_flight_are_kept_by_number) {
   StepJournal journal;
   for (int64_t i = 0; i < StepJournal::kMaxStepsInFlight + 10; ++i) step(&journal);
   CHECK_EQ(journal.in_flight().size(), StepJournal::kMaxStepsInFlight);
-  CHECK_THROWS(journal.check_may_abort(9), "but it is too long ago");
+  CHECK_THROWS(journal.check_may_abort(9), "but it is too old");
   journal.check_may_abort(10);
   journal.abort_from(60);
   step(&journal);

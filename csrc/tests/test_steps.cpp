@@ -52,7 +52,7 @@ TEST(tables_that_are_to_be_sent_anew_are_cleared_and_sent_whole) {
 TEST(a_step_that_was_not_issued_is_found) {
   Fixture f;
   f.steps.begin();
-  CHECK_THROWS(f.steps.check_invariants(), "a plan was begun and not ended");
+  CHECK_THROWS(f.steps.check_invariants(), "a plan was started but not completed");
   f.steps.plan().end();
   CHECK_THROWS(f.steps.check_invariants(), "the journal has a step that is done, or steps out");
 }

@@ -151,7 +151,7 @@ def test_would_fit_accepts_the_options_of_step():
     assert manager.would_fit(Admit(request, num_tokens=28, external=External(12))) == Status.SERVED
     with pytest.raises(ValueError, match=r"external.num_tokens is 30: expected at most 29"):
         manager.would_fit(Admit(request, num_tokens=1, external=External(30)))
-    with pytest.raises(ValueError, match=r"whole with external.delayed: expected one of them"):
+    with pytest.raises(ValueError, match=r"whole and external.delayed are both set"):
         manager.would_fit(
             Admit(request, num_tokens=0, external=External(3, delayed=True)), whole=True
         )

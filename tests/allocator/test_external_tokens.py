@@ -233,7 +233,7 @@ def test_admit_delays_caching():
     assert [len(each) for each in new] == [3, 3]
     assert manager.block_ids(request, 1)[:3].tolist() == [0, 0, 0]
     assert hit_length(manager, 21) == 8
-    with pytest.raises(ValueError, match=r"row 1 is receiving: expected finish_receiving before"):
+    with pytest.raises(ValueError, match=r"row 1 is receiving external tokens: expected a call"):
         manager.extend(request, 1)
     assert manager.finish_receiving(request) == 20
     assert hit_length(manager, 21) == 20
@@ -293,7 +293,9 @@ def test_blocks_handed_to_a_connector_are_kept_until_it_is_done():
     assert hit_length(manager, 9) == 8
     assert manager.step(new=[Request("b", range(50, 54))]).status.tolist() == [Status.WAIT]
     assert not manager.cache.reset()
-    with pytest.raises(ValueError, match=r"request 'b' are kept: expected one that was freed with"):
+    with pytest.raises(
+        ValueError, match=r"request 'b' are kept: expected a request that was freed"
+    ):
         manager.release_blocks(Request("b", [1]))
     manager.release_blocks(request)
     assert (manager.pool.num_kept, manager.pool.num_free) == (0, 3)
@@ -349,7 +351,7 @@ def test_wrapped_circular_buffer_receives_the_last_external_tokens(groups):
     request = Request("a", range(60))
     external = External(30)
     assert manager.would_fit(Admit(request, num_tokens=11, external=External(30))) == Status.SERVED
-    message = "a new request asks for 12 slots, lookahead included: expected at most 11"
+    message = "a new request requests 12 slots including lookahead: expected at most 11"
     calls = [
         lambda: manager.would_fit(Admit(request, num_tokens=12, external=External(30))),
         lambda: manager.step(new=[Admit(request, 12, external)]),
@@ -394,9 +396,7 @@ def test_a_state_that_a_connector_reads_is_not_updated_in_place():
 def test_a_receiver_that_leaves_hands_its_blocks_over():
     manager = make()
     request, _ = receiver(manager)
-    with pytest.raises(
-        ValueError, match=r"row 0 is receiving: expected finish_receiving before, or"
-    ):
+    with pytest.raises(ValueError, match=r"row 0 is receiving external tokens: expected a call of"):
         manager.free(request)
     manager.free(request, keep_blocks=True)
     assert (manager.pool.num_kept, hit_length(manager, 21)) == (4, 0)
@@ -460,7 +460,7 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
         lambda: manager.take_cached(request),
     ):
         with pytest.raises(
-            ValueError, match=r"row 0 is receiving: expected finish_receiving before"
+            ValueError, match=r"row 0 is receiving external tokens: expected a call"
         ):
             call()
     with pytest.raises(ValueError, match=r"'a' is already admitted"):
@@ -484,7 +484,7 @@ def test_nonsensical_arguments_of_free_are_rejected():
     manager.step(new=[request])
     with pytest.raises(ValueError, match=r"after_step is 0 with keep_blocks: expected one of them"):
         manager.free(request, after_step=0, keep_blocks=True)
-    with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps made so far"):
+    with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps so far"):
         manager.free(request, after_step=1)
     with pytest.raises(ValueError, match=r"after_step is -1: expected 0 to"):
         manager.free(request, after_step=-1)

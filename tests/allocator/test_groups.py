@@ -695,8 +695,8 @@ def test_step_needs_at_most_the_blocks_of_the_buffer():
     manager = make(ROUND, max_model_len=40)
     a = Request("a", range(40))
     says = (
-        r"^a new request asks for 40 slots, lookahead included: expected at most 16, "
-        r"as group 0 has places for 16 tokens and reads 0 of them$"
+        r"^a new request requests 40 slots including lookahead: expected at most 16, "
+        r"because group 0 has space for 16 tokens and reads 0 of them$"
     )
     for call in (lambda: manager.step(new=[a]), lambda: manager.would_fit(a)):
         with pytest.raises(ValueError, match=says):
@@ -828,7 +828,7 @@ def test_drafting_group_recomputes_a_hash_block_if_hits_end_inside_blocks():
 
 @pytest.mark.parametrize("group", [STATE, GroupSpec("cross_attention", 4)])
 def test_only_groups_of_tokens_draft(group):
-    with pytest.raises(ValueError, match=r"^groups\[1\] drafts, and its kind keeps no K and V of"):
+    with pytest.raises(ValueError, match=r"^groups\[1\] has drafts=True, but its kind does not"):
         make(FULL, drafting(group))
     with pytest.raises(TypeError, match=r"^drafts is 1: expected True or False"):
         GroupSpec("full_attention", 4, drafts=1)
@@ -927,7 +927,7 @@ def test_external_tokens_after_a_hit_inside_a_block_are_rejected():
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(60))
     found = manager.cache.find_prefix(b).block_ids
-    with pytest.raises(ValueError, match=r"^external.num_tokens is 8 behind a hit of 28"):
+    with pytest.raises(ValueError, match=r"^external.num_tokens is 8 after a hit of 28"):
         manager.admit(Admit(b, num_tokens=2, external=External(8)), found)
     whole = manager.cache.find_prefix(b, whole_blocks=True).block_ids
     assert len(manager.admit(Admit(b, num_tokens=2, external=External(8)), whole)) == 1
@@ -939,7 +939,7 @@ def test_a_hit_inside_a_block_that_has_gone_is_looked_up_again():
     b = Request("b", range(30))
     found = manager.cache.find_prefix(b).block_ids
     manager.cache.evict([2])
-    with pytest.raises(ValueError, match=r"look up again|since the last token must run"):
+    with pytest.raises(ValueError, match=r"look up again|because the last token must be computed"):
         manager.admit(Admit(b, num_tokens=2), found)
     assert manager.take_copies().shape == (0, 2)
     assert len(manager.admit(Admit(b, num_tokens=14), found[:1])) == 1
@@ -1023,10 +1023,10 @@ def test_per_request_calls_answer_lists_for_several_groups():
 
 def test_a_recurrent_group_is_driven_by_steps():
     manager = make(STATE)
-    with pytest.raises(ValueError, match="admit cannot say which state is to be copied"):
+    with pytest.raises(ValueError, match="admit cannot return the required copies of states"):
         manager.admit(Admit(Request("a", range(4)), num_tokens=4), ())
     run(manager, Request("a", range(4)), 4)
-    with pytest.raises(ValueError, match=r"takes no token back without num_speculative_blocks"):
+    with pytest.raises(ValueError, match=r"cannot undo tokens without num_speculative_blocks"):
         manager.step([0], [1], num_rejected_tokens=[1])
 
 
@@ -1097,7 +1097,7 @@ def test_kind_that_calls_back_is_rejected_and_an_inconsistent_one_is_called_once
             [FULL, WINDOW],
             {"retention_interval": 6},
             ValueError,
-            "retention_interval is 6: expected None, 0 or a multiple of 4, at which hits end",
+            "retention_interval is 6: expected None, 0 or a multiple of 4, where hits can end",
         ),
         ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a share"),
         ([FULL], {"watermark": "x"}, TypeError, "watermark is 'x'"),

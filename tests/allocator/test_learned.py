@@ -230,7 +230,7 @@ def test_requests_without_salt_have_no_share():
     assert left(None) == 48 and left("x") + left("y") == 48
     with pytest.raises(ValueError, match=r"option 'tenant_share' is 1\.5: expected 0 to 1"):
         KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"tenant_share": 1.5})
-    with pytest.raises(ValueError, match="no option but 'double_cost_tokens', 'tenant_share'"):
+    with pytest.raises(ValueError, match="one of the options 'double_cost_tokens', 'tenant_share'"):
         KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"share": 1})
 
 

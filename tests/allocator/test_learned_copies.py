@@ -215,7 +215,7 @@ def test_a_copy_is_worth_what_is_expected_of_it():
 def test_wrong_calls_are_named_and_change_nothing():
     device, other = BlockPool(9, "learned"), BlockPool(9)
     host = BlockPool(9, "learned", copies_of=device)
-    with pytest.raises(ValueError, match="'learned' for both, as the host learns from releases"):
+    with pytest.raises(ValueError, match="'learned' for both, because the host learns releases"):
         BlockPool(9, "learned", copies_of=other)
     with pytest.raises(ValueError, match="option 'double_cost_tokens' is 5: expected no options"):
         BlockPool(9, "learned", {"double_cost_tokens": 5}, copies_of=device)

@@ -382,7 +382,7 @@ def test_threads_sharing_a_request_get_its_hashes_or_an_error():
     for thread in threads:
         thread.join()
     assert found and len(found) + len(refused) == 4
-    assert all("a request serves one call at a time" in text for text in refused)
+    assert all("use a request in one call at a time" in text for text in refused)
     found.append(make().cache.hashes(request))
     assert all(np.array_equal(hashes, want) for hashes in found)
 
@@ -392,7 +392,7 @@ def bad_calls():
     other = Request("yy", range(100, 105))
     yield lambda m, a: m.step([7], [1]), "row 7 is not in use"
     yield lambda m, a: m.step([-1], [1]), "row -1 is not in use"
-    yield lambda m, a: m.step([0, 0], [1, 1]), "rows names row 0 twice"
+    yield lambda m, a: m.step([0, 0], [1, 1]), "rows contains row 0 twice"
     yield lambda m, a: m.step([0], [-1]), "num_tokens is -1: expected 0 to 2147483647"
     yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, but num_tokens has 2"
@@ -877,8 +877,8 @@ class TestAdvance:
     @pytest.mark.parametrize(
         "starts,stops,message",
         [
-            ([6, 9], [7, 10], "start of row 1 is 9: expected at most 8, the slots that it has"),
-            ([6, 6], [7, 6], "stop of row 1 is 6: expected more than its start, 6"),
+            ([6, 9], [7, 10], "start of row 1 is 9: expected at most 8, the number of its slots"),
+            ([6, 6], [7, 6], "stop of row 1 is 6: expected more than the row's start, 6"),
             ([6, 3], [7, 9], "num_rejected_tokens of row 1 is 3: expected at most 2"),
             ([6, -1], [7, 1], "start of row 1 is -1: expected at least 0"),
             ([6, 6], [7, 65], "65 tokens"),
@@ -894,7 +894,7 @@ class TestAdvance:
 
     def test_a_request_is_named_once(self):
         manager, requests = self.admitted()
-        with pytest.raises(ValueError, match="rows names row 0 twice"):
+        with pytest.raises(ValueError, match="rows contains row 0 twice"):
             manager.advance([0, 0], [6, 6], [7, 7])
         with pytest.raises(ValueError, match="row 7"):
             manager.advance([0, 7], [6, 0], [7, 1])

@@ -220,12 +220,12 @@ def test_report_of_an_unknown_step_is_rejected():
         manager.report(StepReport(0, completed=True))
     for _ in range(70):
         manager.step()
-    with pytest.raises(ValueError, match="step_id is 70: expected 0 to 69, the steps made so far"):
+    with pytest.raises(ValueError, match="step_id is 70: expected 0 to 69, the steps so far"):
         manager.abort(70)
-    with pytest.raises(ValueError, match=r"step_id is 5: .* in flight, but it is too long ago"):
+    with pytest.raises(ValueError, match=r"step_id is 5: .* in flight, but it is too old"):
         manager.abort(5)
     manager.report(StepReport(67, completed=True))
-    with pytest.raises(ValueError, match=r"step_id is 67: .* but it was reported done"):
+    with pytest.raises(ValueError, match=r"step_id is 67: .* but it was reported as done"):
         manager.report(StepReport(67, completed=False))
 
 
@@ -276,7 +276,7 @@ def test_aborts_leave_no_journal_behind():
         plan = manager.step(new=[request])
         manager.free(request)
         manager.abort(plan.step_id)
-    with pytest.raises(ValueError, match=r"step_id is 0: .* too long ago"):
+    with pytest.raises(ValueError, match=r"step_id is 0: .* too old"):
         manager.abort(0)
     manager.step()
     check_invariants(manager)

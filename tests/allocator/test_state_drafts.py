@@ -76,9 +76,7 @@ def test_more_drafts_than_pages_are_rejected_by_name():
     manager = manager_of(FULL, states(), states(8, 5))
     request = Request("a", range(6))
     manager.step(new=[request])
-    expected = (
-        r"num_tokens of row 0 is 5: expected at most 4, 1 that are known or were sampled and 3"
-    )
+    expected = r"num_tokens of row 0 is 5: expected at most 4: 1 known or sampled tokens and 3"
     for wrong in (
         lambda: manager.step([0], [5]),
         lambda: manager.step([0], [5], token_ids=[6]),

@@ -496,8 +496,8 @@ def test_what_a_row_computed_and_an_invalidation_made_forgotten_is_traced_when_i
     ("call", "message"),
     [
         (lambda m: m.step(swap_out=[7]), "row 7 is not in use"),
-        (lambda m: m.step([0], [1], swap_out=[0]), "swap_out names row 0, which rows"),
-        (lambda m: m.step(swap_out=[0, 0]), "swap_out names row 0, which"),
+        (lambda m: m.step([0], [1], swap_out=[0]), "swap_out contains row 0, which rows"),
+        (lambda m: m.step(swap_out=[0, 0]), "swap_out contains row 0, which"),
         (lambda m: m.step(swap_out=[1]), "row 1 is swapped out"),
         (lambda m: m.block_ids(m.away), "row 1 is swapped out"),
         (lambda m: m.fork(m.away, Request("c", range(50, 59))), "row 1 is swapped out"),
@@ -560,12 +560,12 @@ def test_without_a_host_nothing_is_swapped():
         (
             {"host_eviction": "s3_fifo", "host_eviction_options": {"x": 1}, "num_host_blocks": 9},
             ValueError,
-            "host_eviction 's3_fifo': option 'x' is 1: expected no option but 'small_share'",
+            "host_eviction 's3_fifo': option 'x' is 1: expected one of the options 'small_share'",
         ),
         (  # no host tier
             {"host_eviction": "s3_fifo"},
             ValueError,
-            "host_eviction is 's3_fifo': expected only with a host tier, num_host_blocks of 2 or",
+            "host_eviction is 's3_fifo': expected only with a host tier (num_host_blocks of 2",
         ),
         ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks is -1: expected 2 to"),

@@ -410,7 +410,7 @@ def test_table_has_a_host_section(capsys):
         (["--eviction", ""], "--eviction is '': expected one of last_access"),
         (
             ["--eviction", "s3_fifo:share=1"],
-            "--eviction is 's3_fifo:share=1': option 'share' is 1: expected no option but 'small_sh",
+            "--eviction is 's3_fifo:share=1': option 'share' is 1: expected one of the options 'small_sh",
         ),
         (["--eviction", "s3_fifo:small_share=2"], "option 'small_share' is 2: expected 0 to 1"),
         (["--eviction", "s3_fifo:small_share=nan"], "option 'small_share' is nan: expected 0 to 1"),

@@ -333,7 +333,7 @@ def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_rejected(prompt)
         signal.signal(signal.SIGALRM, before)
     of_manager, of_other, of_request = errors
     assert "from a signal handler" in of_manager and "being hashed by a call" in of_other
-    assert "token_ids came while" in of_request and request.num_tokens == len(prompt)
+    assert "token_ids were appended while" in of_request and request.num_tokens == len(prompt)
     check_invariants(manager)
 
 

@@ -34,8 +34,8 @@ class LostBlocks {
   };
   static constexpr int64_t kMsPerUnit = 100;
 
-  // Records one of `one_of` blocks of the group, and remembers the last ones: four times as many as
-  // a pool of num_blocks blocks has of them, and at least kLeastRecords.
+  // Samples one of `one_of` blocks of the group, and keeps the latest records: four times as many
+  // as a pool of num_blocks blocks has of them, and at least kLeastRecords.
   LostBlocks(int64_t num_blocks, int64_t one_of, uint8_t group)
       : last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
         group_(group),
