@@ -531,7 +531,7 @@ def test_row_context_has_its_own_slots():
         (
             lambda: cache.gather_context("full", [0], [33]),
             ValueError,
-            "expected less, as row 0 holds no",
+            "expected less, because row 0 holds no",
         ),
         (lambda: cache.gather_context("full", [3], [1]), ValueError, r"req_indices\[0\] is 3"),
         (

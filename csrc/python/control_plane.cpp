@@ -485,7 +485,7 @@ Copied copied_from(const py::object& source, const py::object& source_id, bool i
   pool.check_id(id, "source_id");
   if (pool.hash_of(id) == nullptr) {
     throw py::value_error("source_id is block " + std::to_string(id) +
-                          ", which is under no hash: expected a published one");
+                          ", which is not published under a hash: expected a published block");
   }
   Copied copied = pool.copied(id, is_chain);
   copied.root = 0;  // `publish` takes no root, and makes each block its own root without a parent

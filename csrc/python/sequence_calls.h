@@ -226,7 +226,7 @@ class SequenceCalls {
     if (num_tokens >= known.num_tokens) return num_tokens - known.num_tokens;
     throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " has " + std::to_string(num_tokens) +
                           " tokens: expected " + std::to_string(known.num_tokens) +
-                          " or more, which have slots");
+                          " or more, the tokens that have slots");
   }
   void check_on_device(const AllocatedSequence& known, py::handle seq) const {
     native_->check_reader();

@@ -19,7 +19,7 @@ struct Fixture : Serving {
   explicit Fixture(std::vector<CacheGroup> of = full_groups(4)) : Serving(of, options()) {}
 };
 
-TEST(requests_that_cannot_be_meant_are_refused_by_name) {
+TEST(invalid_requests_are_rejected_by_name) {
   Fixture f;
   f.checks.check_new(*f.chain_of(20));
   CHECK_THROWS(f.checks.check_new(*f.chain_of(21)),
@@ -30,7 +30,7 @@ TEST(requests_that_cannot_be_meant_are_refused_by_name) {
   CHECK_THROWS(f.checks.check_has_host("swap_out was called"), "but there is no host tier");
 }
 
-TEST(a_report_names_a_step_and_blocks_that_there_are) {
+TEST(reports_with_unknown_steps_or_blocks_are_rejected) {
   Fixture f;
   CHECK_THROWS(f.checks.check_report(0, true, {}, {}), "step_id is 0: no step has been made");
   f.end();
@@ -42,7 +42,7 @@ TEST(a_report_names_a_step_and_blocks_that_there_are) {
   CHECK_THROWS(f.checks.check_report(0, false, {}, {}), "but it was reported as done");
 }
 
-TEST(a_step_names_each_row_once_and_what_it_admitted) {
+TEST(steps_with_repeated_or_foreign_rows_are_rejected) {
   Fixture f;
   f.add_row(3), f.add_row(3);
   f.rows[1].by_step = false;
@@ -62,7 +62,7 @@ TEST(a_step_names_each_row_once_and_what_it_admitted) {
   CHECK_THROWS(f.checks.check_driver(0, /*by_step=*/false), "row 0 was admitted by step");
 }
 
-TEST(rows_leave_once_each) {
+TEST(freeing_a_row_twice_is_rejected) {
   Fixture f;
   f.add_row(3), f.add_row(3);
   const int32_t rows[] = {1, 0, 1, 7};
@@ -73,7 +73,7 @@ TEST(rows_leave_once_each) {
   CHECK_THROWS(f.checks.check_leaving(rows + 2, 2, {}), "row 7 is not in use");
 }
 
-TEST(only_tokens_of_the_last_step_that_are_not_cached_can_be_rejected) {
+TEST(only_uncached_tokens_of_the_last_step_can_be_rejected) {
   Fixture f;
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 11);
@@ -85,7 +85,7 @@ TEST(only_tokens_of_the_last_step_that_are_not_cached_can_be_rejected) {
   f.end();
 }
 
-TEST(a_state_takes_no_token_back) {
+TEST(tokens_of_a_state_without_speculative_blocks_cannot_be_rejected) {
   Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   const int32_t row = f.add_row(20);
   CHECK_THROWS(f.checks.check_rejected(row, 1), "a recurrent state cannot undo tokens");
@@ -93,7 +93,7 @@ TEST(a_state_takes_no_token_back) {
   CHECK_THROWS(f.checks.check_has_no_state("admit"), "with a recurrent group");
 }
 
-TEST(states_take_as_many_drafts_back_as_they_have_pages_for) {
+TEST(the_number_of_rejected_drafts_is_limited_by_state_pages) {
   Fixture f({group_of(std::make_shared<RecurrentState>(2), 4)});
   const int32_t row = f.add_row(20);
   f.checks.check_drafts(row, 20, 3, 20);
@@ -107,7 +107,7 @@ TEST(states_take_as_many_drafts_back_as_they_have_pages_for) {
   f.end();
 }
 
-TEST(computed_blocks_must_hold_what_the_request_says) {
+TEST(computed_blocks_must_contain_the_tokens_of_the_request) {
   Fixture f;
   const auto chain = f.chain_of(9);
   const std::vector<BlockId> ids = take(&f.pool, 2);
@@ -126,7 +126,7 @@ TEST(computed_blocks_must_hold_what_the_request_says) {
   CHECK_THROWS(without.checks.check_computed(*chain, {ids}), "caching is off");
 }
 
-TEST(a_child_begins_like_the_row_that_it_is_forked_from) {
+TEST(a_child_must_start_with_the_tokens_of_its_parent) {
   Fixture f;
   const int32_t row = f.add_row(6);
   f.rows[row].num_computed = 6;

@@ -226,7 +226,7 @@ def test_wrong_calls_are_named_and_change_nothing():
     for call, text in (
         (
             lambda: host.publish_copy(page, device, 8),
-            "source_id is block 8, which is under no hash",
+            "source_id is block 8, which is not published",
         ),
         (lambda: host.publish_copy(page, device, 9), "source_id holds block 9: expected 1 to 8"),
         (lambda: host.publish_copy(0, device, block), "ids holds block 0: expected 1 to 8"),
@@ -236,7 +236,7 @@ def test_wrong_calls_are_named_and_change_nothing():
         ),
         (lambda: host.notify_load(page), f"id is block {page}, which is not both cached and held"),
         (lambda: host.notify_load(-1), "id holds block -1: expected 1 to 8"),
-        (lambda: host.gain_of_copy(device, 8), "source_id is block 8, which is under no hash"),
+        (lambda: host.gain_of_copy(device, 8), "source_id is block 8, which is not published"),
     ):
         with pytest.raises(ValueError, match=text):
             call()

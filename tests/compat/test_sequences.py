@@ -1034,7 +1034,7 @@ def test_with_a_window_there_is_no_chunked_prefill(caching):
     for count in (0, 16, 63):
         with pytest.raises(
             ValueError,
-            match="a prompt longer than the window is computed at once: expected a "
+            match="a prompt longer than the window is computed in one step: exp"
             "token_chunk_size of 64",
         ):
             manager.mark_blocks_as_computed(group, count)

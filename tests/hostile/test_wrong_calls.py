@@ -364,7 +364,7 @@ def test_offsets_and_ids_in_the_layers_that_are_permuted_are_rejected():
 )
 def test_regions_beyond_int64_are_rejected(region):
     memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.tensor([[0, 1]], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=r"regions\[0\] (leads beyond|has \d+ bytes)"):
+    with pytest.raises(RuntimeError, match=r"regions\[0\] (extends beyond|has \d+ bytes)"):
         ops.copy_blocks(None, memory, torch.tensor([region]), pairs, 8, 8)
 
 

@@ -332,7 +332,7 @@ BAD = {
     r"num_blocks_per_row has shape \[1, 3\]: expected size 2": lambda b: {
         "num_blocks_per_row": ints(b, 1, 2, 2).view(1, 3)
     },
-    r"groups\[0\] names row 1 of num_blocks_per_row, which has 1": lambda b: {
+    r"groups\[0\] refers to row 1 of num_blocks_per_row, which has 1": lambda b: {
         "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0, 1]])
     },
     r"query_start_loc has shape \[2\]: expected at least 3 entries, one more than rows": lambda b: {
@@ -380,7 +380,7 @@ BAD_VALUES = {
     r"seq_lens\[0\] is -1": {"seq_lens": [-1, 2], "query_lens": [0, 0]},
     r"seq_lens\[0\] is 9: expected at most 8, the tokens that a row has": {"seq_lens": [9, 2]},
     r"seq_lens\[0\] is 2147483647": {"seq_lens": [2**31 - 1, 2]},
-    r"seq_lens\[1\] is 5: expected less, as row 0 of some group holds no block": {
+    r"seq_lens\[1\] is 5: expected less, because row 0 of some group holds no block": {
         "seq_lens": [5, 5]
     },
     r"seq_lens\[0\] is 5: expected at most max_num_tokens, which is 4": {"max_num_tokens": 4},

@@ -207,7 +207,7 @@ BAD = {
     r"groups\[0\] has interleave 3: expected a divisor": lambda b: {"groups": group(interleave=3)},
     r"groups\[0\] has window -1": lambda b: {"groups": group(window=-1)},
     r"groups\[0\] has row of counts -1": lambda b: {"groups": group(counts_row=-1)},
-    r"groups\[0\] names row 1 of num_blocks_per_row, which has 1": lambda b: {
+    r"groups\[0\] refers to row 1 of num_blocks_per_row, which has 1": lambda b: {
         "groups": group(counts_row=1),
         "num_blocks_per_row": b.tensor([[2, 2]], dtype=INT32),
     },
@@ -247,7 +247,7 @@ BAD_VALUES = {
     r"query_start_loc\[0\] is wrong": {"query_start_loc": [-1, 2, 2, 3]},
     r"query_start_loc\[3\] is wrong": {"query_start_loc": [0, 2, 2, 4]},
     "the row of token 1 is 2: expected -1": {"query_start_loc": START, "rows": [0, 2, -1]},
-    r"positions\[1\] is 5: expected less, as row 1 holds no block for it": {
+    r"positions\[1\] is 5: expected less, because row 1 holds no block for it": {
         "num_blocks_per_row": [[2, 1]]
     },
     r"positions\[1\] is 9": {"query_start_loc": START, "positions": [0, 9, 2]},

@@ -143,7 +143,7 @@ def test_tokens_of_a_tree_must_be_set_again_once_they_are_accepted():
 @pytest.mark.parametrize(
     ("parents", "message"),
     [
-        ([-1, 1, 0], r"parents\[1\] is 1: expected -1 to 0, a token of the request before it"),
+        ([-1, 1, 0], r"parents\[1\] is 1: expected -1 to 0, an earlier token of the request"),
         ([-2, 0, 0], r"parents\[0\] is -2: expected -1 to -1"),
         ([-1], "parents has 1 entries: expected 3, the sum of query_lens"),
     ],

@@ -128,7 +128,7 @@ def test_invalid_call_changes_nothing(call, message):
     [
         ([0, 4], [0, 0], r"req_indices\[1\] is 4"),
         ([0], [20], r"positions\[0\] is 20: expected 0 to 19"),
-        ([0], [8], r"positions\[0\] is 8: expected less, as row 0 holds no block for it"),
+        ([0], [8], r"positions\[0\] is 8: expected less, because row 0 holds no block for it"),
         ([0], [0, 1], "req_indices has 1 entries, but positions has 2"),
         (
             [0] * 17,

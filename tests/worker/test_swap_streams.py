@@ -224,7 +224,7 @@ def test_checked_mode_cannot_be_captured(monkeypatch):
     torch.cuda.synchronize()
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
     with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match=r"synchronises, and this stream is being captured"):
+        with pytest.raises(RuntimeError, match=r"synchronizes, but this stream is being captured"):
             within.copy(pairs)
         monkeypatch.delenv("KVCACHE_CHECKED")
         within.copy(pairs)  # the capture is still valid
