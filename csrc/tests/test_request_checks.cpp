@@ -25,7 +25,7 @@ TEST(invalid_requests_are_rejected_by_name) {
   CHECK_THROWS(f.checks.check_new(*f.chain_of(21)),
                "a new request would have 21 tokens: expected at");
   CHECK_THROWS(f.checks.check_new(*f.chain_of(0)), "the number of tokens of a new request is 0");
-  CHECK_THROWS(f.checks.check_new(*f.chain_of(8, 8)), "came to a manager with block_size 4");
+  CHECK_THROWS(f.checks.check_new(*f.chain_of(8, 8)), "passed to a manager with block_size 4");
   CHECK_THROWS(f.checks.check_group(1), "group is 1: expected 0 to 0");
   CHECK_THROWS(f.checks.check_has_host("swap_out was called"), "but there is no host tier");
 }
@@ -37,7 +37,7 @@ TEST(reports_with_unknown_steps_or_blocks_are_rejected) {
   f.checks.check_report(0, true, {19}, {});
   CHECK_THROWS(f.checks.check_report(1, true, {}, {}), "step_id is 1: expected 0 to 0");
   CHECK_THROWS(f.checks.check_report(0, true, {20}, {}), "failed_pages holds block 20");
-  CHECK_THROWS(f.checks.check_report(0, true, {}, {1}), "failed_host_pages names pages, but");
+  CHECK_THROWS(f.checks.check_report(0, true, {}, {1}), "failed_host_pages contains pages, but");
   f.journal.complete_to(0);
   CHECK_THROWS(f.checks.check_report(0, false, {}, {}), "but it was reported as done");
 }
@@ -81,7 +81,7 @@ TEST(only_uncached_tokens_of_the_last_step_can_be_rejected) {
   f.checks.check_rejected(row, 6);
   f.rows.blocks(row)[0].num_published = 2;
   f.checks.check_rejected(row, 3);
-  CHECK_THROWS(f.checks.check_rejected(row, 4), "expected at most 3, of the tokens of its last");
+  CHECK_THROWS(f.checks.check_rejected(row, 4), "expected at most 3, the number of uncached");
   f.end();
 }
 
@@ -100,7 +100,7 @@ TEST(the_number_of_rejected_drafts_is_limited_by_state_pages) {
   f.checks.check_drafts(row, 20, 5, 23);
   CHECK_THROWS(f.checks.check_drafts(row, 20, 4, 20),
                "num_tokens of row 0 is 4: expected at most 3: 1 known or sampled tokens");
-  CHECK_THROWS(f.checks.check_drafts(row, 18, 6, 21), "is 6: expected at most 5, 3 that are known");
+  CHECK_THROWS(f.checks.check_drafts(row, 18, 6, 21), "is 6: expected at most 5: 3 known");
   f.serve(row, 0, 12, /*num_drafts=*/2);
   f.checks.check_rejected(row, 2);
   CHECK_THROWS(f.checks.check_rejected(row, 3), "expected at most 2, the drafts of its last step");

@@ -145,7 +145,7 @@ TEST(outside_of_a_step_rows_are_swapped_together) {
   CHECK_EQ(s.host.counts().swapped_in_blocks, 2);
 }
 
-TEST(swap_in_demand_of_rows) {
+TEST(num_blocks_back_counts_shared_blocks_once) {
   Serving s;
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 6);

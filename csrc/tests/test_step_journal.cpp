@@ -68,7 +68,7 @@ TEST(last_issued_skips_aborted_steps) {
   CHECK_EQ(journal.last_kept(), 5);  // too old to be aborted
 }
 
-TEST(only_the_last_steps_by_number_are_kept) {
+TEST(steps_older_than_the_last_64_cannot_be_aborted) {
   StepJournal journal;
   for (int64_t i = 0; i < StepJournal::kMaxStepsInFlight + 10; ++i) step(&journal);
   CHECK_EQ(journal.in_flight().size(), StepJournal::kMaxStepsInFlight);

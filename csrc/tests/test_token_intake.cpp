@@ -62,7 +62,7 @@ TEST(token_ids_are_removed_if_a_request_of_the_step_is_rejected) {
   request.token_ids = &id;
   request.num_ids = 1;
   request.new_rows = {{f.chain_of(8, /*block_size=*/8), 8}};
-  CHECK_THROWS(f.intake.take_in(request), "came to a manager with block_size 4");
+  CHECK_THROWS(f.intake.take_in(request), "passed to a manager with block_size 4");
   CHECK_EQ(f.num_known(0), 3);
 }
 

@@ -169,7 +169,7 @@ def test_every_evicted_page_matches_the_model(seed, cost):
 
 
 @pytest.mark.exhaustive
-def test_20_000_requests_over_two_tiers():
+def test_every_evicted_page_matches_the_model_over_20_000_requests():
     driver = Driver(100, 0)
     for _ in range(20_000):
         driver.step()
@@ -199,7 +199,7 @@ def test_loaded_page_is_evicted_first():
     assert host.allocate(1).tolist() == [pages[0]]
 
 
-def test_a_copy_is_worth_what_is_expected_of_it():
+def test_gain_of_a_copy_is_its_expected_hits():
     """A block that no request released has no statistics, so its copy has the full gain."""
     device = BlockPool(20, "learned")
     host = BlockPool(3, "learned", copies_of=device)
@@ -212,7 +212,7 @@ def test_a_copy_is_worth_what_is_expected_of_it():
     assert plain.gain_of_copy(device, block) == 1
 
 
-def test_wrong_calls_are_named_and_change_nothing():
+def test_invalid_calls_are_reported_and_change_nothing():
     device, other = BlockPool(9, "learned"), BlockPool(9)
     host = BlockPool(9, "learned", copies_of=device)
     with pytest.raises(ValueError, match="'learned' for both, because the host learns releases"):

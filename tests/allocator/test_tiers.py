@@ -550,7 +550,7 @@ def test_without_a_host_nothing_is_swapped():
         (
             {"host_eviction": "priority", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru, as th",
+            "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru .th",
         ),
         (
             {"host_eviction": "s3", "num_host_blocks": 9},
@@ -565,7 +565,7 @@ def test_without_a_host_nothing_is_swapped():
         (  # no host tier
             {"host_eviction": "s3_fifo"},
             ValueError,
-            "host_eviction is 's3_fifo': expected only with a host tier (num_host_blocks of 2",
+            "host_eviction is 's3_fifo': expected only with a host tier .num_host_blocks of 2",
         ),
         ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks is -1: expected 2 to"),
@@ -585,7 +585,7 @@ def test_without_a_host_nothing_is_swapped():
         (
             {"host_eviction": "learned", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 'learned', and eviction is 'lru': expected 'learned' for both, as the",
+            "host_eviction is 'learned', and eviction is 'lru': expected 'learned' for both, be",
         ),
         (
             {"eviction": "learned", "host_write": "learned", "num_host_blocks": 9},

@@ -93,7 +93,7 @@ def test_without_a_host_pool_nothing_is_swapped(num_cpu_blocks):
         ({"max_model_len": 0}, "max_model_len"),
     ],
 )
-def test_wrong_sizes_are_named(arguments, named):
+def test_invalid_sizes_are_reported(arguments, named):
     with pytest.raises(ValueError, match=named):
         make(**arguments)
 
@@ -115,7 +115,7 @@ def test_wrong_sizes_are_named(arguments, named):
         ({"eviction_options": {"x": "y"}}, r"eviction_options\['x'\] is 'y'"),
     ],
 )
-def test_wrong_types_are_named(arguments, named):
+def test_invalid_types_are_reported(arguments, named):
     with pytest.raises(TypeError, match=named):
         make(**arguments)
 
@@ -1034,8 +1034,8 @@ def test_with_a_window_there_is_no_chunked_prefill(caching):
     for count in (0, 16, 63):
         with pytest.raises(
             ValueError,
-            match="a prompt longer than the window is computed in one step: exp"
-            "token_chunk_size of 64",
+            match="a prompt longer than the window is computed in one step: "
+            "expected a token_chunk_size of 64",
         ):
             manager.mark_blocks_as_computed(group, count)
     assert manager.get_block_table(group.seqs[0]) == table

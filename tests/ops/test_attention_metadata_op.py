@@ -378,7 +378,7 @@ BAD_VALUES = {
     r"query_lens\[1\] is -1: expected 0 or more": {"query_lens": [1, -1]},
     r"seq_lens\[0\] is 0: expected at least query_lens\[0\], which is 1": {"seq_lens": [0, 2]},
     r"seq_lens\[0\] is -1": {"seq_lens": [-1, 2], "query_lens": [0, 0]},
-    r"seq_lens\[0\] is 9: expected at most 8, the tokens that a row has": {"seq_lens": [9, 2]},
+    r"seq_lens\[0\] is 9: expected at most 8, the number of tokens": {"seq_lens": [9, 2]},
     r"seq_lens\[0\] is 2147483647": {"seq_lens": [2**31 - 1, 2]},
     r"seq_lens\[1\] is 5: expected less, because row 0 of some group holds no block": {
         "seq_lens": [5, 5]

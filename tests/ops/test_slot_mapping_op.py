@@ -238,7 +238,7 @@ START = [0, 1, 2, 3]
 BAD_VALUES = {
     r"rows\[1\] is 2: expected -1 \(a dummy request\) to 1": {"rows": [0, 2, -1]},
     r"rows\[2\] is -2": {"rows": [0, 1, -2]},
-    r"positions\[1\] is 8: expected 0 to 7, the tokens that a row": {"positions": [0, 8, 2]},
+    r"positions\[1\] is 8: expected 0 to 7, because a row": {"positions": [0, 8, 2]},
     r"positions\[0\] is -1": {"positions": [-1, 8, 2]},
     r"positions\[1\] is 4294967296": {"positions": [0, 2**32, 2]},
     r"query_start_loc\[2\] is wrong: expected numbers from 0 to 3": {

@@ -762,7 +762,7 @@ def test_row_with_zero_tokens_gets_no_blocks():
     check_invariants(manager)
     for rows, tokens, message in (
         ([0], [-1], "num_tokens is -1: expected 0 to 2147483647"),
-        ([0, 0], [0, 0], "rows names row 0 twice"),
+        ([0, 0], [0, 0], "rows contains row 0 twice"),
         ([0], [0], None),
     ):
         if message is None:

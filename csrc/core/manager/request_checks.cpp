@@ -166,7 +166,7 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   }
   if (has_state_ && num_rejected > r.num_drafts) {
     throw std::invalid_argument(what + ": expected at most " + std::to_string(r.num_drafts) +
-                                ", the number of drafts of its last step whose states are kept");
+                                ", the drafts of its last step whose states are kept");
   }
   int64_t kept = r.start;
   for (const CacheGroup& group : c_.setup->groups) {
