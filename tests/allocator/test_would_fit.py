@@ -19,7 +19,7 @@ NO_BUFFERS = [
 ]
 
 
-def test_a_request_that_fits_without_its_hit_alone_is_served():
+def test_request_that_fits_only_without_its_hit_is_served():
     """With 4 pages, a hit of 4 tokens would need 3 blocks and 2 states.
 
     Without it, one state suffices.
@@ -40,7 +40,7 @@ def test_a_request_that_fits_without_its_hit_alone_is_served():
     check_invariants(manager)
 
 
-def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
+def test_request_waits_if_its_partial_hit_fits_later():
     """8 pages.
 
     From 46 tokens, the request needs 5 blocks and 2 copy sources. From 24 tokens, it needs 10.

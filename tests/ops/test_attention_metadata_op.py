@@ -230,7 +230,7 @@ def test_batches_beyond_one_thread_block(backend, num_requests):
 
 
 @each_backend
-def test_a_row_longer_than_one_pass_of_a_thread_block(backend):
+def test_row_longer_than_one_pass_of_a_thread_block_is_copied(backend):
     call = large(2, columns=5000)
     call["seq_lens"] = torch.tensor([20_000, 9_999], dtype=INT32)
     call["query_lens"] = torch.tensor([1, 9_000], dtype=INT32)
@@ -239,7 +239,7 @@ def test_a_row_longer_than_one_pass_of_a_thread_block(backend):
 
 
 @each_backend
-def test_more_requests_than_tiles_of_the_largest_size(backend):
+def test_many_requests_exceed_the_largest_tiles(backend):
     """At most 255 requests fit a thread block, so the grid grows beyond 128 blocks."""
     check(backend, large(33_000, columns=1))
 
@@ -303,7 +303,7 @@ def assert_untouched(call):
 
 
 @each_backend
-def test_a_decode_and_a_prefill_padded_to_three_requests(backend):
+def test_decode_and_prefill_are_padded_to_three_requests(backend):
     call = arguments(backend)
     backend.ops.attention_metadata(**call)
     assert call["query_start_loc"].tolist() == [0, 1, 3, 3]
@@ -478,7 +478,7 @@ def test_overlapping_outputs_are_rejected(backend):
 @each_backend
 @given(length=st.integers(0, 2**31 - 1), window=st.sampled_from([0, 1, 4096, 2**31 - 1]))
 @example(length=2**31 - 1, window=1)
-def test_maximum_lengths(backend, length, window):
+def test_largest_positions_do_not_overflow(backend, length, window):
     """One column has 2^31 - 1 tokens, and pages are outside a window near the last position."""
     call = arguments(backend, groups=torch.tensor([[0, 2, 2**30, 1, 0, 1, window, 0]]))
     call["seq_lens"], call["query_lens"] = ints(backend, length, 0), ints(backend, 0, 0)
@@ -507,7 +507,7 @@ def test_tensors_on_two_devices_are_rejected(backend):
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_serves_changed_inputs():
+def test_captured_launch_uses_changed_inputs():
     """Capture once, and then change the inputs in place.
 
     Rows, lengths, tables and the number of requests change in the same tensors.

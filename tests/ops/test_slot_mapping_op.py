@@ -87,7 +87,7 @@ def test_slots_of_random_groups_by_request_and_by_token(backend, dtype, case):
 
 @each_backend
 @pytest.mark.parametrize("num_requests", [1, 1023, 1024, 1025, 5000])
-def test_tokens_find_their_request_among_many(backend, num_requests):
+def test_requests_of_tokens_are_found_among_many(backend, num_requests):
     """Some requests are empty. A thread block holds 1,024 entries of query_start_loc."""
     generator = torch.Generator().manual_seed(num_requests)
     lengths = torch.randint(0, 3, (num_requests,), generator=generator)
