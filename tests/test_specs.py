@@ -399,7 +399,7 @@ def test_a_small_layer_fills_its_share_with_more_tokens():
     assert plan.padding_bytes == (0, 4 * 64 * (576 * 2 - 8 * 132))
 
 
-def test_k_and_v_of_unequal_head_size():
+def test_k_and_v_may_have_different_head_sizes():
     layers = attention("full_attention", 2, heads=4, head_size=192, v_head_size=128)
     plan = plan_cache(layers, GIB, max_model_len=4096)
     assert plan.page_bytes == 2 * 16 * 4 * (192 + 128) * 2 and plan.padding_bytes == (0,)

@@ -55,11 +55,11 @@ def pages(tmp_path_factory):
 
 
 @pytest.mark.parametrize("page,block", BLOCKS)
-def test_the_commands_of_a_page_run_as_pasted(page, block, pages):
+def test_commands_of_a_page_run_as_pasted(page, block, pages):
     pages.check(page, block)
 
 
-def test_blocks_that_are_not_run_are_known():
+def test_code_blocks_without_a_run_marker_are_rejected():
     blocks = [block for page in DOCS for block in blocks_of(page.read_text())]
     assert {block.name for block in blocks if block.kind == "not run"} == NOT_RUN
 
