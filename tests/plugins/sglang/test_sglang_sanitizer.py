@@ -121,7 +121,7 @@ def test_engines_without_the_variable_have_no_findings():
         findings({"internal_states": [{}]})
 
 
-def test_plug_in_does_nothing_without_the_variable(monkeypatch):
+def test_the_plug_in_does_nothing_without_the_variable(monkeypatch):
     class Scheduler:
         def run_event_loop(self):
             pass
