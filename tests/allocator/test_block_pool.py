@@ -114,7 +114,7 @@ def test_duplicates_of_one_hash_are_both_kept_and_the_oldest_is_found():
         (lambda p: p.lookup(hashes(1), 0.5), TypeError, "group is 0.5: expected an integer"),
     ],
 )
-def test_a_wrong_call_is_named_and_changes_nothing(call, error, message):
+def test_invalid_call_is_reported_and_changes_nothing(call, error, message):
     pool = BlockPool(5)
     held = pool.allocate(2)
     pool.publish(held[:1], hashes(77))

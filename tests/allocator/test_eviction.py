@@ -632,7 +632,7 @@ def test_default_policy_is_lru_and_gets_no_notifications():
         ),
     ],
 )
-def test_unknown_policy_is_named(name, options, error, message):
+def test_unknown_policy_is_reported(name, options, error, message):
     with pytest.raises(error, match=message):
         BlockPool(8, name, options)
 
@@ -672,7 +672,7 @@ def test_unknown_policy_is_named(name, options, error, message):
     ],
 )
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_wrong_call_is_named_and_changes_nothing(name, call, message):
+def test_invalid_call_is_reported_and_changes_nothing(name, call, message):
     pool = BlockPool(6, name)
     ids = chain(pool, [0, 1])
     pool.pin([2])

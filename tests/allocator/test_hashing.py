@@ -148,7 +148,7 @@ def test_xxh3_over_the_same_cbor(block_size):
     assert np.array_equal(rest, found[1:])
 
 
-def test_an_unknown_algorithm_is_named():
+def test_an_unknown_algorithm_is_reported():
     expected = "expected one of sha256_cbor, xxh3_128_cbor"
     with pytest.raises(ValueError, match=rf"algorithm is 'md5': {expected}$"):
         hash_blocks(range(16), 16, algorithm="md5")

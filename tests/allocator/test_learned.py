@@ -138,7 +138,7 @@ def test_file_that_is_not_text_is_ignored(tmp_path):
         assert LearnedReuse.load(tmp_path / "reuse.json") is None
 
 
-def test_a_wrong_call_is_named_and_changes_nothing():
+def test_invalid_call_is_reported_and_changes_nothing():
     manager = KVCacheManager(16, 9, 64, eviction="learned")
     before = manager.cache.stats.learned
     with pytest.raises(TypeError, match="learned has type dict: expected LearnedReuse or None"):

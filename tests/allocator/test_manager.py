@@ -449,7 +449,7 @@ def bad_calls():
 
 
 @pytest.mark.parametrize(("call", "message"), list(bad_calls()))
-def test_a_wrong_call_is_named_and_changes_nothing(call, message):
+def test_invalid_call_is_reported_and_changes_nothing(call, message):
     manager = make()
     request = Request("a", range(10))
     manager.step(new=[request])
@@ -629,7 +629,7 @@ def test_invalid_sizes_are_reported(options, message):
         make(**options)
 
 
-def test_tokens_are_copied_and_checked_at_once():
+def test_tokens_are_copied_and_checked_immediately():
     tokens = np.arange(10, dtype=np.int32)
     request = Request("a", tokens)
     tokens[:] = 99

@@ -43,7 +43,7 @@ def test_every_answer_is_compared_and_the_pool_is_too_small():
     assert max(held) <= course.num_blocks and course.held[-1] == 0
 
 
-def test_a_wrong_answer_is_counted(monkeypatch):
+def test_wrong_answers_are_counted(monkeypatch):
     extend = OutputProcessor._extend
 
     def wrong(self, sample, logits, at, best):

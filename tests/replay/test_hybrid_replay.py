@@ -106,7 +106,7 @@ def test_circular_windows_verify(cached, hits):
     assert report.evicted_blocks > 0 if hits else report.cached_blocks == 0
 
 
-def test_too_small_circular_buffer_is_caught():
+def test_too_small_circular_buffer_is_detected():
     """The manager has slots for 8 tokens, while the verified kind reads 8 tokens and writes 8."""
     buffers = [f"circular_window:window={window}:buffer=16" for window in (1, 12)]
     replayer = hybrid(buffers[0], 33, chunk_tokens=16, verified=buffers[1])
@@ -322,7 +322,7 @@ def copied_backwards(plan, number):
 
 
 @pytest.mark.parametrize("defect", [without_copies, copied_backwards])
-def test_uncopied_partial_block_is_caught(monkeypatch, defect):
+def test_uncopied_partial_block_is_detected(monkeypatch, defect):
     shared = list(range(11))
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     replayer = hybrid("full_attention:block_size=8", 9, hash_block_size=2)
@@ -333,7 +333,7 @@ def test_uncopied_partial_block_is_caught(monkeypatch, defect):
 
 
 @pytest.mark.parametrize("defect", [without_copies, copied_backwards])
-def test_uncopied_state_is_caught(monkeypatch, defect):
+def test_uncopied_state_is_detected(monkeypatch, defect):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
     plant_in_step(monkeypatch, replayer.manager, defect)
     report = replayer.run(as_workload([range(30)]))
@@ -344,7 +344,7 @@ def test_uncopied_state_is_caught(monkeypatch, defect):
 
 
 @pytest.mark.parametrize("defect", [without_copies, without_replacements])
-def test_overwritten_kept_state_is_caught(monkeypatch, defect):
+def test_overwritten_kept_state_is_detected(monkeypatch, defect):
     replayer = hybrid("full_attention:block_size=32,recurrent:block_size=32", 33, 2, chunk_tokens=8,
                       hash_block_size=4)  # fmt: skip
     plant_in_step(monkeypatch, replayer.manager, defect)
@@ -353,7 +353,7 @@ def test_overwritten_kept_state_is_caught(monkeypatch, defect):
     assert any(each.is_state for each in report.mismatched_requests)
 
 
-def test_uncleared_state_is_caught(monkeypatch):
+def test_uncleared_state_is_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65)
     replayer.verifier.storage.pages.layer(0)[1:] = 7  # stale data
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
@@ -362,7 +362,7 @@ def test_uncleared_state_is_caught(monkeypatch):
     assert (found.token, found.block_column, found.is_state) == (0, 3, True)
 
 
-def test_uncleared_tokens_before_a_hit_are_caught(monkeypatch):
+def test_uncleared_tokens_before_a_hit_are_detected(monkeypatch):
     shared = list(range(6))
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
@@ -438,7 +438,7 @@ def test_kind_reading_more_than_planned_is_reported():
         replayer.run(as_workload([range(40)]))
 
 
-def test_missing_storage_copies_are_caught(monkeypatch):
+def test_missing_storage_copies_are_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
     monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda moves: None)
     assert replayer.run(as_workload([range(30)])).mismatches > 0
@@ -458,7 +458,7 @@ def test_page_assigned_to_two_groups_is_detected(monkeypatch, other):
     assert {found.request for found in report.mismatched_requests} == {0, 1}
 
 
-def test_state_page_reused_while_held_is_caught(monkeypatch):
+def test_state_page_reused_while_held_is_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, 2)
     states = []
 

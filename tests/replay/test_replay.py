@@ -131,7 +131,7 @@ def test_chat_keys_identify_prefixes():
 
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.integers(0, 30))
-def test_segmented_keys_equal_keys_computed_at_once(tokens, cut):
+def test_segmented_keys_equal_keys_computed_immediately(tokens, cut):
     tokens = np.array(tokens, np.int32)
     head = prefix_keys(tokens[:cut])
     tail = prefix_keys(tokens[cut:], int(head[-1]) if len(head) else 0)
@@ -481,7 +481,7 @@ def test_two_tokens_in_one_slot_are_detected(monkeypatch):
     assert report.mismatches in (1, 2)
 
 
-def test_block_reused_while_held_is_caught(monkeypatch):
+def test_block_reused_while_held_is_detected(monkeypatch):
     replayer = verifying(concurrency=3)
     first_blocks = []
 
@@ -532,7 +532,7 @@ def one_further(slots):
 
 
 @pytest.mark.parametrize("wrong", [reversed_in_its_block, in_the_block_behind, one_further])
-def test_slots_wrong_for_both_write_and_read_are_caught(monkeypatch, wrong):
+def test_slots_wrong_for_both_write_and_read_are_detected(monkeypatch, wrong):
     replayer = verifying(BLOCK, 1_025, 3)
     table = replayer.verifier.table
     compute = table.compute_slot_mapping
@@ -548,7 +548,7 @@ def test_slots_wrong_for_both_write_and_read_are_caught(monkeypatch, wrong):
     assert report.mismatched_requests[0].request == report.mismatched_requests[0].token == 0
 
 
-def test_swapped_key_and_value_are_caught(monkeypatch):
+def test_swapped_key_and_value_are_detected(monkeypatch):
     replayer = verifying(BLOCK, 1_025)
     storage = replayer.verifier.storage
     write, gather = storage.write, storage.gather
@@ -558,7 +558,7 @@ def test_swapped_key_and_value_are_caught(monkeypatch):
     assert report.mismatches == report.verified_tokens > 0
 
 
-def test_table_without_the_managers_blocks_is_caught(monkeypatch):
+def test_table_without_the_managers_blocks_is_detected(monkeypatch):
     replayer = verifying()
 
     def another_block(plan, number):
@@ -570,7 +570,7 @@ def test_table_without_the_managers_blocks_is_caught(monkeypatch):
     assert report.mismatches == 4
 
 
-def test_wrong_gather_of_correct_storage_is_caught(monkeypatch):
+def test_wrong_gather_of_correct_storage_is_detected(monkeypatch):
     replayer = verifying()
     storage = replayer.verifier.storage
     gather = storage.gather

@@ -199,7 +199,7 @@ COUNTED = (
 @needs_counts
 @pytest.mark.parametrize("num_fragments", [32, 1000])
 @pytest.mark.parametrize("name", NAMES)
-def test_staging_cost(name, num_fragments):
+def test_call_counts_of_staged_transfers(name, num_fragments):
     """Measures the second of two reads: 32 pages in two allocations, or 1,000 small fragments in
     one.
     """

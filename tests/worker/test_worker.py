@@ -540,7 +540,7 @@ def test_storage_and_tables_of_different_block_size_are_rejected():
         Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4))
 
 
-def test_swap_options_without_host_pages_are_named():
+def test_swap_options_without_host_pages_are_reported():
     storage = KVStorage.over(Pages.allocate(5, [[128]]), 4, 1, 8)
     table = BlockTable(
         block_size=4, max_num_reqs=1, max_num_blocks_per_req=2, max_num_batched_tokens=8
