@@ -816,7 +816,7 @@ def wait_until_asleep(pid: int, timeout_s: float = 60.0) -> None:
     """Wait until a process has used no CPU for half a second."""
     deadline, last, quiet = time.monotonic() + timeout_s, None, 0
     while quiet < 10:
-        assert time.monotonic() < deadline, f"process {pid} does not come to rest"
+        assert time.monotonic() < deadline, f"process {pid} does not become idle"
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         times = fields[10:12]  # user and system time
         quiet = quiet + 1 if state == "S" and times == last else 0

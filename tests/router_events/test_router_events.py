@@ -54,7 +54,7 @@ DEADLINE_S = 60
 def wait_for(condition):
     until = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < until, "it did not come to be"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.005)
 
 

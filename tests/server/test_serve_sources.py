@@ -48,7 +48,7 @@ def wait_for_counts(server, name, **wanted):
 def wait_until(condition, seconds=60):
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it does not come true"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.02)
 
 

@@ -232,7 +232,7 @@ def spoiled(**changes):
 def test_scales_of_another_layer_are_detected():
     local = cache(packing="block_major", scale_bytes_per_head=4, tp_size=2)
     remote = cache(packing="block_major", scale_bytes_per_head=4)
-    with pytest.raises(Wrong, match="an element is not where it belongs"):
+    with pytest.raises(Wrong, match="an element is in the wrong place"):
         check(local, remote, 0, change=spoiled_scales)
 
 
@@ -282,13 +282,13 @@ ROW = 2 * 4  # bytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (spoiled(layers=shift(1, ROW)), "an element is not where it belongs"),  # another head
-        (spoiled(runs=next_token), "an element is not where it belongs"),
+        (spoiled(layers=shift(1, ROW)), "an element is in the wrong place"),  # another head
+        (spoiled(runs=next_token), "an element is in the wrong place"),
         (spoiled(layers=shift(1, 2)), "within an element"),
         (spoiled(layers=shift(1, -(10**6))), "leaves its region"),
-        (spoiled(layers=shift(0, 4)), "a region that is not there"),
+        (spoiled(layers=shift(0, 4)), "a region that does not exist"),
         (spoiled(layers=shift(3, ROW)), "not exactly the bytes|leaves its region"),
-        (spoiled(layers=swap_k_and_v), "an element is not where it belongs"),
+        (spoiled(layers=swap_k_and_v), "an element is in the wrong place"),
         (spoiled(runs=half), "not exactly the bytes"),
         (read_again_from_a_replica, "a local byte is written twice"),
         (read_twice, "a remote byte is fetched twice"),
@@ -316,7 +316,7 @@ def test_planted_defects_are_detected(change, message):
 def test_wrong_permutation_is_detected(wrong):
     local, remote = cache(block_size=8), cache(block_size=4, layout="HND")
     check(local, remote, 0)
-    with pytest.raises(Wrong, match="an element is not where it belongs"):
+    with pytest.raises(Wrong, match="an element is in the wrong place"):
         check(local, remote, 0, change=lambda plan: replace(plan, permutation=wrong))
 
 

@@ -38,7 +38,7 @@ DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 def wait_for(condition):
     until = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < until, "it did not come to be"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.005)
 
 
