@@ -252,7 +252,7 @@ def test_failed_page_rolls_back_all_rows_that_share_it():
     assert found == {"r0": 800, "r1": 800}
 
 
-def test_uncacheable_blocks_are_neither_awaited_nor_shared():
+def test_requests_neither_wait_for_nor_share_uncacheable_blocks():
     for mode in ("wait", "share"):
         manager = make(500, 16, in_step_hits=mode)
         secret = Request("s", range(1610), write_cache=False)
@@ -277,7 +277,7 @@ def test_filled_blocks_are_offloaded_by_the_next_step():
 
 
 @pytest.mark.parametrize("value", ["later", 1, None])
-def test_other_modes_are_rejected(value):
+def test_unknown_in_step_hits_modes_are_rejected(value):
     with pytest.raises(ValueError, match=r"in_step_hits is .*: expected one of none, wait, share"):
         make(in_step_hits=value)
 
@@ -325,7 +325,7 @@ def test_copy_source_of_a_hit_is_available_to_later_chunks():
     run_in_chunks(manager, request, 8)
 
 
-def test_later_chunks_may_use_the_watermark():
+def test_later_chunks_of_a_prompt_may_use_the_watermark():
     manager, request = make(10, watermark=0.2), Request("a", range(33))
     assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.SERVED
     run_in_chunks(manager, request, 4)

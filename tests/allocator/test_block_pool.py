@@ -64,7 +64,7 @@ def test_allocation_that_does_not_fit_changes_nothing():
     assert pool.num_free == 4 and pool.num_evicted == 0
 
 
-def test_duplicates_of_one_hash_are_both_kept_and_the_oldest_is_found():
+def test_lookup_finds_the_oldest_duplicate_of_a_hash():
     pool = BlockPool(5)
     first, second = pool.allocate(1), pool.allocate(1)
     pool.publish(second, hashes(9))

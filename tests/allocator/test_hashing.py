@@ -230,7 +230,7 @@ def test_agrees_with_a_cbor_library(tokens, block_size, seed, data):
     assert hexes(found) == reference(tokens, block_size, keys, seed)
 
 
-def test_a_parent_continues_a_chain():
+def test_hashing_with_a_parent_continues_a_chain():
     whole = hash_blocks(range(96), 16)
     rest = hash_blocks(range(48, 96), 16, parent=bytes(whole[2]))
     assert np.array_equal(whole[3:], rest)

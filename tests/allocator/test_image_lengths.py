@@ -61,7 +61,7 @@ def test_text_after_an_image_of_another_length_is_not_a_hit():
     assert hit(manager, image("d", 5, num_tokens=40)) == 36
 
 
-def test_a_request_cannot_be_given_blocks_of_another_length():
+def test_blocks_of_another_image_length_are_rejected_as_computed_blocks():
     manager = make()
     cached(manager, image("a", 5))
     ids = manager.cache.find_prefix(image("b", 5)).block_ids

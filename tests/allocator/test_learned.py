@@ -273,7 +273,7 @@ def test_turn_of_an_unknown_conversation_has_an_average_gap():
     assert chats.rows() == {36: 2}
 
 
-def test_blocks_after_a_fork_inside_a_later_turn_are_left_behind():
+def test_blocks_after_a_fork_inside_a_later_turn_count_as_abandoned():
     chats = Chats()
     chats.serve(0, range(64))
     chats.serve(5, range(128))  # continues
@@ -286,7 +286,7 @@ def test_blocks_after_a_fork_inside_a_later_turn_are_left_behind():
     check_invariants(chats.manager)
 
 
-def test_a_fork_inside_a_first_turn_leaves_nothing_behind():
+def test_fork_inside_a_first_turn_abandons_no_blocks():
     """Another conversation shares the document. The first one may continue."""
     chats = Chats()
     chats.serve(0, range(128))

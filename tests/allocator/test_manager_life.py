@@ -83,7 +83,7 @@ def test_hit_inside_a_block_is_dropped_if_its_copy_does_not_fit():
     assert plan.status.tolist() == [Status.SERVED] and plan.num_computed_tokens.tolist() == [0]
 
 
-def test_preallocation_leaves_the_watermark():
+def test_preallocation_keeps_the_watermark_free():
     manager = make(num_blocks=11, watermark=0.4, num_preallocate_tokens=100)
     assert len(manager.step(new=[Request("a", range(4))]).append_ids[0]) == 6
 
@@ -716,7 +716,7 @@ def test_second_copy_emits_no_event_but_a_reset_does():
     assert manager.cache.drain_events() == [AllBlocksCleared()]
 
 
-def test_without_events_none_are_kept():
+def test_no_events_are_stored_if_events_are_disabled():
     manager = make()
     manager.step(new=[Request("a", range(9))])
     assert manager.cache.drain_events() == []

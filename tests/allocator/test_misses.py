@@ -273,7 +273,7 @@ def test_admit_loads_nothing_from_the_host() -> None:
     assert manager.cache.explain(b).missed_tokens == {"not_loaded": 16, "tail": 4}
 
 
-def test_a_drafter_has_a_longer_tail() -> None:
+def test_drafting_group_has_a_longer_uncacheable_tail() -> None:
     groups = [GroupSpec("full_attention", BLOCK, drafts=True)]
     manager = KVCacheManager.for_groups(groups, 100, 400, explain_misses=1)
     manager.step(new=[Request("a", range(16))])

@@ -79,7 +79,7 @@ def test_arguments_equal_the_fields():
 
 
 @pytest.mark.parametrize("name", sorted(set(OTHERS) - ELSEWHERE))
-def test_a_field_reaches_the_native_options(name):
+def test_each_field_reaches_the_native_options(name):
     needed = {"host_eviction": {"num_host_blocks": 11}, "announce_reused": {"enable_events": True}}
     needed = needed.get(name, {})
     default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]}, **needed)

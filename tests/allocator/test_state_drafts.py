@@ -156,7 +156,7 @@ def test_boundary_after_the_accepted_drafts_is_not_a_hit():
     assert num_hit == 8 and found.tolist() == [0, pages[2]]
 
 
-def test_with_blocks_of_one_token_each_accepted_draft_leaves_a_state():
+def test_each_accepted_draft_stores_a_state_with_blocks_of_one_token():
     manager = manager_of(GroupSpec("full_attention", 1), states(1))
     request, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])

@@ -363,7 +363,7 @@ def test_replay_reports_the_hits_of_a_store(capsys):
 TIERED = ("--requests", "200", "--num-blocks", "400", "--host-blocks", "2000")
 
 
-def test_a_host_tier_is_replayed_verified_and_reported(capsys):
+def test_replay_with_a_host_tier_is_verified_and_reported(capsys):
     found = run_json(
         capsys, *TIERED, "--requests", "60", "--num-blocks", "200", "--verify",
         "--concurrency", "3", "--chunk-tokens", "64",

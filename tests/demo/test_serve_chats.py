@@ -86,7 +86,7 @@ def test_text_chats_end_at_end_tokens_and_are_shown():
     assert "dense: " in transcript(chats[0], tokenizer)
 
 
-def test_no_chats_are_rejected():
+def test_empty_list_of_chats_is_rejected():
     with pytest.raises(ValueError, match="chats is empty: expected one or more"):
         serve_chats(dense("llama"), "llama", [])
 

@@ -227,7 +227,7 @@ def test_local_memory_fails_without_an_expectation():
     ]
 
 
-def test_an_expectation_may_differ_on_sm_100():
+def test_expectations_may_differ_on_sm_100():
     f, expected = figures(*TWO_LOADS_THEN_STORES, registers=17), [WIDE]
     assert failures([f], expected, "sm_100") == failures([f], expected) != []
     expected = [replace(WIDE, sm_100={"max_registers": 17})]

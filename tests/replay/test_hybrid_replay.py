@@ -127,7 +127,7 @@ def test_hits_inside_blocks_are_found_and_copied():
     assert copied[0] == [] and source != destination
 
 
-def test_unneeded_partial_blocks_before_hit_are_not_published():
+def test_unneeded_partial_blocks_before_a_hit_are_not_published():
     # A new chunk reads nothing of the previous chunk. Its first token therefore makes the three
     # tokens before it a hit, although no step computed them and no block holds them.
     prompts = as_workload([[0, 1, 1, 1], [0, 1]])

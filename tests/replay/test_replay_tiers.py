@@ -114,7 +114,7 @@ def test_selective_writes_fewer_blocks():
     assert through.written_blocks > once.written_blocks > often.written_blocks > 0
 
 
-def test_without_host_none_is_reported():
+def test_report_without_host_has_no_host_section():
     report = tiered(16, 150, 0, verify=False).run(chat_workload(20)).to_dict()
     assert "eviction" not in report and not [name for name in report if "host" in name]
     assert not {"written_blocks", "unwritten_blocks", "loaded_blocks"} & report.keys()

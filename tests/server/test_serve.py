@@ -423,7 +423,7 @@ class TestClientsThatGoAway:
         self.leave(served, self.PHASES[phase], prompt=prompts, max_tokens=150, stream=is_stream)
         served.wait_until_empty()
 
-    def test_other_requests_continue(self, served):
+    def test_other_requests_continue_after_a_disconnect(self, served):
         served.slow_seconds = 0.02
         answers = []
         ask = lambda: answers.append(served.complete(max_tokens=60).choices[0].text)  # noqa: E731

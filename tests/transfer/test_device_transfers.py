@@ -248,7 +248,7 @@ def test_unpinned_staging_transfers_correct_bytes(why, monkeypatch):
         assert torch.equal(mine[HERE], theirs[THERE])
 
 
-def test_staging_disturbs_no_capture():
+def test_staging_does_not_affect_a_capture():
     with Sides("gloo", ("cuda", "cuda"), 4096) as both, side_stream() as side:
         x = torch.zeros(8, device="cuda")
         torch.cuda.synchronize()

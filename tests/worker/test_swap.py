@@ -376,7 +376,7 @@ def test_page_loaded_from_unfilled_host_page_is_reported():
     streams.fails = {1}
     first = worker.start(plan(1, swap_out=pairs((3, 1), (4, 2))))
     second = worker.start(plan(2, swap_in=pairs((2, 6), (5, 7))))
-    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills the host page after all
+    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills the host page now
     fourth = worker.start(plan(4, swap_in=pairs((2, 8))))
     streams.advance()
     assert first.wait(5).failed_host_pages == [1, 2]

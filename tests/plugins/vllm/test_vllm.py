@@ -305,7 +305,7 @@ def with_connector(cls, is_async, models):
     return scheduler
 
 
-def test_blocks_that_a_connector_receives_into_are_not_hits(models):
+def test_blocks_receiving_external_kv_are_not_hits(models):
     found = []
     for cls in PAIRS[False]:
         scheduler = with_connector(cls, True, models)
@@ -460,7 +460,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             make_scheduler(VllmScheduler, engine_config(models["llama"]), ("other", "full"), 100)
 
-    def test_options(self, models):
+    def test_unknown_options_are_rejected(self, models):
         for name in ("evict", "num_host_blocks", "hash_bytes"):
             config = engine_config(models["llama"], additional_config={"kvcache": {name: 1}})
             with pytest.raises(ValueError, match=f"the option '{name}' for kvcache: expected"):

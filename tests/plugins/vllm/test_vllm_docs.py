@@ -75,12 +75,12 @@ def test_code_blocks_without_a_run_marker_are_rejected():
         ("<!-- run: a -->\n```bash\nls\n```\n" * 2, "used twice"),
     ],
 )
-def test_commands_that_would_not_be_found_are_rejected(text, message):
+def test_unmarked_command_blocks_are_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         blocks_of(text)
 
 
-def test_expected_lines_are_compared_up_to_blanks_and_ellipses():
+def test_expected_lines_are_compared_except_for_blanks_and_ellipses():
     assert missing_lines("a …  b\nc", "  xa 1 b\nc") == []
     assert missing_lines("a … b\nc", "a 1\n2 b") == ["a … b", "c"]
 

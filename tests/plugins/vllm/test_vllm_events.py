@@ -82,7 +82,7 @@ def test_media_and_kinds_have_the_same_names_as_in_vllm():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed):
+def test_router_with_vllms_classes_reads_live_messages_and_replays(seed):
     """The router drops messages, requests a replay as vLLM's clients do, and must end up with exactly
     the set of cached blocks.
     """
@@ -154,7 +154,7 @@ def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed)
         asker.close(linger=0)
 
 
-def test_a_snapshot_is_read_by_the_classes_of_vllm():
+def test_snapshot_is_decoded_by_vllms_classes():
     user = CacheUser(random.Random(1))
     with (
         zmq.Context() as context,

@@ -150,7 +150,7 @@ class TestRefusals:
             ({"blocks": 4}, ValueError, "has 'blocks': expected one of cpu_bytes_to_use"),
         ],
     )
-    def test_options(self, options, error, message):
+    def test_invalid_options_are_rejected_with_the_expected_values(self, options, error, message):
         own = {"cpu_bytes_to_use": 1 << 20} | options if options else {}
         with pytest.raises(error, match=message):
             HostTierOptions.of(own)
