@@ -200,7 +200,7 @@ py::object answer(Manager& self, const char* call, const Answer& native) {
   const Soundness::Change change = self.change(call);
   return as_python(native);
 }
-// Does the same, and returns the result by request id.
+// Like the function above, but returns the result by request id.
 py::dict answer(Manager& self, const RequestRows& requests, const char* call,
                 const Recompute& recompute) {
   const Soundness::Change change = self.change(call);

@@ -232,7 +232,8 @@ class SequenceCalls {
     native_->check_reader();
     check_swapped_in(known, seq);
   }
-  // The same without the check of the caller, for calls of the manager that make it.
+  // Like the function above, but without checking the calling thread, for callers that have done
+  // so.
   void check_swapped_in(const AllocatedSequence& known, py::handle seq) const {
     if (native_->is_on_host(known.row)) {
       check_tier(*native_, known.row, "seq", seq_id_of(seq), /*on_host=*/false);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests which blocks stay cached for the hits that are retained.
+// Tests which blocks stay cached for retained hits.
 #include "core/groups/retained_hits.h"
 
 #include <memory>

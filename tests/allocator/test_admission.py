@@ -316,7 +316,7 @@ def run_in_chunks(manager, request, size):
 
 
 def test_copy_source_of_a_hit_is_available_to_later_chunks():
-    """4 pages. The request has 29 tokens and hits 6 tokens inside a block of 8."""
+    """The pool has 4 pages. The request has 29 tokens and hits 6 tokens inside a block of 8."""
     manager = make(5, 8, hash_block_size=2)
     first, request = Request("first", range(6)), Request("a", range(29))
     manager.step(new=[first])

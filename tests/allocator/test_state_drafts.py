@@ -388,7 +388,7 @@ def test_random_rejections_continue_from_the_right_state():
 
 
 def test_pages_of_earlier_drafts_are_released_for_a_block():
-    """7 pages: 3 blocks, the state, and 3 draft pages.
+    """The row uses 7 pages: 3 blocks, the state, and 3 draft pages.
 
     The fourth block takes one of the draft pages.
     """
@@ -411,8 +411,8 @@ def test_pages_of_earlier_drafts_are_released_for_a_block():
 
 @pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
 def test_states_passed_by_drafts_are_kept_if_there_is_space(num_blocks, num_hit):
-    """2 blocks, the state after 10 tokens, a page for the next state, and 3 states that drafts
-    passed.
+    """The row needs 2 blocks, the state after 10 tokens, a page for the next state, and 3 states that
+    drafts passed.
     """
     manager = manager_of(GroupSpec("full_attention", 8), states(1), num_blocks=num_blocks)
     request = Request("a", range(6))
@@ -427,7 +427,7 @@ def test_states_passed_by_drafts_are_kept_if_there_is_space(num_blocks, num_hit)
 
 
 def test_overwritten_state_page_is_no_longer_found():
-    """7 pages: full blocks, and the states after 8 to 11 tokens.
+    """The row uses 7 pages: full blocks, and the states after 8 to 11 tokens.
 
     A draft's state overwrites the state after 8.
     """

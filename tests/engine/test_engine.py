@@ -365,7 +365,7 @@ def test_aborted_beams_release_all_blocks(paged):
 
 
 class TestFlashInfer:
-    """With a stand-in in float64.
+    """Uses a stand-in for FlashInfer in float64.
 
     All answers equal the dense cache's, so pages, lengths and windows are correct.
     """

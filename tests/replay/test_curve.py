@@ -102,7 +102,7 @@ def test_rate_halves_until_the_sample_is_small_enough(monkeypatch):
     few = sampling.sampled(requests, 16, None)
     assert few.rate in (1 / 4, 1 / 8) and len(few.keys) <= len(whole.keys) // 3
     assert few.num_requests == whole.num_requests and few.num_blocks == whole.num_blocks
-    # The same sample as with this rate from the start.
+    # The sample equals that of a run that started with this rate.
     other = sampling.sampled(requests, 16, few.rate)
     for name in ("keys", "columns", "starts", "num_tokens", "start_ms", "end_ms"):
         assert np.array_equal(getattr(few, name), getattr(other, name)), name

@@ -336,7 +336,7 @@ def test_invalid_tables_are_rejected(local, remote, tokens, said):
         plan_range(plan_transfer(cache, cache, 0), local, remote, *tokens)
 
 
-# With a transport.
+# Tests with a transport.
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def ids(*pairs):
 
 
 def sides():
-    """Return host memory, the memory that the device sees in its place, and device memory."""
+    """Return host memory, its alias for the device, and device memory."""
     host = torch.full((PAGES * BYTES,), 1, dtype=torch.uint8)
     seen = torch.arange(PAGES, dtype=torch.uint8).repeat_interleave(BYTES) + 10
     return host, seen, torch.zeros(PAGES * BYTES, dtype=torch.uint8)

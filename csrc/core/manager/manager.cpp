@@ -496,7 +496,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
 
 Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
-  // A copy, because a signal handler may modify the caller's array while rows are hashed.
+  // Makes a copy, because a signal handler may modify the caller's array while rows are hashed.
   const std::vector<BlockId> invalid(ids, ids + n);
   checks_.check_ids(invalid, "ids");
   intake_.hash_rows();

@@ -53,7 +53,7 @@ class LostBlocks {
     const uint64_t mixed = LostBlocks::mixed(hash);
     if (is_sampled(mixed) && group == group_) add(mixed, is_evicted);
   }
-  // Loads the record of a block that will leave soon into the processor's cache.
+  // Prefetches the record of a block that will leave the cache soon.
   void prefetch(const Hash& hash) const {
     const uint64_t mixed = LostBlocks::mixed(hash);
     if (is_sampled(mixed)) __builtin_prefetch(&buckets_[index_of(mixed)], 1);

@@ -217,7 +217,7 @@ def test_decisions_are_the_same_with_lookahead_slots_of_drafters(num_blocks, is_
 
 @pytest.mark.skipif(not HAS_LOOKAHEAD, reason="vLLM 0.32 has no lookahead hashes")
 class TestLookahead:
-    """Hashes also cover the tokens after their block. Drafters (EAGLE, MTP) need no last block again."""
+    """Hashes also cover tokens after their block, so drafters (EAGLE, MTP) recompute no block."""
 
     @pytest.mark.parametrize("is_async", [False, True])
     @pytest.mark.parametrize("lookahead", [1, 3])

@@ -20,7 +20,7 @@ from kvcache.plugins.vllm.offloading import HostManager, HostTierOptions
 
 
 class PlainTier:
-    """The same manager as plain lists. Evicts in the order of release."""
+    """A model of the manager with plain lists. Evicts in the order of release."""
 
     def __init__(self, num_chunks):
         self.num_chunks = num_chunks
