@@ -324,7 +324,7 @@ def test_slots_that_do_not_fit_are_rejected_and_can_be_requested_again():
     one = admitted(manager, 8).seqs[0]
     one.tokens += [1]
     with pytest.raises(
-        ValueError, match="1 slots and 2 more, 0 blocks are free: expected a call of can_append"
+        ValueError, match="1 slots and 2 more, because only 0 blocks are free: expected a call of"
     ):
         manager.append_slots(one, 2)
     manager.check_invariants()
