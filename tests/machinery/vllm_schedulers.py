@@ -701,7 +701,7 @@ def random_sides(seed, folder):
         # vLLM 0.32 does not take back accepted drafts after a session's last token.
         options["sessions"] = False
     if options["drafts"] and not has_room and IS_032:
-        is_exact = False  # see `test_drafts_in_a_tight_pool_end_whole`
+        is_exact = False  # see `test_decisions_are_the_same_with_drafts_in_a_tight_pool`
     if groups != ("full",) and not options["sessions"]:
         # In a session, vLLM keeps the end of each part of the prompt, and kvcache that of the first.
         options["retention"] = rng.choice(RETENTIONS)
