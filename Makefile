@@ -38,7 +38,8 @@ test-exhaustive: setup
 planted-breaks: setup
 	$(BIN)/python -m tests.machinery.planted_breaks
 
-# The same with the many small changes of tests/machinery/mutants.py; prints how many were noticed of how many. Hours.
+# Do the same with the many small changes of tests/machinery/mutants.py, and print how many of them the
+# tests detect. Takes hours.
 mutants: setup
 	$(BIN)/python -m tests.machinery.planted_breaks --mutants
 
@@ -156,7 +157,7 @@ prebuilt:
 	KVCACHE_CUDA=1 KVCACHE_CUDA_ARCHS="$(WHEEL_ARCHS)" $(BIN)/python setup.py build_ext \
 	  --build-lib build/prebuilt --build-temp build/prebuilt/objects
 
-# Tag a wheel for manylinux. The libraries of torch and CUDA stay outside: torch brings them. Also
+# Tag a wheel for manylinux. The libraries of torch and CUDA are excluded, because torch provides them. Also
 # called by cibuildwheel.
 repair-wheel:
 	PATH="$(abspath $(BIN)):$$PATH" $(AUDITWHEEL) repair --exclude 'libtorch*.so' --exclude libc10.so \

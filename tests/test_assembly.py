@@ -165,7 +165,7 @@ def test_written_tokens_are_read_back(model, layout):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_offloaded_blocks_return(model):
+def test_offloaded_blocks_are_loaded_again(model):
     plan = plan_of(MODELS[model])
     smallest = replace(plan, num_pages=plan.pages_per_request(MAX_LEN) + 1)
     engine = Engine(smallest, num_host_blocks=400)
@@ -267,7 +267,7 @@ def encoder_cache(**options):
 
 
 @pytest.mark.parametrize("kernel_sizes", [None, [2]])
-def test_encoders_longer_and_shorter_than_the_model(kernel_sizes):
+def test_encoders_may_be_longer_or_shorter_than_max_model_len(kernel_sizes):
     cache = encoder_cache(kernel_sizes=kernel_sizes)
     lengths = {"long": 50, "short": 3, "none": 0}
     step = cache.manager.step(
@@ -531,7 +531,7 @@ def test_row_context_has_its_own_slots():
         (
             lambda: cache.gather_context("full", [0], [33]),
             ValueError,
-            "expected less, as row 0 holds no",
+            "expected less, because row 0 holds no",
         ),
         (lambda: cache.gather_context("full", [3], [1]), ValueError, r"req_indices\[0\] is 3"),
         (

@@ -90,7 +90,7 @@ def test_packed_layers_lie_within_a_block(name, layout):
     assert backend(name).memory_order(layout, cross_layers=True)[0] == "block"
 
 
-def test_k_and_v_of_unequal_head_size():
+def test_k_and_v_may_have_different_head_sizes():
     joined = backend("FLASH_ATTN_DIFFKV")
     assert joined.shape(NB, BS, H, 192, v_head_size=128) == (NB, BS, H, 320)
     assert joined.shape(NB, BS, H, 192, 192) == joined.shape(NB, BS, H, 192)
@@ -120,14 +120,14 @@ def test_backend_without_v_has_no_v_size(dims, shape):
         backend("FLASH_ATTN").shape(NB, BS, H, D, 0)
 
 
-def test_blocks_first_layouts():
+def test_layouts_with_blocks_first_are_recognized():
     assert not backend("FLASH_ATTN").blocks_first
     assert backend("FLASHINFER").blocks_first and backend("TRITON_ATTN").blocks_first
     assert backend("MLA").is_mla and not backend("MLA").blocks_first
     assert not backend("FLASH_ATTN_DIFFKV").is_mla
 
 
-def test_custom_backend(registry):
+def test_custom_backend_can_be_registered(registry):
     mine = AttentionBackend(
         "MINE",
         ("block", "token", "kv", "head", "element"),
@@ -327,7 +327,7 @@ def test_non_backends_are_not_registered():
         ({"HND"}, "HND"),
     ],
 )
-def test_the_layout_that_connectors_require(required, layout):
+def test_layout_required_by_connectors_is_chosen(required, layout):
     assert choose_layout(required) == layout
 
 
@@ -340,7 +340,7 @@ def test_conflicting_connector_layouts_are_reported():
 
 
 @pytest.mark.parametrize("required", ["hnd", "", ["HND", "DHN"], {"nixl": 3}])
-def test_wrong_layout_raises(required):
+def test_invalid_layout_is_rejected(required):
     with pytest.raises(ValueError, match=r"requires is .*: expected 'NHD' or 'HND'"):
         choose_layout(required)
 

@@ -54,7 +54,7 @@ def test_missed_tokens_are_counted_by_reason():
     assert scrape(metrics)["kvcache_missed_tokens_total", "new"] == 12  # never decreases
 
 
-def test_figures_are_what_the_manager_counts():
+def test_metrics_equal_the_managers_counters():
     manager, metrics = served(), CacheMetrics()
     assert scrape(metrics) == {}  # nothing has been observed
     metrics.observe(manager)
@@ -78,7 +78,7 @@ def test_figures_are_what_the_manager_counts():
     assert found == expected
 
 
-def test_a_manager_at_work_is_followed_on_both_tiers():
+def test_metrics_follow_a_running_manager_on_both_tiers():
     rng = random.Random(3)
     user, metrics = CacheUser(rng), CacheMetrics({"engine": "e0"})
     for _ in range(300):
@@ -104,7 +104,7 @@ def test_a_manager_at_work_is_followed_on_both_tiers():
         assert found["kvcache_free_blocks", "e0", tier] == pool.num_free
 
 
-def test_counters_never_fall():
+def test_counters_never_decrease():
     metrics, manager = CacheMetrics(), served()
     metrics.observe(manager)
     manager.cache.clear_stats()
@@ -119,7 +119,7 @@ def test_counters_never_fall():
     assert scrape(metrics)["kvcache_hit_tokens_total",] == 12 + 8 + 12
 
 
-def test_counters_never_fall_over_random_work():
+def test_counters_never_decrease_during_random_calls():
     rng, metrics, before = random.Random(11), CacheMetrics(), {}
     user = CacheUser(rng)
     for _ in range(400):
@@ -138,7 +138,7 @@ def test_counters_never_fall_over_random_work():
     assert before["kvcache_query_tokens_total",] > 1000
 
 
-def test_residency_is_two_histograms():
+def test_residency_is_reported_as_two_histograms():
     manager = KVCacheManager(4, 6, 64, num_preallocate_tokens=0, track_residency=True)
     metrics = CacheMetrics()
     for seconds, first in ((1, 0), (3, 100), (9, 200)):
@@ -160,7 +160,7 @@ def test_residency_is_two_histograms():
     assert scrape(metrics)[f"{name}_count",] == 8
 
 
-def test_figures_are_read_in_any_thread_and_observed_in_the_managers():
+def test_metrics_are_observed_in_the_managers_thread_and_read_in_any():
     manager, metrics, told = served(), CacheMetrics(), []
     metrics.observe(manager)
 

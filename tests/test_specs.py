@@ -42,7 +42,7 @@ def shape(plan):
 # --- a group --------------------------------------------------------------------------------------
 
 
-def test_a_group_is_a_value():
+def test_group_specs_are_compared_by_value():
     options = {"window": 4}
     group = GroupSpec("sliding_window", 16, options, layers=["a", "b"])
     options["window"] = 5
@@ -53,7 +53,7 @@ def test_a_group_is_a_value():
     assert repr(group.options) == "{'window': 4}"
 
 
-def test_a_group_cannot_be_changed():
+def test_group_specs_are_immutable():
     group = GroupSpec("sliding_window", 16, {"window": 4})
     with pytest.raises(FrozenInstanceError):
         group.block_size = 32
@@ -128,7 +128,7 @@ def test_sizes_of_numpy_do_not_overflow():
         ),
     ],
 )
-def test_bytes_of_a_token(layer, bytes_per_token):
+def test_bytes_per_token_depend_on_heads_and_dtype(layer, bytes_per_token):
     assert layer.bytes_per_token == bytes_per_token
     assert layer.page_bytes(48) == 48 * bytes_per_token
 
@@ -138,7 +138,7 @@ def test_bytes_of_a_state_do_not_depend_on_the_block_size():
     assert (layer.bytes_per_token, layer.page_bytes(1), layer.page_bytes(99)) == (0, 1000, 1000)
 
 
-def test_a_layer_is_a_value():
+def test_layer_specs_are_compared_by_value():
     layer = LayerSpec("x", "chunked_local", 16, 8, 128, options={"chunk_size": 8192})
     assert len({layer, pickle.loads(pickle.dumps(layer)), replace(layer)}) == 1
 
@@ -208,7 +208,7 @@ def test_invalid_layer_is_rejected(wrong, error, message):
     assert str(caught.value) == message
 
 
-def test_a_state_is_cached():
+def test_state_cannot_be_uncached():
     with pytest.raises(ValueError, match="cached is False: expected True for kind 'recurrent'"):
         LayerSpec("a", "recurrent", 1, state_bytes=8, cached=False)
     for spec in (GroupSpec, lambda *some, **more: LayerSpec("a", *some, 1, 8, **more)):
@@ -228,7 +228,7 @@ def test_layer_of_an_unknown_kind_is_rejected():
 # --- plans of models ------------------------------------------------------------------------------
 
 
-def test_a_model_of_one_kind_is_one_group():
+def test_model_with_one_kind_of_layers_has_one_group():
     plan = plan_cache(attention("full_attention", 32), GIB, max_model_len=4000)
     assert plan.groups == (
         GroupSpec("full_attention", 16, layers=[f"full_attention.{i}" for i in range(32)]),
@@ -241,13 +241,13 @@ def test_a_model_of_one_kind_is_one_group():
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_a_plan_needs_the_number_of_tokens():
+def test_plan_requires_the_number_of_tokens():
     plan = plan_cache(attention("full_attention", 1), GIB, max_model_len=4000)
     with pytest.raises(ValueError, match=r"^num_tokens is 0: expected 1 to 2147483647$"):
         plan.pages_per_request(0)
 
 
-def test_five_sliding_layers_to_one_full():
+def test_plan_of_five_sliding_layers_per_full_layer():
     layers = []
     for i in range(30):
         full = i % 6 == 5
@@ -264,19 +264,19 @@ def test_five_sliding_layers_to_one_full():
     assert plan.pages_per_request(1000) == 6 * 63
 
 
-def test_a_query_is_a_token_of_its_own_window():
+def test_window_includes_the_query_itself():
     layers = attention("sliding_window", 1, options={"window": 17})
     plan = plan_cache(layers, GIB, max_model_len=4096, max_num_batched_tokens=16)
     assert plan.pages_per_request(4096) == 3  # 16 + 16 tokens, which may start inside a block
 
 
-def test_without_a_limit_of_a_step_a_window_holds_every_token():
+def test_without_a_step_limit_a_window_group_holds_every_token():
     layers = attention("sliding_window", 1, options={"window": 64})
     plan = plan_cache(layers, GIB, max_model_len=4096)
     assert plan.max_num_batched_tokens == 4096 and plan.pages_per_request(4096) == 256
 
 
-def test_three_chunked_local_layers_to_one_full():
+def test_plan_of_three_chunked_local_layers_per_full_layer():
     layers = attention("chunked_local", 36, options={"chunk_size": 8192})
     layers += attention("full_attention", 12)
     plan = plan_cache(layers, 80 * GIB, max_model_len=2**20, max_num_batched_tokens=4096)
@@ -295,7 +295,7 @@ def test_last_group_is_smaller_if_numbers_of_layers_share_no_divisor():
     assert plan.padding_bytes == (0,) * 4 + (3 * 64 * KIB, 0)
 
 
-def test_layers_of_a_drafter_share_groups_which_then_draft():
+def test_group_with_layers_of_a_drafter_is_a_drafting_group():
     layers = attention("full_attention", 4) + attention(
         "sliding_window", 10, options={"window": 64}
     )
@@ -329,7 +329,7 @@ def test_state_is_stored_at_its_own_block_size():
     assert {group.block_size for group in plan.groups} == {1024}
 
 
-def test_states_have_an_interval_of_their_own():
+def test_states_may_have_a_separate_interval():
     layers = recurrent(6, state_bytes=3_300_000, block_size=256) + attention("full_attention", 2)
     plan = plan_cache(layers, 10 * GIB, max_model_len=131072, state_interval=512)
     # Attention blocks are no larger than the state needs. Without an interval, the recurrent block
@@ -372,7 +372,7 @@ def test_invalid_interval_is_rejected(layers, interval, error, message):
     assert str(caught.value) == message
 
 
-def test_states_alone_keep_their_block_size():
+def test_model_with_only_states_keeps_its_block_size():
     layers = recurrent(2, 4000, 64) + recurrent(2, 1000, 64, "small")
     plan = plan_cache(layers, GIB, max_model_len=10**6)
     assert shape(plan) == [("recurrent", 64, 2)] * 2
@@ -387,7 +387,7 @@ def test_mla_stores_one_vector_per_token():
     assert plan.page_bytes == 61 * 64 * 576 * 2
 
 
-def test_a_small_layer_fills_its_share_with_more_tokens():
+def test_layer_with_few_bytes_per_token_gets_larger_blocks():
     mla = attention("full_attention", 4, block_size=64, heads=1, head_size=576, v_head_size=0)
     index = {"dtype": "uint8", "scale_bytes_per_token": 4, "v_head_size": 0}
     mla += [
@@ -399,13 +399,13 @@ def test_a_small_layer_fills_its_share_with_more_tokens():
     assert plan.padding_bytes == (0, 4 * 64 * (576 * 2 - 8 * 132))
 
 
-def test_k_and_v_of_unequal_head_size():
+def test_k_and_v_may_have_different_head_sizes():
     layers = attention("full_attention", 2, heads=4, head_size=192, v_head_size=128)
     plan = plan_cache(layers, GIB, max_model_len=4096)
     assert plan.page_bytes == 2 * 16 * 4 * (192 + 128) * 2 and plan.padding_bytes == (0,)
 
 
-def test_fp8_with_scales():
+def test_fp8_pages_include_scales():
     layers = attention("full_attention", 2, dtype="float8_e4m3fn", scale_bytes_per_token=64)
     plan = plan_cache(layers, GIB, max_model_len=4096)
     assert plan.page_bytes == 2 * 16 * (8 * 256 + 64)
@@ -437,7 +437,7 @@ def test_padded_block_sizes_keep_a_common_boundary():
     assert {group.block_size for group in plan.groups} == {816}
 
 
-def test_block_sizes_without_a_common_multiple_that_fits():
+def test_block_sizes_whose_common_multiple_is_too_large_are_adjusted():
     layers = attention("full_attention", 1)
     layers += [LayerSpec("other", "full_attention", 24, num_kv_heads=5, head_size=128)]
     plan = plan_cache(layers, GIB, max_model_len=4096)
@@ -445,7 +445,7 @@ def test_block_sizes_without_a_common_multiple_that_fits():
     assert plan.padding_bytes == (0, 16 * 4096 - 24 * 2560)
 
 
-def test_context_parallel_spreads_the_tokens_of_all_but_replicated_groups():
+def test_context_parallelism_distributes_tokens_of_all_but_replicated_groups():
     layers = attention("full_attention", 2) + attention("cross_attention", 2, replicated=True)
     cp = ContextParallel(dcp_world_size=4)
     plan = plan_cache(layers, GIB, max_model_len=4096, context_parallel=cp)
@@ -453,7 +453,7 @@ def test_context_parallel_spreads_the_tokens_of_all_but_replicated_groups():
     assert plan.pages_per_request(4096) == 64 + 256 and plan.context_parallel == cp
 
 
-def test_layers_of_one_kind_but_other_bytes_or_options_do_not_share_a_group():
+def test_layers_with_different_bytes_or_options_do_not_share_a_group():
     first, second = attention("sliding_window", 2, options={"window": 64})
     layers = [
         first,
@@ -483,7 +483,7 @@ def test_layers_of_one_kind_but_other_bytes_or_options_do_not_share_a_group():
         {"dtype": "int8", "head_size": 252, "scale_bytes_per_token": 8 * 8},
     ],
 )
-def test_layers_of_equal_bytes_but_another_shape_do_not_share_a_group(other):
+def test_layers_with_equal_bytes_but_different_shapes_do_not_share_a_group(other):
     layers = attention("full_attention", 2)
     layers[1] = replace(layers[1], **other)
     assert layers[0].bytes_per_token == layers[1].bytes_per_token
@@ -491,19 +491,19 @@ def test_layers_of_equal_bytes_but_another_shape_do_not_share_a_group(other):
     assert shape(plan) == [("full_attention", 16, 1)] * 2 and plan.padding_bytes == (0, 0)
 
 
-def test_v_as_wide_as_k_is_the_default():
+def test_v_head_size_defaults_to_head_size():
     layers = attention("full_attention", 2)
     layers[1] = replace(layers[1], v_head_size=layers[1].head_size, block_size=8)
     assert shape(plan_cache(layers, GIB, max_model_len=64)) == [("full_attention", 16, 2)]
 
 
-def test_states_of_another_dtype_do_not_share_a_group():
+def test_states_with_different_dtypes_do_not_share_a_group():
     layers = recurrent(2, 4000, 16)
     layers[1] = replace(layers[1], dtype="float32")
     assert shape(plan_cache(layers, GIB, max_model_len=64)) == [("recurrent", 16, 1)] * 2
 
 
-def test_a_share_of_a_page_has_whole_elements_of_every_dtype():
+def test_layer_share_of_a_page_has_whole_elements_of_every_dtype():
     layers = [
         LayerSpec("int8", "full_attention", 1, 1, 1, dtype="int8", scale_bytes_per_token=5),
         LayerSpec("float32", "sliding_window", 1, 1, 1, 0, dtype="float32", options={"window": 4}),
@@ -513,7 +513,7 @@ def test_a_share_of_a_page_has_whole_elements_of_every_dtype():
     assert (plan.layer_page_bytes, plan.padding_bytes, plan.num_pages) == (8, (1, 4), 12)
 
 
-def test_an_encoder_has_its_own_length():
+def test_encoder_has_a_separate_maximum_length():
     layers = attention("full_attention", 2) + attention("cross_attention", 2)
     plan = plan_cache(layers, GIB, max_model_len=64, max_encoder_tokens=1500)
     assert plan.max_encoder_tokens == 1500
@@ -523,7 +523,7 @@ def test_an_encoder_has_its_own_length():
     assert plan_cache(layers[:2], GIB, max_model_len=64).max_encoder_tokens == 0
 
 
-def test_a_budget_too_small_for_an_encoder_names_it():
+def test_error_of_a_budget_too_small_for_an_encoder_names_it():
     layers = attention("full_attention", 1) + attention("cross_attention", 1)
     with pytest.raises(ValueError) as caught:
         plan_cache(layers, 2**20, max_model_len=64, max_encoder_tokens=1500)
@@ -531,7 +531,7 @@ def test_a_budget_too_small_for_an_encoder_names_it():
     assert str(caught.value).endswith("a max_model_len of at most 0")
 
 
-def test_a_pool_has_no_more_pages_than_ids():
+def test_pool_has_at_most_as_many_pages_as_ids():
     layers = attention("full_attention", 1, block_size=1, heads=1, head_size=1)
     assert plan_cache(layers, 2**40, max_model_len=1).num_pages == 2**31 - 1
 
@@ -551,7 +551,7 @@ class LastSegments(AttentionKind):
         return max(num_computed_tokens // self.segment - 1, 0) * self.segment
 
 
-def test_a_kind_of_a_user_is_planned_from_its_first_needed_token():
+def test_user_defined_kind_is_planned_from_its_first_needed_token():
     layers = attention("test_last_segments", 2, options={"segment": 32})
     plan = plan_cache(layers, GIB, max_model_len=100_000, max_num_batched_tokens=64)
     # 63 tokens before the last token of a segment, plus 64 of the step: 8 or 9 blocks.
@@ -562,7 +562,7 @@ def test_a_kind_of_a_user_is_planned_from_its_first_needed_token():
         assert plan.pages_per_request(n) >= blocks_touched(plan.groups[0], plan, n)
 
 
-def test_a_kind_of_a_user_that_keeps_all_is_planned_as_full_attention():
+def test_user_defined_kind_that_keeps_all_tokens_is_planned_as_full_attention():
     @register("test_keeps_all")
     class KeepsAll(AttentionKind):
         def first_needed_token(self, num_computed_tokens):
@@ -574,7 +574,7 @@ def test_a_kind_of_a_user_that_keeps_all_is_planned_as_full_attention():
     assert plan.pages_per_request(5000) == 313
 
 
-def test_a_window_shorter_than_what_a_kind_reads_is_not_planned(monkeypatch):
+def test_kind_that_reads_more_than_its_window_is_rejected(monkeypatch):
     class Wrong(AttentionKind):
         window = 8
 
@@ -607,7 +607,7 @@ def test_a_window_shorter_than_what_a_kind_reads_is_not_planned(monkeypatch):
         ),
     ],
 )
-def test_a_kind_that_answers_what_it_must_not_is_not_planned(monkeypatch, answer, says):
+def test_kind_with_invalid_results_is_rejected(monkeypatch, answer, says):
     class Wrong(AttentionKind):
         def first_needed_token(self, num_computed_tokens):
             return answer(num_computed_tokens)
@@ -635,7 +635,7 @@ def test_a_kind_that_answers_what_it_must_not_is_not_planned(monkeypatch, answer
     ],
 )
 @pytest.mark.parametrize("base", [AttentionKind, kind_class("full_attention")])
-def test_a_kind_whose_bound_is_none_is_not_planned(monkeypatch, base, method, answer, says):
+def test_kind_with_an_invalid_bound_is_rejected(monkeypatch, base, method, answer, says):
     def bound(self, *arguments):
         if isinstance(answer, Exception):
             raise answer
@@ -660,7 +660,7 @@ def plan_own(monkeypatch, base=AttentionKind, length=100, step=16, **members):
     )
 
 
-def test_a_formula_of_ones_own_below_what_the_rule_needs_is_not_planned(monkeypatch):
+def test_custom_formula_below_the_required_pages_is_rejected(monkeypatch):
     """The step with tokens 25 to 40 reads from token 6 on, i.e. blocks 0 to 5."""
     rule = {"first_needed_token": lambda self, n: max(n - 19, 0)}
     says = (
@@ -702,7 +702,7 @@ def test_a_formula_of_ones_own_below_what_the_rule_needs_is_not_planned(monkeypa
         ),
     ],
 )
-def test_a_formula_of_a_derived_kind_is_compared_too(monkeypatch, base, members, says):
+def test_formula_of_a_derived_kind_is_also_checked(monkeypatch, base, members, says):
     with pytest.raises(KindError, match=says):
         plan_own(monkeypatch, base, **members)
 
@@ -749,7 +749,7 @@ def test_error_of_a_small_budget_states_what_is_missing_and_what_fits():
     assert plan_cache(layers, 67174400, max_model_len=8192).max_concurrency >= 1
 
 
-def test_a_budget_that_holds_no_token():
+def test_budget_without_space_for_one_token_is_rejected():
     with pytest.raises(ValueError) as caught:
         plan_cache(attention("full_attention", 1), 0, max_model_len=1)
     assert str(caught.value) == (
@@ -758,7 +758,7 @@ def test_a_budget_that_holds_no_token():
     )
 
 
-def test_more_kinds_of_layers_than_groups():
+def test_more_different_layer_specs_than_groups_are_rejected():
     layers = [
         LayerSpec(f"layers.{i}", "sliding_window", 16, 8, 128, options={"window": 1 + i})
         for i in range(MAX_GROUPS + 1)
@@ -839,7 +839,7 @@ def test_invalid_input_is_rejected(wrong, error, message):
     assert str(caught.value) == message
 
 
-def test_layers_that_are_not_cached_or_not_transferred_have_groups_of_their_own():
+def test_uncached_or_untransferred_layers_have_separate_groups():
     layers = [
         *attention("full_attention", 2),
         LayerSpec("draft", "full_attention", 16, 8, 128, cached=False),
@@ -857,7 +857,7 @@ def test_layers_that_are_not_cached_or_not_transferred_have_groups_of_their_own(
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_a_buffer_must_hold_the_window_and_a_step():
+def test_circular_buffer_must_hold_the_window_and_a_step():
     def planned(buffer, step, length=1024):
         options = {"window": 100, "buffer": buffer}
         layers = attention("circular_window", 1, options=options)
@@ -945,7 +945,7 @@ def least_budget(layers, arguments):
 
 
 @given(case=cases(), slack=st.integers(0, 200_000))
-def test_every_layer_has_its_share_and_one_request_fits(case, slack):
+def test_every_layer_has_its_share_and_one_request_fits_the_pool(case, slack):
     layers, arguments = case
     budget = least_budget(layers, arguments) + slack
     plan = plan_cache(layers, budget, **arguments)
@@ -1045,7 +1045,7 @@ def test_reported_required_budget_is_minimal(case):
 # --- the length that fits, and padding --------------------------------------------------------------
 
 
-def test_the_length_is_fitted_to_the_budget():
+def test_max_model_len_is_fitted_to_the_budget():
     layers = attention("full_attention", 2)
     plan = plan_cache(layers, 10**6, max_model_len=8192, fit_max_model_len=True)
     # Pages of 64 KiB: 7 for each layer's 112 tokens, plus the null page.
@@ -1061,7 +1061,7 @@ def test_the_length_is_fitted_to_the_budget():
 
 @settings(max_examples=50)
 @given(case=cases(), part=st.floats(0, 1.5))
-def test_the_fitted_length_is_the_largest_that_fits(case, part):
+def test_fitted_length_is_the_largest_that_fits(case, part):
     layers, arguments = case
     budget = int(least_budget(layers, arguments) * part)
     most = arguments["max_model_len"]
@@ -1081,7 +1081,7 @@ def test_the_fitted_length_is_the_largest_that_fits(case, part):
         assert planned(length + 1) is None and planned(most) is None
 
 
-def test_padding_is_given_by_the_caller():
+def test_caller_may_set_the_page_bytes_per_layer():
     layers = [
         *attention("full_attention", 2),
         *attention("sliding_window", 2, heads=4, options={"window": 64}),
@@ -1107,7 +1107,7 @@ def test_padding_is_given_by_the_caller():
         ("max_encoder_tokens", True, TypeError),
     ],
 )
-def test_plan_with_a_wrong_number_is_rejected_by_name(name, value, error):
+def test_plan_with_an_invalid_number_is_rejected_by_name(name, value, error):
     layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 2, 64) for i in range(2)]
     plan = plan_cache(layers, 2**23, max_model_len=256)
     with pytest.raises(error, match=f"{name} of the plan is"):

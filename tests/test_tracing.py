@@ -37,7 +37,7 @@ def make():
     return build(plan, max_num_reqs=2, num_host_blocks=20)
 
 
-def test_steps_and_swaps_are_spans_and_the_swap_is_inside_apply(spans):
+def test_steps_and_swaps_are_spans_and_swap_spans_are_inside_apply(spans):
     cache = make()
     manager = cache.manager
     for i in range(20):
@@ -52,7 +52,7 @@ def test_steps_and_swaps_are_spans_and_the_swap_is_inside_apply(spans):
 
 
 @pytest.mark.parametrize("how", ["finish", "disable"])
-def test_a_load_is_one_span_from_its_beginning_to_its_end(spans, how):
+def test_load_is_one_span_from_start_to_end(spans, how):
     manager = KVCacheManager(4, 20, 64)
     loads = SourceLoads(manager, LoadStats())
     request = Request("r", range(20))
@@ -86,7 +86,7 @@ def test_methods_are_untouched_while_tracing_is_disabled():
         (("nvtx",), RuntimeError, "NVTX"),
     ],
 )
-def test_wrong_backends_are_named_and_nothing_is_traced(backends, error, message):
+def test_invalid_backends_are_reported_and_nothing_is_traced(backends, error, message):
     import torch
 
     if backends == ("nvtx",) and torch.version.cuda:

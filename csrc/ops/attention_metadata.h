@@ -226,7 +226,7 @@ inline AttentionMetadata checked_attention_metadata(
       fail("max_num_tokens is " + std::to_string(max_num_tokens) + ": " +
            std::to_string(m.num_out) + " requests may have " + std::to_string(most_pages) +
            " pages in groups[" + std::to_string(g) +
-           "], expected fewer than 2^31, as paged_kv_indptr is int32");
+           "], expected fewer than 2^31, because paged_kv_indptr is int32");
     }
   }
   if (block_tables) {
@@ -288,21 +288,21 @@ inline AttentionMetadata checked_attention_metadata(
   const std::string text = "seq_lens" + at + std::to_string(seq_len) + ": expected ";
   if (seq_len < query_len) {
     fail(text + "at least query_lens[" + std::to_string(i) + "], which is " +
-         std::to_string(query_len) + ", as this step's tokens count");
+         std::to_string(query_len) + ", because seq_lens includes the tokens of this step");
   }
   if (seq_len > m.groups.num_positions) {
     fail(text + "at most " + std::to_string(m.groups.num_positions) +
-         ", the tokens that a row has columns for");
+         ", the number of tokens for which a row has columns");
   }
   if (seq_len > m.most_tokens) {
     fail(text + "at most max_num_tokens, which is " + std::to_string(m.most_tokens));
   }
-  fail(text + "less, as row " + std::to_string(row) +
+  fail(text + "less, because row " + std::to_string(row) +
        " of some group holds no block for its last token: append blocks first");
 }
 
 [[noreturn]] inline void fail_query_total() {
-  fail("query_lens add up to 2^31 or more: expected fewer, as query_start_loc is int32");
+  fail("query_lens add up to 2^31 or more: expected fewer, because query_start_loc is int32");
 }
 
 }  // namespace kvcache

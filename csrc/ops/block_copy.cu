@@ -135,7 +135,7 @@ void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) 
   }
 }
 
-// The same copy with device addresses of the host memory.
+// Performs the copy with device addresses of the host memory.
 void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
   const auto to_mapped = [&](const BlockCopy& part) {
     const auto launch_part = [&](const BlockCopy& p) {

@@ -148,7 +148,7 @@ inline void check_regions(BlockCopy& c, const Tensor& regions, const Tensor& pai
                                c.num_destinations);
     const auto sum = multiply_add(c.num_pairs, r.num_bytes, copied_bytes);
     if (!from || !to || !sum) {
-      fail(name + " leads beyond 2^61 bytes: expected offsets and distances of pages in memory");
+      fail(name + " extends beyond 2^61 bytes: expected offsets and strides of pages in memory");
     }
     copied_bytes = *sum;
     if (!reach.holds(*from)) fail_reach(name, r.source, "src");

@@ -79,7 +79,7 @@ inline void check_no_overlap(const Tensor& t, const char* name) {
   for (const auto& [stride, size] : dims) {
     if (stride < extent) {
       fail(std::string(name) + " has elements that share memory (stride " + std::to_string(stride) +
-           "): expected none, as it is written");
+           "): expected separate memory for each element, because the tensor is written");
     }
     extent = stride * size;
   }

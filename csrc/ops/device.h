@@ -132,8 +132,8 @@ inline void check_not_capturing([[maybe_unused]] cudaStream_t stream) {
   KV_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
   if (capture != cudaStreamCaptureStatusNone) {
     fail(
-        "the checked mode (KVCACHE_CHECKED) synchronises, and this stream is being captured: "
-        "expected a call outside of captures, or the mode switched off");
+        "the checked mode (KVCACHE_CHECKED) synchronizes, but this stream is being captured: call "
+        "the op outside of captures, or disable the checked mode");
   }
 #endif
 }

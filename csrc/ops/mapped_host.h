@@ -74,14 +74,14 @@ void with_mapped_host(const BlockCopy& c, bool is_source, int32_t device, Copy&&
     is_one_range = false;
     if (c.pages_per_run > 0) continue;
     fail(name + " has " + region +
-         " in other pinned memory than its first byte: expected one piece on this device, which "
-         "has addresses of its own for each, or engine 1 (copy engine)");
+         " outside the pinned range of its first byte: expected a single pinned range, because "
+         "this device maps each range to a different address, or engine 1 (copy engine)");
   }
   if (c.pages_per_run == 0 || (shift == 0 && is_one_range)) return copy(shifted(shift));
   if (!c.pairs_on_cpu) {
     fail(
-        "pairs is on a device: expected cpu, as this device has addresses of its own for each "
-        "pinned piece of host memory");
+        "pairs is on a device: expected cpu, because this device maps each pinned range of host "
+        "memory to a different address");
   }
   std::map<int64_t, std::vector<int32_t>> pairs_of_range;
   for (int64_t i = 0; i < c.num_pairs; ++i) {

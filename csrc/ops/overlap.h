@@ -74,7 +74,7 @@ inline void check_separate(const Tensor& written, const char* name, const Tensor
                            const char* also_name) {
   if (share_memory(written, also)) {
     fail(std::string(name) + " shares memory with " + also_name +
-         ": expected none in common, as both are written");
+         ": expected separate memory, because both are written");
   }
 }
 

@@ -74,7 +74,7 @@ inline void check_counts(const Tensor& counts, const TableGroups& groups, const 
   check_size(counts, "num_blocks_per_row", 1, groups.num_rows, "one entry per row");
   for (int g = 0; g < groups.num_groups; ++g) {
     if (groups.group[g].counts_row < counts.size(0)) continue;
-    fail("groups[" + std::to_string(g) + "] names row " +
+    fail("groups[" + std::to_string(g) + "] refers to row " +
          std::to_string(groups.group[g].counts_row) + " of num_blocks_per_row, which has " +
          std::to_string(counts.size(0)));
   }

@@ -136,7 +136,7 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
     check_dim(tokens, name.c_str(), 3, "[num_tokens, num_kv_heads, head_size]");
   } else {
     check_dim(tokens, name.c_str(), 4,
-              "[num_layers, num_tokens, num_kv_heads, head_size], as the cache has layers");
+              "[num_layers, num_tokens, num_kv_heads, head_size], because the cache has layers");
     check_size(tokens, name.c_str(), 0, cache.size(0), "the layers of the cache");
   }
   if (!is_quantized(tokens, cache)) {

@@ -112,7 +112,7 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
                          const std::string& algorithm_name) {
   const HashAlgorithm algorithm = hash_algorithm_of(algorithm_name);
   const int64_t size = checked_size("block_size", int_argument(block_size, "block_size"), 1);
-  // A copy, because the caller's array may change while the GIL is released.
+  // Makes a copy, because the caller's array may change while the GIL is released.
   TokenIds tokens(/*takes_placeholders=*/extras.has_value());
   append_tokens(tokens, token_ids);
   const auto num_blocks = static_cast<size_t>(tokens.size() / size);
@@ -485,7 +485,7 @@ Copied copied_from(const py::object& source, const py::object& source_id, bool i
   pool.check_id(id, "source_id");
   if (pool.hash_of(id) == nullptr) {
     throw py::value_error("source_id is block " + std::to_string(id) +
-                          ", which is under no hash: expected a published one");
+                          ", which is not published under a hash: expected a published block");
   }
   Copied copied = pool.copied(id, is_chain);
   copied.root = 0;  // `publish` takes no root, and makes each block its own root without a parent

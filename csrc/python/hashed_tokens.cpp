@@ -23,7 +23,7 @@ void extend(HashedTokens& self, const py::list& token_ids,
   const int64_t known = self.num_tokens();
   if (size < known) {
     throw py::value_error("token_ids has " + std::to_string(size) + " entries: expected the " +
-                          std::to_string(known) + " known ones, and others after them");
+                          std::to_string(known) + " known tokens, followed by new ones");
   }
   std::vector<int32_t> tokens = Int32Input::entries_behind(token_ids, "token_ids", known);
   const int64_t num_blocks = self.num_filled_by(size - known);
@@ -39,7 +39,8 @@ void extend(HashedTokens& self, const py::list& token_ids,
     hashes = self.hash_behind(tokens, extras.value_or(std::vector<std::string>{}));
   }
   if (self.num_tokens() != known) {
-    throw std::runtime_error("token_ids came while others of the same request were hashed");
+    throw std::runtime_error(
+        "token_ids were appended while other tokens of the same request were hashed");
   }
   self.append(std::move(tokens), std::move(hashes));
 }

@@ -200,7 +200,7 @@ py::object answer(Manager& self, const char* call, const Answer& native) {
   const Soundness::Change change = self.change(call);
   return as_python(native);
 }
-// Does the same, and returns the result by request id.
+// Like the function above, but returns the result by request id.
 py::dict answer(Manager& self, const RequestRows& requests, const char* call,
                 const Recompute& recompute) {
   const Soundness::Change change = self.change(call);
@@ -393,8 +393,8 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   requests.check_new(asking);
   if (!self.by_step(row)) {
     throw py::value_error("request " + short_repr(parent.attr("request_id")) +
-                          " was admitted by admit: expected one that step admitted, "
-                          "whose plans can say what is copied");
+                          " was admitted by admit: expected a request that step admitted, "
+                          "because the copies are part of plans");
   }
   const int32_t child_row = self.fork(row, asking.rows[0].chain).row;
   const Soundness::Change change = self.change("fork");

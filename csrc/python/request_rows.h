@@ -278,7 +278,7 @@ class RequestRows {
     while (const auto entry = py::reinterpret_steal<py::object>(PyIter_Next(iterator.ptr()))) {
       if (out.size() == kMost) {
         throw py::value_error(std::string(name) + " has more than " + std::to_string(kMost) +
-                              " entries and does not say how many: expected a list");
+                              " entries and no length: expected a list");
       }
       out.append(entry);
     }
@@ -288,7 +288,8 @@ class RequestRows {
 
   static py::object item(const py::object& sequence, py::ssize_t i, py::ssize_t n) {
     if (PySequence_Fast_GET_SIZE(sequence.ptr()) != n) {
-      throw py::value_error("new was changed while it was read: expected it to stay as it is");
+      throw py::value_error(
+          "new was changed while it was read: expected a list that stays unchanged");
     }
     return py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence.ptr(), i));
   }

@@ -112,7 +112,7 @@ void check_known(const SlotGroup& group, const RequestTags& requests, const Int6
     if (row < 0 || stop(r) <= requests.num_tokens(row)) continue;
     fail(repr_of(names[static_cast<size_t>(r)]) + " has ", requests.num_tokens(row),
          " known tokens: expected " + std::to_string(stop(r)) +
-             ", by observe_tokens before its writes");
+             " (call observe_tokens before the writes)");
   }
 }
 
@@ -124,7 +124,7 @@ void check_parents(const TokenRanges& ranges, const Parents& parents) {
     for (int64_t i = 0; i < ranges.counts[r]; ++i, ++parent) {
       if (*parent >= -1 && *parent < i) continue;
       fail("parents[" + std::to_string(parent - parents->data()) + "] is ", *parent,
-           ": expected -1 to " + std::to_string(i - 1) + ", a token of the request before it");
+           ": expected -1 to " + std::to_string(i - 1) + ", an earlier token of the request");
     }
   }
 }

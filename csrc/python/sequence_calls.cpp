@@ -247,9 +247,9 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
   const RowAsk ask{known.row, tokens.size, lookahead, tokens.data(), tokens.size};
   const Slots slots = native_->extend(ask, /*lists_new=*/false);
   if (take(&known, num_new, slots, &pairs)) return pairs.release().ptr();
-  throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " does not get " +
+  throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " cannot get " +
                         std::to_string(num_new) + " slots and " + std::to_string(lookahead) +
-                        " more, " + std::to_string(native_->pool().num_free()) +
+                        " more, because only " + std::to_string(native_->pool().num_free()) +
                         " blocks are free: expected a call of can_append_slots first");
 }
 
@@ -411,8 +411,8 @@ int64_t SequenceCalls::marks_with(const AllocatedSequence& known, int64_t count,
   const int64_t num_marked = std::min(known.num_marked + count, known.num_tokens);
   if (!known.skips_blocks || num_marked >= known.num_prompt) return num_marked;
   throw py::value_error(std::to_string(num_marked) + " tokens of seq " + repr_of(seq_id_of(seq)) +
-                        " are marked as computed, a prompt longer than the window is computed at "
-                        "once: expected a token_chunk_size of " +
+                        " are marked as computed, but a prompt longer than the window is computed "
+                        "in one step: expected a token_chunk_size of " +
                         std::to_string(known.num_prompt));
 }
 

@@ -226,13 +226,14 @@ class SequenceCalls {
     if (num_tokens >= known.num_tokens) return num_tokens - known.num_tokens;
     throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " has " + std::to_string(num_tokens) +
                           " tokens: expected " + std::to_string(known.num_tokens) +
-                          " or more, which have slots");
+                          " or more, the tokens that have slots");
   }
   void check_on_device(const AllocatedSequence& known, py::handle seq) const {
     native_->check_reader();
     check_swapped_in(known, seq);
   }
-  // The same without the check of the caller, for calls of the manager that make it.
+  // Like the function above, but without checking the calling thread, for callers that have done
+  // so.
   void check_swapped_in(const AllocatedSequence& known, py::handle seq) const {
     if (native_->is_on_host(known.row)) {
       check_tier(*native_, known.row, "seq", seq_id_of(seq), /*on_host=*/false);

@@ -392,7 +392,8 @@ class ManagerDriver {
     CHECK_THROWS(manager_.admit({mine.chain, 0}, {}), "num_tokens is 0");
     if (!has_state_) CHECK_THROWS(manager_.admit({mine.chain, 1}, {}), "has 0 groups");
     const Request other = make_request(1, 0, manager_.hash_block_size() + 1);
-    CHECK_THROWS(manager_.would_fit({other.chain, 1}, false), "came to a manager with block_size");
+    CHECK_THROWS(manager_.would_fit({other.chain, 1}, false),
+                 "passed to a manager with block_size");
     if (rows_.empty() || !rows_.begin()->second.by_step) return;
     const int32_t row = rows_.begin()->first;
     if (room(row) == 0) return;

@@ -43,14 +43,14 @@ TEST(without_a_wait_nothing_arrives) {
         }) == kNotArrived);
 }
 
-TEST(a_wait_is_for_groups_that_were_committed) {
+TEST(a_wait_covers_only_committed_groups) {
   CHECK(found_after([](uint32_t* place, const uint32_t* source) {
           kvcache::async_copy(place, source);
           kvcache::async_copy_wait<0>();
         }) == kNotArrived);
 }
 
-TEST(a_wait_leaves_the_last_groups_on_their_way) {
+TEST(a_wait_can_leave_the_last_groups_in_flight) {
   const auto two_groups = [](uint32_t* place, const uint32_t* source) {
     const uint32_t zero = 0;
     kvcache::async_copy(place, &zero);
@@ -66,7 +66,7 @@ TEST(a_wait_leaves_the_last_groups_on_their_way) {
         }) == kArrived);
 }
 
-TEST(a_wait_is_for_the_copies_of_its_own_thread) {
+TEST(a_wait_covers_only_copies_of_the_calling_thread) {
   const std::vector<uint32_t> only_the_first{10, kPoison, kPoison, kPoison};
   CHECK(found_after([](uint32_t* place, const uint32_t* source) {
           kvcache::async_copy(place, source);
@@ -90,7 +90,7 @@ TEST(copies_of_a_thread_that_exited_do_not_arrive_in_the_next_block) {
   CHECK_EQ(found[1], kPoison);
 }
 
-TEST(a_source_that_changes_on_the_way_is_reported) {
+TEST(a_source_changed_in_flight_is_reported) {
   uint32_t source = 7;
   CHECK_THROWS(found_after([&](uint32_t* place, const uint32_t*) {
                  kvcache::async_copy(place, &source);

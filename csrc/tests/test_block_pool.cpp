@@ -161,7 +161,7 @@ TEST(agrees_with_the_model_on_random_operations) {
   for (uint64_t seed = 0; seed < 40; ++seed) run_random(seed, 2 + static_cast<int>(seed) * 2, 3000);
 }
 
-TEST(null_block_is_never_handed_out) {
+TEST(null_block_is_never_allocated) {
   BlockPool pool(3);
   BlockId ids[2];
   CHECK(pool.allocate(2, ids));
@@ -173,7 +173,7 @@ TEST(null_block_is_never_handed_out) {
   CHECK_THROWS(pool.retain(&null_block, 1), "expected 1 to 2");
 }
 
-TEST(a_failed_release_restores_the_order_of_eviction) {
+TEST(a_failed_release_restores_the_eviction_order) {
   BlockPool pool(5);
   BlockId ids[4];
   CHECK(pool.allocate(4, ids));
@@ -190,7 +190,7 @@ TEST(a_failed_release_restores_the_order_of_eviction) {
   CHECK_EQ(next[1], ids[0]);
 }
 
-TEST(a_lookup_finds_the_oldest_of_duplicates_and_then_the_next) {
+TEST(a_lookup_returns_the_oldest_duplicate) {
   BlockPool pool(5);
   BlockId ids[3];
   CHECK(pool.allocate(3, ids));
@@ -206,7 +206,7 @@ TEST(a_lookup_finds_the_oldest_of_duplicates_and_then_the_next) {
   CHECK_EQ(found, -1);
 }
 
-TEST(groups_do_not_see_each_others_blocks) {
+TEST(lookups_are_separate_for_each_group) {
   BlockPool pool(3);
   BlockId id, found;
   CHECK(pool.allocate(1, &id));
@@ -218,7 +218,7 @@ TEST(groups_do_not_see_each_others_blocks) {
   CHECK_EQ(found, id);
 }
 
-TEST(a_prefix_lookup_stops_at_the_first_miss_and_a_full_one_does_not) {
+TEST(only_a_prefix_lookup_stops_at_the_first_miss) {
   BlockPool pool(4);
   BlockId ids[2];
   CHECK(pool.allocate(2, ids));
@@ -241,7 +241,7 @@ struct Listener : kvcache::EvictionListener {
   }
 };
 
-TEST(a_listener_hears_of_content_that_is_about_to_be_gone) {
+TEST(a_listener_is_notified_before_content_is_evicted) {
   for (const char* policy : {"lru", "segmented_lru"}) {
     BlockPool pool(5, kvcache::make_eviction_policy(policy, {}, 5));
     Listener listener;
@@ -261,7 +261,7 @@ TEST(a_listener_hears_of_content_that_is_about_to_be_gone) {
   }
 }
 
-TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
+TEST(stored_and_removed_events_are_logged_in_order) {
   BlockPool pool(4);
   EventLog events;
   pool.emit_to(&events, kvcache::Tier::kDevice);
@@ -290,7 +290,7 @@ TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
   CHECK_EQ(pool.num_evicted(), 2);
 }
 
-TEST(a_log_that_nobody_drains_is_bounded_and_says_what_it_dropped) {
+TEST(an_undrained_event_log_is_bounded_and_counts_dropped_events) {
   EventLog events(/*most_events=*/4, /*most_tokens=*/100);
   const std::vector<Hash> hashes = kvcache::test::hashes_from(1, 20);
   for (const Hash& hash : hashes) events.removed(hash, 0, kvcache::Tier::kDevice);
@@ -308,7 +308,7 @@ TEST(a_log_that_nobody_drains_is_bounded_and_says_what_it_dropped) {
   CHECK_EQ(drained.events[1].num_dropped, 0);
 }
 
-TEST(clear_forgets_every_hash_and_leaves_held_blocks_held) {
+TEST(clear_removes_all_hashes_and_keeps_held_blocks) {
   BlockPool pool(5);
   BlockId ids[3];
   for (int round = 0; round < 70000; ++round) {  // beyond the 16 bits of an epoch
@@ -328,7 +328,7 @@ TEST(clear_forgets_every_hash_and_leaves_held_blocks_held) {
   pool.check_invariants();
 }
 
-TEST(what_follows_from_a_bad_block_is_evicted_though_its_parent_is_gone) {
+TEST(descendants_of_an_invalid_block_are_evicted_without_their_parent) {
   BlockPool pool(8);
   BlockId ids[6];
   CHECK(pool.allocate(6, ids));
@@ -353,7 +353,7 @@ TEST(what_follows_from_a_bad_block_is_evicted_though_its_parent_is_gone) {
   CHECK(!pool.is_cached(ids[0]) && !pool.is_cached(ids[4]) && pool.is_cached(ids[5]));
 }
 
-TEST(parts_of_blocks_are_found_until_the_block_is_taken) {
+TEST(partial_blocks_are_found_until_the_block_is_reallocated) {
   BlockPool pool(3);
   BlockId ids[2];
   CHECK(pool.allocate(2, ids));
@@ -374,7 +374,7 @@ TEST(parts_of_blocks_are_found_until_the_block_is_taken) {
   pool.check_invariants();
 }
 
-TEST(a_publish_that_cannot_be_served_changes_nothing) {
+TEST(a_rejected_publish_changes_nothing) {
   BlockPool pool(4);
   BlockId ids[3];
   CHECK(pool.allocate(3, ids));
@@ -394,7 +394,7 @@ TEST(a_publish_that_cannot_be_served_changes_nothing) {
   pool.check_invariants();
 }
 
-TEST(reset_needs_every_block_free) {
+TEST(reset_fails_while_a_block_is_held) {
   BlockPool pool(3);
   BlockId id;
   CHECK(pool.allocate(1, &id));
@@ -456,7 +456,7 @@ struct Recorder : kvcache::EvictionPolicy {
   }
 };
 
-TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
+TEST(a_policy_is_notified_of_all_changes_and_its_candidates_are_leaves) {
   std::vector<std::string> log;
   BlockPool pool(4, std::make_unique<Recorder>(&log));
   const auto notified = [&](const std::vector<std::string>& expected) {
@@ -505,7 +505,7 @@ TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
   CHECK(notified({"clear"}));
 }
 
-TEST(a_child_parks_its_last_free_parent_until_its_last_twin_is_forgotten) {
+TEST(a_parent_is_no_candidate_until_its_last_child_is_forgotten) {
   std::vector<std::string> log;
   BlockPool pool(5, std::make_unique<Recorder>(&log));
   BlockId ids[4];
@@ -529,7 +529,7 @@ TEST(a_child_parks_its_last_free_parent_until_its_last_twin_is_forgotten) {
   pool.check_invariants();
 }
 
-TEST(derived_blocks_are_evicted_whatever_the_policy) {
+TEST(descendants_of_invalid_blocks_are_evicted_under_every_policy) {
   std::vector<std::string> log;
   BlockPool pool(6, std::make_unique<Recorder>(&log));
   BlockId ids[5];
@@ -564,7 +564,7 @@ TEST(derived_blocks_are_evicted_whatever_the_policy) {
   pool.check_invariants();
 }
 
-TEST(a_block_that_names_itself_as_parent_still_goes) {
+TEST(a_block_that_is_its_own_parent_can_be_evicted) {
   std::vector<std::string> log;
   BlockPool pool(3, std::make_unique<Recorder>(&log));
   BlockId ids[2];
@@ -578,7 +578,7 @@ TEST(a_block_that_names_itself_as_parent_still_goes) {
   pool.check_invariants();
 }
 
-TEST(pinned_blocks_go_last_in_the_order_of_their_release) {
+TEST(pinned_blocks_are_evicted_last_in_release_order) {
   BlockPool pool(6);
   BlockId ids[5], out[4];
   CHECK(pool.allocate(5, ids));
@@ -605,7 +605,7 @@ TEST(pinned_blocks_go_last_in_the_order_of_their_release) {
   pool.check_invariants();
 }
 
-TEST(policies_are_made_by_name) {
+TEST(policies_are_created_by_name) {
   for (const std::string& name : kvcache::eviction_names()) {
     const auto policy = kvcache::make_eviction_policy(name, {}, 8);
     CHECK_EQ(policy == nullptr, name == "lru");
@@ -623,13 +623,14 @@ TEST(policies_are_made_by_name) {
   CHECK_THROWS(kvcache::make_host_eviction_policy("priority", {}, 8, nullptr),
                "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru, "
                "as");
-  CHECK_THROWS(kvcache::make_host_eviction_policy("s3_fifo", {{"x", 1}}, 8, nullptr),
-               "host_eviction 's3_fifo': option 'x' is 1: expected no option but 'small_share'");
+  CHECK_THROWS(
+      kvcache::make_host_eviction_policy("s3_fifo", {{"x", 1}}, 8, nullptr),
+      "host_eviction 's3_fifo': option 'x' is 1: expected one of the options 'small_share'");
   CHECK_THROWS(kvcache::make_eviction_policy("mru", {}, 8), "eviction is 'mru'");
   CHECK_THROWS(kvcache::make_eviction_policy("s3_fifo", {}, 1), "num_blocks is 1");
 }
 
-TEST(sizes_that_make_no_pool_are_refused) {
+TEST(invalid_pool_sizes_are_rejected) {
   for (int64_t size : {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{1} << 31}) {
     CHECK_THROWS(BlockPool{size}, ("num_blocks is " + std::to_string(size)).c_str());
   }

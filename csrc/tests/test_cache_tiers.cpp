@@ -42,7 +42,7 @@ struct Fixture {
   }
 };
 
-TEST(what_the_device_evicts_within_a_step_goes_to_the_host) {
+TEST(blocks_evicted_within_a_step_are_offloaded_to_the_host) {
   Fixture f;
   const Ids ids = f.cache(5);
   f.steps.begin();
@@ -56,7 +56,7 @@ TEST(what_the_device_evicts_within_a_step_goes_to_the_host) {
   f.check(taken);
 }
 
-TEST(without_a_host_there_is_one_pool) {
+TEST(without_a_host_tier_there_is_one_pool) {
   Fixture f(options_with(0));
   CHECK(f.tiers.host() == nullptr && f.tiers.host_pages() == nullptr);
   f.cache(5);
@@ -68,7 +68,7 @@ TEST(without_a_host_there_is_one_pool) {
   f.check(taken);
 }
 
-TEST(cached_blocks_wait_for_a_step_that_offloads_them) {
+TEST(queued_blocks_are_offloaded_by_the_next_step) {
   for (bool fences : {false, true}) {
     ManagerOptions more{};
     more.host_write = HostWrite::kThrough;
@@ -92,7 +92,7 @@ TEST(cached_blocks_wait_for_a_step_that_offloads_them) {
   }
 }
 
-TEST(held_blocks_of_either_tier_are_noticed) {
+TEST(held_blocks_of_both_tiers_are_detected) {
   Fixture f;
   CHECK(!f.tiers.any_held());
   const Ids ids = take(&f.tiers.pool(), 1);
@@ -103,7 +103,7 @@ TEST(held_blocks_of_either_tier_are_noticed) {
   CHECK(f.tiers.any_held());
 }
 
-TEST(references_that_no_one_holds_are_found) {
+TEST(leaked_references_are_detected) {
   Fixture f;
   const Ids ids = take(&f.tiers.pool(), 1);
   f.check(ids);
@@ -112,7 +112,7 @@ TEST(references_that_no_one_holds_are_found) {
   CHECK_THROWS(f.check(ids), "page of the host 1 has 1 references, but 0 are held");
 }
 
-TEST(both_tiers_write_one_log) {
+TEST(both_tiers_share_one_event_log) {
   ManagerOptions more{};
   more.record_events = true;
   Fixture f(options_with(5, more));
@@ -126,7 +126,7 @@ TEST(both_tiers_write_one_log) {
   CHECK(f.tiers.drain_events().events.empty());
 }
 
-TEST(the_time_reaches_residency_and_does_not_go_back) {
+TEST(the_clock_sets_residency_times_and_cannot_go_back) {
   ManagerOptions more{};
   more.track_residency = true;
   Fixture f(options_with(5, more));
@@ -141,7 +141,7 @@ TEST(the_time_reaches_residency_and_does_not_go_back) {
   CHECK_EQ(f.tiers.pool().residency()->lifetime().count, 0);
 }
 
-TEST(a_policy_that_the_host_cannot_have_is_refused) {
+TEST(policies_unsupported_on_the_host_are_rejected) {
   ManagerOptions more{};
   more.host_eviction.policy = "priority";
   CHECK_THROWS(Fixture(options_with(5, more)),

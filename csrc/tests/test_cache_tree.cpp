@@ -107,15 +107,15 @@ void run(uint32_t seed, bool by_tag) {
   }
 }
 
-TEST(a_block_is_a_leaf_unless_something_is_found_through_it_alone) {
+TEST(a_block_is_a_leaf_unless_it_is_the_only_path_to_a_child) {
   for (uint32_t seed = 1; seed <= 400; ++seed) run(seed, /*by_tag=*/false);
 }
 
-TEST(the_same_where_parents_are_found_by_their_tags) {
+TEST(leaves_are_correct_if_parents_are_found_by_tag) {
   for (uint32_t seed = 1; seed <= 400; ++seed) run(seed, /*by_tag=*/true);
 }
 
-TEST(a_chain_costs_no_entry_in_the_map) {
+TEST(a_chain_needs_no_map_entry) {
   Cached cached(60);
   const size_t before = cached.tree.num_bytes();
   for (BlockId id = 1; id < 30; ++id) cached.add(id, uint32_t{1} << id >> 1, /*by_tag=*/false);

@@ -24,7 +24,7 @@ std::string elsewhere(const std::function<void()>& call) {
   return message;
 }
 
-TEST(the_first_caller_owns_it) {
+TEST(the_first_calling_thread_becomes_the_owner) {
   CallGuard guard;
   guard.check_reader();
   CHECK_EQ(elsewhere([&] { guard.check_reader(); }), "");  // there is no owner yet
@@ -34,7 +34,7 @@ TEST(the_first_caller_owns_it) {
   CHECK_THROWS(CallGuard::Scope(&guard), "called from thread ");
 }
 
-TEST(one_call_at_a_time) {
+TEST(nested_calls_are_rejected) {
   CallGuard guard;
   {
     const CallGuard::Scope scope(&guard);
@@ -44,7 +44,7 @@ TEST(one_call_at_a_time) {
   const CallGuard::Scope next(&guard);
 }
 
-TEST(a_call_that_throws_is_over) {
+TEST(a_call_that_throws_releases_the_guard) {
   CallGuard guard;
   try {
     const CallGuard::Scope scope(&guard);
@@ -54,7 +54,7 @@ TEST(a_call_that_throws_is_over) {
   guard.check_caller();
 }
 
-TEST(a_change_that_an_exception_leaves_breaks_it) {
+TEST(an_exception_during_a_change_breaks_the_object) {
   CallGuard guard;
   {
     const Soundness::Change change(&guard.soundness(), "free");
@@ -71,7 +71,7 @@ TEST(a_change_that_an_exception_leaves_breaks_it) {
   CHECK_THROWS(Soundness::Change(&guard.soundness(), "free"), "is broken");
 }
 
-TEST(a_change_within_the_handling_of_an_error_breaks_nothing) {
+TEST(a_change_inside_an_exception_handler_breaks_nothing) {
   CallGuard guard;
   try {
     throw std::bad_alloc();

@@ -31,14 +31,14 @@ std::string written(const std::vector<int32_t>& values) {
   return {reinterpret_cast<const char*>(buffer.data()), reinterpret_cast<const char*>(end)};
 }
 
-TEST(the_limits_of_each_form_are_written_in_the_shortest_form) {
+TEST(boundary_values_are_encoded_in_the_shortest_form) {
   const std::vector<int32_t> limits = {0,  23,  24,  255,  256,  65535,  65536,  INT32_MAX,
                                        -1, -24, -25, -256, -257, -65536, -65537, INT32_MIN};
   CHECK(written(limits) == expected(limits));
   for (const int32_t value : limits) CHECK(written({value}) == expected({value}));
 }
 
-TEST(any_number_of_integers_of_any_size_is_written_as_one_by_one) {
+TEST(batch_encoding_equals_encoding_one_by_one) {
   std::mt19937 random(7);
   for (int n = 0; n < 70; ++n) {
     for (int round = 0; round < 50; ++round) {

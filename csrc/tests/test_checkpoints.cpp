@@ -38,7 +38,7 @@ TEST(the_last_step_of_a_prompt_ends_where_an_equal_prompt_can_hit) {
   CHECK_EQ(to_next({0, 9, 0, true}, 9), 9);
 }
 
-TEST(an_equal_prompt_hits_what_a_drafter_does_not_redo) {
+TEST(an_equal_prompt_hits_tokens_that_a_drafter_does_not_recompute) {
   std::vector<CacheGroup> groups = {group_of(std::make_shared<FullAttention>(), 32, 0, 16),
                                     group_of(std::make_shared<RecurrentState>(), 512, 1, 16)};
   groups[0].drafts = true;
@@ -55,19 +55,19 @@ TEST(an_equal_prompt_hits_what_a_drafter_does_not_redo) {
   CHECK_EQ(next(0, 1100), 1088);
 }
 
-TEST(the_end_of_what_is_shared_comes_first) {
+TEST(a_step_ends_at_the_end_of_the_shared_prefix_first) {
   CHECK_EQ(to_next({0, 3000, 1088, true}, 3000), 1088);
   CHECK_EQ(to_next({0, 3000, 1088, true}, 1000), 512);
   CHECK_EQ(to_next({1088, 3000, 1088, true}, 1000), 960);
 }
 
-TEST(steps_that_keep_no_states_take_all) {
+TEST(steps_without_kept_states_compute_all_tokens) {
   CHECK_EQ(to_next({0, 1200, 0, false}, 700), 700);
   CHECK_EQ(to_next({0, 1200, 0, false}, 7000), 1200);
   CHECK_EQ(Checkpoints(full_groups(16), 16, 16).num_tokens_to_next({0, 1200, 0, true}, 700), 700);
 }
 
-TEST(boundaries_are_those_of_all_states_at_which_hits_can_end) {
+TEST(boundaries_are_common_to_all_state_groups_and_hits) {
   const std::vector<CacheGroup> groups = {group_of(std::make_shared<RecurrentState>(), 48, 0),
                                           group_of(std::make_shared<RecurrentState>(), 64, 1)};
   CHECK_EQ(Checkpoints(groups, 192, 16).num_tokens_to_next({0, 1000, 0, true}, 500), 384);

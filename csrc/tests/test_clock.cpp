@@ -6,7 +6,7 @@
 using namespace kvcache;
 namespace {
 
-TEST(reads_the_system_until_it_is_set) {
+TEST(the_system_clock_is_read_until_the_time_is_set) {
   Clock clock;
   CHECK_EQ(clock.now_ms(), 0);
   CHECK(clock.read());
@@ -16,7 +16,7 @@ TEST(reads_the_system_until_it_is_set) {
   CHECK_EQ(clock.now_ms(), 1'000'000);
 }
 
-TEST(does_not_go_back) {
+TEST(setting_an_earlier_time_is_rejected) {
   Clock clock;
   clock.set(7);
   clock.set(7);

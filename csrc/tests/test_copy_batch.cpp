@@ -36,7 +36,7 @@ std::string refused(Memory& memory) {
   return "";
 }
 
-TEST(one_call_carries_all_beside_the_computing) {
+TEST(one_batch_call_launches_all_copies) {
   script = {};
   Memory memory;
   carry(memory);
@@ -59,7 +59,7 @@ TEST(settled_sources_may_be_read_in_any_order) {
   CHECK_EQ(script.order, int{cudaMemcpySrcAccessOrderAny});
 }
 
-TEST(copies_that_a_failed_batch_has_left_are_not_made) {
+TEST(leftover_copies_of_a_failed_batch_are_dropped) {
   script = {};
   Memory memory, other;
   {
@@ -94,7 +94,7 @@ TEST(the_environment_switches_batches_off_and_on) {
   for (const char* on : {"", "1", "true", "on", "yes"}) CHECK_EQ(num_batches(on), 1);
 }
 
-TEST(a_switch_that_is_unset_or_empty_is_as_the_caller_says) {
+TEST(an_unset_or_empty_variable_keeps_the_default) {
   unsetenv("KVCACHE_A_SWITCH");
   CHECK(!kvcache::switched_on("KVCACHE_A_SWITCH"));
   CHECK(kvcache::switched_on("KVCACHE_A_SWITCH", true));
@@ -107,7 +107,7 @@ TEST(a_switch_that_is_unset_or_empty_is_as_the_caller_says) {
   unsetenv("KVCACHE_A_SWITCH");
 }
 
-TEST(no_batch_on_the_default_stream_in_a_capture_or_where_addresses_differ) {
+TEST(no_batch_on_the_default_stream_or_in_captures_or_with_mapped_addresses) {
   for (int reason = 0; reason < 3; ++reason) {
     script = {};
     script.capturing = reason == 1;
@@ -120,7 +120,7 @@ TEST(no_batch_on_the_default_stream_in_a_capture_or_where_addresses_differ) {
   }
 }
 
-TEST(what_a_batch_refuses_goes_one_by_one) {
+TEST(copies_of_a_rejected_batch_are_launched_one_by_one) {
   for (cudaError_t error : {cudaErrorInvalidValue, cudaErrorNotSupported,
                             cudaErrorCallRequiresNewerDriver, cudaErrorStreamCaptureUnsupported}) {
     script = {};
@@ -135,7 +135,7 @@ TEST(what_a_batch_refuses_goes_one_by_one) {
   }
 }
 
-TEST(a_driver_without_batches_is_not_asked_again) {
+TEST(an_unsupported_batch_call_is_not_retried) {
   for (cudaError_t error : {cudaErrorInvalidValue, cudaErrorNotSupported,
                             cudaErrorCallRequiresNewerDriver, cudaErrorStreamCaptureUnsupported}) {
     script = {};
@@ -151,7 +151,7 @@ TEST(a_driver_without_batches_is_not_asked_again) {
   }
 }
 
-TEST(the_copy_that_is_wrong_is_named) {
+TEST(the_error_identifies_the_rejected_copy) {
   script = {};
   script.batch_answer = cudaErrorInvalidValue;
   Memory memory;
@@ -168,7 +168,7 @@ TEST(the_copy_that_is_wrong_is_named) {
   CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});
 }
 
-TEST(an_error_of_the_device_is_no_reason_to_try_again) {
+TEST(device_errors_are_not_retried) {
   script = {};
   script.batch_answer = cudaErrorIllegalAddress;
   Memory memory;
@@ -177,7 +177,7 @@ TEST(an_error_of_the_device_is_no_reason_to_try_again) {
   CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});
 }
 
-TEST(a_call_carries_so_many_at_most) {
+TEST(batches_are_split_at_the_maximum_size) {
   script = {};
   const auto most = static_cast<int>(kvcache::kMaxDescriptors);
   std::vector<int> from(2 * kvcache::kMaxDescriptors + 1, 7), to(from.size());

@@ -53,7 +53,7 @@ size_t num_launches(const Copy& copy) {
 
 }  // namespace
 
-TEST(a_launch_holds_what_its_parameters_do) {
+TEST(the_launch_capacity_matches_its_parameter_size) {
   CHECK(sizeof(CopyLaunch<kSmall>) <= kSmall && sizeof(CopyLaunch<kLarge>) <= kLarge);
   CHECK_EQ(num_launches<kSmall>(Copy(1, 400)), 1u);
   CHECK_EQ(num_launches<kSmall>(Copy(40, 256)), 1u);
@@ -62,7 +62,7 @@ TEST(a_launch_holds_what_its_parameters_do) {
   CHECK_EQ(num_launches<kLarge>(Copy(256, 2500)), 1u);
 }
 
-TEST(ids_on_the_device_take_one_launch) {
+TEST(device_ids_need_one_launch) {
   Copy copy(80, 100'000);
   copy.data.pairs_on_cpu = false;
   CHECK_EQ(num_launches<kSmall>(copy), 1u);
@@ -71,7 +71,7 @@ TEST(ids_on_the_device_take_one_launch) {
   CHECK_EQ(num_launches<kLarge>(more), 1u);
 }
 
-TEST(holds_agrees_with_the_shares) {
+TEST(holds_is_consistent_with_the_shares) {
   for (int64_t num_regions : {1, 7, 40, 41, 42, 100}) {
     for (int64_t num_pairs : {1, 100, 250, 260, 300, 496, 500, 510}) {
       const bool one = num_launches<kSmall>(Copy(num_regions, num_pairs)) == 1;
@@ -108,7 +108,7 @@ TEST(tasks_of_a_launch_stay_below_2_to_the_31) {
   CHECK_EQ(num_launches<kSmall>(copy), 4u);  // 31 pairs per launch
 }
 
-TEST(each_region_has_its_own_vectors) {
+TEST(each_region_has_its_own_vector_size) {
   Copy copy(3, 1);
   copy.regions[1].num_bytes = 20;
   copy.regions[2].source_stride = 24;
@@ -121,13 +121,13 @@ TEST(each_region_has_its_own_vectors) {
   CHECK(!shares[0].is_wide());
 }
 
-TEST(regions_without_bytes_are_left_out) {
+TEST(empty_regions_are_skipped) {
   Copy copy(3, 1);
   copy.regions[1].num_bytes = 0;
   CHECK_EQ(kvcache::vector_regions(copy.data).size(), 2u);
 }
 
-TEST(a_filled_launch_gives_back_pairs_regions_and_the_region_of_each_chunk) {
+TEST(pairs_regions_and_chunks_round_trip_through_a_launch) {
   for (const bool alike : {true, false}) {
     Copy copy(5, 9, 3 * 4096);
     if (!alike) copy.regions[2].num_bytes = 20;  // one chunk of 4-byte vectors
@@ -152,7 +152,7 @@ TEST(a_filled_launch_gives_back_pairs_regions_and_the_region_of_each_chunk) {
   }
 }
 
-TEST(ids_on_the_device_are_read_there) {
+TEST(device_ids_are_read_on_the_device) {
   Copy copy(1, 3);
   copy.data.pairs_on_cpu = false;
   const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);

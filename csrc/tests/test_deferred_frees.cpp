@@ -25,7 +25,7 @@ struct Fixture {
   }
 };
 
-TEST(nothing_waits_where_fences_are_off) {
+TEST(without_fences_blocks_are_freed_immediately) {
   BlockPool pool(9);
   StepNumbers steps;
   steps.issue();
@@ -36,7 +36,7 @@ TEST(nothing_waits_where_fences_are_off) {
   CHECK_EQ(frees.num_waiting_of(ids[0]), 0);
 }
 
-TEST(what_no_step_reads_is_free_at_once) {
+TEST(blocks_that_no_step_reads_are_freed_immediately) {
   Fixture f;
   f.frees.release_or_defer(f.ids.data(), 1);  // no step was issued
   CHECK_EQ(f.pool.num_free(), 5);
@@ -65,7 +65,7 @@ TEST(blocks_wait_for_the_report_on_their_step) {
   CHECK_EQ(f.frees.num_waiting(), 0);
 }
 
-TEST(what_is_said_to_wait_waits_with_and_without_fences) {
+TEST(explicitly_deferred_blocks_wait_with_and_without_fences) {
   for (bool is_enabled : {false, true}) {
     BlockPool pool(9);
     StepNumbers steps;
@@ -100,7 +100,7 @@ TEST(blocks_are_kept_under_a_name_until_it_is_released) {
   CHECK_EQ(f.pool.num_free(), 6);
 }
 
-TEST(the_order_of_release_is_that_of_the_steps) {
+TEST(blocks_are_released_in_step_order) {
   Fixture f;
   publish_chain(&f.pool, f.ids, hashes_from(1, 4));
   f.steps.issue();
@@ -113,7 +113,7 @@ TEST(the_order_of_release_is_that_of_the_steps) {
   CHECK_EQ(take(&f.pool, 1)[0], f.ids[1]);
 }
 
-TEST(what_waits_for_an_aborted_step_waits_for_the_one_before) {
+TEST(blocks_of_an_aborted_step_wait_for_the_previous_step) {
   Fixture f;
   f.steps.issue();
   f.steps.issue();

@@ -55,7 +55,7 @@ struct Fixture {
 
 CacheGroup window(int64_t tokens) { return group_of(std::make_shared<SlidingWindow>(tokens), 4); }
 
-TEST(blocks_for_the_tokens_and_the_lookahead_that_are_not_there_yet) {
+TEST(demand_is_the_missing_blocks_for_tokens_and_lookahead) {
   Fixture f;
   f.held.blocks = take(&f.pool, 2);
   CHECK_EQ(f.running({5, 8, 0}).groups[0].num_new, 0);
@@ -75,7 +75,7 @@ TEST(a_row_that_does_not_fit_waits_or_never_fits) {
   CHECK(f.running({8, 41, 0}).status == Status::kNever);
 }
 
-TEST(blocks_without_slots_make_room_where_the_row_gives_them_up) {
+TEST(a_row_that_gives_up_blocks_without_slots_frees_space) {
   Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
              group_of(std::make_shared<FullAttention>(), 8, 1)});
   RowBlocks held[2];
@@ -90,7 +90,7 @@ TEST(blocks_without_slots_make_room_where_the_row_gives_them_up) {
   CHECK_EQ(demand.num_spare, 0);
 }
 
-TEST(pages_for_earlier_drafts_make_room_where_the_row_gives_them_up) {
+TEST(a_row_that_gives_up_draft_pages_frees_space) {
   Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
              group_of(std::make_shared<RecurrentState>(3), 4, 1)});
   RowBlocks held[2];
@@ -107,7 +107,7 @@ TEST(pages_for_earlier_drafts_make_room_where_the_row_gives_them_up) {
   CHECK_EQ(demand.groups[1].num_new, 0);
 }
 
-TEST(what_is_spare_is_behind_the_watermark) {
+TEST(spare_blocks_exclude_the_watermark) {
   ManagerOptions options{};
   options.watermark_blocks = 3;
   Fixture f(full_groups(4), options);
@@ -120,7 +120,7 @@ TEST(what_is_spare_is_behind_the_watermark) {
   CHECK(f.fresh({0, 32, 0}, 32).status == Status::kNever);
 }
 
-TEST(blocks_that_leave_a_window_make_room_at_once_unless_a_step_may_read_them) {
+TEST(blocks_that_leave_a_window_are_free_unless_a_step_may_read_them) {
   for (bool fences : {false, true}) {
     ManagerOptions options{};
     options.fence_frees = fences;
@@ -134,7 +134,7 @@ TEST(blocks_that_leave_a_window_make_room_at_once_unless_a_step_may_read_them) {
   }
 }
 
-TEST(free_hits_are_not_free_for_new_blocks) {
+TEST(free_hit_blocks_are_not_available_as_new_blocks) {
   Fixture f;
   const Ids ids = take(&f.pool, 4);
   publish_chain(&f.pool, ids, hashes_from(1, 4));
@@ -148,7 +148,7 @@ TEST(free_hits_are_not_free_for_new_blocks) {
   CHECK(f.fresh({16, 40, 0}, 40).status == Status::kWait);
 }
 
-TEST(an_encoder_takes_its_blocks_at_once) {
+TEST(encoder_blocks_are_allocated_at_admission) {
   Fixture f({group_of(std::make_shared<CrossAttention>(), 4)});
   CHECK_EQ(f.fresh({0, 3, 0}, 3, /*num_encoder_tokens=*/9).groups[0].num_new, 3);
   take(&f.pool, 8);
@@ -156,7 +156,7 @@ TEST(an_encoder_takes_its_blocks_at_once) {
   CHECK(f.fresh({0, 3, 0}, 3, 41).status == Status::kNever);
 }
 
-TEST(a_state_needs_a_page_where_it_enters_a_block) {
+TEST(a_state_needs_a_page_when_it_enters_a_block) {
   Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   CHECK_EQ(f.running({0, 3, 0}).groups[0].num_new, 1);
   f.held.blocks = take(&f.pool, 1);
@@ -179,7 +179,7 @@ TEST(each_draft_needs_a_page_for_its_state) {
   CHECK_EQ(f.running({4, 8, 0, 3, 1}).groups[0].num_new, 1);
 }
 
-TEST(blocks_that_others_hold_are_replaced_where_they_are_written) {
+TEST(shared_blocks_that_a_row_writes_are_replaced) {
   Fixture f;
   f.held.blocks = take(&f.pool, 3);
   f.pool.retain(f.held.blocks.data(), 3);
@@ -191,7 +191,7 @@ TEST(blocks_that_others_hold_are_replaced_where_they_are_written) {
   CHECK_EQ(f.holders.num_rows(f.held.blocks[1]), 2);
 }
 
-TEST(a_prompt_computed_at_once_never_holds_what_its_window_has_left) {
+TEST(a_prompt_computed_in_one_step_skips_blocks_outside_its_window) {
   Fixture f({window(4)});
   NewRow asked = Fixture::asked_of(20);
   asked.computes_whole = true;
@@ -201,7 +201,7 @@ TEST(a_prompt_computed_at_once_never_holds_what_its_window_has_left) {
   CHECK_EQ(f.running({0, 20, 0}).groups[0].num_skipped, 0);  // a running row skips no blocks
 }
 
-TEST(a_chunk_that_fits_is_served_and_the_whole_is_another_question) {
+TEST(a_chunk_can_fit_when_the_whole_prompt_does_not) {
   Fixture f;  // 10 blocks
   CHECK(f.fresh({0, 4, 0}, 45).status == Status::kServed);
   CHECK(f.whole({0, 4, 0}, 45) == Status::kNever);
@@ -222,7 +222,7 @@ TEST(a_chunk_that_fits_is_served_and_the_whole_is_another_question) {
   CHECK(r.whole({0, 4, 0}, 4) == Status::kWait);
 }
 
-TEST(asking_changes_nothing) {
+TEST(computing_a_demand_changes_nothing) {
   Fixture f;
   f.held.blocks = take(&f.pool, 2);
   const RowBlocks before = f.held;

@@ -200,7 +200,7 @@ TEST(shuffle_from_a_lane_that_does_not_exist_is_poison) {
   run_block(8, [] { CHECK_EQ(__shfl_sync(kFull, threadIdx.x, 20), 0xCDCDCDCDu); });
 }
 
-TEST(halves_of_a_warp_synchronize_apart_with_partial_masks) {
+TEST(halves_of_a_warp_synchronize_separately_with_partial_masks) {
   run_block(32, [] {
     const int lane = int(threadIdx.x);
     if (lane < 16) {
@@ -366,7 +366,7 @@ __global__ void double_by_bulk_copies(const int* from, int* to, int count, bool 
   emul::wait_bulk_stores(0);
 }
 
-TEST(bulk_copies_arrive_at_the_waits_for_them) {
+TEST(bulk_copies_arrive_at_their_wait) {
   alignas(16) int from[16], to[16] = {};
   std::iota(from, from + 16, 1);
   const auto run = [&](bool waits_for_reads) {
@@ -379,7 +379,7 @@ TEST(bulk_copies_arrive_at_the_waits_for_them) {
   CHECK_EQ(to[0], 2 * from[12]);
 }
 
-TEST(wrong_uses_of_bulk_copies_are_reported) {
+TEST(invalid_uses_of_bulk_copies_are_reported) {
   alignas(16) int memory[8] = {};
   const auto run = [&](auto&& kernel) {
     emul::launch(dim3(1), dim3(1), 32, [&] {
@@ -423,7 +423,7 @@ TEST(blocks_of_a_cluster_read_each_others_shared_memory) {
   }
 }
 
-TEST(each_block_of_a_cluster_has_barriers_of_its_own) {
+TEST(each_block_of_a_cluster_has_its_own_barriers) {
   std::vector<int> votes(4);
   emul::launch_clusters(dim3(4), dim3(32), 0, 2, [&] {
     const int rounds = blockIdx.x % 2 == 0 ? 1 : 3;  // one block has more rounds than the other
@@ -446,7 +446,7 @@ TEST(shared_memory_of_a_block_that_has_exited_is_not_read) {
   CHECK_THROWS(emul::launch_clusters(dim3(2), dim3(32), 128, 2, kernel), "block 1 has exited");
 }
 
-TEST(a_block_that_does_not_come_to_the_clusters_barrier_is_reported) {
+TEST(a_block_missing_at_a_cluster_barrier_is_reported) {
   const auto kernel = [] {
     if (blockIdx.x == 0) emul::cluster_sync();
     __syncthreads();
@@ -455,7 +455,7 @@ TEST(a_block_that_does_not_come_to_the_clusters_barrier_is_reported) {
   CHECK_THROWS(emul::launch_clusters(dim3(2), dim3(32), 0, 2, kernel), "waiting at cluster_sync");
 }
 
-TEST(clusters_that_a_device_does_not_launch_are_rejected) {
+TEST(invalid_clusters_are_rejected) {
   const auto launch = [](dim3 grid, dim3 block, unsigned cluster) {
     emul::launch_clusters(grid, block, 0, cluster, [] {});
   };
@@ -536,7 +536,7 @@ TEST(every_thread_runs_once_in_any_order) {
   CHECK_EQ(num_seeds_right, 20);
 }
 
-TEST(right_kernels_are_right_in_any_order) {
+TEST(correct_kernels_pass_in_any_order) {
   const std::vector<int> in = iota(4 * 128);
   CHECK_EQ(num_seeds([&] {
              std::vector<int> out(4), reversed = iota(100), sums(4);
@@ -555,7 +555,7 @@ TEST(right_kernels_are_right_in_any_order) {
            20);
 }
 
-TEST(a_seed_gives_the_same_order_again_and_another_seed_another) {
+TEST(the_order_depends_only_on_the_seed) {
   const auto order = [](const char* text) {
     const Seed seed(text);
     std::vector<int> seen;
@@ -581,7 +581,7 @@ TEST(a_deadlock_is_found_in_any_order) {
            20);
 }
 
-TEST(a_missing_barrier_that_the_plain_order_hides_shows_under_seeds) {
+TEST(seeds_reveal_a_missing_barrier) {
   const auto is_right = [] {
     std::vector<int> data = iota(64);
     emul::launch(dim3(1), dim3(64), 64 * sizeof(int),
@@ -595,7 +595,7 @@ TEST(a_missing_barrier_that_the_plain_order_hides_shows_under_seeds) {
   CHECK_EQ(num_seeds(is_right), 0);
 }
 
-TEST(a_buffer_used_again_without_a_barrier_shows_under_seeds) {
+TEST(seeds_reveal_a_buffer_reused_without_a_barrier) {
   const auto is_right = [] {
     std::vector<int> data(64, 0);
     emul::launch(dim3(1), dim3(64), 64 * sizeof(int), [&] { next_in_rounds(data.data()); });
@@ -608,7 +608,7 @@ TEST(a_buffer_used_again_without_a_barrier_shows_under_seeds) {
   CHECK_EQ(num_seeds(is_right), 0);
 }
 
-TEST(a_barrier_of_the_warp_in_place_of_the_blocks_shows_under_seeds) {
+TEST(seeds_reveal_a_warp_barrier_used_instead_of_a_block_barrier) {
   const auto is_right = [] {
     std::vector<int> data(128, -1);
     emul::launch(dim3(1), dim3(128), 128 * sizeof(int),
@@ -622,7 +622,7 @@ TEST(a_barrier_of_the_warp_in_place_of_the_blocks_shows_under_seeds) {
   CHECK(num_seeds(is_right) < 10);
 }
 
-TEST(a_block_that_needs_the_block_before_it_shows_under_seeds) {
+TEST(seeds_reveal_a_block_that_depends_on_an_earlier_block) {
   const auto is_right = [] {
     std::vector<int> sums(8, 0);
     emul::launch(dim3(8), dim3(1), 0, [&] {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kMostValues = GrowingArray<int64_t>::kMostCopied / sizeof(int64_t);
 
-TEST(it_holds_the_same_values_as_a_vector) {
+TEST(the_array_holds_the_same_values_as_a_vector) {
   std::mt19937 random(7);
   for (int round = 0; round < 20; ++round) {
     GrowingArray<int64_t> array;
@@ -48,7 +48,7 @@ TEST(it_holds_the_same_values_as_a_vector) {
   }
 }
 
-TEST(values_after_a_shorter_size_are_zero_again) {
+TEST(values_are_zero_after_shrinking_and_growing) {
   GrowingArray<int64_t> array;
   array.resize(3);
   array[2] = 5;
@@ -57,7 +57,7 @@ TEST(values_after_a_shorter_size_are_zero_again) {
   CHECK(array == std::vector<int64_t>(4));
 }
 
-TEST(nothing_above_the_bound_is_copied) {
+TEST(growth_copies_at_most_the_bound) {
   GrowingArray<int64_t> array;
   array.resize(kMostValues + 1);
   array[kMostValues] = 3;

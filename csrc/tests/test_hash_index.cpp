@@ -37,7 +37,7 @@ struct Indexed {
   HashIndex index;
 };
 
-TEST(what_collides_under_a_known_key_is_spread_by_another) {
+TEST(a_new_key_resolves_collisions_under_a_known_key) {
   constexpr int kNum = 20'000;
   CHECK_EQ(SecretKey().fold(colliding(1)), SecretKey().fold(colliding(2)));
   Indexed all(kNum + 1);
@@ -68,7 +68,7 @@ TEST(duplicates_stay_together_when_the_key_changes) {
   }
 }
 
-TEST(tags_that_are_folded_ahead_follow_the_key) {
+TEST(precomputed_tags_follow_a_key_change) {
   constexpr int kNum = 1'000;
   Indexed all(kNum + 1);
   for (BlockId id = 1; id <= kNum; ++id) all.blocks[id].hash = colliding(id);
@@ -89,7 +89,7 @@ TEST(tags_that_are_folded_ahead_follow_the_key) {
   for (BlockId id = 1; id <= kNum; ++id) CHECK(all.index.erase(erasing.next(id - 1), id));
 }
 
-TEST(walks_of_hashes_that_nobody_chose_are_short) {
+TEST(random_hashes_need_short_searches) {
   std::mt19937 random(7);
   for (const int num_blocks : {2, 12, 1'000, 100'000}) {
     Indexed all(num_blocks, SecretKey::drawn());
@@ -152,7 +152,7 @@ TEST(any_order_of_insertions_and_removals_agrees_with_a_map) {
 
 // Under one key, the entries of an epoch fill many buckets in a row. Those of the next epoch must
 // neither find them nor count them as displaced.
-TEST(an_epoch_leaves_nothing_to_the_next) {
+TEST(a_new_epoch_starts_with_an_empty_index) {
   constexpr int kNum = 60;
   Indexed all(kNum + 1);
   std::mt19937 random(5);
@@ -168,7 +168,7 @@ TEST(an_epoch_leaves_nothing_to_the_next) {
   }
 }
 
-TEST(a_new_key_brings_back_nothing_of_an_earlier_epoch) {
+TEST(rekeying_restores_nothing_from_earlier_epochs) {
   constexpr BlockId kNum = 200;
   Indexed all(2 * kNum + 1);
   std::mt19937 random(3);

@@ -52,7 +52,7 @@ struct Fixture {
   }
 };
 
-TEST(slots_of_tokens_in_any_order_are_those_of_their_entries) {
+TEST(slots_of_tokens_in_any_order_match_their_table_entries) {
   std::mt19937 random(0);
   for (int n = 0; n <= kNumSlots; ++n) {
     Fixture f;
@@ -74,7 +74,7 @@ TEST(slots_of_tokens_in_any_order_are_those_of_their_entries) {
   }
 }
 
-TEST(slots_of_consecutive_tokens_are_the_same) {
+TEST(consecutive_tokens_get_the_same_slots_as_unordered_tokens) {
   for (int64_t n : {7, 8, 9, 12}) {
     Fixture f;
     Slots positions;
@@ -84,7 +84,7 @@ TEST(slots_of_consecutive_tokens_are_the_same) {
   }
 }
 
-TEST(what_an_earlier_call_has_filled_is_minus_one_again) {
+TEST(slots_of_an_earlier_call_are_reset_to_minus_one) {
   Fixture f;
   CHECK(!f.compute(HostSlots::kShared, {1, 2, 3, 1, 2, 3, 1, 2, 3}, Slots(9, 1)));
   CHECK(!f.compute(HostSlots::kShared, {1, 2}, {5, 6}));
@@ -98,7 +98,7 @@ TEST(what_an_earlier_call_has_filled_is_minus_one_again) {
   CHECK_EQ(f.slots[kNumSlots + 1], f.slot_of(1, 2, 6));  // slot of the other group
 }
 
-TEST(a_wrong_token_is_named_and_nothing_is_written) {
+TEST(an_invalid_token_is_reported_and_nothing_is_written) {
   Fixture f;
   f.counts[2 * kRows + 1] = f.counts[kRows + 1] = 2;  // counts of row 1 in groups 1 and 2
   CHECK(!f.compute(HostSlots::kShared, {1}, {9}));
@@ -120,12 +120,13 @@ TEST(a_wrong_token_is_named_and_nothing_is_written) {
            std::string("rows[1] is -2: expected -1 (a dummy request) to 3"));
   CHECK(wrong({0}, {12}).find("positions[0] is 12: expected 0 to 11") == 0);
   CHECK(wrong({0}, {-1}).find("positions[0] is -1: expected 0 to 11") == 0);
-  CHECK(wrong({0, 1}, {11, 10}).find("positions[1] is 10: expected less, as row 1 holds") == 0);
+  CHECK(wrong({0, 1}, {11, 10}).find("positions[1] is 10: expected less, because row 1 holds") ==
+        0);
   CHECK(f.slots == before);
   CHECK_EQ(f.host.num_on_device(0), 1);
 }
 
-TEST(a_context_has_slots_of_its_own) {
+TEST(context_slots_are_written_to_the_callers_array) {
   Fixture f;
   CHECK(!f.compute(2, {3, 3}, {0, 1}));
   const Slots before = f.slots;
@@ -141,7 +142,7 @@ TEST(a_context_has_slots_of_its_own) {
   CHECK(f.host.compute_into(0, rows, 2, late, positions.data(), 14, out.data()).has_value());
 }
 
-TEST(a_device_has_what_was_committed) {
+TEST(num_on_device_follows_commits) {
   for (bool one_memory : {true, false}) {
     Fixture f(one_memory);
     CHECK(!f.compute(HostSlots::kShared, {1, 2, 3}, {1, 1, 1}));

@@ -37,7 +37,7 @@ struct Fixture {
   }
 };
 
-TEST(back_offloads_what_is_evicted_by_the_plan_that_evicts_it) {
+TEST(write_back_offloads_blocks_in_the_plan_that_evicts_them) {
   Fixture f(HostWrite::kBack);
   release(&f.device, {f.ids[2], f.ids[1], f.ids[0]});
   f.host.offload_queued(f.host.num_queued(), false);
@@ -60,7 +60,7 @@ TEST(outside_of_a_step_nothing_is_offloaded) {
   f.check();
 }
 
-TEST(through_offloads_what_was_published_by_the_next_plan) {
+TEST(write_through_offloads_published_blocks_in_the_next_plan) {
   Fixture f(HostWrite::kThrough);
   f.host.offload_queued(f.host.num_queued(), /*holds_blocks=*/true);
   CHECK_EQ(f.device.ref_count(f.ids[0]), 2);
@@ -76,7 +76,7 @@ TEST(through_offloads_what_was_published_by_the_next_plan) {
   f.check();
 }
 
-TEST(what_was_forgotten_since_is_not_offloaded) {
+TEST(queued_blocks_that_lost_their_hash_are_not_offloaded) {
   Fixture f(HostWrite::kThrough);
   f.device.evict(f.ids.data(), 1);
   f.host.offload_queued(f.host.num_queued(), false);
@@ -84,7 +84,7 @@ TEST(what_was_forgotten_since_is_not_offloaded) {
   f.host.publish_offloaded();
 }
 
-TEST(selective_offloads_what_was_hit_often_enough) {
+TEST(selective_offloads_blocks_with_enough_hits) {
   Fixture f(HostWrite::kSelective);
   f.host.on_hit(f.ids.data(), 2);
   f.host.on_hit(f.ids.data() + 1, 1);
@@ -100,7 +100,7 @@ TEST(selective_offloads_what_was_hit_often_enough) {
   f.check();
 }
 
-TEST(cleared_it_finds_nothing_and_offloads_nothing) {
+TEST(after_clear_nothing_is_found_or_offloaded) {
   Fixture f(HostWrite::kThrough);
   f.host.offload_queued(f.host.num_queued(), false);
   f.host.publish_offloaded();
@@ -113,7 +113,7 @@ TEST(cleared_it_finds_nothing_and_offloads_nothing) {
   f.check();
 }
 
-TEST(two_blocks_under_one_hash_are_offloaded_once) {
+TEST(duplicate_blocks_are_offloaded_once) {
   Fixture f(HostWrite::kThrough);
   const Ids twins = take(&f.device, 3);
   publish_chain(&f.device, twins, f.hashes);
@@ -124,7 +124,7 @@ TEST(two_blocks_under_one_hash_are_offloaded_once) {
   f.check();
 }
 
-TEST(what_finds_no_page_is_counted) {
+TEST(offloads_without_a_free_page_are_counted) {
   Fixture f(HostWrite::kThrough, /*num_host_blocks=*/3);
   f.host.offload_queued(f.host.num_queued(), false);
   CHECK_EQ(f.host.counts().written_blocks, 2);
@@ -132,7 +132,7 @@ TEST(what_finds_no_page_is_counted) {
   CHECK_EQ(f.host.publish_offloaded().size(), 2);
 }
 
-TEST(an_onboarded_page_and_its_block_are_held_until_it_has_arrived) {
+TEST(an_onboarded_page_and_its_block_are_held_until_arrival) {
   Fixture f(HostWrite::kBack);
   BlockId page, block = take(&f.device, 1)[0];
   f.host.pages().allocate(1, &page);
@@ -148,7 +148,7 @@ TEST(an_onboarded_page_and_its_block_are_held_until_it_has_arrived) {
   f.check();
 }
 
-TEST(onboards_of_aborted_steps_come_to_nothing) {
+TEST(onboards_of_aborted_steps_are_not_published) {
   Fixture f(HostWrite::kBack);
   const Ids blocks = take(&f.device, 2);
   Ids pages(2);
@@ -163,7 +163,7 @@ TEST(onboards_of_aborted_steps_come_to_nothing) {
   f.check();
 }
 
-TEST(a_hit_is_published_unless_its_page_was_forgotten) {
+TEST(an_onboarded_hit_is_published_unless_its_page_lost_its_hash) {
   Fixture f(HostWrite::kBack);
   auto tokens = std::make_shared<TokenIds>();
   const std::vector<int32_t> ids(4, 7);

@@ -56,7 +56,7 @@ TEST(a_row_recomputes_from_its_invalid_block_on) {
   CHECK(invalid.blocks() == Ids({ids[2], ids[3]}));  // the block and the block computed from it
 }
 
-TEST(a_block_of_no_row_affects_none) {
+TEST(a_block_that_no_row_holds_affects_no_row) {
   Fixture f;
   f.add(1, 8, take(&f.pool, 2));
   const Invalidation invalid = f.failed({29});
@@ -77,7 +77,7 @@ TEST(rows_with_the_same_tokens_are_affected_by_hash) {
   CHECK(by_block.limits() == Limits({{0, 4}}));
 }
 
-TEST(what_was_computed_from_a_hit_is_followed_to_other_rows) {
+TEST(invalidation_spreads_through_hits_to_other_rows) {
   Fixture f;
   const Ids ids = take(&f.pool, 3);
   f.add(1, 4, {ids[0]});
@@ -92,7 +92,7 @@ TEST(what_was_computed_from_a_hit_is_followed_to_other_rows) {
   CHECK(invalid.blocks() == Ids({ids[1], ids[2]}));
 }
 
-TEST(drafts_that_may_be_rejected_are_not_trusted) {
+TEST(drafts_that_may_be_rejected_do_not_count_as_valid) {
   Fixture f;
   const int32_t row = f.add(1, 8, take(&f.pool, 3));
   f.rows[row].start = 7;
@@ -103,7 +103,7 @@ TEST(drafts_that_may_be_rejected_are_not_trusted) {
   CHECK(invalid.limits() == Limits({{row, 7}}));
 }
 
-TEST(a_dropped_block_is_known_by_the_journal) {
+TEST(dropped_blocks_are_found_through_the_journal) {
   Fixture f;
   const Ids ids = take(&f.pool, 3);
   const int32_t row = f.add(1, 12, {0, ids[1], ids[2]});
@@ -114,7 +114,7 @@ TEST(a_dropped_block_is_known_by_the_journal) {
   CHECK(f.failed({ids[0]}).limits() == Limits({{row, 0}}));
 }
 
-TEST(a_row_that_left_is_followed_by_its_hashes) {
+TEST(blocks_of_a_freed_row_are_found_by_hash) {
   Fixture f;
   const Ids ids = take(&f.pool, 2);
   const int32_t row = f.add(1, 8, ids);
@@ -147,7 +147,7 @@ TEST(an_onboard_from_a_failed_page_and_into_a_failed_block_is_invalid) {
   CHECK_EQ(invalid.chains().hashes.count(tag_of(hash_of(50))), 1);
 }
 
-TEST(a_swapped_row_starts_anew_where_a_page_of_it_is_invalid) {
+TEST(a_swapped_row_with_an_invalid_page_restarts) {
   Fixture f;
   const int32_t row = f.add(1, 8, {3, 4});
   f.rows[row].on_host = true;

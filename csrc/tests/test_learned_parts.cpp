@@ -27,7 +27,7 @@ using namespace kvcache;
 
 namespace {
 
-TEST(each_age_is_in_the_bucket_that_covers_it) {
+TEST(each_age_maps_to_the_bucket_that_contains_it) {
   const AgeBuckets ages(100);
   CHECK_EQ(ages.of(0), 0);
   CHECK_EQ(ages.of(99), 0);
@@ -40,7 +40,7 @@ TEST(each_age_is_in_the_bucket_that_covers_it) {
   CHECK_EQ(ages.of(INT64_MAX), AgeBuckets::kNum - 1);
 }
 
-TEST(classes_are_apart) {
+TEST(different_features_give_different_classes) {
   std::map<int, int> seen;
   const int64_t gaps[] = {-1, 11'999, 12'000, 30'000, 120'000, 480'000};  // -1: a first turn
   for (int gap = 0; gap < ReuseClass::kGaps; ++gap) {
@@ -85,7 +85,7 @@ TEST(a_state_that_becomes_idle_keeps_the_class_of_its_hits) {
   CHECK_EQ(c, ReuseClass::kNum - 1);
 }
 
-TEST(blocks_of_windows_and_states_are_taken_with_the_part_in_which_their_hits_end) {
+TEST(end_blocks_join_the_segment_in_which_their_hit_ends) {
   EndBlocks ends;
   const auto taken = [&](int64_t first, int64_t stop, int64_t num_hit) {
     std::vector<BlockId> ids;
@@ -119,7 +119,7 @@ TEST(blocks_of_windows_and_states_are_taken_with_the_part_in_which_their_hits_en
   CHECK(ends.empty() && taken(0, EndBlocks::kHeld, 0).empty());
 }
 
-TEST(a_factor_is_the_observed_number_of_uses_by_the_expected_number) {
+TEST(a_factor_is_the_ratio_of_observed_to_expected_uses) {
   // Blocks after short answers are used three times as often as others, at every age and for every
   // level of the other features.
   ReuseFactors::CountsOfClasses counts{};
@@ -144,7 +144,7 @@ TEST(a_factor_is_the_observed_number_of_uses_by_the_expected_number) {
   CHECK(factors.hazard(0, 0, 1) < 1);
 }
 
-TEST(of_one_key_the_youngest_record_is_found_as_long_as_it_is_there) {
+TEST(a_lookup_returns_the_youngest_record_of_a_key) {
   for (uint32_t seed = 1; seed <= 50; ++seed) {
     std::mt19937 random(seed);
     const int size = 1 << random() % 5;
@@ -171,7 +171,7 @@ TEST(of_one_key_the_youngest_record_is_found_as_long_as_it_is_there) {
   }
 }
 
-TEST(without_samples_what_is_older_is_worth_less) {
+TEST(without_samples_older_blocks_are_worth_less) {
   const AgeBuckets ages(100);
   const Hazards hazards(ages);
   for (int64_t age = 0; age < 20'000; age += 50) {
@@ -180,7 +180,7 @@ TEST(without_samples_what_is_older_is_worth_less) {
   }
 }
 
-TEST(a_class_that_is_used_again_is_worth_more_and_as_long_as_it_is) {
+TEST(a_reused_class_is_worth_more_at_its_reuse_ages) {
   const AgeBuckets ages(100);
   Hazards hazards(ages);
   const int used = 3, left = 7;
@@ -206,7 +206,7 @@ TEST(a_class_that_is_used_again_is_worth_more_and_as_long_as_it_is) {
   CHECK(hazards.index(used, at(5)) < before / 2);
 }
 
-TEST(the_gain_of_a_block_is_its_hits_less_what_its_space_costs) {
+TEST(the_gain_of_a_block_is_its_expected_hits_minus_the_price_of_its_space) {
   const AgeBuckets ages(100);
   Hazards hazards(ages);
   for (int i = 0; i < 1'000; ++i) {
@@ -231,7 +231,7 @@ TEST(the_gain_of_a_block_is_its_hits_less_what_its_space_costs) {
   }
 }
 
-TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
+TEST(only_samples_are_counted_but_segment_ends_are_recorded) {
   ReuseModel model(30'000);  // samples one of ten blocks
   int num_sampled = 0;
   constexpr int kKeys = 2'000;
@@ -357,7 +357,7 @@ struct GuardedCache {
   std::deque<uint32_t> keys;  // least recently used first
 };
 
-TEST(a_guarded_policy_stays_within_the_bound_behind_lru) {
+TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
   constexpr int64_t kUses = 20'000;
   int num_exceeded = 0, num_ahead = 0;
   for (uint32_t seed = 1; seed <= 24; ++seed) {
@@ -392,7 +392,7 @@ TEST(a_guarded_policy_stays_within_the_bound_behind_lru) {
   CHECK(num_ahead > 2);     // and with it, it still gains where it is better
 }
 
-TEST(a_policy_that_has_proved_itself_is_trusted_sooner) {
+TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {
   LruGuard guard(11);  // samples all keys, and 10 fit
   const auto lose = [&] {
     int num = 0;
@@ -441,7 +441,7 @@ TEST(loose_blocks_share_a_segment_while_it_is_young_and_small) {
   CHECK_EQ(segments[add(68, 5 + 2'001)].num_blocks, 1);
 }
 
-TEST(what_is_in_the_other_tier_goes_first_then_what_is_worth_least) {
+TEST(copies_in_the_other_tier_are_evicted_before_low_value_blocks) {
   ReuseModel model(100);
   Segments segments(20);
   WorthOrder order(&model, &segments);

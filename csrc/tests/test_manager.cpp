@@ -70,7 +70,7 @@ TEST(random_calls_of_both_drivers_keep_tables_and_invariants) {
   }
 }
 
-TEST(sizes_beyond_32_bits_are_refused_and_the_largest_do_not_overflow) {
+TEST(sizes_beyond_32_bits_are_rejected_and_the_largest_do_not_overflow) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   for (int64_t size : {kLargest + 1, kHuge, -kHuge}) {
@@ -120,7 +120,7 @@ TEST(a_manager_belongs_to_the_thread_that_first_used_it) {
   CHECK_THROWS(step_new(&manager, {}), "called from thread ");
 }
 
-TEST(calls_made_while_hashing_are_refused) {
+TEST(calls_made_while_hashing_are_rejected) {
   Manager manager(make_options(4, 9, 100));
   const Request request = make_request(10);
   int num_calls = 0;
@@ -129,7 +129,7 @@ TEST(calls_made_while_hashing_are_refused) {
       ++num_calls;
       const int32_t more = 1;
       CHECK_THROWS(manager.free(0), "is in progress");
-      CHECK_THROWS(request.tokens->append(&more, 1), "token_ids came while");
+      CHECK_THROWS(request.tokens->append(&more, 1), "token_ids were appended while");
       CHECK_THROWS(request.chain->hashes(), "has not returned");
     });
     step_new(&manager, {{request.chain, 100}});
@@ -139,7 +139,7 @@ TEST(calls_made_while_hashing_are_refused) {
   manager.check_invariants();
 }
 
-TEST(a_new_request_that_outgrows_the_model_while_another_is_hashed_is_refused) {
+TEST(a_request_that_outgrows_max_model_len_during_hashing_is_rejected) {
   Manager manager(make_options(4, 9, 12));
   // Two requests are hashed at a time, before the last one.
   const Request first = make_request(8), second = make_request(8, 1), last = make_request(8, 2);
@@ -302,7 +302,7 @@ StepPlan serve(Manager* manager, int32_t row, int32_t num_tokens, int32_t token)
   return manager->step(request);
 }
 
-TEST(a_policy_is_told_what_requests_do) {
+TEST(a_policy_is_notified_of_hits_releases_and_accesses) {
   std::vector<std::string> log;
   ManagerOptions options = make_options(4, 9, 100);
   options.eviction.make = [&](int64_t) { return std::make_unique<Recorder>(&log); };
@@ -369,7 +369,7 @@ TEST(a_policy_is_told_what_requests_do) {
   manager.check_invariants();
 }
 
-TEST(a_policy_is_told_of_hits_inside_blocks_and_of_each_group) {
+TEST(a_policy_is_notified_of_partial_hits_and_of_every_group) {
   std::vector<std::string> log;
   ManagerOptions options = make_options(8, 20, 100);
   options.groups.push_back({std::make_shared<kvcache::SlidingWindow>(9), 4});
@@ -389,7 +389,7 @@ TEST(a_policy_is_told_of_hits_inside_blocks_and_of_each_group) {
   manager.check_invariants();
 }
 
-TEST(a_policy_is_told_which_window_blocks_likely_hits_read) {
+TEST(a_policy_is_notified_of_window_blocks_that_likely_hits_read) {
   for (const int64_t interval : {-1, 0}) {
     std::vector<std::string> log;
     ManagerOptions options = make_options(4, 40, 100);

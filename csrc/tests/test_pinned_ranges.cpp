@@ -21,7 +21,7 @@ struct Driver {
 
 char memory[100];
 
-TEST(a_range_is_asked_about_once) {
+TEST(the_driver_is_queried_once_per_range) {
   PinnedRanges ranges;
   Driver driver;
   ranges.add(memory, 50);
@@ -29,7 +29,7 @@ TEST(a_range_is_asked_about_once) {
   CHECK_EQ(driver.num_asked, 1);
 }
 
-TEST(what_lies_outside_is_asked_about_each_time) {
+TEST(addresses_outside_ranges_are_queried_each_time) {
   PinnedRanges ranges;
   Driver driver;
   ranges.add(memory + 10, 50);
@@ -37,7 +37,7 @@ TEST(what_lies_outside_is_asked_about_each_time) {
   CHECK_EQ(driver.num_asked, 4);
 }
 
-TEST(each_range_and_each_device_has_an_answer_of_its_own) {
+TEST(results_are_stored_per_range_and_device) {
   PinnedRanges ranges;
   Driver driver;
   ranges.add(memory, 50);
@@ -50,7 +50,7 @@ TEST(each_range_and_each_device_has_an_answer_of_its_own) {
   CHECK_EQ(driver.num_asked, 3);
 }
 
-TEST(a_range_that_ended_is_forgotten) {
+TEST(an_unpinned_range_is_forgotten) {
   PinnedRanges ranges;
   Driver driver;
   ranges.add(memory, 50);
@@ -65,7 +65,7 @@ TEST(a_range_that_ended_is_forgotten) {
   CHECK_EQ(driver.num_asked, 4);
 }
 
-TEST(no_address_is_not_remembered) {
+TEST(a_missing_device_address_is_not_cached) {
   PinnedRanges ranges;
   Driver driver;
   driver.answer = std::nullopt;

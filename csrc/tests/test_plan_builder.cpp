@@ -33,7 +33,7 @@ TEST(appends_are_ragged_by_row_in_every_group) {
   plan.check_invariants();
 }
 
-TEST(a_plan_begins_empty_but_for_rows_that_left) {
+TEST(a_new_plan_contains_only_freed_rows_to_clear) {
   PlanBuilder plan(1, 20);
   plan.begin(0);
   plan.answer(3, Status::kServed, 7, 2);
@@ -65,7 +65,7 @@ TEST(a_plan_begins_empty_but_for_rows_that_left) {
   CHECK(!plan.end().is_empty());
 }
 
-TEST(a_row_that_is_sent_anew_has_no_entries_replaced) {
+TEST(a_resent_row_has_no_replaced_entries) {
   PlanBuilder plan(1, 20);
   plan.resend(6);
   plan.resend(2);
@@ -82,7 +82,7 @@ TEST(a_row_that_is_sent_anew_has_no_entries_replaced) {
   CHECK(plan.take_resent().empty());
 }
 
-TEST(outside_of_a_step_only_pairs_are_kept) {
+TEST(calls_outside_of_steps_record_only_pairs) {
   PlanBuilder plan(1, 20);
   plan.begin(0);
   plan.copy(1, 2);
@@ -96,7 +96,7 @@ TEST(outside_of_a_step_only_pairs_are_kept) {
   CHECK(plan.direct_pairs().empty());
 }
 
-TEST(blocks_that_the_plan_reads_are_held_until_they_are_taken) {
+TEST(blocks_that_the_plan_reads_are_held_until_take_held) {
   PlanBuilder plan(1, 20);
   plan.begin(0);
   plan.hold(3);
@@ -109,7 +109,7 @@ TEST(blocks_that_the_plan_reads_are_held_until_they_are_taken) {
   plan.check_invariants();
 }
 
-TEST(invariants_find_what_a_worker_could_not_carry_out) {
+TEST(invariant_checks_detect_plans_that_a_worker_cannot_apply) {
   const auto made = [](void (*fill)(PlanBuilder*)) {
     PlanBuilder plan(1, 20);
     plan.begin(0);

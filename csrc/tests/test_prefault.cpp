@@ -32,7 +32,7 @@ size_t num_resident(const ZeroedArray<char>& array) {
   return n * page;
 }
 
-TEST(arrays_made_in_its_life_are_committed) {
+TEST(arrays_created_during_a_prefault_are_committed) {
   Prefault prefault(/*is_enabled=*/true);
   ZeroedArray<char> array(kNumBytes);
   CHECK_EQ(num_resident(array), 0);
@@ -53,7 +53,7 @@ TEST(content_is_kept) {
   CHECK_EQ(array[5], 7);
 }
 
-TEST(nothing_is_committed_where_it_is_disabled) {
+TEST(a_disabled_prefault_commits_nothing) {
   Prefault prefault(/*is_enabled=*/false);
   ZeroedArray<char> array(kNumBytes);
   prefault.commit();
@@ -61,7 +61,7 @@ TEST(nothing_is_committed_where_it_is_disabled) {
   CHECK_EQ(prefault.num_bytes(), 0);
 }
 
-TEST(more_than_half_of_the_available_memory_is_left_uncommitted) {
+TEST(arrays_above_half_of_the_available_memory_are_not_committed) {
   CHECK(kvcache::available_memory() > 0);
   Prefault prefault(/*is_enabled=*/true);
   ZeroedArray<char> small(kNumBytes);
@@ -100,7 +100,7 @@ TEST(without_control_groups_the_memory_of_the_machine_is_available) {
   CHECK_EQ(system.num_kib(), 1000);
 }
 
-TEST(the_smallest_limit_of_a_group_and_those_around_it_counts) {
+TEST(the_smallest_limit_of_nested_control_groups_applies) {
   const System system;
   system.put("/proc/self/cgroup", "0::/outer/inner\n");
   system.put("/sys/fs/cgroup/outer/inner/memory.max", "max\n");
@@ -125,7 +125,7 @@ TEST(cached_files_of_a_group_are_available) {
   CHECK_EQ(system.num_kib(), 300);
 }
 
-TEST(groups_of_the_first_version_count_where_they_limit_memory) {
+TEST(cgroup_v1_limits_apply_if_they_limit_memory) {
   const System system;
   system.put("/proc/self/cgroup", "5:cpu:/g\n4:hugetlb,memory:/g:/h\n1:name=memory:/\n0::/\n");
   system.put("/sys/fs/cgroup/memory/g:/h/memory.limit_in_bytes", "9223372036854771712\n");
@@ -153,7 +153,7 @@ TEST(a_destroyed_array_is_forgotten) {
   CHECK_EQ(prefault.num_bytes(), 0);
 }
 
-TEST(nested_ones_are_independent) {
+TEST(nested_prefaults_are_independent) {
   Prefault outer(/*is_enabled=*/true);
   {
     Prefault inner(/*is_enabled=*/true);

@@ -44,7 +44,7 @@ struct Fixture {
   }
 };
 
-TEST(a_hit_is_the_leading_blocks_that_are_found) {
+TEST(a_hit_consists_of_the_leading_cached_blocks) {
   Fixture f;
   CHECK_EQ(f.find().num_tokens, 0);
   const BlockId first = f.cache(&f.pool, 0), second = f.cache(&f.pool, 1);
@@ -54,7 +54,7 @@ TEST(a_hit_is_the_leading_blocks_that_are_found) {
   CHECK_EQ(f.pool.ref_count(first), 1);
 }
 
-TEST(a_group_that_is_not_cached_takes_no_part) {
+TEST(an_uncached_group_does_not_limit_hits) {
   std::vector<CacheGroup> groups = full_groups(4);
   groups.push_back(group_of(std::make_shared<FullAttention>(), 8, /*id=*/1, /*hash_block_size=*/4));
   groups[1].is_cached = false;
@@ -70,13 +70,13 @@ TEST(a_group_that_is_not_cached_takes_no_part) {
   CHECK_EQ(none.find().num_tokens, 0);
 }
 
-TEST(the_last_token_must_run) {
+TEST(a_hit_excludes_the_last_token) {
   Fixture f;
   for (size_t block = 0; block < 4; ++block) f.cache(&f.pool, block);
   CHECK_EQ(f.find().num_tokens, 12);
 }
 
-TEST(a_drafting_group_finds_one_block_more_than_the_hit_takes) {
+TEST(a_drafting_group_must_find_one_block_after_the_hit) {
   CacheGroup full = full_groups(4)[0];
   full.drafts = true;
   Fixture f({full});
@@ -99,7 +99,7 @@ TEST(a_drafting_group_finds_one_block_more_than_the_hit_takes) {
   CHECK_EQ(w.find().blocks[0].size(), 2);
 }
 
-TEST(other_groups_than_the_drafting_one_lose_nothing) {
+TEST(groups_that_do_not_draft_lose_no_block) {
   CacheGroup full = full_groups(4)[0], window = group_of(std::make_shared<SlidingWindow>(4), 4, 1);
   full.drafts = true;
   Fixture f({full, window});
@@ -108,7 +108,7 @@ TEST(other_groups_than_the_drafting_one_lose_nothing) {
   CHECK_EQ(f.find().num_tokens, 12);
 }
 
-TEST(a_hash_block_behind_a_hit_is_enough_where_hits_end_inside_blocks) {
+TEST(with_partial_hits_a_drafter_needs_one_more_hash_block) {
   CacheGroup group = group_of(std::make_shared<FullAttention>(), 4, 0, /*hash_block_size=*/2);
   group.has_partial = group.drafts = true;
   Fixture f({group}, {}, /*hash_block_size=*/2);
@@ -120,7 +120,7 @@ TEST(a_hash_block_behind_a_hit_is_enough_where_hits_end_inside_blocks) {
   CHECK_EQ(f.find(false, /*with_partial=*/false).num_tokens, 0);
 }
 
-TEST(nothing_is_found_for_those_that_do_not_read) {
+TEST(requests_that_do_not_read_the_cache_find_nothing) {
   Fixture f;
   f.cache(&f.pool, 0);
   CHECK_EQ(f.finder.find(*Fixture::make_chain(4, /*reads=*/false), false, false).num_tokens, 0);
@@ -131,7 +131,7 @@ TEST(nothing_is_found_for_those_that_do_not_read) {
   CHECK_EQ(off.find().num_tokens, 0);
 }
 
-TEST(pages_of_the_host_fill_the_gaps_of_the_device) {
+TEST(host_pages_fill_gaps_in_the_device_cache) {
   Fixture f;
   const BlockId first = f.cache(&f.pool, 0), third = f.cache(&f.pool, 2);
   const BlockId page = f.cache(&f.host, 1);
@@ -146,7 +146,7 @@ TEST(pages_of_the_host_fill_the_gaps_of_the_device) {
   CHECK_EQ(hit.first_host_token(f.groups), 4);
 }
 
-TEST(a_window_needs_its_last_blocks_only) {
+TEST(a_window_needs_only_its_last_blocks) {
   Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const BlockId third = f.cache(&f.pool, 2);
   CHECK_EQ(f.find().num_tokens, 12);
@@ -170,7 +170,7 @@ TEST(a_state_is_found_where_it_was_kept) {
   CHECK(f.find().blocks == std::vector<Ids>({{kNullBlock, second}}));
 }
 
-TEST(what_is_shared_is_the_hit_of_the_groups_that_keep_all_tokens) {
+TEST(num_shared_tokens_is_the_hit_of_groups_that_keep_all_tokens) {
   Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
              group_of(std::make_shared<RecurrentState>(), 4, 1)});
   for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block, 0);
@@ -206,7 +206,7 @@ TEST(a_hit_may_end_inside_a_block_that_is_copied) {
   CHECK(hit.copies_partial());
 }
 
-TEST(the_hit_of_a_caller_is_on_the_device) {
+TEST(hits_created_from_a_callers_lookup_are_on_the_device) {
   const PrefixHit hit = PrefixHit::of_device(8, {{3, 4}});
   CHECK_EQ(hit.num_tokens, 8);
   CHECK(hit.blocks == std::vector<Ids>({{3, 4}}));

@@ -96,7 +96,7 @@ TEST(without_caching_nothing_is_published) {
   CHECK_EQ(f.pool.num_cached(), 0);
 }
 
-TEST(blocks_wait_until_their_tokens_are_marked) {
+TEST(delayed_blocks_are_published_when_their_tokens_are_marked) {
   Fixture f;
   f.rows[0].waits_for_marks = true;
   f.compute(8, 8);
@@ -107,7 +107,7 @@ TEST(blocks_wait_until_their_tokens_are_marked) {
   CHECK_EQ(f.pool.num_cached(), 1);
 }
 
-TEST(what_has_left_a_window_is_not_published) {
+TEST(blocks_that_have_left_a_window_are_not_published) {
   Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
   f.compute(12, 12);
   RowBlocks& blocks = f.rows.blocks(0)[0];
@@ -119,7 +119,7 @@ TEST(what_has_left_a_window_is_not_published) {
   CHECK_EQ(blocks.num_published, 3);
 }
 
-TEST(what_no_hit_can_read_is_not_published) {
+TEST(blocks_that_no_hit_can_read_are_not_published) {
   // Hits end at multiples of 16. After them, a window of 4 tokens reads the last block of 4 tokens.
   CacheGroup group = group_of(std::make_shared<SlidingWindow>(4), 4);
   group.hit_unit = group.retained_every = 16;
@@ -163,7 +163,7 @@ TEST(a_state_is_found_where_a_step_ended_at_a_boundary) {
   CHECK_EQ(f.pool.find(f.rows[0].chain->known_hashes()[1], 0), f.block(1));
 }
 
-TEST(of_states_after_drafts_those_of_known_tokens_are_found) {
+TEST(states_after_known_drafts_are_found) {
   Fixture f({group_of(std::make_shared<RecurrentState>(3), 4)});
   f.compute(6, 9);
   RowBlocks& held = f.rows.blocks(0)[0];
@@ -202,7 +202,7 @@ TEST(a_state_inside_a_block_is_kept_at_a_hash_boundary_of_the_prompt) {
   CHECK_EQ(f.rows[0].next_publish, 8);  // after the prompt, only block boundaries
 }
 
-TEST(events_name_what_was_filled_and_what_is_hit) {
+TEST(events_report_filled_and_hit_blocks) {
   ManagerOptions options;
   options.record_events = options.announce_reused = true;
   Fixture f(full_groups(4), options);
@@ -235,7 +235,7 @@ TEST(events_name_what_was_filled_and_what_is_hit) {
   CHECK(rest.events[0].hash == chain.known_hashes()[2]);
 }
 
-TEST(the_journal_knows_what_was_published) {
+TEST(the_journal_records_published_blocks) {
   Fixture f;
   f.journal.begin();
   f.compute(8, 8);

@@ -35,7 +35,7 @@ struct Fixture : Serving {
   }
 };
 
-TEST(a_row_goes_back_to_where_the_aborted_step_began) {
+TEST(a_row_returns_to_its_state_before_the_aborted_step) {
   Fixture f;
   const int32_t row = f.add_hashed_row();
   f.step(row, 0, 8);
@@ -54,7 +54,7 @@ TEST(a_row_goes_back_to_where_the_aborted_step_began) {
   CHECK_EQ(f.rows[row].num_computed, 8);
 }
 
-TEST(a_receiving_row_goes_on_behind_what_has_arrived_and_is_valid) {
+TEST(a_receiving_row_continues_after_its_valid_arrived_tokens) {
   for (int64_t num_valid : {int64_t{6}, kUnbounded}) {
     Fixture f;
     const int32_t row = f.add_hashed_row();
@@ -78,7 +78,7 @@ TEST(a_receiving_row_goes_on_behind_what_has_arrived_and_is_valid) {
   }
 }
 
-TEST(blocks_that_a_row_of_an_aborted_step_left_behind_are_not_found) {
+TEST(blocks_dropped_in_an_aborted_step_are_not_found) {
   Fixture f;
   const int32_t row = f.add_hashed_row();
   const std::vector<Hash> hashes = hashes_of(f.rows[row].chain->known_hashes());
@@ -91,7 +91,7 @@ TEST(blocks_that_a_row_of_an_aborted_step_left_behind_are_not_found) {
   CHECK_EQ(f.pool.find(hashes[1], 0), kNullBlock);
 }
 
-TEST(pages_that_an_aborted_step_wrote_are_not_found) {
+TEST(host_pages_written_by_an_aborted_step_are_not_found) {
   Fixture f;
   const Ids pages = take(&f.host.pages(), 1);
   publish_chain(&f.host.pages(), pages, hashes_from(1, 1));
@@ -102,7 +102,7 @@ TEST(pages_that_an_aborted_step_wrote_are_not_found) {
   CHECK_EQ(f.host.pages().find(hash_of(1), 0), kNullBlock);
 }
 
-TEST(rows_that_an_aborted_step_was_to_clear_are_cleared_by_the_next) {
+TEST(rows_cleared_by_an_aborted_step_are_cleared_by_the_next_plan) {
   Fixture f;
   const int32_t row = f.add_row(20);
   f.rows.give_up(row);
@@ -113,7 +113,7 @@ TEST(rows_that_an_aborted_step_was_to_clear_are_cleared_by_the_next) {
   CHECK(f.end().clear_rows == std::vector<int32_t>({row}));
 }
 
-TEST(invalid_content_leaves_with_what_was_computed_from_it) {
+TEST(invalid_content_and_everything_computed_from_it_is_evicted) {
   Fixture f;
   const int32_t row = f.add_hashed_row();
   f.step(row, 0, 12);
@@ -131,7 +131,7 @@ TEST(invalid_content_leaves_with_what_was_computed_from_it) {
   CHECK(f.plan.must_resend(row) && f.plan.must_resend(twin));
 }
 
-TEST(a_row_that_holds_too_little_starts_anew_from_the_cache) {
+TEST(a_row_without_the_required_blocks_restarts_from_the_cache) {
   Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const int32_t row = f.add_hashed_row();
   f.step(row, 0, 12);
@@ -161,7 +161,7 @@ TEST(onboarded_hits_are_found_once_their_step_is_done) {
   CHECK_EQ(f.pool.num_free(), 19);
 }
 
-TEST(failed_blocks_of_a_step_that_is_done_are_recomputed) {
+TEST(failed_blocks_of_a_completed_step_are_recomputed) {
   Fixture f;
   const int32_t row = f.add_hashed_row();
   f.step(row, 0, 8);
@@ -171,7 +171,7 @@ TEST(failed_blocks_of_a_step_that_is_done_are_recomputed) {
   CHECK(f.journal.in_flight().empty());
 }
 
-TEST(a_new_epoch_forgets_all_and_rows_of_before_publish_nothing) {
+TEST(a_new_epoch_clears_the_cache_and_old_rows_publish_nothing) {
   Fixture f;
   const int32_t row = f.add_hashed_row();
   f.step(row, 0, 8);

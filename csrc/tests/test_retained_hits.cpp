@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests which blocks stay cached for the hits that are retained.
+// Tests which blocks stay cached for retained hits.
 #include "core/groups/retained_hits.h"
 
 #include <memory>
@@ -58,7 +58,7 @@ TEST(a_drafter_recomputes_tokens_after_retained_hits) {
   CHECK(cached(group, {20}) == (std::vector<int64_t>{3, 4, 5}));
 }
 
-TEST(groups_that_keep_all_need_no_ends) {
+TEST(groups_that_keep_all_tokens_need_no_retained_ends) {
   CHECK(ends_of(group_of(std::make_shared<FullAttention>(), 4), 25, 0, 12).empty());
 }
 
@@ -73,7 +73,7 @@ TEST(the_ends_of_a_dense_group_are_its_likely_hits) {
   CHECK(read == (std::vector<int64_t>{1, 2, 4, 5}));  // the five tokens before each end
 }
 
-TEST(windows_and_states_are_cached_at_retained_hits_only) {
+TEST(windows_and_states_are_cached_only_at_retained_hits) {
   const CacheGroup window = sparse(std::make_shared<SlidingWindow>(6), 0);
   CHECK(cached(window, {}).empty());
   CHECK(cached(window, {20, 36}) == (std::vector<int64_t>{3, 4, 7, 8}));

@@ -34,7 +34,7 @@ TEST(a_row_grows_by_the_blocks_that_it_lacks) {
   s.end();
 }
 
-TEST(preallocation_takes_more_of_what_is_spare) {
+TEST(preallocation_takes_additional_spare_blocks) {
   Serving s;
   s.groups[0].num_prealloc = 3;
   const int32_t row = s.add_row(20);
@@ -110,7 +110,7 @@ TEST(a_state_moves_to_the_page_of_its_block) {
   CHECK(plan.groups[0].replace == Ids({row, 0, kNullBlock}));
 }
 
-TEST(an_accepted_draft_s_page_changes_places_with_that_of_the_state) {
+TEST(the_pages_of_an_accepted_draft_and_the_state_swap_places) {
   Serving s({group_of(std::make_shared<RecurrentState>(3), 8)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 2);
@@ -129,7 +129,7 @@ TEST(an_accepted_draft_s_page_changes_places_with_that_of_the_state) {
   CHECK(plan.groups[0].replace == Ids({row, 0, pages[2], row, 1, pages[0], row, 2, pages[1]}));
 }
 
-TEST(a_state_at_a_boundary_that_drafts_have_passed_leaves) {
+TEST(the_row_releases_a_boundary_state_that_drafts_have_passed) {
   Serving s({group_of(std::make_shared<RecurrentState>(3), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 6, /*num_drafts=*/3);  // states after 3, 4, 5 and 6 tokens
@@ -148,7 +148,7 @@ TEST(a_state_at_a_boundary_that_drafts_have_passed_leaves) {
   CHECK(s.end().copy.empty());
 }
 
-TEST(behind_a_boundary_a_state_is_copied_to_a_new_page_and_its_spare_ones_stay) {
+TEST(after_a_boundary_the_state_moves_to_a_new_page_and_spare_pages_stay) {
   Serving s({group_of(std::make_shared<RecurrentState>(2), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 4, /*num_drafts=*/2);
@@ -163,7 +163,7 @@ TEST(behind_a_boundary_a_state_is_copied_to_a_new_page_and_its_spare_ones_stay) 
   CHECK(s.end().copy == Ids({pages[2], page}));
 }
 
-TEST(a_state_that_is_kept_stays_behind_where_a_page_is_free) {
+TEST(a_kept_state_stays_in_its_page_if_another_page_is_free) {
   Serving s({group_of(std::make_shared<RecurrentState>(), 8)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 4);
@@ -239,7 +239,7 @@ TEST(a_hit_is_held_and_its_partial_block_is_copied) {
   CHECK_EQ(s.rows.blocks(row)[0].num_hits, 2);
 }
 
-TEST(what_of_a_hit_is_on_the_host_is_onboarded) {
+TEST(the_host_part_of_a_hit_is_onboarded) {
   Serving s;
   const Ids cached = take(&s.pool, 1);
   publish_chain(&s.pool, cached, hashes_from(1, 1));

@@ -35,7 +35,7 @@ TEST(tails_are_evicted_before_heads) {
   release(&f.pool, all);
 }
 
-TEST(a_row_that_leaves_is_free_and_cleared_by_the_next_plan) {
+TEST(a_released_row_is_free_and_cleared_by_the_next_plan) {
   Fixture f;
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 12);
@@ -49,7 +49,7 @@ TEST(a_row_that_leaves_is_free_and_cleared_by_the_next_plan) {
   CHECK(f.end().clear_rows == std::vector<int32_t>({row}));
 }
 
-TEST(what_nothing_finds_is_known_to_the_journal) {
+TEST(released_blocks_that_cannot_be_found_are_recorded_in_the_journal) {
   for (bool has_forgotten : {false, true}) {
     Fixture f;
     f.context.host = nullptr;
@@ -66,7 +66,7 @@ TEST(what_nothing_finds_is_known_to_the_journal) {
   }
 }
 
-TEST(a_row_resumes_where_its_blocks_hold_what_it_reads) {
+TEST(a_row_can_resume_only_where_it_holds_all_blocks_that_it_reads) {
   Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 12);
@@ -77,7 +77,7 @@ TEST(a_row_resumes_where_its_blocks_hold_what_it_reads) {
   f.end();
 }
 
-TEST(a_row_is_taken_back) {
+TEST(a_row_returns_to_fewer_computed_tokens) {
   Fixture f;
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 16);

@@ -54,7 +54,7 @@ struct Fixture : Serving {
   }
 };
 
-TEST(a_row_that_is_asked_with_no_tokens_gets_nothing) {
+TEST(a_row_without_new_tokens_gets_no_blocks) {
   Fixture f;
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 8);
@@ -87,7 +87,7 @@ int64_t served_to_its_quiet_end(Fixture* f, int32_t row) {
   return until;
 }
 
-TEST(a_row_is_quiet_up_to_its_slots) {
+TEST(a_row_is_quiet_up_to_its_last_slot) {
   Fixture f;
   f.admit({{hashed_chain(5), 5}});
   CHECK_EQ(served_to_its_quiet_end(&f, 0), 8);
@@ -125,7 +125,7 @@ TEST(a_row_that_shares_blocks_is_not_quiet) {
   f.rows.disturb(1);
 }
 
-TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
+TEST(a_request_gets_its_hit_and_blocks_for_the_remaining_tokens) {
   Fixture f;
   const Ids cached = f.cache(2);
   f.admit({{hashed_chain(14), 100}});
@@ -143,7 +143,7 @@ TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
   f.server.check_invariants();
 }
 
-TEST(external_tokens_have_slots_behind_the_hit) {
+TEST(external_tokens_have_slots_after_the_hit) {
   Fixture f;
   f.cache(2);
   NewRow asked{hashed_chain(18), 3};
@@ -166,7 +166,7 @@ TEST(external_tokens_have_slots_behind_the_hit) {
   CHECK_EQ(f.journal.last().rows[1].start, 17);  // arrives even if the step is aborted
 }
 
-TEST(later_rows_of_a_step_wait_for_what_earlier_ones_fill_or_share_it) {
+TEST(later_rows_wait_for_or_share_blocks_that_earlier_rows_fill) {
   for (InStepHits mode : {InStepHits::kWait, InStepHits::kShare}) {
     Fixture f;
     StepRequest request;
@@ -191,7 +191,7 @@ TEST(later_rows_of_a_step_wait_for_what_earlier_ones_fill_or_share_it) {
   }
 }
 
-TEST(a_step_computes_no_hit_of_its_own) {
+TEST(a_request_does_not_hit_blocks_of_its_own_step) {
   Fixture f;
   f.admit({{hashed_chain(9), 9}, {hashed_chain(9), 9}});
   CHECK(f.end().num_computed_tokens == Ids({0, 0}));
@@ -214,7 +214,7 @@ TEST(a_request_that_does_not_fit_changes_nothing) {
   kvcache::test::release(&f.pool, others);
 }
 
-TEST(a_request_waits_for_a_row) {
+TEST(a_request_waits_for_a_free_row) {
   ManagerOptions options{};
   options.max_num_reqs = 1;
   Fixture f(full_groups(4), options);
@@ -224,7 +224,7 @@ TEST(a_request_waits_for_a_row) {
   CHECK(f.server.fork(0, hashed_chain(4)).status == Status::kWait);
 }
 
-TEST(whether_a_request_would_fit_changes_nothing) {
+TEST(would_fit_changes_nothing) {
   Fixture f;
   const Ids cached = f.cache(2);
   const Ids others = take(&f.pool, 15);
@@ -239,7 +239,7 @@ TEST(whether_a_request_would_fit_changes_nothing) {
   f.end();
 }
 
-TEST(running_rows_get_what_they_lack) {
+TEST(running_rows_get_the_blocks_that_they_lack) {
   Fixture f;
   f.admit({{hashed_chain(20), 6}});
   f.end();
@@ -252,7 +252,7 @@ TEST(running_rows_get_what_they_lack) {
   CHECK_EQ(f.pool.num_cached(), 3);
 }
 
-TEST(rejected_tokens_are_computed_anew) {
+TEST(rejected_tokens_are_computed_again) {
   Fixture f;
   f.admit({{hashed_chain(20), 7}});
   f.end();
@@ -269,7 +269,7 @@ TEST(rejected_tokens_are_computed_anew) {
   CHECK_EQ(f.ids(0).size(), 2);
 }
 
-TEST(ids_of_a_row_that_waits_are_taken_back) {
+TEST(token_ids_of_a_waiting_row_are_removed_again) {
   Fixture f;
   f.admit({{hashed_chain(8), 8}});
   f.end();
@@ -291,7 +291,7 @@ TEST(ids_of_a_row_that_waits_are_taken_back) {
   kvcache::test::release(&f.pool, others);
 }
 
-TEST(a_row_on_the_host_comes_back_when_it_is_served) {
+TEST(a_swapped_row_returns_when_it_is_served) {
   Fixture f;
   f.admit({{hashed_chain(20), 8}});
   f.end();
@@ -304,7 +304,7 @@ TEST(a_row_on_the_host_comes_back_when_it_is_served) {
   CHECK_EQ(f.end().swap_in.size(), 4);
 }
 
-TEST(a_state_moves_until_all_rows_are_served) {
+TEST(states_leave_their_pages_after_all_rows_are_served) {
   Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   f.admit({{hashed_chain(20), 4}});
   f.end();
@@ -324,7 +324,7 @@ TEST(a_state_moves_until_all_rows_are_served) {
   CHECK(f.end().copy == Ids({first, f.ids(0)[1]}));
 }
 
-TEST(allocate_and_append_answer_the_new_blocks) {
+TEST(allocate_and_append_return_the_new_blocks) {
   Fixture f;
   f.end();
   const Ids cached = f.cache(2);
@@ -339,7 +339,7 @@ TEST(allocate_and_append_answer_the_new_blocks) {
   CHECK_EQ(f.pool.num_cached(), 3);
 }
 
-TEST(a_fork_shares_blocks_until_one_of_both_writes) {
+TEST(a_fork_shares_blocks_until_one_row_writes) {
   Fixture f;
   f.end();
   f.server.allocate({hashed_chain(6), 6}, PrefixHit::of_device(0, {{}}));
@@ -356,7 +356,7 @@ TEST(a_fork_shares_blocks_until_one_of_both_writes) {
   CHECK_EQ(f.server.num_common_prefix_blocks(0, 2, 0), 1);
 }
 
-TEST(a_fork_shares_the_fate_of_the_steps_in_flight) {
+TEST(aborting_a_step_in_flight_affects_the_fork_too) {
   Fixture f;
   f.admit({{hashed_chain(20), 6}});
   f.end();
@@ -367,7 +367,7 @@ TEST(a_fork_shares_the_fate_of_the_steps_in_flight) {
   CHECK_EQ(f.journal.last().rows[1].admission, f.rows[1].admission);
 }
 
-TEST(a_row_restarts_from_what_the_cache_has) {
+TEST(a_row_restarts_from_its_cached_prefix) {
   Fixture f;
   f.admit({{hashed_chain(20), 10}});
   f.end();

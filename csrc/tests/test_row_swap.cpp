@@ -21,7 +21,7 @@ bool leave(Serving* s, const std::vector<int32_t>& rows) {
   return have_left.back();
 }
 
-TEST(a_row_leaves_with_what_holds_kv) {
+TEST(only_blocks_with_kv_are_swapped_out) {
   Serving s;
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 12);
@@ -47,7 +47,7 @@ TEST(shared_blocks_move_once) {
   CHECK_EQ(s.host.pages().ref_count(s.ids(row)[0]), 2);
 }
 
-TEST(what_is_on_the_host_already_is_not_written_again) {
+TEST(blocks_already_on_the_host_are_not_written_again) {
   Serving s;
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 8);
@@ -63,7 +63,7 @@ TEST(what_is_on_the_host_already_is_not_written_again) {
   CHECK_EQ(s.host.pages().find(hash_of(2), 0), s.ids(row)[1]);
 }
 
-TEST(a_row_that_does_not_fit_stays) {
+TEST(a_row_that_does_not_fit_stays_on_the_device) {
   Serving s;
   const int32_t row = s.add_row(40);
   s.serve(row, 0, 40);
@@ -75,7 +75,7 @@ TEST(a_row_that_does_not_fit_stays) {
   CHECK(s.journal.last().swapped.empty());
 }
 
-TEST(a_row_comes_back_as_far_as_it_still_reads) {
+TEST(only_pages_that_a_row_still_reads_are_swapped_in) {
   Serving s({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 12);
@@ -94,7 +94,7 @@ TEST(a_row_comes_back_as_far_as_it_still_reads) {
   CHECK_EQ(s.journal.last().swapped.size(), 1);
 }
 
-TEST(a_return_that_does_not_fit_waits_behind_the_watermark_unless_the_row_is_alone) {
+TEST(swap_in_respects_the_watermark_unless_nothing_else_is_held) {
   ManagerOptions options{};
   options.watermark_blocks = 5;
   Serving s(full_groups(4), options);
@@ -112,7 +112,7 @@ TEST(a_return_that_does_not_fit_waits_behind_the_watermark_unless_the_row_is_alo
   release(&s.pool, others);
 }
 
-TEST(a_state_that_moves_on_is_read_into_its_new_page) {
+TEST(a_state_that_continues_in_a_new_page_is_loaded_there) {
   Serving s({group_of(std::make_shared<RecurrentState>(), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 4);
@@ -130,7 +130,7 @@ TEST(a_state_that_moves_on_is_read_into_its_new_page) {
   CHECK(s.end().swap_in == Ids({page, s.ids(row)[1]}));
 }
 
-TEST(outside_of_a_step_rows_leave_and_come_back_together) {
+TEST(outside_of_a_step_rows_are_swapped_together) {
   Serving s;
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 8);
@@ -145,7 +145,7 @@ TEST(outside_of_a_step_rows_leave_and_come_back_together) {
   CHECK_EQ(s.host.counts().swapped_in_blocks, 2);
 }
 
-TEST(what_rows_take_when_they_come_back) {
+TEST(num_blocks_back_counts_shared_blocks_once) {
   Serving s;
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 6);
@@ -162,7 +162,7 @@ TEST(what_rows_take_when_they_come_back) {
   CHECK_EQ(s.swap.num_blocks_back({row}, {3}).num_taken, 3);
 }
 
-TEST(what_leaves_a_window_makes_room_for_what_comes_back) {
+TEST(blocks_that_leave_a_window_make_room_for_a_swap_in) {
   Serving s({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const int32_t row = s.add_row(40);
   s.serve(row, 0, 12);
@@ -174,7 +174,7 @@ TEST(what_leaves_a_window_makes_room_for_what_comes_back) {
   CHECK_EQ(s.swap.num_blocks_back({row}, {12}).num_taken, 4);
 }
 
-TEST(what_the_device_still_has_is_shared_by_rows_that_come_back) {
+TEST(rows_that_return_share_blocks_still_cached_on_the_device) {
   Serving s;
   const int32_t row = s.add_row(20);
   const HashList& hashes = s.rows[row].chain->hashes();
@@ -204,7 +204,7 @@ TEST(what_the_device_still_has_is_shared_by_rows_that_come_back) {
 
 // Regression found with 3 groups, blocks of 2 and 4 tokens, and seed 1000116 of soak_manager. The
 // pages of the second group were published as device blocks after the first group had been loaded.
-TEST(groups_that_come_back_outside_of_a_step_are_published_when_all_are_there) {
+TEST(groups_swapped_in_outside_of_a_step_are_published_when_all_are_loaded) {
   Serving s({group_of(std::make_shared<FullAttention>(), 4, 0),
              group_of(std::make_shared<FullAttention>(), 4, 1)});
   const int32_t row = s.add_row(20);
@@ -220,7 +220,7 @@ TEST(groups_that_come_back_outside_of_a_step_are_published_when_all_are_there) {
   }
 }
 
-TEST(rows_that_do_not_all_fit_stay) {
+TEST(rows_that_do_not_all_fit_stay_on_the_device) {
   Serving s;
   const int32_t row = s.add_row(40), other = s.add_row(40);
   s.serve(row, 0, 20);
@@ -236,7 +236,7 @@ TEST(rows_that_do_not_all_fit_stay) {
   release(&s.pool, others);
 }
 
-TEST(a_row_that_leaves_publishes_what_has_filled) {
+TEST(a_row_publishes_filled_blocks_before_it_is_swapped_out) {
   Serving s;
   const int32_t row = s.add_row(20);
   const HashList& hashes = s.rows[row].chain->hashes();

@@ -38,7 +38,7 @@ struct Fixture {
   }
 };
 
-TEST(the_smallest_free_row_is_taken_under_a_new_admission) {
+TEST(the_smallest_free_row_is_taken_with_a_new_admission_number) {
   Fixture f;
   for (int32_t row : {0, 1, 2}) CHECK_EQ(f.take(), row);
   CHECK(!f.rows.has_free());
@@ -63,7 +63,7 @@ TEST(blocks_later_in_the_sequence_come_first_in_all_groups) {
   CHECK_EQ(f.rows.tail_first(row, /*with_all=*/true), (Ids{7, 6, 5, 2, 4, 3, 1}));
 }
 
-TEST(the_first_token_that_a_block_has_a_part_in) {
+TEST(the_first_token_to_which_a_block_contributes) {
   const std::vector<CacheGroup> groups{group_of(std::make_shared<SlidingWindow>(4), 2, 0),
                                        group_of(std::make_shared<RecurrentState>(), 4, 1),
                                        group_of(std::make_shared<CrossAttention>(), 4, 2)};
@@ -78,7 +78,7 @@ TEST(the_first_token_that_a_block_has_a_part_in) {
   CHECK_EQ(rows.first_token(row, groups[1], 1), 7);
 }
 
-TEST(rows_that_are_not_in_use_are_refused) {
+TEST(rows_not_in_use_are_rejected) {
   Fixture f;
   f.take();
   f.rows.give_up(0);
@@ -87,7 +87,7 @@ TEST(rows_that_are_not_in_use_are_refused) {
   CHECK_THROWS(f.rows.at(7), "row 7 is not in use");
 }
 
-TEST(a_call_names_a_row_once) {
+TEST(name_reports_a_repeated_row_in_a_call) {
   Fixture f;
   f.take();
   f.rows.begin_call();
@@ -111,7 +111,7 @@ TEST(lookahead_blocks_are_not_written) {
   f.check();
 }
 
-TEST(tails_come_before_heads_in_all_groups_alike) {
+TEST(tails_come_before_heads_in_every_group) {
   Fixture f;
   const int32_t row = f.take({1, 2}, {0, 3, 4, 5}, {6, 7});
   f.rows.blocks(row)[1].num_dropped = 1;
@@ -119,7 +119,7 @@ TEST(tails_come_before_heads_in_all_groups_alike) {
   CHECK(f.rows.tail_first(row, /*with_all=*/false) == Ids({5, 2, 4, 3, 1}));
 }
 
-TEST(references_are_the_blocks_of_the_tier_that_the_row_is_on) {
+TEST(references_are_counted_on_the_tier_of_the_row) {
   Fixture f;
   f.take({1, 2});
   const int32_t out = f.take({1, 3});
@@ -130,7 +130,7 @@ TEST(references_are_the_blocks_of_the_tier_that_the_row_is_on) {
   CHECK(host[1] == 1 && host[2] == 0 && host[3] == 1);
 }
 
-TEST(invariants_find_a_hole) {
+TEST(invariant_checks_detect_unexpected_null_blocks) {
   Fixture f;
   f.take({1, 0, 2});
   CHECK_THROWS(f.check(), "row 0 has null blocks");

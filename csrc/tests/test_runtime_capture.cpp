@@ -94,7 +94,7 @@ TEST(streams_join_by_events_and_must_be_joined_at_the_end) {
   });
 }
 
-TEST(an_allocation_breaks_a_capture_unless_it_or_the_thread_is_relaxed) {
+TEST(an_allocation_invalidates_a_capture_unless_the_mode_is_relaxed) {
   in_child([] {
     void* p = nullptr;
     for (const auto mode : {kGlobal, kThreadLocal}) {
@@ -118,7 +118,7 @@ TEST(an_allocation_breaks_a_capture_unless_it_or_the_thread_is_relaxed) {
   });
 }
 
-TEST(a_query_in_another_thread_breaks_a_global_capture_and_no_other) {
+TEST(a_query_in_another_thread_invalidates_only_global_captures) {
   in_child([] {
     cudaStream_t stream = capturing(kGlobal);
     CHECK_EQ(query_in_another_thread(kGlobal), cudaErrorStreamCaptureUnsupported);
@@ -145,7 +145,7 @@ TEST(a_capturing_stream_and_its_events_cannot_be_waited_for) {
   });
 }
 
-TEST(an_event_of_an_ended_capture_cannot_be_waited_for_and_no_later_work_is_lost) {
+TEST(waiting_for_an_event_of_an_ended_capture_fails_without_losing_work) {
   in_child([] {
     cudaStream_t a = capturing(kRelaxed), b = new_stream();
     cudaEvent_t event = recorded(a);
@@ -166,7 +166,7 @@ TEST(an_event_of_an_ended_capture_cannot_be_waited_for_and_no_later_work_is_lost
   });
 }
 
-TEST(work_outside_cannot_be_waited_for_in_a_capture) {
+TEST(a_capture_cannot_wait_for_uncaptured_work) {
   in_child([] {
     cudaEvent_t outside = recorded(new_stream()), never = nullptr;
     CHECK_EQ(cudaEventCreate(&never), cudaSuccess);
@@ -191,7 +191,7 @@ TEST(captures_do_not_merge_and_end_in_their_thread) {
   });
 }
 
-TEST(the_null_stream_is_not_captured_and_breaks_captures_of_blocking_streams) {
+TEST(null_stream_work_invalidates_captures_of_blocking_streams) {
   in_child([] {
     CHECK_EQ(cudaStreamBeginCapture(nullptr, kGlobal), cudaErrorStreamCaptureUnsupported);
     void* p = nullptr;

@@ -74,7 +74,7 @@ TEST(a_kernel_runs_with_the_parameters_of_its_launch) {
   });
 }
 
-TEST(shared_memory_beyond_48_kib_is_asked_for_per_kernel) {
+TEST(shared_memory_beyond_48_kib_requires_an_opt_in_per_kernel) {
   with_kernels([] {
     int* out = device_ints(4);
     const dim3 one(1), four(4);
@@ -90,7 +90,7 @@ TEST(shared_memory_beyond_48_kib_is_asked_for_per_kernel) {
   });
 }
 
-TEST(dimensions_beyond_the_limits_are_refused) {
+TEST(dimensions_beyond_the_limits_are_rejected) {
   with_kernels([] {
     const Numbers n{device_ints(1), 0};
     for (const dim3 grid : {dim3(0), dim3(1, 65536), dim3(1, 1, 65536), dim3(1u << 31)}) {
@@ -116,7 +116,7 @@ TEST(a_kernel_that_cannot_run_is_an_error_at_its_launch) {
 
 // The file has a line per kernel, with registers, static shared memory, and threads per block from
 // cuobjdump.
-TEST(launches_are_held_against_the_machine_codes_limits) {
+TEST(launches_are_checked_against_the_limits_of_the_machine_code) {
   const kvcache::test::Variables variables = {{"KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS},
                                               {"KVCACHE_GPULESS_LIMITS", RUNTIME_LIMITS}};
   kvcache::test::in_child(variables, [] {
@@ -142,7 +142,7 @@ TEST(launches_are_held_against_the_machine_codes_limits) {
   });
 }
 
-TEST(attributes_and_occupancy_are_those_of_the_machine_code) {
+TEST(attributes_and_occupancy_match_the_machine_code) {
   const kvcache::test::Variables variables = {{"KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS},
                                               {"KVCACHE_GPULESS_LIMITS", RUNTIME_LIMITS}};
   kvcache::test::in_child(variables, [] {
@@ -168,7 +168,7 @@ TEST(attributes_and_occupancy_are_those_of_the_machine_code) {
   });
 }
 
-TEST(a_spin_kernel_holds_its_stream_and_neither_other_streams_nor_the_host) {
+TEST(a_spin_kernel_blocks_only_its_own_stream) {
   with_kernels([] {
     const char spin_stub = 0;
     add(&spin_stub, "_ZN2at4cuda12_GLOBAL__N_111spin_kernelEl");
@@ -190,7 +190,7 @@ TEST(a_spin_kernel_holds_its_stream_and_neither_other_streams_nor_the_host) {
   });
 }
 
-TEST(a_trap_is_an_error_that_stays) {
+TEST(a_trap_is_a_sticky_error) {
   with_kernels([] {
     (void)launch(&trap_stub, dim3(1), dim3(1), 0);  // the kernel may have run already
     CHECK_EQ(cudaDeviceSynchronize(), cudaErrorLaunchFailure);
@@ -201,7 +201,7 @@ TEST(a_trap_is_an_error_that_stays) {
   });
 }
 
-TEST(a_kernel_that_touches_freed_memory_dies_with_its_name) {
+TEST(a_kernel_that_accesses_freed_memory_is_reported_by_name) {
   const auto body = [] {
     setenv("KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS, 1);
     add_all();
@@ -214,7 +214,7 @@ TEST(a_kernel_that_touches_freed_memory_dies_with_its_name) {
                              body);
 }
 
-TEST(host_memory_with_a_device_pointer_of_its_own_is_reached_by_that_alone) {
+TEST(host_memory_with_a_separate_device_pointer_is_accessible_only_through_it) {
   const kvcache::test::Variables variables = {{"KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS},
                                               {"KVCACHE_GPULESS_DEVICE_POINTERS", "different"}};
   const auto write_by = [](bool device_pointer) {

@@ -44,11 +44,11 @@ cudaPointerAttributes attributes_of(const void* p) {
 
 }  // namespace
 
-TEST(host_code_that_touches_device_memory_dies_with_a_message) {
+TEST(host_access_to_device_memory_is_reported) {
   dies_saying("host code touched device memory", [] { *device_bytes(64) = 1; });
 }
 
-TEST(the_limit_of_device_memory_holds_and_freed_memory_counts_again) {
+TEST(device_memory_is_limited_and_freed_memory_is_reusable) {
   in_child({{"KVCACHE_GPULESS_DEVICE_BYTES", "8192"}}, [] {
     void* p = nullptr;
     CHECK_EQ(cudaMalloc(&p, 8193), cudaErrorMemoryAllocation);
@@ -123,7 +123,7 @@ TEST(registered_ranges_share_no_page) {
   });
 }
 
-TEST(pointers_tell_where_they_point_from_the_first_byte_registered_on) {
+TEST(pointer_attributes_cover_registered_memory_from_its_first_byte) {
   in_child([] {
     Pages p(2);
     CHECK_EQ(attributes_of(p.memory).type, cudaMemoryTypeUnregistered);
@@ -233,7 +233,7 @@ cudaError_t batch(cudaStream_t stream, std::vector<void*> to, std::vector<const 
 
 }  // namespace
 
-TEST(a_batch_copies_and_refuses_the_null_stream_missing_orders_and_wrong_operands) {
+TEST(batches_copy_and_reject_invalid_arguments) {
   in_child([] {
     char* device = device_bytes(4);
     char host[4] = {1, 2, 3, 4}, back[4] = {};
@@ -293,7 +293,7 @@ TEST(queries_of_pointers_and_of_the_device_are_counted) {
   });
 }
 
-TEST(a_copy_crosses_registered_neighbours_where_it_is_told_to) {
+TEST(a_copy_may_cross_registered_neighbours_if_configured) {
   for (const bool joined : {false, true}) {
     in_child({{"KVCACHE_GPULESS_NEIGHBOURS", joined ? "joined" : "apart"}}, [&] {
       char* device = device_bytes(2 * kPage);

@@ -50,7 +50,7 @@ TEST(streams_without_events_run_in_any_order_and_each_in_its_own) {
   CHECK(seen == (std::set<std::string>{"aAb", "abA", "baA"}));
 }
 
-TEST(an_event_orders_what_waits_for_it) {
+TEST(work_waits_for_its_event) {
   const auto seen = orders([] {
     cudaStream_t a = new_stream(), b = new_stream();
     note(a, "a");
@@ -61,7 +61,7 @@ TEST(an_event_orders_what_waits_for_it) {
   CHECK(seen == std::set<std::string>{"ab"});
 }
 
-TEST(a_wait_is_for_the_record_before_it_even_if_the_event_is_recorded_again) {
+TEST(a_wait_refers_to_the_latest_record_before_it) {
   const auto seen = orders([] {
     cudaStream_t a = new_stream(), b = new_stream(), c = new_stream();
     note(a, "a");
@@ -129,7 +129,7 @@ TEST(work_is_not_ready_until_it_ran) {
   CHECK(seen == (std::set<std::string>{"", "a"}));
 }
 
-TEST(streams_go_on_when_no_call_comes) {
+TEST(streams_proceed_without_runtime_calls) {
   in_child([] {
     note(new_stream(), "a");
     for (int i = 0; i < 500 && ran.empty(); ++i) {
@@ -139,7 +139,7 @@ TEST(streams_go_on_when_no_call_comes) {
   });
 }
 
-TEST(a_seed_repeats_its_order_and_work_can_be_made_prompt) {
+TEST(a_seed_repeats_its_order_and_late_0_runs_work_immediately) {
   const auto body = [] {
     cudaStream_t a = new_stream(), b = new_stream();
     for (const char* letter : {"1", "2", "3"}) {
@@ -155,7 +155,7 @@ TEST(a_seed_repeats_its_order_and_work_can_be_made_prompt) {
   CHECK_EQ(kvcache::test::run_child({{"KVCACHE_GPULESS_LATE", "0"}}, body).output, "1b2b3b");
 }
 
-TEST(priorities_are_kept_within_the_range_and_destroyed_streams_are_refused) {
+TEST(priorities_are_clamped_and_destroyed_streams_are_rejected) {
   in_child([] {
     cudaStream_t stream = nullptr;
     int least = 1, greatest = 1, priority = 1;

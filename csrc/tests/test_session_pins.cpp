@@ -23,7 +23,7 @@ struct Fixture {
   ~Fixture() { pins.check_invariants(); }
 };
 
-TEST(pins_what_is_cached_up_to_the_first_miss) {
+TEST(blocks_are_pinned_up_to_the_first_miss) {
   Fixture f;
   f.pool.evict(&f.ids[1], 1);
   CHECK_EQ(f.pins.pin("one", f.hashes.data(), 3, f.groups), 1);
@@ -31,7 +31,7 @@ TEST(pins_what_is_cached_up_to_the_first_miss) {
   CHECK(!f.pool.is_pinned(f.ids[2]));
 }
 
-TEST(a_session_pins_anew) {
+TEST(pinning_again_replaces_the_pins_of_a_session) {
   Fixture f;
   CHECK_EQ(f.pins.pin("one", f.hashes.data(), 3, f.groups), 3);
   CHECK_EQ(f.pins.pin("two", f.hashes.data(), 1, f.groups), 1);
@@ -44,7 +44,7 @@ TEST(a_session_pins_anew) {
   CHECK_EQ(f.pins.unpin("two"), 0);  // the session has no pins left
 }
 
-TEST(a_pin_dies_with_its_hash) {
+TEST(a_pin_ends_when_its_block_loses_the_hash) {
   Fixture f;
   f.pins.pin("one", f.hashes.data(), 3, f.groups);
   take(&f.pool, 7);  // all blocks but one, so two pinned blocks are evicted
@@ -53,7 +53,7 @@ TEST(a_pin_dies_with_its_hash) {
   CHECK_EQ(f.pool.num_pinned(), 0);
 }
 
-TEST(a_block_that_was_handed_out_and_cached_anew_is_not_the_session_s) {
+TEST(a_reallocated_block_is_no_longer_pinned_by_the_session) {
   Fixture f;
   f.pins.pin("one", f.hashes.data(), 1, f.groups);
   take(&f.pool, 8);
@@ -65,7 +65,7 @@ TEST(a_block_that_was_handed_out_and_cached_anew_is_not_the_session_s) {
   CHECK_EQ(f.pool.num_pinned(), 1);
 }
 
-TEST(sessions_without_a_pin_are_forgotten) {
+TEST(sessions_without_pins_are_removed) {
   Fixture f;
   for (int i = 0; i < 1000; ++i) f.pins.pin("session " + std::to_string(i), nullptr, 0, f.groups);
   CHECK(f.pins.num_sessions() <= 64);

@@ -50,11 +50,11 @@ const std::vector<Case>& cases() {
   return all;
 }
 
-TEST(the_portable_implementation_is_always_there) {
+TEST(the_portable_implementation_is_always_available) {
   CHECK_EQ(std::string(sha256_implementations().back().name), "portable");
 }
 
-TEST(every_implementation_has_the_known_answers) {
+TEST(every_implementation_gives_the_known_digests) {
   for (const Sha256Implementation& each : sha256_implementations()) {
     for (const Case& known : cases()) CHECK_EQ(digest(known.text, each), known.digest);
   }
@@ -71,7 +71,7 @@ TEST(the_implementations_agree_on_every_length) {
   }
 }
 
-TEST(two_messages_have_the_digests_of_each) {
+TEST(hashing_two_messages_gives_both_digests) {
   for (const Sha256Implementation& each : sha256_implementations()) {
     if (each.digest_two == nullptr) continue;
     for (size_t size = 0; size < 300; ++size) {
@@ -92,7 +92,7 @@ TEST(two_messages_have_the_digests_of_each) {
   }
 }
 
-TEST(bytes_need_not_be_aligned_and_no_others_are_read) {
+TEST(unaligned_data_is_hashed_without_out_of_bounds_reads) {
   for (size_t size : {size_t{3}, size_t{55}, size_t{56}, size_t{64}, size_t{150}}) {
     for (size_t offset = 0; offset < 16; ++offset) {
       // The data ends at the end of the allocation, so that a sanitizer detects reads beyond it.
@@ -107,7 +107,7 @@ TEST(bytes_need_not_be_aligned_and_no_others_are_read) {
   }
 }
 
-TEST(data_that_is_padded_where_it_is_has_the_same_digest) {
+TEST(in_place_padding_gives_the_same_digest) {
   for (size_t size = 0; size < 300; ++size) {
     const std::string text(size, 'a');
     for (const Sha256Implementation& each : sha256_implementations()) {

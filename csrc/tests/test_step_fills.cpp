@@ -7,7 +7,7 @@ using namespace kvcache;
 
 namespace {
 
-TEST(blocks_are_known_by_the_row_that_fills_them_until_the_next_step) {
+TEST(blocks_map_to_the_row_that_fills_them_until_the_next_step) {
   StepFills fills;
   CHECK_EQ(fills.row_of(3), -1);
   fills.add(3, 7);

@@ -19,7 +19,7 @@ void step(StepJournal* journal) {
   journal->check_invariants();
 }
 
-TEST(notes_are_of_the_step_that_was_opened_last) {
+TEST(notes_belong_to_the_last_opened_step) {
   StepJournal journal;
   journal.note_dropped(1, admitted(1), 0, 5);  // no step is in flight, so nothing is recorded
   journal.begin();
@@ -38,7 +38,7 @@ TEST(notes_are_of_the_step_that_was_opened_last) {
   CHECK_EQ(last.published[0].generation, 2);
 }
 
-TEST(steps_that_are_done_are_forgotten) {
+TEST(completed_steps_are_removed) {
   StepJournal journal;
   for (int i = 0; i < 5; ++i) step(&journal);
   journal.complete_to(2);
@@ -51,7 +51,7 @@ TEST(steps_that_are_done_are_forgotten) {
   journal.check_may_abort(3);
 }
 
-TEST(the_last_step_that_was_not_aborted_is_known_whatever_came_between) {
+TEST(last_issued_skips_aborted_steps) {
   StepJournal journal;
   CHECK_EQ(journal.last_kept(), -1);
   for (int i = 0; i < 4; ++i) step(&journal);
@@ -68,18 +68,18 @@ TEST(the_last_step_that_was_not_aborted_is_known_whatever_came_between) {
   CHECK_EQ(journal.last_kept(), 5);  // too old to be aborted
 }
 
-TEST(as_many_steps_as_may_be_in_flight_are_kept_by_number) {
+TEST(steps_older_than_the_last_64_cannot_be_aborted) {
   StepJournal journal;
   for (int64_t i = 0; i < StepJournal::kMaxStepsInFlight + 10; ++i) step(&journal);
   CHECK_EQ(journal.in_flight().size(), StepJournal::kMaxStepsInFlight);
-  CHECK_THROWS(journal.check_may_abort(9), "but it is too long ago");
+  CHECK_THROWS(journal.check_may_abort(9), "but it is too old");
   journal.check_may_abort(10);
   journal.abort_from(60);
   step(&journal);
   CHECK_EQ(journal.in_flight().front().id, 11);  // keeps the last 64 step numbers, not 64 steps
 }
 
-TEST(an_abort_takes_out_the_step_and_all_behind_it) {
+TEST(an_abort_removes_the_step_and_all_later_steps) {
   StepJournal journal;
   for (int i = 0; i < 4; ++i) {
     journal.begin();
@@ -105,7 +105,7 @@ TEST(an_abort_takes_out_the_step_and_all_behind_it) {
   journal.check_invariants();
 }
 
-TEST(a_child_inherits_what_steps_did_for_its_parent) {
+TEST(a_fork_copies_the_notes_of_its_parent) {
   StepJournal journal;
   journal.begin();
   journal.note_served(0, admitted(1), 4);
@@ -123,7 +123,7 @@ TEST(a_child_inherits_what_steps_did_for_its_parent) {
   CHECK_EQ(last.published.size(), 1);  // the parent's note was withdrawn before the copy
 }
 
-TEST(steps_that_there_were_not_are_refused) {
+TEST(unknown_steps_are_rejected) {
   StepJournal journal;
   CHECK_THROWS(journal.check_step_id(0), "step_id is 0: no step has been made");
   step(&journal);

@@ -22,7 +22,7 @@ struct Fixture {
   }
 };
 
-TEST(plan_and_journal_have_the_same_number) {
+TEST(plan_and_journal_use_the_same_step_number) {
   Fixture f;
   for (int64_t id : {0, 1}) {
     f.steps.begin();
@@ -34,7 +34,7 @@ TEST(plan_and_journal_have_the_same_number) {
   }
 }
 
-TEST(tables_that_are_to_be_sent_anew_are_cleared_and_sent_whole) {
+TEST(resent_tables_are_cleared_and_sent_completely) {
   Fixture f;
   f.add_row({1}), f.add_row({2, 3}), f.add_row({4});
   f.rows[2].on_host = true;
@@ -49,10 +49,10 @@ TEST(tables_that_are_to_be_sent_anew_are_cleared_and_sent_whole) {
   CHECK(!f.steps.plan().must_resend(1));
 }
 
-TEST(a_step_that_was_not_issued_is_found) {
+TEST(invariant_checks_detect_a_step_that_was_not_issued) {
   Fixture f;
   f.steps.begin();
-  CHECK_THROWS(f.steps.check_invariants(), "a plan was begun and not ended");
+  CHECK_THROWS(f.steps.check_invariants(), "a plan was started but not completed");
   f.steps.plan().end();
   CHECK_THROWS(f.steps.check_invariants(), "the journal has a step that is done, or steps out");
 }

@@ -42,7 +42,7 @@ ManagerOptions options() {
   return out;
 }
 
-TEST(managers_of_several_threads_share_nothing_that_changes) {
+TEST(managers_of_several_threads_share_no_mutable_state) {
   in_threads([](int thread) {
     Manager manager(options());
     for (int round = 0; round < kRounds; ++round) {
@@ -68,7 +68,7 @@ TEST(blocks_are_hashed_by_several_threads_at_once) {
 }
 
 // The lock makes a call and its check of the caller atomic, like the interpreter's lock.
-TEST(a_manager_under_a_lock_refuses_all_threads_but_one) {
+TEST(a_manager_under_a_lock_rejects_all_threads_but_its_owner) {
   Manager manager(options());
   std::mutex lock;
   int num_served = 0, num_refused = 0;
@@ -90,7 +90,7 @@ TEST(a_manager_under_a_lock_refuses_all_threads_but_one) {
   CHECK_EQ(num_refused, (kThreads - 1) * kRounds);
 }
 
-TEST(tables_of_several_threads_share_nothing) {
+TEST(tables_of_several_threads_share_no_state) {
   in_threads([](int thread) {
     std::vector<int32_t> arena(4 * 8 + 4);
     HostTables tables(arena.data(), 4, {{0, 8, 1, 100}}, /*track=*/true);

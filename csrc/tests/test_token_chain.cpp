@@ -60,7 +60,7 @@ std::string hex(const uint8_t* bytes, size_t n) {
   return out;
 }
 
-TEST(xxh3_has_its_known_answers) {
+TEST(xxh3_gives_the_known_digests) {
   const auto digest = [](size_t n) {
     std::vector<uint8_t> data(n);
     for (size_t i = 0; i < n; ++i) data[i] = static_cast<uint8_t>((i * i + 7 * i) % 251);
@@ -195,7 +195,7 @@ TEST(given_hashes_are_read_once_each) {
   CHECK(f.chain.known_hashes() == hashes_from(50, 3));
 }
 
-TEST(tokens_whose_given_hashes_are_missing_are_refused) {
+TEST(tokens_without_given_hashes_are_rejected) {
   Fixture f(10, hashes_from(50, 3));
   // A second manager's chain of the same tokens has fewer hashes.
   const auto fewer = std::make_shared<Given>();
@@ -212,7 +212,7 @@ TEST(tokens_whose_given_hashes_are_missing_are_refused) {
   CHECK(second.known_hashes() == hashes_from(70, 3));
 }
 
-TEST(a_chain_without_its_given_hashes_is_not_made) {
+TEST(creating_a_chain_without_its_given_hashes_fails) {
   Fixture f(9);
   const auto given = std::make_shared<Given>();
   const auto make = [&] {
@@ -228,13 +228,13 @@ TEST(a_chain_without_its_given_hashes_is_not_made) {
   f.append(3);  // the chain no longer exists
 }
 
-TEST(chains_with_other_given_hashes_do_not_begin_alike) {
+TEST(chains_with_different_given_hashes_do_not_match) {
   Fixture a(10, hashes_from(50, 2)), b(10, {hash_of(50), hash_of(99)});
   CHECK(b.chain.begins_like(a.chain, 7));
   CHECK(!b.chain.begins_like(a.chain, 8));
 }
 
-TEST(hashes_differ_by_every_byte) {
+TEST(every_byte_of_the_input_changes_the_hash) {
   for (size_t i = 0; i < sizeof(Hash); ++i) {
     Hash a{}, b{};
     b.bytes[i] = 1;
@@ -242,7 +242,7 @@ TEST(hashes_differ_by_every_byte) {
   }
 }
 
-TEST(ids_below_0_need_a_chain_that_takes_them) {
+TEST(negative_ids_require_a_chain_with_placeholders) {
   const int32_t ids[] = {3, -1};
   TokenIds plain, placeholders(/*takes_placeholders=*/true);
   CHECK_THROWS(plain.append(ids, 2), "token_ids[1] is -1: expected 0 to 2147483647");
@@ -251,7 +251,7 @@ TEST(ids_below_0_need_a_chain_that_takes_them) {
   CHECK_EQ(placeholders.size(), 2);
 }
 
-TEST(hashed_tokens_give_a_chain_its_hashes) {
+TEST(a_chain_uses_the_hashes_of_hashed_tokens) {
   const auto hashed =
       std::make_shared<HashedTokens>(HashAlgorithm::kSha256Cbor, int64_t{4}, hash_of(0));
   const auto extend = [&](int32_t first, int64_t n) {

@@ -12,7 +12,7 @@ struct Fixture : Serving {
   int64_t num_known(int32_t row) { return rows[row].chain->num_tokens(); }
 };
 
-TEST(ids_are_shared_out_by_row_and_taken_back) {
+TEST(token_ids_are_distributed_by_row_and_removed_again) {
   Fixture f;
   f.add_row(3), f.add_row(5);
   const int32_t asked[] = {1, 0}, ids[] = {7, 8, 9}, counts[] = {2, 1};
@@ -37,7 +37,7 @@ TEST(ids_are_shared_out_by_row_and_taken_back) {
   CHECK(f.num_known(1) == 6 && f.num_known(0) == 4);
 }
 
-TEST(ids_that_are_refused_leave_none_behind) {
+TEST(rejected_token_ids_leave_no_ids_behind) {
   Fixture f;
   f.add_row(3), f.add_row(5);
   const int32_t asked[] = {0, 1}, ids[] = {7, -1}, counts[] = {1, 1};
@@ -51,7 +51,7 @@ TEST(ids_that_are_refused_leave_none_behind) {
   CHECK(f.num_known(0) == 3 && f.num_known(1) == 5);
 }
 
-TEST(ids_go_back_where_a_request_of_the_step_is_refused) {
+TEST(token_ids_are_removed_if_a_request_of_the_step_is_rejected) {
   Fixture f;
   f.add_row(3);
   const int32_t asked = 0, id = 7, count = 1;
@@ -62,7 +62,7 @@ TEST(ids_go_back_where_a_request_of_the_step_is_refused) {
   request.token_ids = &id;
   request.num_ids = 1;
   request.new_rows = {{f.chain_of(8, /*block_size=*/8), 8}};
-  CHECK_THROWS(f.intake.take_in(request), "came to a manager with block_size 4");
+  CHECK_THROWS(f.intake.take_in(request), "passed to a manager with block_size 4");
   CHECK_EQ(f.num_known(0), 3);
 }
 

@@ -25,15 +25,15 @@ inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int
   const std::string text = "positions[" + std::to_string(i) + "] is " + std::to_string(position);
   if (position < 0 || position >= m.groups.num_positions) {
     return text + ": expected 0 to " + std::to_string(m.groups.num_positions - 1) +
-           ", the tokens that a row has columns for";
+           ", because a row has no columns beyond them";
   }
-  return text + ": expected less, as row " + std::to_string(row) + " holds no block for it";
+  return text + ": expected less, because row " + std::to_string(row) + " holds no block for it";
 }
 
 // Returns the error message for entry r of query_start_loc.
 inline std::string wrong_query_start(int64_t r, int64_t num_tokens) {
   return "query_start_loc[" + std::to_string(r) + "] is wrong: expected numbers from 0 to " +
-         std::to_string(num_tokens) + ", the number of positions, that never decrease";
+         std::to_string(num_tokens) + " (the number of positions), in ascending order";
 }
 
 }  // namespace kvcache

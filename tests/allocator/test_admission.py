@@ -89,7 +89,7 @@ def test_row_releases_preallocated_blocks_if_another_of_its_groups_needs_them():
     check_invariants(manager)
 
 
-def test_kept_states_are_not_needed():
+def test_kept_states_do_not_count_as_needed_blocks():
     groups = [GroupSpec("full_attention", 2), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 6, 64, num_preallocate_tokens=0, hash_block_size=2)
     request = Request("a", range(8))
@@ -112,7 +112,7 @@ def test_null_columns_after_a_hit_need_no_blocks():
     assert manager.step(new=[request]).status.tolist() == [Status.SERVED]
 
 
-def test_a_request_is_not_refused_for_its_hit():
+def test_request_whose_hit_exceeds_the_admission_limit_is_admitted():
     """The request ran alone beyond the watermark.
 
     When it is readmitted, its hit exceeds the admission limit.
@@ -132,7 +132,7 @@ def test_a_request_is_not_refused_for_its_hit():
     assert (plan.status.tolist(), plan.num_computed_tokens.tolist()) == ([Status.SERVED], [32])
 
 
-def test_a_row_on_the_host_shares_nothing_with_rows_that_came_back_in_an_earlier_step():
+def test_swapped_rows_share_no_blocks_with_rows_swapped_in_by_an_earlier_step():
     manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0, num_host_blocks=9)
     request, child = Request("a", range(16)), Request("b", range(17))
     manager.step(new=[request])
@@ -151,7 +151,7 @@ def test_would_fit_accepts_the_options_of_step():
     assert manager.would_fit(Admit(request, num_tokens=28, external=External(12))) == Status.SERVED
     with pytest.raises(ValueError, match=r"external.num_tokens is 30: expected at most 29"):
         manager.would_fit(Admit(request, num_tokens=1, external=External(30)))
-    with pytest.raises(ValueError, match=r"whole with external.delayed: expected one of them"):
+    with pytest.raises(ValueError, match=r"whole and external.delayed are both set"):
         manager.would_fit(
             Admit(request, num_tokens=0, external=External(3, delayed=True)), whole=True
         )
@@ -163,7 +163,7 @@ def test_would_fit_accepts_the_options_of_step():
     assert manager.pool.num_free == 1
 
 
-def test_queued_offloads_take_nothing_from_the_request_that_would_fit():
+def test_queued_offloads_do_not_reduce_the_free_blocks_of_would_fit():
     """Write-through with fences: blocks waiting to be written are held, but new requests take
     precedence.
     """
@@ -193,7 +193,7 @@ def test_by_default_equal_prompts_of_one_step_are_all_computed():
     assert len(plan.depends_on) == 0
 
 
-def test_equal_prompts_of_one_step_share_what_the_first_one_fills():
+def test_equal_prompts_of_one_step_share_blocks_that_the_first_one_fills():
     manager = make(500, 16, in_step_hits="share")
     plan = manager.step(new=prompts(4))
     assert plan.num_computed_tokens.tolist() == [0, 1600, 1600, 1600]
@@ -227,7 +227,7 @@ def test_requests_wait_for_states_of_steps_that_end_at_a_block():
         KVCacheManager.for_groups(groups, 500, 2048, in_step_hits="share")
 
 
-def test_a_running_row_is_shared_and_shares_form_chains():
+def test_rows_share_blocks_with_running_rows_and_with_each_other():
     manager = make(500, 16, in_step_hits="share")
     manager.step(new=[Admit(Request("a", range(100)), num_tokens=20)])
     longer = Request("c", range(120))
@@ -244,7 +244,7 @@ def test_aborted_step_undoes_everything_that_depended_on_it():
     check_invariants(manager)
 
 
-def test_a_failed_page_sends_all_back_that_share_it():
+def test_failed_page_rolls_back_all_rows_that_share_it():
     manager = make(500, 16, in_step_hits="share")
     plan = manager.step(new=prompts(2))
     page = int(plan.append_ids[0][50])
@@ -252,7 +252,7 @@ def test_a_failed_page_sends_all_back_that_share_it():
     assert found == {"r0": 800, "r1": 800}
 
 
-def test_uncacheable_blocks_are_neither_awaited_nor_shared():
+def test_requests_neither_wait_for_nor_share_uncacheable_blocks():
     for mode in ("wait", "share"):
         manager = make(500, 16, in_step_hits=mode)
         secret = Request("s", range(1610), write_cache=False)
@@ -262,7 +262,7 @@ def test_uncacheable_blocks_are_neither_awaited_nor_shared():
         assert plan.status.tolist() == [Status.SERVED] * 3
 
 
-def test_blocks_that_a_step_fills_go_to_the_host_by_the_next_one():
+def test_filled_blocks_are_offloaded_by_the_next_step():
     """Write-through: a block waiting to be written is reallocated and immediately shared."""
     manager = make(10, 4, num_host_blocks=40, host_write="through", in_step_hits="share")
     manager.step(new=[Request("a", range(32))])
@@ -277,7 +277,7 @@ def test_blocks_that_a_step_fills_go_to_the_host_by_the_next_one():
 
 
 @pytest.mark.parametrize("value", ["later", 1, None])
-def test_other_modes_are_rejected(value):
+def test_unknown_in_step_hits_modes_are_rejected(value):
     with pytest.raises(ValueError, match=r"in_step_hits is .*: expected one of none, wait, share"):
         make(in_step_hits=value)
 
@@ -290,7 +290,7 @@ def test_the_plan_pickles_with_its_dependencies():
     assert np.array_equal(again.depends_on, [[1, 0]])
 
 
-def test_a_state_that_is_not_kept_makes_no_request_wait():
+def test_requests_do_not_wait_for_a_state_that_is_not_kept():
     """Regression: found by allocator_driver.drive(1029, 500)."""
     groups = [GroupSpec("recurrent", 8), GroupSpec("recurrent", 6)]
     manager = KVCacheManager.for_groups(
@@ -315,8 +315,8 @@ def run_in_chunks(manager, request, size):
     assert plan.status.tolist() == [Status.SERVED]
 
 
-def test_the_block_that_a_hit_is_copied_from_is_there_for_later_chunks():
-    """4 pages. The request has 29 tokens and hits 6 tokens inside a block of 8."""
+def test_copy_source_of_a_hit_is_available_to_later_chunks():
+    """The pool has 4 pages. The request has 29 tokens and hits 6 tokens inside a block of 8."""
     manager = make(5, 8, hash_block_size=2)
     first, request = Request("first", range(6)), Request("a", range(29))
     manager.step(new=[first])
@@ -325,7 +325,7 @@ def test_the_block_that_a_hit_is_copied_from_is_there_for_later_chunks():
     run_in_chunks(manager, request, 8)
 
 
-def test_later_chunks_may_use_the_watermark():
+def test_later_chunks_of_a_prompt_may_use_the_watermark():
     manager, request = make(10, watermark=0.2), Request("a", range(33))
     assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.SERVED
     run_in_chunks(manager, request, 4)

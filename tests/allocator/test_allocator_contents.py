@@ -7,7 +7,8 @@ fences. Aborted steps are executed, skipped or garbled. Pages lose their content
 step computes, and a step may be aborted before the loss is reported. Requests are forked, swapped
 out and in, and restarted from the cache. Evicted blocks go to a second tier under any eviction
 policy. External KV arrives within a step or later, completely or in part, and a connector reads the
-blocks of freed requests. Rows of one step share blocks that the step fills if the plan says so.
+blocks of freed requests. Rows of one step share blocks that the step fills if the plan lists the
+dependency.
 """
 
 from __future__ import annotations
@@ -905,7 +906,7 @@ def simulate(seed: int, *, lose_pages: bool) -> None:
 
 @pytest.mark.parametrize("lose_pages", [False, True], ids=["intact", "lost_pages"])
 @pytest.mark.parametrize("first", sampled(range(0, NUM_SEEDS, SEEDS_PER_TEST)))
-def test_every_read_finds_the_right_kv(first, lose_pages):
+def test_every_read_finds_the_correct_kv(first, lose_pages):
     for seed in range(first, first + SEEDS_PER_TEST):
         simulate(seed, lose_pages=lose_pages)
 
@@ -918,12 +919,12 @@ def test_every_mix_is_simulated():
 # Planted defects, which the simulation must detect ----------------------------------------------------
 
 
-def test_copies_that_are_not_carried_out_are_noticed(monkeypatch):
+def test_skipped_copies_are_detected(monkeypatch):
     monkeypatch.setattr(Simulation, "carry_out_copies", lambda self, plan: None)
     expect_error("reads wrong KV", lose_pages=False)
 
 
-def test_an_invalidation_without_effect_is_noticed(monkeypatch):
+def test_invalidation_without_effect_is_detected(monkeypatch):
     report = KVCacheManager.report
     monkeypatch.setattr(KVCacheManager, "invalidate", lambda self, ids: {})
     monkeypatch.setattr(
@@ -934,7 +935,7 @@ def test_an_invalidation_without_effect_is_noticed(monkeypatch):
     expect_error("wrong KV", lose_pages=True)  # on the loss, or when the page is read
 
 
-def test_an_abort_without_effect_is_noticed(monkeypatch):
+def test_abort_without_effect_is_detected(monkeypatch):
     report = KVCacheManager.report
     monkeypatch.setattr(
         KVCacheManager, "report", lambda self, of: report(self, of) if of.completed else {}
@@ -942,7 +943,7 @@ def test_an_abort_without_effect_is_noticed(monkeypatch):
     expect_error("after an abort, .* wrong KV", lose_pages=False)
 
 
-def test_missing_fences_are_noticed(monkeypatch):
+def test_missing_fences_are_detected(monkeypatch):
     for_groups = KVCacheManager.for_groups
     monkeypatch.setattr(
         KVCacheManager,
@@ -952,7 +953,7 @@ def test_missing_fences_are_noticed(monkeypatch):
     expect_error("a step in flight reads", lose_pages=False)
 
 
-def test_a_dependency_that_is_not_named_is_noticed(monkeypatch):
+def test_missing_row_dependency_is_detected(monkeypatch):
     step = KVCacheManager.step
 
     def without_dependencies(self, *args, **options):
@@ -964,7 +965,7 @@ def test_a_dependency_that_is_not_named_is_noticed(monkeypatch):
     expect_error("an unnamed dependency", lose_pages=False)
 
 
-def test_kv_that_does_not_arrive_is_noticed(monkeypatch):
+def test_missing_external_kv_is_detected(monkeypatch):
     monkeypatch.setattr(Simulation, "receive", lambda self, *args: None)
     expect_error("after KV was received, .* wrong KV", lose_pages=False)
 

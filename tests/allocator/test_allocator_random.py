@@ -36,7 +36,7 @@ class HypothesisChooser(Chooser):
 
 
 class ManagerAgainstModel(RuleBasedStateMachine):
-    """The same operations, chosen and shrunk by hypothesis."""
+    """Hypothesis chooses the operations and shrinks failures."""
 
     @initialize(data=st.data())
     def start(self, data):

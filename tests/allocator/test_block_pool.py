@@ -33,7 +33,7 @@ def test_allocate_publish_release_lookup_hit():
     pool.check_invariants()
 
 
-def test_hashes_that_differ_only_at_the_end_are_two():
+def test_hashes_that_differ_only_at_the_end_are_distinct():
     """The index stores tags made from the first bytes, but compares complete hashes."""
     pool = BlockPool(5)
     ids = pool.allocate(2)
@@ -45,7 +45,7 @@ def test_hashes_that_differ_only_at_the_end_are_two():
     assert pool.lookup(both).tolist() == [1, 2]
 
 
-def test_uncached_blocks_go_before_cached_ones_and_tails_before_heads():
+def test_uncached_blocks_are_allocated_before_cached_ones_and_tails_before_heads():
     pool = BlockPool(5)
     ids = pool.allocate(4)
     pool.publish(ids[:3], hashes(1, 2, 3))
@@ -64,7 +64,7 @@ def test_allocation_that_does_not_fit_changes_nothing():
     assert pool.num_free == 4 and pool.num_evicted == 0
 
 
-def test_duplicates_of_one_hash_are_both_kept_and_the_oldest_is_found():
+def test_lookup_finds_the_oldest_duplicate_of_a_hash():
     pool = BlockPool(5)
     first, second = pool.allocate(1), pool.allocate(1)
     pool.publish(second, hashes(9))
@@ -114,7 +114,7 @@ def test_duplicates_of_one_hash_are_both_kept_and_the_oldest_is_found():
         (lambda p: p.lookup(hashes(1), 0.5), TypeError, "group is 0.5: expected an integer"),
     ],
 )
-def test_a_wrong_call_is_named_and_changes_nothing(call, error, message):
+def test_invalid_call_is_reported_and_changes_nothing(call, error, message):
     pool = BlockPool(5)
     held = pool.allocate(2)
     pool.publish(held[:1], hashes(77))
@@ -128,7 +128,7 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, error, message):
 
 
 @pytest.mark.parametrize("size", [-5, 0, 1, 2**31])
-def test_a_size_that_makes_no_pool_is_named(size):
+def test_invalid_pool_size_is_reported(size):
     with pytest.raises(ValueError, match=f"num_blocks is {size}: expected 2 to 2147483647"):
         BlockPool(size)
     with pytest.raises(ValueError, match=f"num_blocks is {2**64}: expected at most 2147483647"):
@@ -137,7 +137,7 @@ def test_a_size_that_makes_no_pool_is_named(size):
         BlockPool(5.0)
 
 
-def test_hashes_that_were_chosen_to_collide_cost_no_more_than_others():
+def test_crafted_hash_collisions_do_not_slow_lookups():
     """The hashes have equal first bytes, or words whose XOR is 0.
 
     Their positions depend on a secret.
@@ -188,7 +188,7 @@ print(constructed, resident() - before, pool.num_bytes)
     assert claimed <= 100 * 1_000_000
 
 
-def test_no_block_is_cached_again_when_the_numbers_of_epochs_are_used_up():
+def test_old_blocks_stay_uncached_when_epoch_numbers_wrap_around():
     """Epoch numbers have 16 bits."""
     pool = BlockPool(4)
     for id in pool.allocate(2):

@@ -22,12 +22,12 @@ def tables(manager, request):
     return [manager.block_ids(request, group).tolist() for group in range(len(manager.groups))]
 
 
-def test_without_the_option_calls_refuse_states():
-    with pytest.raises(ValueError, match="expected step to drive a manager with a recurrent group"):
+def test_calls_reject_states_without_the_option():
+    with pytest.raises(ValueError, match="expected step for a manager with a recurrent group"):
         make(engine_copies_states=False).admit(Admit(Request("r", range(9)), num_tokens=4), ())
 
 
-def test_a_state_moves_to_the_column_of_the_last_token_and_those_between_are_null():
+def test_state_moves_to_the_column_of_the_last_token_and_skipped_columns_are_null():
     manager = make()
     request = Request("r", range(20))
     states, attention = manager.admit(Admit(request, num_tokens=2), ())
@@ -40,7 +40,7 @@ def test_a_state_moves_to_the_column_of_the_last_token_and_those_between_are_nul
     check_invariants(manager)
 
 
-def test_a_page_that_a_state_left_waits_for_the_report_of_the_last_step():
+def test_page_that_a_state_left_waits_for_the_report_of_the_last_step():
     manager = make()
     request = Request("r", range(20))
     first = manager.step()
@@ -57,7 +57,7 @@ def test_a_page_that_a_state_left_waits_for_the_report_of_the_last_step():
     check_invariants(manager)
 
 
-def test_a_state_at_the_end_of_a_block_is_a_hit_and_one_inside_is_not():
+def test_only_states_at_block_ends_are_hits():
     manager = make()
     request = Request("a", range(12))
     manager.admit(Admit(request, num_tokens=4), ())  # ends at a block boundary
@@ -73,7 +73,7 @@ def test_a_state_at_the_end_of_a_block_is_a_hit_and_one_inside_is_not():
     assert (found.num_tokens, found.num_shared_tokens) == (4, 8)
 
 
-def test_a_state_that_a_quiet_request_left_at_the_end_of_a_block_is_a_hit():
+def test_state_left_by_a_quiet_request_at_a_block_end_is_a_hit():
     manager = make()
     request = Request("a", range(3))
     manager.admit(Admit(request, num_tokens=3), ())

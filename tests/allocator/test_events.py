@@ -96,7 +96,7 @@ def test_extra_keys_of_an_event():
     assert (event.lora, event.session, event.extra_keys) == (None, None, None)
 
 
-def test_blocks_of_two_requests_are_two_events():
+def test_blocks_of_two_requests_are_reported_in_two_events():
     """The second request continues the first, but belongs to another session."""
     manager = make()
     manager.step(new=[Request("a", range(9), session="one")])
@@ -133,14 +133,14 @@ def test_reused_blocks_are_announced_on_request():
             assert np.array_equal(event.block_hashes, stored.block_hashes)
             assert event.token_ids.tolist() == [*range(12)]
             check_hashes(event)
-        # The same with `admit`.
+        # Repeat with `admit`.
         other = Request("c", range(17))
         ids = manager.cache.find_prefix(other).block_ids
         manager.admit(Admit(other, num_tokens=1), ids)
         assert [event.is_reused for event in manager.cache.drain_events()] == [True] * announces
 
 
-def test_reused_blocks_of_windows_are_those_that_are_read():
+def test_only_window_blocks_that_are_read_are_announced_as_reused():
     manager = KVCacheManager.for_groups(
         GROUPS[:2], 40, 200, enable_events=True, announce_reused=True, num_preallocate_tokens=0
     )
@@ -155,7 +155,7 @@ def test_reused_blocks_of_windows_are_those_that_are_read():
         check_hashes(event)
 
 
-def test_announcing_needs_events():
+def test_announce_reused_requires_events():
     with pytest.raises(ValueError, match="announce_reused is True: expected False without enable_"):
         KVCacheManager(4, 30, 200, announce_reused=True)
 
@@ -226,7 +226,7 @@ def test_invalid_lookups_are_reported(call, error, message):
 # --- reset of one group ---------------------------------------------------------------------------
 
 
-def test_one_group_is_reset():
+def test_reset_can_be_limited_to_one_group():
     manager = KVCacheManager.for_groups(
         GROUPS[:2], 40, 200, enable_events=True, num_host_blocks=30, host_write="through"
     )
@@ -258,8 +258,8 @@ def test_one_group_is_reset():
 # --- negative token ids ---------------------------------------------------------------------------
 
 
-def test_placeholders_of_images():
-    """As in an engine's tests: two images made of -1 tokens, which only their items distinguish."""
+def test_image_placeholders_are_distinguished_by_their_items():
+    """Two images made of -1 tokens are distinguished only by their items, as in an engine's tests."""
     tokens = [*range(10), *[-1] * 10, *range(10, 20), *[-1] * 18]
     manager = KVCacheManager(16, 30, 200, enable_events=True)
     first = Request("a", tokens, mm_items=[("aaa", 11, 10), ("bbb", 30, 18)])
@@ -403,7 +403,7 @@ def test_blocks_evicted_by_an_aborted_step_stay_removed():
 
 @pytest.mark.parametrize("seed", sampled(range(12), 3))
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
-def test_a_subscriber_never_believes_in_what_failed_steps_left(seed, num_host_blocks):
+def test_subscriber_view_excludes_the_content_of_failed_steps(seed, num_host_blocks):
     """Steps complete, fail, are aborted or raise, with three groups and both tiers."""
     rng = np.random.default_rng(seed)
     manager = KVCacheManager.for_groups(

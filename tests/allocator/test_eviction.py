@@ -214,7 +214,7 @@ class Driver:
             extra = self.random.randrange(1, self.pool.num_blocks)
             ids.append(extra)
             if ids.count(extra) > self.model.blocks[extra].pins:
-                with pytest.raises(ValueError, match="which is not pinned that often"):
+                with pytest.raises(ValueError, match="which is pinned fewer times"):
                     self.pool.unpin(ids)
                 return
         self.pool.unpin(ids)
@@ -437,7 +437,7 @@ def serve(pool, prefixes, request_class=-1):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_cached_is_found_through_a_victim_alone_while_there_is_a_leaf(name):
+def test_victims_are_leaves_while_there_is_a_leaf(name):
     rng = random.Random(name)
     num_blocks = 32
     pool = BlockPool(num_blocks, name)
@@ -490,7 +490,7 @@ def test_parent_is_evicted_right_after_its_last_child_and_before_parents_of_held
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_parked_block_is_evicted_if_no_other_block_is_free(name):
+def test_parent_of_a_held_block_is_evicted_if_no_other_block_is_free(name):
     pool = BlockPool(4, name)
     ids = chain(pool, [0, 1, 3])
     pool.release(ids[:2])
@@ -500,7 +500,7 @@ def test_parked_block_is_evicted_if_no_other_block_is_free(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_windows_have_no_parents(name):
+def test_window_blocks_have_no_parents(name):
     pool = BlockPool(4, name)
     ids = pool.allocate(3)
     pool.publish(ids, hashes([0, 1, 3]), is_chain=False)
@@ -524,7 +524,7 @@ def test_pinned_blocks_are_evicted_last_in_order_of_release(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_unpinned_block_is_back_at_its_place(name):
+def test_unpinned_block_returns_to_its_place_in_the_eviction_order(name):
     pool = BlockPool(5, name)
     ids = pool.allocate(4)
     pool.publish(ids, hashes([0, 1, 2, 3]), is_chain=False)
@@ -549,7 +549,7 @@ def test_last_access_prefers_short_prefixes_among_equals():
     assert pool.allocate(4).tolist() == [4, 2, 3, 1]
 
 
-def test_a_priority_ends_when_its_time_has_passed_and_not_before():
+def test_priority_expires_exactly_at_its_ttl():
     for seconds, expected in ((4.999, [2, 1]), (5, [1, 2])):
         pool = BlockPool(3, "priority")
         ids = pool.allocate(2)
@@ -604,7 +604,7 @@ def test_default_policy_is_lru_and_gets_no_notifications():
             "s3_fifo",
             {"share": 0.5},
             ValueError,
-            "eviction 's3_fifo': option 'share' is 0.5: expected no option but 'small_share'",
+            "eviction 's3_fifo': option 'share' is 0.5: expected one of the options 'small_share'",
         ),
         (
             "s3_fifo",
@@ -632,7 +632,7 @@ def test_default_policy_is_lru_and_gets_no_notifications():
         ),
     ],
 )
-def test_unknown_policy_is_named(name, options, error, message):
+def test_unknown_policy_is_reported(name, options, error, message):
     with pytest.raises(error, match=message):
         BlockPool(8, name, options)
 
@@ -654,7 +654,7 @@ def test_unknown_policy_is_named(name, options, error, message):
         ),
         (
             lambda p: p.notify_release([1], [1], retention=[(0, 1, 5, None), (3, 2, 5, None)]),
-            r"retention\[1\] is of tokens 3 to 2: expected 0 <= first <= stop",
+            r"retention\[1\] covers tokens 3 to 2: expected 0 <= first <= stop",
         ),
         (
             lambda p: p.notify_release([1], [1], retention=[(0, 1, 101, None)]),
@@ -666,13 +666,13 @@ def test_unknown_policy_is_named(name, options, error, message):
         ),
         (lambda p: p.pin([1, 3]), "ids holds block 3, which is not cached: expected a cached"),
         (lambda p: p.pin([1, -1]), "ids holds block -1: expected 1 to 5"),
-        (lambda p: p.unpin([2, 2]), "ids holds block 2, which is not pinned that often"),
+        (lambda p: p.unpin([2, 2]), "ids holds block 2, which is pinned fewer times"),
         (lambda p: p.unpin([2, 7]), "ids holds block 7: expected 1 to 5"),
         (lambda p: p.publish([3], hashes([4]), 0, b"short"), "parent has 5 bytes: expected 32"),
     ],
 )
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_wrong_call_is_named_and_changes_nothing(name, call, message):
+def test_invalid_call_is_reported_and_changes_nothing(name, call, message):
     pool = BlockPool(6, name)
     ids = chain(pool, [0, 1])
     pool.pin([2])

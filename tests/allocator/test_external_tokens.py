@@ -31,7 +31,7 @@ def receiver(manager, name="a", num_tokens=21, num_external=16, **options):
     return request, plan
 
 
-def test_blocks_for_which_nothing_comes_are_cleared():
+def test_blocks_that_receive_no_external_kv_are_zeroed():
     own = GroupSpec("full_attention", 4, cached=False, transferred=False)
     for delays in (False, True):
         manager = make(26, [FULL, own])
@@ -46,7 +46,7 @@ def test_blocks_for_which_nothing_comes_are_cleared():
         assert plan.zero.tolist() == manager.block_ids(request, 1)[:4].tolist()
 
 
-def test_no_block_is_announced_that_external_tokens_make_unneeded():
+def test_hit_blocks_that_external_tokens_make_unneeded_are_not_announced():
     """The step that admits the request evicts the hit blocks, which are no longer read."""
     manager = KVCacheManager(
         4,
@@ -88,7 +88,7 @@ def test_external_tokens_follow_the_hit():
     assert plan.append_ids[0][:2].tolist() == [1, 2]
 
 
-def test_a_failed_load_of_the_step_sends_the_row_back():
+def test_failed_load_within_a_step_rolls_the_row_back():
     manager = make()
     request = Request("a", range(21))
     plan = manager.step(new=[Admit(request, external=External(16))])
@@ -98,7 +98,7 @@ def test_a_failed_load_of_the_step_sends_the_row_back():
     assert hit_length(manager, 21) == 8
 
 
-def test_an_aborted_step_has_loaded_nothing():
+def test_aborted_step_loads_nothing():
     manager = make()
     manager.step(new=[Request("a", range(8))])
     request = Request("b", range(21))
@@ -148,7 +148,7 @@ def test_failed_load_returns_the_row_to_its_hit():
     assert manager.block_ids(request).tolist() == [1, 2]
 
 
-def test_windows_and_states_hold_what_the_next_token_reads():
+def test_windows_and_states_contain_what_the_next_token_reads():
     manager = make(groups=(FULL, WINDOW, STATE))
     request, plan = receiver(manager, num_external=16)
     blocks = [manager.block_ids(request, g).tolist() for g in range(3)]
@@ -169,7 +169,7 @@ def test_partially_failed_load_restarts_if_the_window_is_incomplete():
     assert hit_length(manager, 21) == 20
 
 
-def test_an_abort_while_it_receives_takes_effect_when_it_is_done():
+def test_abort_during_a_transfer_takes_effect_when_receiving_finishes():
     manager = make()
     filler = manager.step(new=[Request("a", range(8))])
     request, _ = receiver(manager, "b", num_external=9)
@@ -182,7 +182,7 @@ def test_an_abort_while_it_receives_takes_effect_when_it_is_done():
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([0], 6)
 
 
-def test_a_receiver_survives_the_abort_of_its_own_step():
+def test_receiving_request_survives_the_abort_of_its_own_step():
     manager = make()
     request, plan = receiver(manager)
     assert manager.abort(plan.step_id) == {}
@@ -191,7 +191,7 @@ def test_a_receiver_survives_the_abort_of_its_own_step():
     assert len(plan.append_ids[0]) == 6
 
 
-def test_a_new_epoch_while_it_receives_publishes_nothing():
+def test_new_epoch_during_a_transfer_publishes_nothing():
     manager = make()
     request, _ = receiver(manager)
     manager.cache.start_epoch()
@@ -215,7 +215,7 @@ def test_external_tokens_wait_if_rows_of_the_step_change_the_hit():
 # Requests admitted one at a time -----------------------------------------------------------------------
 
 
-def test_admit_takes_external_tokens():
+def test_admit_accepts_external_tokens():
     manager = make()
     request = Request("a", range(21))
     new = manager.admit(Admit(request, num_tokens=5, external=External(16)), ())
@@ -233,14 +233,14 @@ def test_admit_delays_caching():
     assert [len(each) for each in new] == [3, 3]
     assert manager.block_ids(request, 1)[:3].tolist() == [0, 0, 0]
     assert hit_length(manager, 21) == 8
-    with pytest.raises(ValueError, match=r"row 1 is receiving: expected finish_receiving before"):
+    with pytest.raises(ValueError, match=r"row 1 is receiving external tokens: expected a call"):
         manager.extend(request, 1)
     assert manager.finish_receiving(request) == 20
     assert hit_length(manager, 21) == 20
     assert manager.extend(request, 1) is not None
 
 
-def test_admit_takes_the_blocks_of_an_encoder():
+def test_admit_allocates_encoder_blocks():
     manager = make(groups=(FULL, GroupSpec("cross_attention", 4)))
     request = Request("a", range(9), num_encoder_tokens=10)
     assert [len(each) for each in manager.admit(Admit(request, num_tokens=9), ())] == [3, 3]
@@ -258,7 +258,7 @@ def test_admit_takes_the_blocks_of_an_encoder():
 
 
 @pytest.mark.parametrize("fence_frees", [False, True])
-def test_a_free_waits_for_the_step_that_it_names(fence_frees):
+def test_free_waits_for_the_given_step(fence_frees):
     manager = make(fence_frees=fence_frees)
     request = Request("a", range(8))
     manager.step(new=[request])
@@ -271,7 +271,7 @@ def test_a_free_waits_for_the_step_that_it_names(fence_frees):
     assert manager.pool.num_free == 20
 
 
-def test_a_step_that_is_done_or_aborted_is_not_waited_for():
+def test_free_does_not_wait_for_a_completed_or_aborted_step():
     manager = make()
     a, b = Request("a", range(8)), Request("b", range(50, 58))
     manager.step(new=[a, b])
@@ -284,7 +284,7 @@ def test_a_step_that_is_done_or_aborted_is_not_waited_for():
     assert manager.pool.num_free == 20
 
 
-def test_blocks_handed_to_a_connector_are_kept_until_it_is_done():
+def test_kept_blocks_stay_allocated_until_the_connector_releases_them():
     manager = make(num_blocks=4)
     request = Request("a", range(9))
     manager.step(new=[request])
@@ -293,7 +293,9 @@ def test_blocks_handed_to_a_connector_are_kept_until_it_is_done():
     assert hit_length(manager, 9) == 8
     assert manager.step(new=[Request("b", range(50, 54))]).status.tolist() == [Status.WAIT]
     assert not manager.cache.reset()
-    with pytest.raises(ValueError, match=r"request 'b' are kept: expected one that was freed with"):
+    with pytest.raises(
+        ValueError, match=r"request 'b' are kept: expected a request that was freed"
+    ):
         manager.release_blocks(Request("b", [1]))
     manager.release_blocks(request)
     assert (manager.pool.num_kept, manager.pool.num_free) == (0, 3)
@@ -301,7 +303,7 @@ def test_blocks_handed_to_a_connector_are_kept_until_it_is_done():
 
 
 @pytest.mark.parametrize("fence_frees", [False, True])
-def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_frees):
+def test_blocks_of_untransferred_groups_are_released_immediately(fence_frees):
     own = GroupSpec("full_attention", 4, cached=False, transferred=False)
     manager = make(num_blocks=20, groups=(own, FULL, own), fence_frees=fence_frees)
     request = Request("a", range(9))
@@ -327,7 +329,7 @@ def test_untransferred_cached_group_excludes_external_tokens():
     own = GroupSpec("full_attention", 4, transferred=False)
     manager = make(groups=(FULL, own))
     request = Request("a", range(9))
-    message = "external.num_tokens is 4: expected 0, as group 1 is cached and not transferred"
+    message = "external.num_tokens is 4: expected 0, because group 1 is cached but not"
     for call in (
         lambda: manager.step(new=[Admit(request, external=External(4))]),
         lambda: manager.would_fit(Admit(request, external=External(4))),
@@ -349,7 +351,7 @@ def test_wrapped_circular_buffer_receives_the_last_external_tokens(groups):
     request = Request("a", range(60))
     external = External(30)
     assert manager.would_fit(Admit(request, num_tokens=11, external=External(30))) == Status.SERVED
-    message = "a new request asks for 12 slots, lookahead included: expected at most 11"
+    message = "a new request requests 12 slots including lookahead: expected at most 11"
     calls = [
         lambda: manager.would_fit(Admit(request, num_tokens=12, external=External(30))),
         lambda: manager.step(new=[Admit(request, 12, external)]),
@@ -391,12 +393,10 @@ def test_a_state_that_a_connector_reads_is_not_updated_in_place():
     manager.release_blocks(parent)
 
 
-def test_a_receiver_that_leaves_hands_its_blocks_over():
+def test_receiving_request_can_only_be_freed_with_keep_blocks():
     manager = make()
     request, _ = receiver(manager)
-    with pytest.raises(
-        ValueError, match=r"row 0 is receiving: expected finish_receiving before, or"
-    ):
+    with pytest.raises(ValueError, match=r"row 0 is receiving external tokens: expected a call of"):
         manager.free(request)
     manager.free(request, keep_blocks=True)
     assert (manager.pool.num_kept, hit_length(manager, 21)) == (4, 0)
@@ -410,7 +410,7 @@ def test_a_receiver_that_leaves_hands_its_blocks_over():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"external": External(13)}, r"is 13: expected at most 12, as the request has 21"),
+        ({"external": External(13)}, r"is 13: expected at most 12, because the request"),
         ({"external": External(-1)}, r"external.num_tokens is -1: expected 0"),
         ({"external": External(0, delayed=True)}, r"external.num_tokens is 0: expected 1 or more"),
         (
@@ -419,7 +419,7 @@ def test_a_receiver_that_leaves_hands_its_blocks_over():
         ),
     ],
 )
-def test_nonsensical_counts_are_rejected(arguments, error):
+def test_invalid_counts_are_rejected(arguments, error):
     manager = make()
     manager.step(new=[Request("a", range(8))])
     with pytest.raises(ValueError, match=error):
@@ -450,7 +450,7 @@ def test_invalid_types_are_rejected_by_name():
     assert manager.num_computed_tokens(request) == 9
 
 
-def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
+def test_receiving_request_is_not_served_forked_swapped_out_or_admitted_again():
     manager = make(num_host_blocks=9)
     request, _ = receiver(manager)
     for call in (
@@ -460,7 +460,7 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
         lambda: manager.take_cached(request),
     ):
         with pytest.raises(
-            ValueError, match=r"row 0 is receiving: expected finish_receiving before"
+            ValueError, match=r"row 0 is receiving external tokens: expected a call"
         ):
             call()
     with pytest.raises(ValueError, match=r"'a' is already admitted"):
@@ -478,13 +478,13 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
         manager.finish_receiving(request)
 
 
-def test_nonsensical_arguments_of_free_are_rejected():
+def test_invalid_arguments_of_free_are_rejected():
     manager = make(num_host_blocks=9)
     request = Request("a", range(9))
     manager.step(new=[request])
     with pytest.raises(ValueError, match=r"after_step is 0 with keep_blocks: expected one of them"):
         manager.free(request, after_step=0, keep_blocks=True)
-    with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps made so far"):
+    with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps so far"):
         manager.free(request, after_step=1)
     with pytest.raises(ValueError, match=r"after_step is -1: expected 0 to"):
         manager.free(request, after_step=-1)
@@ -495,6 +495,6 @@ def test_nonsensical_arguments_of_free_are_rejected():
     manager.free(request, keep_blocks=True)
     manager.step(new=[request])
     with pytest.raises(
-        ValueError, match=r"blocks of request 'a' are already kept: expected release"
+        ValueError, match=r"blocks of request 'a' are already kept: expected a call"
     ):
         manager.free(request, keep_blocks=True)

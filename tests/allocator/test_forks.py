@@ -76,7 +76,7 @@ def test_last_of_three_writers_in_a_step_keeps_the_block():
     assert [ids(manager, each)[2] for each in (parent, *children)] == [4, 5, 3]
 
 
-def test_at_a_block_boundary_nothing_is_copied():
+def test_fork_at_a_block_boundary_copies_nothing():
     manager = make()
     parent = admit(manager, "parent", range(8))
     child = child_of(manager, parent, "child", 7)
@@ -97,7 +97,7 @@ def test_shared_blocks_without_content_are_replaced_but_not_copied():
     check_invariants(manager)
 
 
-def test_a_write_that_finds_no_block_for_its_copy_waits_unchanged():
+def test_write_without_a_free_block_for_its_copy_waits_unchanged():
     manager = make(num_blocks=4)
     parent = admit(manager, "parent", range(10))
     child = child_of(manager, parent, "child", 7)
@@ -107,7 +107,7 @@ def test_a_write_that_finds_no_block_for_its_copy_waits_unchanged():
     assert serve(manager, parent).status.tolist() == [0]
 
 
-def test_a_state_that_is_shared_is_copied_even_within_its_block():
+def test_shared_state_is_copied_even_within_its_block():
     manager = make(groups=[GroupSpec("recurrent", 8)])
     parent = admit(manager, "parent", range(3))
     child = child_of(manager, parent, "child", 7)
@@ -118,7 +118,7 @@ def test_a_state_that_is_shared_is_copied_even_within_its_block():
     assert ids(manager, parent) == [1]
 
 
-def test_a_window_slides_for_each_of_them():
+def test_window_slides_independently_for_parent_and_child():
     manager = make(groups=[GroupSpec("sliding_window", 4, {"window": 5})])
     parent = admit(manager, "parent", range(10))
     child = child_of(manager, parent, "child", 7)
@@ -140,14 +140,14 @@ def test_forked_rows_cache_blocks_under_their_own_tokens():
         assert manager.cache.find_prefix(Request("probe", tokens)).num_tokens == 12
 
 
-def test_hashes_are_taken_over():
+def test_child_inherits_the_hashes_of_its_parent():
     manager = make()
     parent = admit(manager, "parent", range(40))
     child = child_of(manager, parent, "child", 7)
     assert manager.cache.hashes(child).tolist() == manager.cache.hashes(parent).tolist()
 
 
-def test_an_aborted_step_takes_the_child_back_too():
+def test_aborted_step_also_rolls_back_the_child():
     manager = make()
     parent = admit(manager, "parent", range(10))
     serve(manager, parent, token_ids=[10])
@@ -159,7 +159,7 @@ def test_an_aborted_step_takes_the_child_back_too():
     check_invariants(manager)
 
 
-def test_a_copy_that_was_aborted_is_lost():
+def test_copy_of_an_aborted_step_is_discarded():
     manager = make()
     parent = admit(manager, "parent", range(10))
     child_of(manager, parent, "child", 7)
@@ -177,7 +177,7 @@ def test_invalid_block_affects_parent_and_child():
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_page_that_left_the_parents_window_and_fails_is_known_of_the_child(leaves):
+def test_failed_page_outside_the_parents_window_affects_the_child(leaves):
     window = GroupSpec("sliding_window", 4, {"window": 4})
     manager = make(groups=[window], enable_caching=False)
     parent = Request("parent", range(40))
@@ -209,7 +209,7 @@ def test_invalid_shared_block_withdraws_tokens_that_a_child_added_to_it():
     assert manager.cache.find_prefix(probe).num_tokens == 0
 
 
-def test_common_prefix_counts_rows():
+def test_common_prefix_is_the_blocks_held_by_all_rows():
     manager = make()
     parent = admit(manager, "parent", range(10))
     child_of(manager, parent, "child", 7)
@@ -224,7 +224,7 @@ def test_fork_inherits_extra_keys():
     assert manager.fork(parent, Request("child", range(10), cache_salt="x")) == 1
 
 
-def test_without_a_free_row_nothing_happens():
+def test_fork_without_a_free_row_changes_nothing():
     manager = make(max_num_reqs=1)
     parent = admit(manager, "parent", range(10))
     assert manager.fork(parent, Request("child", range(10))) == -1
@@ -251,7 +251,7 @@ def test_invalid_forks_are_rejected_and_change_nothing(fork, message):
     assert len(manager.step().append_rows) == 0
 
 
-def test_drafts_are_to_be_confirmed_or_rejected_first():
+def test_fork_requires_drafts_to_be_confirmed_or_rejected():
     manager = make()
     parent = admit(manager, "parent", range(10))
     serve(manager, parent, num_tokens=3)
@@ -262,11 +262,11 @@ def test_drafts_are_to_be_confirmed_or_rejected_first():
     assert manager.fork(parent, child) == 1
 
 
-def test_requests_of_the_other_interface_cannot_be_forked():
+def test_requests_admitted_by_admit_cannot_be_forked():
     manager = make()
     request = Request("r", range(10))
     manager.admit(Admit(request, num_tokens=10), ())
-    with pytest.raises(ValueError, match="expected one that step admitted"):
+    with pytest.raises(ValueError, match="expected a request that step admitted"):
         manager.fork(request, Request("child", range(10)))
 
 

@@ -178,14 +178,14 @@ class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)
         ("test_x", OfStates, ValueError, "pages of kind 'test_x' is 'state': expected 'tokens'"),
     ],
 )
-def test_a_wrong_kind_is_not_registered(name, kind, error, message):
+def test_invalid_kind_is_rejected(name, kind, error, message):
     with pytest.raises(error, match=message):
         register(name)(kind)
     assert "test_x" not in kind_names()
 
 
 @pytest.mark.parametrize("base", [AttentionKind, kind_class("sliding_window")])
-def test_a_kind_whose_constructor_leaves_out_its_base_is_named(monkeypatch, base):
+def test_kind_constructor_without_super_call_is_reported(monkeypatch, base):
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
 
     def forgetful(self, *, reach: int) -> None:
@@ -203,7 +203,7 @@ def test_a_kind_whose_constructor_leaves_out_its_base_is_named(monkeypatch, base
             make()
 
 
-def test_a_kind_may_derive_from_one_of_the_package_with_other_options_and_bounds():
+def test_kind_may_derive_from_a_built_in_kind_with_other_options():
     @register("test_window_of_8")
     class WindowOf8(kind_class("sliding_window")):
         def __init__(self, *, chunks=1):
@@ -307,7 +307,7 @@ def test_admit_retains_the_shared_prefix_and_the_prompt_that_it_names():
     assert cached_columns(manager, request, 1) == [1, 2, 5, 6]  # hits of 12 and 28 tokens
 
 
-def test_a_request_waits_for_retained_blocks_only():
+def test_request_waits_only_for_retained_blocks():
     manager = make(FULL, WINDOW, num_blocks=81, in_step_hits="wait", retention_interval=0)
     first, second = (Request(name, range(43)) for name in "ab")
     plan = manager.step(new=[Admit(first, 20), second])
@@ -332,7 +332,7 @@ def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     check_invariants(manager)
 
 
-def test_a_window_bounds_what_a_request_holds():
+def test_window_limits_the_blocks_that_a_request_holds():
     manager = make(WINDOW, num_blocks=5)
     request = Request("a", range(100))
     run(manager, request, *[4] * 25)
@@ -349,7 +349,7 @@ def test_completed_chunk_is_dropped_and_a_hit_may_end_at_its_end():
     assert (found.tolist(), num_tokens) == ([0, 0], 8)
 
 
-def test_a_hit_is_as_long_as_all_groups_accept():
+def test_hit_ends_where_all_groups_can_continue():
     manager = make(FULL, WINDOW)
     request = Request("a", range(24))
     run(manager, request, 24)
@@ -423,7 +423,7 @@ def test_state_inside_a_block_is_kept_at_the_end_of_a_prompt_step():
     check_invariants(manager)
 
 
-def test_within_a_block_the_entry_of_the_table_is_replaced():
+def test_state_that_moves_within_a_block_replaces_its_table_entry():
     manager = make(GroupSpec("full_attention", 8), GroupSpec("recurrent", 16), hash_block_size=2)
     a = Request("a", range(30))
     first, second, third = run(manager, a, 4, 4, 3)
@@ -450,7 +450,7 @@ def test_state_inside_a_block_is_dropped_if_no_page_is_left():
     check_invariants(manager)
 
 
-def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
+def test_states_inside_blocks_are_kept_once_and_only_for_prompts():
     manager = make(*INSIDE, hash_block_size=2)
     a, b = Request("a", range(6)), Request("b", range(8))
     plans = run(manager, a, 6)
@@ -486,7 +486,7 @@ def test_large_blocks_are_hit_at_kept_states(groups, num_shared, chunks, num_hit
 
 
 @pytest.mark.parametrize("state_interval", [512, None])  # None: kept inside the 2,048-token blocks
-def test_a_planned_hybrid_is_hit_inside_its_large_blocks(state_interval):
+def test_planned_hybrid_model_has_hits_inside_its_large_blocks(state_interval):
     layers = [LayerSpec(f"full.{i}", "full_attention", 16, 1, 2) for i in range(2)]
     layers += [LayerSpec(f"state.{i}", "recurrent", 16, state_bytes=16_384) for i in range(6)]
     plan = plan_cache(layers, 2**22, max_model_len=8_192, state_interval=state_interval)
@@ -543,7 +543,7 @@ def test_step_ends_at_the_end_of_the_shared_prefix():
         (GroupSpec("full_attention", 32, drafts=True), 16, 1_100, 1_072),
     ],
 )
-def test_an_equal_prompt_hits_all_that_it_can_the_first_time(
+def test_first_repetition_of_a_prompt_gets_the_longest_possible_hit(
     full, hash_block_size, num_tokens, want
 ):
     """The last prompt token is always computed, and a drafter recomputes one hash block."""
@@ -561,7 +561,7 @@ def test_an_equal_prompt_hits_all_that_it_can_the_first_time(
     assert hits == [0, want, want]
 
 
-def test_a_page_that_a_copy_reads_is_not_given_away_by_the_same_plan():
+def test_copy_source_is_not_reallocated_by_the_same_plan():
     manager = make(STATE, num_blocks=3)
     a = Request("a", range(30))
     run(manager, a, 4)
@@ -580,7 +580,7 @@ def test_state_with_late_tokens_is_still_stored():
     assert hit_length(manager, range(9)) == 8
 
 
-def test_blocks_of_an_encoder_are_taken_at_once_and_never_shared():
+def test_encoder_blocks_are_allocated_at_admission_and_never_shared():
     manager = make(FULL, GroupSpec("cross_attention", 8))
     a, b = (Request(name, range(9), num_encoder_tokens=20) for name in "ab")
     plan = manager.step(new=[a])
@@ -606,7 +606,7 @@ def test_a_prompt_that_its_encoder_makes_too_large_never_fits():
     check_invariants(manager)
 
 
-def test_a_kind_of_a_user_is_called_natively():
+def test_user_defined_kind_is_called_by_native_code():
     @register("test_two_blocks")
     class TwoBlocks(AttentionKind):
         def first_needed_token(self, num_computed_tokens):
@@ -620,7 +620,7 @@ def test_a_kind_of_a_user_is_called_natively():
     assert hit_length(manager, range(41)) == 40
 
 
-def test_an_error_in_a_kind_keeps_every_block(monkeypatch):
+def test_exception_in_a_user_defined_kind_keeps_every_block(monkeypatch):
     @register("test_broken")
     class Broken(AttentionKind):
         def first_needed_token(self, num_computed_tokens):
@@ -695,14 +695,14 @@ def test_step_needs_at_most_the_blocks_of_the_buffer():
     manager = make(ROUND, max_model_len=40)
     a = Request("a", range(40))
     says = (
-        r"^a new request asks for 40 slots, lookahead included: expected at most 16, "
-        r"as group 0 has places for 16 tokens and reads 0 of them$"
+        r"^a new request requests 40 slots including lookahead: expected at most 16, "
+        r"because group 0 has space for 16 tokens and reads 0 of them$"
     )
     for call in (lambda: manager.step(new=[a]), lambda: manager.would_fit(a)):
         with pytest.raises(ValueError, match=says):
             call()
     run(manager, a, 16)
-    says = r"^a row asks for 12 slots, .*: expected at most 11, .* and reads 5 of them$"
+    says = r"^a row requests 12 slots .*: expected at most 11, .* and reads 5 of them$"
     with pytest.raises(ValueError, match=says):
         manager.step([0], [10], num_lookahead_tokens=2)
     manager.step([0], [9], num_lookahead_tokens=2)
@@ -742,7 +742,7 @@ def test_a_fork_copies_the_blocks_of_a_buffer_that_are_written():
     check_invariants(manager)
 
 
-def test_a_row_resumes_unless_its_window_was_written_over():
+def test_row_resumes_unless_its_window_was_overwritten():
     for last, resumes_at in ((3, 13), (6, 0)):
         manager = make(ROUND)
         request = Request("a", range(40))
@@ -799,7 +799,7 @@ def test_drafting_group_recomputes_the_last_block_of_its_hit():
         ([("full_attention", 4), ("recurrent", 4)], 2, 8, [4, 4], 4),
     ],
 )
-def test_drafting_costs_the_other_groups_nothing(
+def test_drafting_group_does_not_shorten_the_hits_of_other_groups(
     groups, hash_block_size, num_cached, chunks, num_hit
 ):
     first, *others = [
@@ -827,8 +827,8 @@ def test_drafting_group_recomputes_a_hash_block_if_hits_end_inside_blocks():
 
 
 @pytest.mark.parametrize("group", [STATE, GroupSpec("cross_attention", 4)])
-def test_only_groups_of_tokens_draft(group):
-    with pytest.raises(ValueError, match=r"^groups\[1\] drafts, and its kind keeps no K and V of"):
+def test_only_groups_that_store_tokens_may_draft(group):
+    with pytest.raises(ValueError, match=r"^groups\[1\] has drafts=True, but its kind does not"):
         make(FULL, drafting(group))
     with pytest.raises(TypeError, match=r"^drafts is 1: expected True or False"):
         GroupSpec("full_attention", 4, drafts=1)
@@ -927,25 +927,25 @@ def test_external_tokens_after_a_hit_inside_a_block_are_rejected():
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(60))
     found = manager.cache.find_prefix(b).block_ids
-    with pytest.raises(ValueError, match=r"^external.num_tokens is 8 behind a hit of 28"):
+    with pytest.raises(ValueError, match=r"^external.num_tokens is 8 after a hit of 28"):
         manager.admit(Admit(b, num_tokens=2, external=External(8)), found)
     whole = manager.cache.find_prefix(b, whole_blocks=True).block_ids
     assert len(manager.admit(Admit(b, num_tokens=2, external=External(8)), whole)) == 1
 
 
-def test_a_hit_inside_a_block_that_has_gone_is_looked_up_again():
+def test_evicted_hit_inside_a_block_must_be_looked_up_again():
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(30))
     found = manager.cache.find_prefix(b).block_ids
     manager.cache.evict([2])
-    with pytest.raises(ValueError, match=r"look up again|since the last token must run"):
+    with pytest.raises(ValueError, match=r"look up again|because the last token must be computed"):
         manager.admit(Admit(b, num_tokens=2), found)
     assert manager.take_copies().shape == (0, 2)
     assert len(manager.admit(Admit(b, num_tokens=14), found[:1])) == 1
 
 
-def test_groups_of_unequal_blocks_name_the_block_to_copy_from_each():
+def test_hit_lists_a_copy_source_for_each_group_of_unequal_block_size():
     manager = make(
         GroupSpec("full_attention", 16),
         GroupSpec("sliding_window", 8, {"window": 6}),
@@ -968,7 +968,7 @@ def test_groups_of_unequal_blocks_name_the_block_to_copy_from_each():
         (GroupSpec("full_attention", 16), GroupSpec("full_attention", 16, cached=False)),
     ],
 )
-def test_states_and_uncached_groups_are_hit_inside_blocks_by_steps_alone(groups):
+def test_only_steps_hit_states_and_uncached_groups_inside_blocks(groups):
     manager = make(*groups, hash_block_size=4)
     run(manager, Request("a", range(28)), 28)
     assert manager.cache.find_prefix(Request("b", range(30))).num_tokens % 16 == 0
@@ -996,7 +996,7 @@ def test_a_large_block_is_hit_by_prompts_shorter_than_it():
     assert manager.pool.num_cached == 2
 
 
-def test_context_parallelism_makes_blocks_of_all_ranks_tokens():
+def test_blocks_cover_the_tokens_of_all_context_parallel_ranks():
     cp = ContextParallel(pcp_world_size=2, dcp_world_size=2)
     replicated = GroupSpec("full_attention", 4, replicated=True)
     manager = make(FULL, replicated, context_parallel=cp, enable_events=True)
@@ -1010,7 +1010,7 @@ def test_context_parallelism_makes_blocks_of_all_ranks_tokens():
         manager.admit(Admit(Request("b", range(40)), num_tokens=1), [[1], [2]])
 
 
-def test_per_request_calls_answer_lists_for_several_groups():
+def test_per_request_calls_return_a_list_per_group():
     manager = make(FULL, WINDOW)
     a, b = Request("a", range(10)), Request("b", range(12))
     ids = manager.admit(Admit(a, num_tokens=10), ())
@@ -1021,12 +1021,12 @@ def test_per_request_calls_answer_lists_for_several_groups():
     assert [each.tolist() for each in manager.extend(a, 2)] == [[], []]
 
 
-def test_a_recurrent_group_is_driven_by_steps():
+def test_recurrent_groups_require_steps():
     manager = make(STATE)
-    with pytest.raises(ValueError, match="admit cannot say which state is to be copied"):
+    with pytest.raises(ValueError, match="admit cannot return the required copies of states"):
         manager.admit(Admit(Request("a", range(4)), num_tokens=4), ())
     run(manager, Request("a", range(4)), 4)
-    with pytest.raises(ValueError, match=r"takes no token back without num_speculative_blocks"):
+    with pytest.raises(ValueError, match=r"cannot undo tokens without num_speculative_blocks"):
         manager.step([0], [1], num_rejected_tokens=[1])
 
 
@@ -1041,7 +1041,7 @@ def test_tails_of_all_groups_are_evicted_before_heads():
     assert sorted([*taken[0], *taken[1]]) == sorted([small[3], small[2], large[1]])
 
 
-def test_an_array_that_a_kind_changes_is_not_the_one_that_is_served():
+def test_step_serves_a_copy_of_arrays_that_a_kind_modifies():
     rows = np.array([0, 1], np.int32)
 
     @register("test_meddling")
@@ -1097,7 +1097,7 @@ def test_kind_that_calls_back_is_rejected_and_an_inconsistent_one_is_called_once
             [FULL, WINDOW],
             {"retention_interval": 6},
             ValueError,
-            "retention_interval is 6: expected None, 0 or a multiple of 4, at which hits end",
+            "retention_interval is 6: expected None, 0 or a multiple of 4, where hits can end",
         ),
         ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a share"),
         ([FULL], {"watermark": "x"}, TypeError, "watermark is 'x'"),
@@ -1112,12 +1112,12 @@ def test_kind_that_calls_back_is_rejected_and_an_inconsistent_one_is_called_once
         ),
     ],
 )
-def test_wrong_groups_and_options_are_named(groups, options, error, message):
+def test_invalid_groups_and_options_are_reported(groups, options, error, message):
     with pytest.raises(error, match=message):
         make(*groups, **options)
 
 
-def test_a_state_that_ends_no_hit_is_not_cached():
+def test_state_at_which_no_hit_can_end_is_not_cached():
     """Hits end at multiples of 8 tokens, so states at 4 or 12 are never read."""
     groups = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)

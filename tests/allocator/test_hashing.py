@@ -98,7 +98,7 @@ def vector_cases():
     return json.loads(shared_file("vectors/block_hash_sha256_cbor.json").read_text())["cases"]
 
 
-def test_known_answers():
+def test_hash_equals_the_known_digests():
     for case in vector_cases():
         extra = case["extra_keys_per_block"]
         if extra is not None:
@@ -123,7 +123,7 @@ def test_unknown_sha256_implementation_is_rejected():
 
 
 @pytest.mark.parametrize(("size", "digest"), XXH3_128)
-def test_known_answers_of_xxh3(size, digest):
+def test_xxh3_equals_the_known_digests(size, digest):
     assert core.xxh3_128(content(size)).hex() == digest
 
 
@@ -148,7 +148,7 @@ def test_xxh3_over_the_same_cbor(block_size):
     assert np.array_equal(rest, found[1:])
 
 
-def test_an_unknown_algorithm_is_named():
+def test_an_unknown_algorithm_is_reported():
     expected = "expected one of sha256_cbor, xxh3_128_cbor"
     with pytest.raises(ValueError, match=rf"algorithm is 'md5': {expected}$"):
         hash_blocks(range(16), 16, algorithm="md5")
@@ -230,7 +230,7 @@ def test_agrees_with_a_cbor_library(tokens, block_size, seed, data):
     assert hexes(found) == reference(tokens, block_size, keys, seed)
 
 
-def test_a_parent_continues_a_chain():
+def test_hashing_with_a_parent_continues_a_chain():
     whole = hash_blocks(range(96), 16)
     rest = hash_blocks(range(48, 96), 16, parent=bytes(whole[2]))
     assert np.array_equal(whole[3:], rest)
@@ -259,19 +259,19 @@ def test_every_integer_dtype_gives_the_same_hash(dtype):
         (([1, 2], 1.0), TypeError, "block_size is 1.0: expected an integer"),
     ],
 )
-def test_wrong_input_is_named(arguments, error, message):
+def test_invalid_input_is_reported(arguments, error, message):
     with pytest.raises(error, match=message):
         hash_blocks(*arguments)
 
 
-def test_wrong_keywords_are_named():
+def test_invalid_keyword_arguments_are_reported():
     with pytest.raises(
         ValueError, match="extra_keys has 1 entries: expected 3, one per full block"
     ):
         hash_blocks(range(50), 16, extra_keys=[None])
 
 
-def test_text_that_utf_8_cannot_hold_is_named():
+def test_text_not_encodable_as_utf_8_is_reported():
     said = r"is '\\ud800': expected text that UTF-8 can hold"
     with pytest.raises(ValueError, match=f"extra key {said}"):
         hash_blocks(range(16), 16, extra_keys=[[("image", "\ud800")]])
@@ -334,7 +334,7 @@ def defined_hashes(request, block_size=16):
     return hash_blocks(tokens, block_size, extra_keys=keys)
 
 
-def test_embeddings_with_equal_bytes_and_another_meaning_have_other_hashes():
+def test_embeddings_with_equal_bytes_but_different_type_or_shape_have_different_hashes():
     rows = np.arange(32 * 4, dtype="<f2").reshape(32, 4)
     views = [rows, rows.view("<u2"), rows.view(">f2"), rows.view("<f8"), rows.view("<f4")]
     views += [rows.reshape(32, 2, 2), rows.view("<i2")]
@@ -342,7 +342,7 @@ def test_embeddings_with_equal_bytes_and_another_meaning_have_other_hashes():
     assert len({manager_hashes(each).tobytes() for each in requests}) == len(views)
 
 
-def test_extra_keys_of_a_request_come_in_their_order():
+def test_extra_keys_of_a_request_have_a_fixed_order():
     embeds = np.arange(40 * 3, dtype=np.float32).reshape(40, 3)
     request = Request(
         "r",
@@ -379,7 +379,9 @@ items = st.lists(st.tuples(st.text(max_size=300), st.integers(0, 90), st.integer
     salt=st.none() | st.text(),
     num_rows=st.none() | st.integers(0, 120),
 )
-def test_extra_keys_of_any_request(num_tokens, later, block_size, lora, items, salt, num_rows):
+def test_native_extra_keys_match_the_definition(
+    num_tokens, later, block_size, lora, items, salt, num_rows
+):
     """Compares native code with the definition, for overlapping items in any order and for future
     tokens.
     """
@@ -395,7 +397,7 @@ def test_extra_keys_of_any_request(num_tokens, later, block_size, lora, items, s
         )
 
 
-def test_rows_without_tokens_cost_nothing():
+def test_embedding_rows_without_tokens_are_not_hashed():
     """2**31 rows for 3 tokens. Digests of all rows would take hours and gigabytes."""
     rows = np.broadcast_to(np.float32(1), (2**31 - 1, 4))
     request = Request("r", range(3), prompt_embeds=rows)
@@ -448,7 +450,7 @@ def test_keys_of_future_tokens_are_hashed_once_the_tokens_arrive(options):
     assert not (manager_hashes(grown)[-1] == manager_hashes(other)[-1]).all()
 
 
-def test_images_of_a_long_prompt_cost_little():
+def test_hashing_many_images_of_a_long_prompt_is_fast():
     """130 images over 131,072 tokens. A Python loop over the blocks took 77 ms longer."""
     tokens = np.arange(131_072, dtype=np.int32)
     images = [(f"image-{i}", 1000 * i, 576) for i in range(130)]
@@ -456,17 +458,17 @@ def test_images_of_a_long_prompt_cost_little():
     def seconds(**options):
         taken = []
         for _ in range(5):
-            start = thread_time()  # other processes may take the core
+            start = thread_time()  # other processes may be using the core
             manager_hashes(Request("r", tokens, **options))
             taken.append(thread_time() - start)
         return min(taken)
 
     assert seconds(mm_items=images) < 3 * seconds() + 0.01
-    # An item may claim tokens that never arrive. They must not take any time in advance.
+    # An item may cover tokens that never arrive. They must not take any time in advance.
     assert seconds(mm_items=[("video", 0, 2**31 - 1)], cache_salt="s") < 3 * seconds() + 0.01
 
 
-def test_threads_hash_prompts_side_by_side():
+def test_threads_hash_prompts_concurrently():
     prompts = [np.arange(i, i + 100_000, dtype=np.int32) for i in range(4)]
     want = [hash_blocks(prompt, 16)[-1].tolist() for prompt in prompts]
     found = {}
@@ -497,7 +499,7 @@ def test_an_image_changes_its_blocks_and_all_later_ones():
         assert len({bytes(h[block]) for h in (plain, a, b)}) == 3
 
 
-def test_blocks_that_generation_fills_carry_the_adapter_but_not_the_salt():
+def test_hashes_of_generated_blocks_include_the_adapter_but_not_the_salt():
     manager = KVCacheManager(16, 100, 1000)
     request = Request("r", range(10), lora=("sql", "/a"), cache_salt="t")
     manager.cache.hashes(request)
@@ -525,7 +527,7 @@ def engine_manager(num_bytes=32, **options):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 5, 16, 20, 31, 32])
-def test_given_hashes_are_what_blocks_are_found_under(num_bytes):
+def test_blocks_are_found_under_their_given_hashes(num_bytes):
     tokens = list(range(30))
     manager = engine_manager(num_bytes, enable_events=True)
     hashes = given_hashes(tokens, 4, num_bytes)
@@ -545,7 +547,7 @@ def test_given_hashes_are_what_blocks_are_found_under(num_bytes):
     assert manager.cache.find_prefix(other).num_tokens == 12
 
 
-def test_hashes_that_differ_in_any_byte_are_two():
+def test_hashes_that_differ_in_any_byte_are_distinct():
     """Short hashes are zero-padded. All hashes have the same length, so this is unambiguous."""
     manager = engine_manager(32)
     for byte in range(32):
@@ -580,7 +582,7 @@ def test_given_hashes_are_read_as_the_engine_extends_them():
     assert manager.cache.find_prefix(Request("s", tokens, block_hashes=hashes)).num_tokens == 32
 
 
-def test_given_hashes_of_the_same_algorithm_meet_computed_ones():
+def test_given_and_computed_hashes_of_one_algorithm_match():
     for algorithm in ("sha256_cbor", "xxh3_128_cbor"):
         manager = KVCacheManager(16, 20, 200, hash_algorithm=algorithm)
         manager.step(new=[Request("computed", range(100))])
@@ -589,7 +591,7 @@ def test_given_hashes_of_the_same_algorithm_meet_computed_ones():
         assert manager.cache.find_prefix(request).num_tokens == 96
 
 
-def test_wrong_given_hashes_are_named_and_change_nothing():
+def test_invalid_given_hashes_are_reported_and_change_nothing():
     tokens = list(range(10))
     hashes = given_hashes(tokens, 4)
     manager = engine_manager(enable_events=True)
@@ -661,7 +663,7 @@ def test_list_that_lags_behind_the_tokens_is_rejected_with_the_step():
     assert manager.pool.num_cached == 2
 
 
-def test_tokens_whose_given_hash_is_missing_are_rejected_when_they_come():
+def test_tokens_without_a_given_hash_are_rejected_on_arrival():
     """The call with the tokens fails, rather than a later call such as a report on other requests."""
     tokens = list(range(8))
     hashes, mine = given_hashes(tokens, 4), given_hashes(tokens[:7], 4)
@@ -689,7 +691,7 @@ def test_tokens_whose_given_hash_is_missing_are_rejected_when_they_come():
     check_invariants(manager)
 
 
-def test_without_caching_equal_given_hashes_are_blocks_of_their_own():
+def test_without_caching_equal_given_hashes_do_not_share_blocks():
     """Found by a random run: all requests with the hash of a failed block were reset."""
     manager = engine_manager(num_preallocate_tokens=0, enable_caching=False)
     tokens = list(range(10))
@@ -705,7 +707,7 @@ def test_without_caching_equal_given_hashes_are_blocks_of_their_own():
     assert plain.invalidate(plain.block_ids(pair[1])[:1]) == {"b": 0}
 
 
-def test_a_fork_has_the_hashes_of_its_parent():
+def test_fork_has_the_given_hashes_of_its_parent():
     tokens = list(range(10))
     manager = engine_manager()
     hashes = given_hashes(tokens, 4)
@@ -741,10 +743,10 @@ def test_bools_are_not_token_ids(ids):
 
 
 class TestHashedTokens:
-    """A sequence of block hashes that a request uses in place of a list with an object per block."""
+    """A sequence of block hashes, used by a request instead of a list with one object per block."""
 
     @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxh3_128_cbor"])
-    def test_tokens_that_come_in_parts_hash_as_all_at_once(self, algorithm):
+    def test_tokens_appended_in_parts_have_the_same_hashes(self, algorithm):
         rng, size = random.Random(5), 4
         parent = bytes(range(core.digest_bytes(algorithm)))
         for _ in range(30):
@@ -771,7 +773,7 @@ class TestHashedTokens:
             assert hashed.num_tokens == len(tokens)
             assert hashed[-1] == hashed[len(hashed) - 1] and hashed[2:5] == list(hashed)[2:5]
 
-    def test_a_manager_reads_them_as_its_tokens_come(self):
+    def test_manager_reads_hashed_tokens_as_tokens_arrive(self):
         manager = KVCacheManager(4, 40, 100, hash_algorithm="engine:x")
         tokens = list(range(18))
         hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
@@ -843,7 +845,7 @@ class TestHashedTokens:
             other = Request(f"b{num_tokens}", tokens[:num_tokens], block_hashes=given)
             assert manager.cache.find_prefix(other).num_tokens == num_hit
 
-    def test_lookahead_is_rejected_where_hashes_cover_no_further_tokens(self):
+    def test_lookahead_is_rejected_if_hashes_cover_no_later_tokens(self):
         with pytest.raises(
             ValueError, match="num_hash_lookahead_tokens is 1: expected 0 with sha2"
         ):
@@ -853,7 +855,7 @@ class TestHashedTokens:
         with pytest.raises(ValueError, match="expected 1, one per full block of 4 tokens followed"):
             manager.step(new=[request])
 
-    def test_wrong_arguments_change_nothing(self):
+    def test_invalid_arguments_change_nothing(self):
         hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
         hashed.extend_to(list(range(9)))
         for call, error, message in (

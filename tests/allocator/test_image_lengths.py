@@ -61,7 +61,7 @@ def test_text_after_an_image_of_another_length_is_not_a_hit():
     assert hit(manager, image("d", 5, num_tokens=40)) == 36
 
 
-def test_a_request_cannot_be_given_blocks_of_another_length():
+def test_blocks_of_another_image_length_are_rejected_as_computed_blocks():
     manager = make()
     cached(manager, image("a", 5))
     ids = manager.cache.find_prefix(image("b", 5)).block_ids
@@ -70,7 +70,7 @@ def test_a_request_cannot_be_given_blocks_of_another_length():
     assert len(manager.admit(Admit(image("d", 5), num_tokens=4), ids)) == 1
 
 
-def test_several_images_and_overlaps_count_each():
+def test_each_of_several_or_overlapping_images_is_compared():
     manager = make()
     items = [("x", 2, 5), ("y", 6, 3), ("y", 12, 2)]
     cached(manager, Request("a", range(24), mm_items=items))
@@ -81,7 +81,7 @@ def test_several_images_and_overlaps_count_each():
         assert hit(manager, Request("c", range(24), mm_items=other)) == num_tokens
 
 
-def test_hits_inside_blocks_are_of_the_same_length():
+def test_hits_inside_blocks_require_equal_image_lengths():
     manager = KVCacheManager(16, 20, 200, hash_block_size=4, num_preallocate_tokens=0)
     manager.step(new=[image("a", 5, num_tokens=14)])
     for length, num_tokens in ((5, 12), (4, 4)):
@@ -91,7 +91,7 @@ def test_hits_inside_blocks_are_of_the_same_length():
     assert plan.num_computed_tokens.tolist() == [4] and plan.copy.tolist() == [[1, 2]]
 
 
-def test_pages_of_the_host_are_of_the_same_length():
+def test_hits_on_the_host_require_equal_image_lengths():
     manager = KVCacheManager(
         BLOCK, 9, 64, num_host_blocks=20, host_write="through", num_preallocate_tokens=0
     )
@@ -123,7 +123,7 @@ def test_swapped_request_returns_with_its_own_image():
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("hash_block_size", [None, 2])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
-def test_no_hit_ever_holds_the_kv_of_another_image(seed, hash_block_size, num_host_blocks):
+def test_no_hit_contains_the_kv_of_another_image(seed, hash_block_size, num_host_blocks):
     """Executes plans on simulated pages and compares each page with the request's own KV."""
     rng = np.random.default_rng(seed)
     groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 4, {"window": 6})]

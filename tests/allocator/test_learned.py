@@ -26,7 +26,7 @@ def equal(one, two):
     return np.array_equal(one.reached, two.reached) and np.array_equal(one.used, two.used)
 
 
-def test_stats_show_what_was_counted():
+def test_stats_show_the_learned_counts():
     learned = trained().cache.stats.learned
     assert learned.reached.shape == learned.used.shape == (298, 26)
     assert learned.used.sum() > 50 and learned.reached[:, 0].sum() > learned.used.sum()
@@ -121,24 +121,24 @@ def test_invalid_file_is_ignored_with_a_warning(tmp_path, text, says):
         assert LearnedReuse.load(path) is None
 
 
-def test_a_file_without_an_end_is_ignored_at_once():
+def test_endless_file_is_ignored_immediately():
     with pytest.warns(UserWarning, match="/dev/zero is ignored: it has more than"):
         assert LearnedReuse.load("/dev/zero") is None
 
 
-def test_numbers_that_no_float_holds_are_named():
+def test_numbers_outside_the_range_of_floats_are_reported():
     for value in (10**400, 10**5000):
         with pytest.raises(ValueError, match=r"^reached is not an array of numbers \("):
             LearnedReuse([[value]], [[1]])
 
 
-def test_bytes_that_are_not_text_are_ignored(tmp_path):
+def test_file_that_is_not_text_is_ignored(tmp_path):
     (tmp_path / "reuse.json").write_bytes(b"\xff\xfe\x00")
     with pytest.warns(UserWarning, match="is ignored"):
         assert LearnedReuse.load(tmp_path / "reuse.json") is None
 
 
-def test_a_wrong_call_is_named_and_changes_nothing():
+def test_invalid_call_is_reported_and_changes_nothing():
     manager = KVCacheManager(16, 9, 64, eviction="learned")
     before = manager.cache.stats.learned
     with pytest.raises(TypeError, match="learned has type dict: expected LearnedReuse or None"):
@@ -151,7 +151,7 @@ def test_a_wrong_call_is_named_and_changes_nothing():
         LearnedReuse(np.zeros((298, 26)), -np.ones((298, 26)))
 
 
-def test_a_priority_bounds_what_worth_ranks():
+def test_priority_takes_precedence_over_the_learned_value():
     """Evicts the lowest unexpired priority first.
 
     Within a priority, evicts the least likely to be reused.
@@ -208,7 +208,7 @@ def flooded(share):
     return manager.cache.find_prefix(Request("probe", range(49), cache_salt="mine")).num_tokens
 
 
-def test_a_tenant_keeps_no_more_than_its_share_while_others_need_room():
+def test_tenant_keeps_at_most_its_share_while_others_need_space():
     assert flooded(1) == 0
     assert flooded(0.8) == 48
 
@@ -230,7 +230,7 @@ def test_requests_without_salt_have_no_share():
     assert left(None) == 48 and left("x") + left("y") == 48
     with pytest.raises(ValueError, match=r"option 'tenant_share' is 1\.5: expected 0 to 1"):
         KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"tenant_share": 1.5})
-    with pytest.raises(ValueError, match="no option but 'double_cost_tokens', 'tenant_share'"):
+    with pytest.raises(ValueError, match="one of the options 'double_cost_tokens', 'tenant_share'"):
         KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"share": 1})
 
 
@@ -273,7 +273,7 @@ def test_turn_of_an_unknown_conversation_has_an_average_gap():
     assert chats.rows() == {36: 2}
 
 
-def test_blocks_after_a_fork_inside_a_later_turn_are_left_behind():
+def test_blocks_after_a_fork_inside_a_later_turn_count_as_abandoned():
     chats = Chats()
     chats.serve(0, range(64))
     chats.serve(5, range(128))  # continues
@@ -286,8 +286,8 @@ def test_blocks_after_a_fork_inside_a_later_turn_are_left_behind():
     check_invariants(chats.manager)
 
 
-def test_a_fork_inside_a_first_turn_leaves_nothing_behind():
-    """Another conversation shares the document. The first one may go on."""
+def test_fork_inside_a_first_turn_abandons_no_blocks():
+    """Another conversation shares the document. The first one may continue."""
     chats = Chats()
     chats.serve(0, range(128))
     chats.serve(9, [*range(96), *range(1000, 1032)])
@@ -310,8 +310,8 @@ def loops(rng):
 
 
 @pytest.mark.parametrize("seed", sampled(range(12)))
-def test_hits_behind_lru_are_bounded(seed):
-    """With wrong counts from the start, in a pool whose blocks are all sampled."""
+def test_hits_lost_to_lru_are_bounded(seed):
+    """The initial counts are wrong, and all blocks of the pool are sampled."""
     rng = np.random.default_rng(seed)
     num_blocks = int(rng.integers(20, 60))
     learned, lru = Chats(num_blocks), Chats(num_blocks)
@@ -328,7 +328,7 @@ def test_hits_behind_lru_are_bounded(seed):
 
 
 @pytest.mark.parametrize("seed", sampled(range(12)))
-def test_hits_behind_lru_are_bounded_while_other_requests_hold_blocks(seed):
+def test_hits_lost_to_lru_are_bounded_while_other_requests_hold_blocks(seed):
     """Each request runs until a random number of others have come, and keeps its blocks meanwhile."""
     rng = np.random.default_rng(seed)
     num_blocks = int(rng.integers(80, 120))
@@ -390,8 +390,8 @@ def conversations_left_behind():
         (conversations_left_behind, 200, [*range(288, 292), 2, 6, 10]),
     ],
 )
-def test_hits_behind_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_used):
-    """The counts say that the prompts which return never do."""
+def test_hits_lost_to_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_used):
+    """The initial counts wrongly state that the returning prompts never return."""
     learned, lru = Chats(c + 1), Chats(c + 1)
     lru.manager = KVCacheManager(16, c + 1, 2**16, num_preallocate_tokens=0)
     used = np.full((298, 26), 5e5)
@@ -404,7 +404,7 @@ def test_hits_behind_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_u
         assert behind <= 2 * c * (2 + math.log2(1 + num_uses / c))
 
 
-def test_prompts_whose_last_block_is_computed_again_are_no_losses():
+def test_recomputed_last_block_does_not_count_as_a_lost_hit():
     """A hit leaves one token to compute. The block that it belongs to is then cached twice."""
     chats, hits = Chats(101), []
     for time in range(20_000):

@@ -169,7 +169,7 @@ def test_every_evicted_page_matches_the_model(seed, cost):
 
 
 @pytest.mark.exhaustive
-def test_20_000_requests_over_two_tiers():
+def test_every_evicted_page_matches_the_model_over_20_000_requests():
     driver = Driver(100, 0)
     for _ in range(20_000):
         driver.step()
@@ -199,7 +199,7 @@ def test_loaded_page_is_evicted_first():
     assert host.allocate(1).tolist() == [pages[0]]
 
 
-def test_a_copy_is_worth_what_is_expected_of_it():
+def test_gain_of_a_copy_is_its_expected_hits():
     """A block that no request released has no statistics, so its copy has the full gain."""
     device = BlockPool(20, "learned")
     host = BlockPool(3, "learned", copies_of=device)
@@ -212,10 +212,10 @@ def test_a_copy_is_worth_what_is_expected_of_it():
     assert plain.gain_of_copy(device, block) == 1
 
 
-def test_wrong_calls_are_named_and_change_nothing():
+def test_invalid_calls_are_reported_and_change_nothing():
     device, other = BlockPool(9, "learned"), BlockPool(9)
     host = BlockPool(9, "learned", copies_of=device)
-    with pytest.raises(ValueError, match="'learned' for both, as the host learns from releases"):
+    with pytest.raises(ValueError, match="'learned' for both, because the host learns releases"):
         BlockPool(9, "learned", copies_of=other)
     with pytest.raises(ValueError, match="option 'double_cost_tokens' is 5: expected no options"):
         BlockPool(9, "learned", {"double_cost_tokens": 5}, copies_of=device)
@@ -226,7 +226,7 @@ def test_wrong_calls_are_named_and_change_nothing():
     for call, text in (
         (
             lambda: host.publish_copy(page, device, 8),
-            "source_id is block 8, which is under no hash",
+            "source_id is block 8, which is not published",
         ),
         (lambda: host.publish_copy(page, device, 9), "source_id holds block 9: expected 1 to 8"),
         (lambda: host.publish_copy(0, device, block), "ids holds block 0: expected 1 to 8"),
@@ -236,7 +236,7 @@ def test_wrong_calls_are_named_and_change_nothing():
         ),
         (lambda: host.notify_load(page), f"id is block {page}, which is not both cached and held"),
         (lambda: host.notify_load(-1), "id holds block -1: expected 1 to 8"),
-        (lambda: host.gain_of_copy(device, 8), "source_id is block 8, which is under no hash"),
+        (lambda: host.gain_of_copy(device, 8), "source_id is block 8, which is not published"),
     ):
         with pytest.raises(ValueError, match=text):
             call()

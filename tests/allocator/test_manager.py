@@ -35,7 +35,7 @@ def test_a_second_request_hits_the_full_blocks_of_the_first():
     assert manager.cache.stats.hit_tokens == 8 and manager.cache.stats.query_tokens == 20
 
 
-def test_the_last_token_always_runs():
+def test_the_last_token_is_always_computed():
     manager = make()
     manager.step(new=[Request("a", range(8))])
     ids, num_tokens, _ = manager.cache.find_prefix(Request("b", range(8)))
@@ -62,7 +62,7 @@ def test_blocks_of_one_step_are_hits_for_later_plans_only():
     check_invariants(manager)
 
 
-def test_a_plan_names_rows_and_what_changed():
+def test_plan_lists_rows_and_table_changes():
     manager = make()
     a, b = Request("a", range(6)), Request("b", range(100, 103))
     plan = manager.step(new=[a, b])
@@ -97,7 +97,7 @@ def test_status_distinguishes_wait_from_never():
     assert plan.status.tolist() == [Status.SERVED]
 
 
-def test_a_request_that_does_not_fit_leaves_the_order_of_eviction():
+def test_request_that_does_not_fit_keeps_the_eviction_order():
     """Regression from an original implementation, which touched hits before the capacity check."""
     manager = make(num_blocks=4)
     a, b = Request("a", range(4)), Request("b", range(100, 104))
@@ -134,7 +134,7 @@ def test_admit_and_extend_return_new_blocks():
     assert manager.extend(request, 8 * 4) is None
 
 
-def test_preallocation_takes_more_but_never_beyond_the_model_or_the_pool():
+def test_preallocation_stays_within_max_model_len_and_the_pool():
     manager = make(num_preallocate_tokens=8)
     a = Request("a", range(3))
     assert manager.admit(Admit(a, num_tokens=3), ()).tolist() == [1, 2, 3]
@@ -166,7 +166,7 @@ def test_late_tokens_are_hashed_when_they_arrive():
     assert manager.cache.find_prefix(Request("b", range(9))).num_tokens == 8
 
 
-def test_chunked_prefill_caches_what_was_computed():
+def test_chunked_prefill_caches_the_computed_blocks():
     manager = make()
     plan = manager.step(new=[Admit(Request("a", range(20)), num_tokens=6)])
     assert len(plan.append_ids[0]) == 2 and manager.pool.num_cached == 1
@@ -174,7 +174,7 @@ def test_chunked_prefill_caches_what_was_computed():
     assert manager.pool.num_cached == 5
 
 
-def test_a_request_may_opt_out_of_reading_and_of_writing():
+def test_request_may_opt_out_of_reading_and_writing_the_cache():
     manager = make()
     manager.step(new=[Request("a", range(10))])
     for name in ("read_cache", "write_cache"):
@@ -198,7 +198,7 @@ def test_without_caching_nothing_is_hashed_or_hit():
         manager.admit(Admit(Request("b", range(10)), num_tokens=6), [1])
 
 
-def test_free_is_a_no_op_for_what_is_not_admitted():
+def test_free_has_no_effect_on_requests_that_are_not_admitted():
     manager = make()
     request = Request("a", range(10))
     manager.free(request)
@@ -220,7 +220,7 @@ def test_hashes_survive_preemption():
     assert plan.num_computed_tokens.tolist() == [8] and request.num_tokens == 12
 
 
-def test_reset_waits_for_every_block():
+def test_reset_fails_while_any_block_is_held():
     manager = make()
     request = Request("a", range(10))
     manager.step(new=[request])
@@ -230,7 +230,7 @@ def test_reset_waits_for_every_block():
     assert manager.cache.find_prefix(request).num_tokens == 0
 
 
-def test_rows_run_out_when_they_are_limited():
+def test_requests_wait_when_all_rows_are_in_use():
     manager = make(max_num_reqs=1)
     a, b = Request("a", range(3)), Request("b", range(5, 8))
     assert manager.step(new=[a, b]).status.tolist() == [Status.SERVED, Status.WAIT]
@@ -239,7 +239,7 @@ def test_rows_run_out_when_they_are_limited():
     assert manager.step(new=[b]).rows.tolist() == [0]
 
 
-def test_a_request_serves_managers_of_two_block_sizes_at_once():
+def test_request_can_be_used_by_managers_with_different_block_sizes():
     request = Request("a", range(40))
     small, large = make(num_blocks=20), make(block_size=8)
     assert small.cache.hashes(request).shape == (10, 32)
@@ -254,7 +254,7 @@ def test_a_request_serves_managers_of_two_block_sizes_at_once():
         assert manager.cache.find_prefix(follower).num_tokens == 48
 
 
-def test_tokens_that_arrive_before_free_are_cached_by_it():
+def test_free_caches_tokens_that_arrived_since_the_last_step():
     manager = make()
     request = Request("a", range(6))
     manager.step(new=[request])
@@ -266,7 +266,7 @@ def test_tokens_that_arrive_before_free_are_cached_by_it():
     check_invariants(manager)
 
 
-def test_free_caches_nothing_that_was_not_computed():
+def test_free_caches_only_computed_tokens():
     manager = make()
     request = Request("a", range(6))
     manager.step(new=[request])
@@ -284,13 +284,13 @@ def test_request_that_opted_out_of_reading_uses_no_computed_blocks():
     assert state(manager) == before
 
 
-def test_a_request_stays_with_the_way_that_admitted_it():
+def test_rows_of_step_and_of_admit_cannot_be_mixed():
     manager = make()
     a, b = Request("a", range(4)), Request("b", range(50, 54))
     manager.step(new=[a])
     manager.admit(Admit(b, num_tokens=4), ())
     before = state(manager)
-    with pytest.raises(ValueError, match="row 0 was admitted by step: expected its row among"):
+    with pytest.raises(ValueError, match="row 0 was admitted by step: expected it in"):
         manager.extend(a, 1)
     with pytest.raises(ValueError, match="row 1 was admitted by admit: expected extend"):
         manager.step([0, 1], [1, 1])
@@ -300,7 +300,7 @@ def test_a_request_stays_with_the_way_that_admitted_it():
     assert plan.append_rows.tolist() == [0] and plan.append_ids[0].tolist() == [4]
 
 
-def test_a_plan_clears_rows_of_steps_only_and_loses_none_to_other_calls():
+def test_plan_clears_all_freed_rows_of_steps_and_no_others():
     manager = make()
     a, b, c = (Request(name, [i, i + 1]) for i, name in enumerate("abc"))
     manager.step(new=[a])
@@ -382,7 +382,7 @@ def test_threads_sharing_a_request_get_its_hashes_or_an_error():
     for thread in threads:
         thread.join()
     assert found and len(found) + len(refused) == 4
-    assert all("a request serves one call at a time" in text for text in refused)
+    assert all("use a request in one call at a time" in text for text in refused)
     found.append(make().cache.hashes(request))
     assert all(np.array_equal(hashes, want) for hashes in found)
 
@@ -392,7 +392,7 @@ def bad_calls():
     other = Request("yy", range(100, 105))
     yield lambda m, a: m.step([7], [1]), "row 7 is not in use"
     yield lambda m, a: m.step([-1], [1]), "row -1 is not in use"
-    yield lambda m, a: m.step([0, 0], [1, 1]), "rows names row 0 twice"
+    yield lambda m, a: m.step([0, 0], [1, 1]), "rows contains row 0 twice"
     yield lambda m, a: m.step([0], [-1]), "num_tokens is -1: expected 0 to 2147483647"
     yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, but num_tokens has 2"
@@ -449,7 +449,7 @@ def bad_calls():
 
 
 @pytest.mark.parametrize(("call", "message"), list(bad_calls()))
-def test_a_wrong_call_is_named_and_changes_nothing(call, message):
+def test_invalid_call_is_reported_and_changes_nothing(call, message):
     manager = make()
     request = Request("a", range(10))
     manager.step(new=[request])
@@ -474,7 +474,7 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
         (1.0, TypeError, "num_tokens is 1.0: expected an integer"),
     ],
 )
-def test_wrong_numbers_of_appended_tokens_are_named(num_tokens, error, message):
+def test_invalid_numbers_of_appended_tokens_are_reported(num_tokens, error, message):
     manager = make()
     request = Request("a", range(10))
     manager.admit(Admit(request, num_tokens=10), ())
@@ -538,7 +538,7 @@ def test_wrong_numbers_of_appended_tokens_are_named(num_tokens, error, message):
         (lambda m: make(hash_seed=b"x"), "hash_seed is b'x': expected a string"),
     ],
 )
-def test_wrong_types_are_named(call, message):
+def test_invalid_types_are_reported(call, message):
     manager = make()
     before = state(manager)
     with pytest.raises(TypeError, match=message):
@@ -546,12 +546,12 @@ def test_wrong_types_are_named(call, message):
     assert state(manager) == before
 
 
-def test_requests_may_come_from_any_iterable():
+def test_new_requests_may_be_given_by_any_iterable():
     plan = make().step(new=(Request(name, range(5)) for name in "ab"))
     assert plan.rows.tolist() == [0, 1]
 
 
-def test_a_seed_that_utf_8_cannot_hold_is_named():
+def test_hash_seed_not_encodable_as_utf_8_is_reported():
     with pytest.raises(
         ValueError, match=r"hash_seed is '\\ud800': expected text that UTF-8 can hold"
     ):
@@ -561,7 +561,7 @@ def test_a_seed_that_utf_8_cannot_hold_is_named():
 @pytest.mark.parametrize(
     "sizes", ["num_gpu_blocks=2**31 - 1", "num_gpu_blocks=9, num_host_blocks=2**31 - 1"]
 )
-def test_blocks_that_memory_lacks_are_named(sizes):
+def test_pools_larger_than_the_memory_are_reported(sizes):
     script = f"""
 import resource
 from kvcache import KVCacheManager
@@ -583,7 +583,7 @@ check_invariants(small)
     assert "expected no more blocks than the system gives memory for" in result.stdout
 
 
-def test_the_largest_sizes_are_served():
+def test_largest_sizes_do_not_overflow():
     """Regression: the sums of these numbers used to overflow."""
     largest = 2**31 - 1
     manager = KVCacheManager(1, 100, largest, num_preallocate_tokens=largest)
@@ -624,12 +624,12 @@ def test_the_largest_sizes_are_served():
         ({"sliding_window": 0}, "window is 0: expected 1"),
     ],
 )
-def test_wrong_sizes_are_named(options, message):
+def test_invalid_sizes_are_reported(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
 
 
-def test_tokens_are_copied_and_checked_at_once():
+def test_tokens_are_copied_and_checked_immediately():
     tokens = np.arange(10, dtype=np.int32)
     request = Request("a", tokens)
     tokens[:] = 99
@@ -658,7 +658,7 @@ def test_tokens_are_copied_and_checked_at_once():
     ],
 )
 @pytest.mark.parametrize("is_hashed", [False, True])
-def test_tokens_come_in_any_form_before_and_after_hashing(tokens, is_hashed):
+def test_tokens_may_have_any_integer_type_before_and_after_hashing(tokens, is_hashed):
     request = Request("a", range(10))
     if is_hashed:
         make().cache.hashes(request)
@@ -682,7 +682,7 @@ def test_tokens_come_in_any_form_before_and_after_hashing(tokens, is_hashed):
     ],
 )
 @pytest.mark.parametrize("is_hashed", [False, True])
-def test_wrong_tokens_are_named_before_and_after_hashing(tokens, error, message, is_hashed):
+def test_invalid_tokens_are_reported_before_and_after_hashing(tokens, error, message, is_hashed):
     request = Request("a", range(10))
     if is_hashed:
         make().cache.hashes(request)
@@ -691,7 +691,7 @@ def test_wrong_tokens_are_named_before_and_after_hashing(tokens, error, message,
     assert request.num_tokens == 10
 
 
-def test_inputs_of_a_hash_cannot_be_changed():
+def test_hash_inputs_cannot_be_modified():
     request = Request("a", range(10), lora=["n", "p"], mm_items=[["i", 2, 3]], cache_salt="s")
     assert request.lora == ("n", "p") and request.mm_items == (("i", 2, 3),)
     for name in (
@@ -732,12 +732,12 @@ def test_inputs_of_a_hash_cannot_be_changed():
         ({"prompt_embeds": np.array(1.0)}, ValueError, "prompt_embeds has 0 dimensions"),
     ],
 )
-def test_a_wrong_request_is_named(options, error, message):
+def test_invalid_request_is_reported(options, error, message):
     with pytest.raises(error, match=message):
         Request("a", [1], **options)
 
 
-def test_a_request_without_tokens_yet():
+def test_request_may_have_no_tokens_yet():
     """The request can be queried and get slots. Blocks are published once the tokens are known."""
     manager = make()
     request = Request("a", [])
@@ -791,7 +791,7 @@ def test_plan_that_the_native_step_cannot_fill_is_rejected(left_out, added, mess
     assert isinstance(make().step(), StepPlan)
 
 
-def test_read_cache_of_a_call():
+def test_read_cache_argument_overrides_the_request():
     """The argument of a call overrides the request's own setting, in both directions."""
     manager = make(num_preallocate_tokens=0)
     size = manager.block_sizes[0]
@@ -834,8 +834,8 @@ def test_read_cache_of_a_call():
     check_invariants(manager)
 
 
-def test_other_tokens_after_a_wait_have_hashes_of_their_own():
-    """Token ids of a step that was not served are hashed and then taken back."""
+def test_tokens_given_after_a_wait_are_hashed_again():
+    """Token ids of a step that was not served are hashed and then removed again."""
     manager = KVCacheManager(4, 5, 100, num_preallocate_tokens=0)
     request, other = Request("r", range(7)), Request("other", range(50, 57))
     row = manager.step(new=[request, other]).rows[0]
@@ -858,7 +858,7 @@ class TestAdvance:
             manager.admit(Admit(request, num_tokens=6), ())
         return manager, requests
 
-    def test_each_request_gets_what_it_lacks(self):
+    def test_each_request_gets_its_missing_blocks(self):
         manager, requests = self.admitted()
         before = [manager.block_ids(request).tolist() for request in requests]
         answers = manager.advance([0, 1, 2], [6, 5, 8], [7, 9, 14])
@@ -877,8 +877,8 @@ class TestAdvance:
     @pytest.mark.parametrize(
         "starts,stops,message",
         [
-            ([6, 9], [7, 10], "start of row 1 is 9: expected at most 8, the slots that it has"),
-            ([6, 6], [7, 6], "stop of row 1 is 6: expected more than its start, 6"),
+            ([6, 9], [7, 10], "start of row 1 is 9: expected at most 8, the number of its slots"),
+            ([6, 6], [7, 6], "stop of row 1 is 6: expected more than the row's start, 6"),
             ([6, 3], [7, 9], "num_rejected_tokens of row 1 is 3: expected at most 2"),
             ([6, -1], [7, 1], "start of row 1 is -1: expected at least 0"),
             ([6, 6], [7, 65], "65 tokens"),
@@ -892,9 +892,9 @@ class TestAdvance:
         assert [manager.num_computed_tokens(request) for request in requests] == [6, 6, 6]
         check_invariants(manager)
 
-    def test_a_request_is_named_once(self):
+    def test_request_may_be_listed_only_once(self):
         manager, requests = self.admitted()
-        with pytest.raises(ValueError, match="rows names row 0 twice"):
+        with pytest.raises(ValueError, match="rows contains row 0 twice"):
             manager.advance([0, 0], [6, 6], [7, 7])
         with pytest.raises(ValueError, match="row 7"):
             manager.advance([0, 7], [6, 0], [7, 1])

@@ -32,7 +32,7 @@ def hit_length(manager, tokens):
 # Admission ------------------------------------------------------------------------------------------
 
 
-def test_one_recompute_serves_all_that_shared_a_failed_block():
+def test_one_recomputation_serves_all_rows_that_shared_a_failed_block():
     manager = KVCacheManager(4, 41, 100, num_preallocate_tokens=0)
     requests = [Request(name, [*range(20), 100 + i]) for i, name in enumerate("abc")]
     manager.step(new=requests[:1])
@@ -54,7 +54,7 @@ def test_one_recompute_serves_all_that_shared_a_failed_block():
         manager.take_cached(Request("x", [1]))
 
 
-def test_admissions_leave_the_watermark_and_running_requests_may_use_it():
+def test_only_running_requests_may_use_blocks_below_the_watermark():
     manager = make(num_blocks=11, watermark=0.2)  # keeps 2 blocks
     assert manager.would_fit(Request("a", range(36))) == Status.NEVER
     assert manager.step(new=[Request("a", range(28))]).status.tolist() == [Status.SERVED]
@@ -83,12 +83,12 @@ def test_hit_inside_a_block_is_dropped_if_its_copy_does_not_fit():
     assert plan.status.tolist() == [Status.SERVED] and plan.num_computed_tokens.tolist() == [0]
 
 
-def test_preallocation_leaves_the_watermark():
+def test_preallocation_keeps_the_watermark_free():
     manager = make(num_blocks=11, watermark=0.4, num_preallocate_tokens=100)
     assert len(manager.step(new=[Request("a", range(4))]).append_ids[0]) == 6
 
 
-def test_reserved_blocks_are_left_by_new_requests_of_the_step():
+def test_new_requests_leave_reserved_blocks_free():
     manager = make(num_blocks=6)
     a = Request("a", range(9))
     assert manager.step(new=[Admit(a, num_reserved_blocks=3)]).status.tolist() == [Status.WAIT]
@@ -109,7 +109,7 @@ def test_lookahead_may_differ_by_row():
     assert plan.append_splits[0].tolist() == [0, 2, 3]
 
 
-def test_rejected_drafts_give_their_slots_to_the_next_tokens():
+def test_next_tokens_reuse_the_slots_of_rejected_drafts():
     manager = make()
     request = Request("a", range(4))
     manager.step(new=[request])
@@ -123,11 +123,11 @@ def test_rejected_drafts_give_their_slots_to_the_next_tokens():
     assert plan.num_computed_tokens.tolist() == [7] and len(plan.append_ids[0]) == 0
     assert manager.pool.num_cached == 2
     manager.reject_tokens(request, 0)
-    with pytest.raises(ValueError, match="is 1: expected at most 0, of the tokens of its last"):
+    with pytest.raises(ValueError, match="is 1: expected at most 0, the number of uncached"):
         manager.reject_tokens(request, 1)
 
 
-def test_a_draft_in_a_slot_is_not_cached_as_the_token_that_came_instead():
+def test_rejected_draft_is_not_cached_as_the_token_that_replaces_it():
     manager = make()
     request = Request("a", range(4))
     manager.step(new=[request])
@@ -139,7 +139,7 @@ def test_a_draft_in_a_slot_is_not_cached_as_the_token_that_came_instead():
     assert manager.pool.num_cached == 1
 
 
-def test_token_ids_of_a_row_that_waits_are_not_taken():
+def test_token_ids_of_a_waiting_row_are_not_appended():
     manager = make(num_blocks=4)
     a, b = Request("a", range(4)), Request("b", range(50, 58))
     manager.step(new=[a, b])
@@ -167,7 +167,7 @@ def test_token_ids_of_a_row_that_waits_are_not_taken():
         ({"num_lookahead_tokens": [-1]}, "num_lookahead_tokens is -1"),
     ],
 )
-def test_wrong_arrays_of_a_step_are_named_and_change_nothing(arguments, message):
+def test_invalid_step_arrays_are_reported_and_change_nothing(arguments, message):
     manager = make()
     request = Request("a", range(8))
     manager.step(new=[request])
@@ -180,7 +180,7 @@ def test_wrong_arrays_of_a_step_are_named_and_change_nothing(arguments, message)
 # Reports --------------------------------------------------------------------------------------------
 
 
-def test_fenced_blocks_come_back_with_the_report_on_the_step_that_read_them():
+def test_fenced_blocks_become_free_when_the_step_that_reads_them_is_reported():
     manager = make(num_blocks=4, fence_frees=True)
     a, b = Request("a", range(10)), Request("b", range(50, 60))
     first = manager.step(new=[a])
@@ -220,12 +220,12 @@ def test_report_of_an_unknown_step_is_rejected():
         manager.report(StepReport(0, completed=True))
     for _ in range(70):
         manager.step()
-    with pytest.raises(ValueError, match="step_id is 70: expected 0 to 69, the steps made so far"):
+    with pytest.raises(ValueError, match="step_id is 70: expected 0 to 69, the steps so far"):
         manager.abort(70)
-    with pytest.raises(ValueError, match=r"step_id is 5: .* in flight, but it is too long ago"):
+    with pytest.raises(ValueError, match=r"step_id is 5: .* in flight, but it is too old"):
         manager.abort(5)
     manager.report(StepReport(67, completed=True))
-    with pytest.raises(ValueError, match=r"step_id is 67: .* but it was reported done"):
+    with pytest.raises(ValueError, match=r"step_id is 67: .* but it was reported as done"):
         manager.report(StepReport(67, completed=False))
 
 
@@ -256,7 +256,7 @@ def test_report_is_accepted_entirely_or_not_at_all():
         assert manager.pool.num_fenced == 3 and manager.pool.num_cached == 2
 
 
-def test_report_knows_the_rows_that_released_a_failed_page_in_its_step():
+def test_report_includes_rows_that_released_a_failed_page_in_that_step():
     groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 50, 64, num_preallocate_tokens=0, fence_frees=True)
     manager.step(new=[Admit(Request("a", range(13)), num_tokens=3)])
@@ -266,7 +266,7 @@ def test_report_knows_the_rows_that_released_a_failed_page_in_its_step():
     assert hit_length(manager, range(13)) == 0
 
 
-def test_aborts_leave_no_journal_behind():
+def test_aborts_do_not_grow_the_journal():
     """One step is never reported, and there are as many aborts as steps."""
     manager = make()
     kept = Request("kept", [99])
@@ -276,7 +276,7 @@ def test_aborts_leave_no_journal_behind():
         plan = manager.step(new=[request])
         manager.free(request)
         manager.abort(plan.step_id)
-    with pytest.raises(ValueError, match=r"step_id is 0: .* too long ago"):
+    with pytest.raises(ValueError, match=r"step_id is 0: .* too old"):
         manager.abort(0)
     manager.step()
     check_invariants(manager)
@@ -302,7 +302,7 @@ def test_error_names_an_argument_that_is_not_a_report_or_request(call, message):
         manager.cache.set_now(float("inf"))
 
 
-def test_an_aborted_step_leaves_nothing_cached_and_its_rows_go_back():
+def test_aborted_step_caches_nothing_and_its_rows_roll_back():
     manager = make()
     a, b = Request("a", range(20)), Request("b", range(20))
     manager.step(new=[Admit(a, num_tokens=6)])
@@ -322,7 +322,7 @@ def test_an_aborted_step_leaves_nothing_cached_and_its_rows_go_back():
         assert ids[splits[at] : splits[at + 1]] == manager.block_ids(request).tolist()
 
 
-def test_rows_that_left_in_an_aborted_plan_are_cleared_by_the_next():
+def test_rows_cleared_by_an_aborted_plan_are_cleared_by_the_next():
     manager = make()
     a = Request("a", range(4))
     manager.step(new=[a])
@@ -345,7 +345,7 @@ def test_fences_of_aborted_steps_end_immediately():
 # Withdrawal -----------------------------------------------------------------------------------------
 
 
-def test_failed_blocks_and_what_was_computed_from_them_leave_the_cache():
+def test_failed_blocks_and_all_blocks_computed_from_them_are_evicted():
     manager = make(num_blocks=30)
     a, b, c = Request("a", range(17)), Request("b", range(17)), Request("c", range(9))
     other = Request("d", range(50, 60))
@@ -436,7 +436,7 @@ def test_abort_affects_only_rows_served_by_the_step():
     assert hit_length(manager, range(50, 70)) == 16
 
 
-def test_siblings_of_a_failed_block_stay():
+def test_siblings_of_a_failed_block_stay_cached():
     manager = make(num_blocks=30)
     trunk = list(range(8))
     for name, first in (("a", 10), ("b", 20)):
@@ -447,7 +447,7 @@ def test_siblings_of_a_failed_block_stay():
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 8)])
-def test_prompts_of_another_beginning_stay_cached(sizes):
+def test_prompts_with_a_different_beginning_stay_cached(sizes):
     """With one block size, the blocks before the failed block of the same prompt stay cached too."""
     groups = [GroupSpec("full_attention", size) for size in sizes]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
@@ -476,7 +476,7 @@ def test_failed_block_invalidates_smaller_blocks_computed_from_it():
     assert manager.cache.find(hashes).device.tolist()[2:] == [-1, -1]
 
 
-def test_a_failed_page_of_one_group_is_withdrawn_from_all():
+def test_failed_page_of_one_group_invalidates_all_groups():
     groups = [GroupSpec("full_attention", 4), WINDOW]
     manager = KVCacheManager.for_groups(groups, 40, 64, num_preallocate_tokens=0)
     request = Request("a", range(9))
@@ -487,7 +487,7 @@ def test_a_failed_page_of_one_group_is_withdrawn_from_all():
     assert [len(manager.block_ids(request, g)) for g in (0, 1)] == [1, 1]
 
 
-def test_a_row_whose_window_is_gone_restarts_from_what_the_cache_has():
+def test_row_without_its_window_restarts_from_the_cached_prefix():
     groups = [GroupSpec("full_attention", 4), WINDOW]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     request = Request("a", range(30))
@@ -564,7 +564,7 @@ def test_state_that_fails_after_its_release_invalidates_the_same_blocks(leaves):
     assert cached_blocks(manager, request) == [0, 1]
 
 
-def test_a_hit_state_that_fails_before_it_is_read_sends_its_row_back():
+def test_hit_state_that_fails_before_it_is_read_rolls_its_row_back():
     manager = hybrid(num_host_blocks=30)
     request = Request("a", range(24))
     manager.step(new=[Admit(request, num_tokens=8)])
@@ -600,7 +600,7 @@ def test_a_failed_page_of_an_encoder_restarts_the_request():
     check_invariants(manager)
 
 
-def test_a_new_epoch_hides_all_that_was_cached_and_running_requests_leave_nothing_behind():
+def test_new_epoch_hides_cached_blocks_and_running_requests_cache_nothing():
     manager = make(num_blocks=30)
     old, running = Request("a", range(9)), Request("b", range(50, 59))
     manager.step(new=[old, running])
@@ -615,7 +615,7 @@ def test_a_new_epoch_hides_all_that_was_cached_and_running_requests_leave_nothin
     check_invariants(manager)
 
 
-def test_rows_that_are_used_again_after_an_epoch_are_cached():
+def test_rows_reused_after_a_new_epoch_are_cached():
     """Found by a random run: unused rows had become stale as well."""
     manager = make()
     a = Request("a", range(9))
@@ -716,7 +716,7 @@ def test_second_copy_emits_no_event_but_a_reset_does():
     assert manager.cache.drain_events() == [AllBlocksCleared()]
 
 
-def test_without_events_none_are_kept():
+def test_no_events_are_stored_if_events_are_disabled():
     manager = make()
     manager.step(new=[Request("a", range(9))])
     assert manager.cache.drain_events() == []

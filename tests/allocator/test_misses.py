@@ -85,7 +85,7 @@ def _manager(**options) -> KVCacheManager:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_reasons_equal_those_of_an_oracle_that_knows_every_event(seed: int) -> None:
+def test_miss_reasons_match_an_oracle_that_records_every_event(seed: int) -> None:
     draw = random.Random(seed)
     eviction = draw.choice(["lru", "learned", "s3_fifo"])
     options = {"num_host_blocks": 31} if seed % 3 == 1 else {}
@@ -174,13 +174,13 @@ def test_without_caching_all_tokens_are_reported_as_not_read() -> None:
     assert manager.cache.stats.missed_tokens["not_read"] == 20
 
 
-def test_external_tokens_have_a_reason_of_their_own() -> None:
+def test_external_tokens_are_reported_with_a_separate_reason() -> None:
     manager = _manager()
     report = _explained(manager, Admit(Request("a", range(20)), external=External(8)))
     assert report.missed_tokens == {"external": 8, "new": 8, "tail": 4}
 
 
-def test_blocks_that_the_caller_of_admit_leaves_out_are_not_taken() -> None:
+def test_hit_blocks_omitted_by_the_caller_of_admit_are_reported_as_not_taken() -> None:
     manager = _manager()
     manager.step(new=[Request("a", range(20))])
     request = Request("b", range(20))
@@ -189,7 +189,7 @@ def test_blocks_that_the_caller_of_admit_leaves_out_are_not_taken() -> None:
     assert manager.cache.explain(request).missed_tokens == {"not_taken": 12, "tail": 4}
 
 
-def test_host_blocks_above_the_limit_are_not_loaded() -> None:
+def test_host_blocks_above_the_limit_are_reported_as_not_loaded() -> None:
     manager = _manager(num_gpu_blocks=11, num_host_blocks=21)
     manager.cache.set_now(0)
     a = Request("a", range(20))
@@ -204,7 +204,7 @@ def test_host_blocks_above_the_limit_are_not_loaded() -> None:
     assert report.missed_tokens == {"not_loaded": 16, "tail": 4}
 
 
-def test_tokens_behind_a_window_that_is_not_cached_are_at_a_boundary() -> None:
+def test_tokens_after_an_uncached_window_are_reported_as_boundary() -> None:
     groups = [GroupSpec("full_attention", BLOCK), GroupSpec("sliding_window", BLOCK, {"window": 8})]
     manager = KVCacheManager.for_groups(
         groups, 100, 400, explain_misses=1, retention_interval=0, num_preallocate_tokens=0
@@ -217,7 +217,7 @@ def test_tokens_behind_a_window_that_is_not_cached_are_at_a_boundary() -> None:
     assert (report.hit_tokens, report.missed_tokens) == (40, {"new": 16, "tail": 4})
 
 
-def test_nothing_is_evicted_while_blocks_are_cached_beyond_a_hit() -> None:
+def test_cached_blocks_beyond_a_hit_are_not_reported_as_evicted() -> None:
     """A drafter recomputes a block, and groups with other block sizes have shorter hits."""
     drafting = [GroupSpec("full_attention", BLOCK, drafts=True)]
     sizes = [GroupSpec("full_attention", 2 * BLOCK), GroupSpec("full_attention", BLOCK)]
@@ -230,7 +230,7 @@ def test_nothing_is_evicted_while_blocks_are_cached_beyond_a_hit() -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_states_that_were_not_kept_are_at_a_boundary(ended: bool) -> None:
+def test_tokens_after_states_that_were_not_kept_are_reported_as_boundary(ended: bool) -> None:
     groups = [GroupSpec("recurrent", 16)]
     manager = KVCacheManager.for_groups(groups, 100, 400, explain_misses=1)
     a = Request("a", range(200))
@@ -273,7 +273,7 @@ def test_admit_loads_nothing_from_the_host() -> None:
     assert manager.cache.explain(b).missed_tokens == {"not_loaded": 16, "tail": 4}
 
 
-def test_a_drafter_has_a_longer_tail() -> None:
+def test_drafting_group_has_a_longer_uncacheable_tail() -> None:
     groups = [GroupSpec("full_attention", BLOCK, drafts=True)]
     manager = KVCacheManager.for_groups(groups, 100, 400, explain_misses=1)
     manager.step(new=[Request("a", range(16))])
@@ -288,7 +288,7 @@ def test_a_drafter_has_a_longer_tail() -> None:
         (20, [*range(100, 120), *range(500, 640)], "a new request with a hit"),
     ],
 )
-def test_the_report_names_the_policy_the_time_and_the_request_of_an_eviction(
+def test_report_contains_the_policy_the_time_and_the_cause_of_an_eviction(
     start: int, tokens: range, taker: str
 ) -> None:
     manager = _manager(eviction="s3_fifo" if start == 0 else "lru")
@@ -309,7 +309,7 @@ def test_the_report_names_the_policy_the_time_and_the_request_of_an_eviction(
     assert f"16 evicted (3.5 s before, by {report.evicted_by}, for {taker})" in str(report)
 
 
-def test_a_running_request_that_grows_evicts_for_itself() -> None:
+def test_report_states_that_a_running_request_caused_the_eviction() -> None:
     manager = _manager(num_gpu_blocks=8)
     a = Request("a", range(8))
     manager.step(new=[a])
@@ -320,7 +320,7 @@ def test_a_running_request_that_grows_evicts_for_itself() -> None:
     assert manager.cache.explain(Request("c", range(8))).evicted_for == "a running request"
 
 
-def test_the_nearest_recent_request_is_named_with_the_first_different_token_and_key() -> None:
+def test_report_names_the_most_similar_recent_request_and_the_first_difference() -> None:
     manager = _manager()
     manager.step(new=[Request("a", range(30)), Request("b", [*range(20), 99, 98], cache_salt="s")])
     report = manager.cache.explain(Request("c", [*range(21), *range(50, 60)]))
@@ -361,7 +361,7 @@ def test_sampling_keeps_the_sum_and_finds_most_of_the_evicted_tokens() -> None:
     assert 0.9 < found[8]["evicted"] / found[1]["evicted"] <= 1
 
 
-def test_a_recent_request_does_not_stay_alive_for_ever() -> None:
+def test_recent_requests_are_released_eventually() -> None:
     manager = _manager()
     for i in range(200):
         request = Request(f"r{i}", range(i, i + 20))
@@ -374,12 +374,12 @@ def test_a_recent_request_does_not_stay_alive_for_ever() -> None:
 @pytest.mark.parametrize(
     ("value", "error"), [(0, ValueError), (2**31, ValueError), ("1", TypeError)]
 )
-def test_invalid_sampling_is_refused(value: object, error: type[Exception]) -> None:
+def test_invalid_sampling_is_rejected(value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="explain_misses is "):
         _manager(explain_misses=value)
 
 
-def test_explain_is_refused_without_the_option() -> None:
+def test_explain_is_rejected_without_the_option() -> None:
     manager = KVCacheManager(BLOCK, 41, 400)
     with pytest.raises(ValueError, match="explain_misses is None: expected a manager with this"):
         manager.cache.explain(Request("a", range(8)))

@@ -79,7 +79,7 @@ def test_arguments_equal_the_fields():
 
 
 @pytest.mark.parametrize("name", sorted(set(OTHERS) - ELSEWHERE))
-def test_a_field_reaches_the_native_options(name):
+def test_each_field_reaches_the_native_options(name):
     needed = {"host_eviction": {"num_host_blocks": 11}, "announce_reused": {"enable_events": True}}
     needed = needed.get(name, {})
     default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]}, **needed)
@@ -91,7 +91,7 @@ def test_a_field_reaches_the_native_options(name):
     assert before != after
 
 
-def test_options_of_a_policy_reach_it():
+def test_eviction_options_reach_the_policy():
     native = native_of(CacheOptions(**OTHERS))
     assert native.eviction.options == {"protected_share": 0.5}
     assert native.host_eviction.options == {"small_share": 0.2}
@@ -109,7 +109,7 @@ def test_defaults_equal_the_native_defaults():
         assert ours == theirs, name
 
 
-def test_all_managers_have_them():
+def test_all_managers_accept_the_options():
     one = KVCacheManager(4, 40, 64, None, False, 5, max_num_reqs=7)
     assert one.options == CacheOptions(
         enable_caching=False, num_preallocate_tokens=5, max_num_reqs=7
@@ -130,7 +130,7 @@ def test_all_managers_have_them():
         lambda **options: Replayer(num_blocks=40, block_size=4, **options),
     ],
 )
-def test_an_unknown_option_is_named_with_the_known_ones(make):
+def test_error_for_an_unknown_option_lists_the_known_options(make):
     message = "option 'evict' is unknown: expected one of " + ", ".join(
         field.name for field in fields(CacheOptions)
     )
@@ -181,12 +181,12 @@ def test_an_unknown_option_is_named_with_the_known_ones(make):
         ("host_write", "up", ValueError, "host_write is 'up': expected one of back, through, sel"),
     ],
 )
-def test_a_wrong_value_is_named_when_the_options_are_made(name, value, error, message):
+def test_invalid_value_is_reported_at_construction(name, value, error, message):
     with pytest.raises(error, match=message):
         CacheOptions(**{name: value})
 
 
-def test_numbers_of_numpy_are_taken():
+def test_numpy_numbers_are_accepted():
     options = CacheOptions(
         watermark=np.float32(0.5),
         num_preallocate_tokens=np.int16(8),
@@ -199,7 +199,7 @@ def test_numbers_of_numpy_are_taken():
     KVCacheManager(16, 9, 64).cache.set_now(np.float32(3))
 
 
-def test_options_are_a_value():
+def test_options_are_immutable_comparable_and_picklable():
     options = CacheOptions(**OTHERS)
     assert pickle.loads(pickle.dumps(options)) == options
     with pytest.raises(FrozenInstanceError):

@@ -75,7 +75,7 @@ def test_plan_arrays_are_built_on_first_access():
     assert plan.append_ids is plan.append_ids
 
 
-def test_a_plan_has_every_kind_of_change_here():
+def test_example_plan_contains_every_kind_of_change():
     plan = plan_with_everything()
     for name in ("rows", "clear_rows", "append_rows", "copy", "swap_in"):
         assert len(getattr(plan, name)), name
@@ -85,7 +85,7 @@ def test_a_plan_has_every_kind_of_change_here():
     assert any(entries.shape[1:] == (3,) and len(entries) for entries in plan.replace)
 
 
-def test_arrays_outlive_their_plan_and_are_its_own():
+def test_arrays_outlive_their_plan_and_are_not_shared():
     manager = KVCacheManager(4, 32, 64, num_preallocate_tokens=0)
     request = Request("a", range(10))
     plan = manager.step(new=[request])
@@ -112,7 +112,7 @@ def test_plan_pickles_whichever_fields_were_read(asked, through):
     assert values_of(again) == wanted == values_of(plan)
 
 
-def test_replace_takes_a_plan_over():
+def test_dataclasses_replace_keeps_the_arrays_of_a_plan():
     plan = plan_with_everything()
     other = dataclasses.replace(plan, step_id=99)
     assert other.step_id == 99

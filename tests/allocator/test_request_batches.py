@@ -47,7 +47,7 @@ def test_no_request_changes_if_given_hashes_are_missing():
     assert tokens_of(requests) == [[1], [1, 2, 3], [1]]
 
 
-def test_last_tokens_are_returned_only_if_all_else_is_computed():
+def test_last_tokens_are_returned_only_if_all_others_are_computed():
     requests = [Request("a", [1, 2, 3]), Request("b", [9])]
     assert last_tokens(requests, np.array([2, 0])).tolist() == [3, 9]
     assert last_tokens(requests, np.array([0, 2])[::-1]).tolist() == [3, 9]

@@ -45,7 +45,7 @@ def hit_length(manager, tokens):
     return manager.cache.find_prefix(Request("probe", tokens)).num_tokens
 
 
-def test_pages_change_places_and_nothing_is_copied():
+def test_accepted_drafts_swap_pages_without_copies():
     manager = manager_of(FULL, states(16))
     request, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[7, 60], num_token_ids=[2], num_rejected_tokens=[2])
@@ -76,9 +76,7 @@ def test_more_drafts_than_pages_are_rejected_by_name():
     manager = manager_of(FULL, states(), states(8, 5))
     request = Request("a", range(6))
     manager.step(new=[request])
-    expected = (
-        r"num_tokens of row 0 is 5: expected at most 4, 1 that are known or were sampled and 3"
-    )
+    expected = r"num_tokens of row 0 is 5: expected at most 4: 1 known or sampled tokens and 3"
     for wrong in (
         lambda: manager.step([0], [5]),
         lambda: manager.step([0], [5], token_ids=[6]),
@@ -114,7 +112,7 @@ def test_group_without_pages_for_drafts_prevents_rejections():
     manager.step(new=[request])
     # Without speculative blocks, any number of unknown tokens counts as accepted.
     manager.step([0], [9])
-    with pytest.raises(ValueError, match=r"no token back without num_speculative_blocks"):
+    with pytest.raises(ValueError, match=r"cannot undo tokens without num_speculative_blocks"):
         manager.reject_tokens(request, 1)
     assert len(manager.block_ids(request, 1)) == 4
 
@@ -158,7 +156,7 @@ def test_boundary_after_the_accepted_drafts_is_not_a_hit():
     assert num_hit == 8 and found.tolist() == [0, pages[2]]
 
 
-def test_with_blocks_of_one_token_each_accepted_draft_leaves_a_state():
+def test_each_accepted_draft_stores_a_state_with_blocks_of_one_token():
     manager = manager_of(GroupSpec("full_attention", 1), states(1))
     request, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
@@ -182,7 +180,7 @@ def test_a_row_that_waits_keeps_its_drafts():
     assert manager.step([0], [1], token_ids=[7], num_rejected_tokens=[3]).status.tolist() == [0]
 
 
-def test_a_row_with_no_tokens_takes_a_rejection():
+def test_row_without_new_tokens_accepts_a_rejection():
     manager = manager_of(FULL, states(16))
     request, pages = start(manager)
     plan = manager.step([0], [0], num_rejected_tokens=[2])
@@ -191,7 +189,7 @@ def test_a_row_with_no_tokens_takes_a_rejection():
     assert plan.replace[1].tolist() == [[0, 0, pages[1]], [0, 1, pages[0]]]
 
 
-def test_a_fork_begins_with_the_accepted_state_alone():
+def test_fork_starts_with_only_the_accepted_state():
     manager = manager_of(FULL, states(16))
     parent, pages = start(manager)
     manager.reject_tokens(parent, 1)
@@ -210,7 +208,7 @@ def test_a_fork_begins_with_the_accepted_state_alone():
     check_invariants(manager)
 
 
-def test_a_row_leaves_for_the_host_with_its_state_alone():
+def test_swap_out_moves_only_the_state_and_no_draft_pages():
     manager = manager_of(FULL, states(16), num_host_blocks=20)
     request, pages = start(manager)
     manager.reject_tokens(request, 1)
@@ -227,7 +225,7 @@ def test_a_row_leaves_for_the_host_with_its_state_alone():
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
-def test_a_bad_page_of_a_draft_s_state_sends_the_row_back(which):
+def test_failed_page_of_a_draft_state_rolls_the_row_back(which):
     manager = manager_of(FULL, states(16))
     request, pages = start(manager)
     assert manager.invalidate([pages[which]]) == {"a": 0}
@@ -235,7 +233,7 @@ def test_a_bad_page_of_a_draft_s_state_sends_the_row_back(which):
     check_invariants(manager)
 
 
-def test_a_page_that_is_spare_by_now_was_the_state_of_a_step_in_flight():
+def test_failed_spare_page_that_held_a_state_in_flight_rolls_the_row_back():
     manager = manager_of(FULL, states(16))
     _, pages = start(manager)
     manager.step([0], [1], token_ids=[7, 60], num_token_ids=[2], num_rejected_tokens=[2])
@@ -254,7 +252,7 @@ def test_aborted_step_discards_its_drafts():
     check_invariants(manager)
 
 
-def test_external_tokens_bring_one_state_and_drafts_follow():
+def test_drafts_continue_from_an_external_state():
     manager = manager_of(FULL, states(8))
     request = Request("a", range(10))
     manager.step(new=[Admit(request, external=External(9, delayed=True))])
@@ -389,8 +387,8 @@ def test_random_rejections_continue_from_the_right_state():
     assert min(map(len, truth.values())) > 60
 
 
-def test_pages_of_earlier_drafts_make_room_for_a_block():
-    """7 pages: 3 blocks, the state, and 3 draft pages.
+def test_pages_of_earlier_drafts_are_released_for_a_block():
+    """The row uses 7 pages: 3 blocks, the state, and 3 draft pages.
 
     The fourth block takes one of the draft pages.
     """
@@ -412,9 +410,9 @@ def test_pages_of_earlier_drafts_make_room_for_a_block():
 
 
 @pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
-def test_states_passed_by_drafts_are_kept_if_there_is_room(num_blocks, num_hit):
-    """2 blocks, the state after 10 tokens, a page for the next state, and 3 states that drafts
-    passed.
+def test_states_passed_by_drafts_are_kept_if_there_is_space(num_blocks, num_hit):
+    """The row needs 2 blocks, the state after 10 tokens, a page for the next state, and 3 states that
+    drafts passed.
     """
     manager = manager_of(GroupSpec("full_attention", 8), states(1), num_blocks=num_blocks)
     request = Request("a", range(6))
@@ -428,8 +426,8 @@ def test_states_passed_by_drafts_are_kept_if_there_is_room(num_blocks, num_hit):
     check_invariants(manager)
 
 
-def test_a_page_that_a_row_writes_again_is_found_no_longer():
-    """7 pages: full blocks, and the states after 8 to 11 tokens.
+def test_overwritten_state_page_is_no_longer_found():
+    """The row uses 7 pages: full blocks, and the states after 8 to 11 tokens.
 
     A draft's state overwrites the state after 8.
     """

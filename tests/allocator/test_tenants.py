@@ -95,7 +95,7 @@ def test_rows_of_one_step_share_only_within_a_salt(in_step_hits):
     assert again == set() if in_step_hits == "wait" else len(again & mine) == 5
 
 
-def test_a_session_pins_blocks_of_its_own_salt_alone():
+def test_session_pins_only_blocks_of_its_own_salt():
     manager = make(GROUPS["full"])
     run(manager, "mine", "a")
     assert manager.cache.pin("theirs", Request("probe", TOKENS, cache_salt="b")) == 0
@@ -134,7 +134,7 @@ def test_extra_hash_is_the_salt_of_a_sequence():
     assert not mine & theirs and len(mine & again) >= 5
 
 
-def test_hashes_that_the_engine_gives_hold_no_salt():
+def test_given_hashes_contain_no_salt():
     manager = make(GROUPS["full"])
     given = [bytes(each) for each in hash_blocks(TOKENS, 4)]
     manager.step(new=[Request("mine", TOKENS, cache_salt="a", block_hashes=given)])
@@ -155,7 +155,7 @@ def test_another_seed_shares_no_hash():
     assert hashes[2] == {bytes(each) for each in hash_blocks(TOKENS, 4)}
 
 
-def test_only_what_the_page_names_listens_and_none_unpickles_or_makes_a_temporary_file():
+def test_only_documented_modules_listen_and_none_unpickle_or_create_temporary_files():
     """Checks the section "Who may listen" of docs/security.md."""
     of_listeners = {"socket", "asyncio", "zmq"}
     listeners = {
@@ -196,7 +196,7 @@ def test_only_what_the_page_names_listens_and_none_unpickles_or_makes_a_temporar
                 assert not (isinstance(node.value, ast.Name) and node.value.id == "torch"), path
 
 
-def test_one_request_has_hashes_of_each_manager_that_it_comes_to():
+def test_request_has_separate_hashes_for_each_manager():
     request = Request("r", TOKENS)
     managers = [make(GROUPS["full"], hash_seed=seed) for seed in ("one", "other", "one")]
     one, other, again = (bytes(manager.cache.hashes(request)) for manager in managers)

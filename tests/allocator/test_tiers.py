@@ -110,7 +110,7 @@ def test_loaded_blocks_become_hits_for_others_after_the_report():
     check_invariants(manager)
 
 
-def test_a_page_of_the_host_is_not_reused_while_it_is_read():
+def test_host_page_is_not_reused_while_it_is_read():
     manager = make(num_blocks=6, num_host_blocks=4)  # 3 pages
     for name, start in (("a", 0), ("b", 100)):
         request = Request(name, range(start, start + 16))
@@ -134,7 +134,7 @@ def test_a_page_of_the_host_is_not_reused_while_it_is_read():
     check_invariants(manager)
 
 
-def test_a_hit_prefers_the_device_block_by_block():
+def test_hit_prefers_device_blocks_individually():
     """Found by a random run: a block in both tiers was loaded from the host if the blocks before it
     were on the host only.
     """
@@ -153,7 +153,7 @@ def test_a_hit_prefers_the_device_block_by_block():
     assert tokens.num_host_blocks == 1
 
 
-def test_a_caller_may_refuse_to_load():
+def test_caller_may_decline_host_hits():
     engine = Engine(page_bytes=1000)
     engine.run("a", range(16))
     engine.run("b", range(100, 116))
@@ -175,7 +175,7 @@ def test_write_through_writes_in_the_next_plan():
     assert engine.manager.cache.stats.host.written_blocks == 2
 
 
-def test_selective_writes_after_so_many_hits():
+def test_selective_writes_a_block_after_the_configured_number_of_hits():
     engine = Engine(host_write="selective", num_hits_to_write=2)
     engine.run("a", range(9))
     engine.run("a2", range(9))
@@ -184,7 +184,7 @@ def test_selective_writes_after_so_many_hits():
     assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]
 
 
-def test_with_fences_a_page_that_a_plan_writes_to_the_host_is_not_given_out_before_the_report():
+def test_fenced_page_written_to_the_host_is_not_reallocated_before_the_report():
     """Found by a random run of the contents simulation."""
     manager = make(num_blocks=4, host_write="through", fence_frees=True)
     request = Request("a", range(8))
@@ -199,7 +199,7 @@ def test_with_fences_a_page_that_a_plan_writes_to_the_host_is_not_given_out_befo
     assert manager.step(new=[Request("c", range(200, 212))]).status.tolist() == [Status.SERVED]
 
 
-def test_an_aborted_write_is_not_found():
+def test_page_of_an_aborted_write_is_not_found():
     manager = make()
     for name, start in (("a", 0), ("b", 100)):
         request = Request(name, range(start, start + 16))
@@ -226,7 +226,7 @@ def test_aborted_load_is_not_found_and_its_row_returns_to_an_earlier_token():
     check_invariants(manager)
 
 
-def test_a_load_that_failed_is_not_found_on_either_tier():
+def test_failed_load_is_not_found_on_either_tier():
     engine = Engine()
     manager = engine.manager
     engine.run("a", range(16))
@@ -241,7 +241,7 @@ def test_a_load_that_failed_is_not_found_on_either_tier():
     check_invariants(manager)
 
 
-def test_a_page_of_the_host_that_was_not_written_is_not_found():
+def test_host_page_that_was_not_written_is_not_found():
     engine = Engine()
     manager = engine.manager
     engine.run("a", range(16))
@@ -253,7 +253,7 @@ def test_a_page_of_the_host_that_was_not_written_is_not_found():
     check_invariants(manager)
 
 
-def test_an_epoch_forgets_both_tiers():
+def test_new_epoch_clears_both_tiers():
     engine = Engine()
     engine.run("a", range(16))
     engine.run("b", range(100, 116))
@@ -264,7 +264,7 @@ def test_an_epoch_forgets_both_tiers():
 
 @pytest.mark.parametrize("num_blocks", sampled([9, 6, 17]))
 @pytest.mark.parametrize("policy", eviction_names())
-def test_an_unbounded_host_hits_what_an_unbounded_device_hits(num_blocks, policy):
+def test_unbounded_host_tier_has_the_same_hits_as_an_unbounded_device(num_blocks, policy):
     rng = np.random.default_rng(num_blocks)
     prompts = []
     for _ in range(300):
@@ -294,7 +294,7 @@ def test_states_are_loaded_into_the_page_that_continues_them():
     assert state[2] in plan.swap_in[:, 1].tolist()
 
 
-def test_events_and_statistics_name_the_tier():
+def test_events_and_statistics_report_the_tier():
     engine = Engine(enable_events=True)
     engine.run("a", range(9))
     engine.run("b", range(100, 117))
@@ -361,7 +361,7 @@ def test_full_host_prevents_swap_out():
     assert len(plan.swap_out) == 0
 
 
-def test_blocks_that_rows_share_move_once():
+def test_shared_blocks_are_swapped_once():
     engine = Engine(num_blocks=12)
     manager = engine.manager
     parent, _ = engine.admit("parent", range(10))
@@ -377,7 +377,7 @@ def test_blocks_that_rows_share_move_once():
     assert len(plan.copy) == 0
 
 
-def test_lookahead_blocks_stay_behind():
+def test_lookahead_blocks_are_not_swapped_out():
     engine = Engine(num_blocks=12)
     request = Request("a", range(4))
     engine.step(new=[Admit(request, num_lookahead_tokens=8)])
@@ -387,7 +387,7 @@ def test_lookahead_blocks_stay_behind():
     assert len(engine.manager.block_ids(request)) == 2
 
 
-def test_a_window_that_has_slid_is_not_loaded():
+def test_blocks_outside_the_window_are_not_swapped_in():
     engine = Engine(num_blocks=12, groups=[GroupSpec("sliding_window", 4, {"window": 5})])
     engine.admit("a", range(16))
     assert len(engine.step(swap_out=[0]).swap_out) == 4
@@ -406,7 +406,7 @@ def test_pages_of_an_encoder_are_swapped_with_the_row():
     assert len(engine.manager.block_ids(request, 1)) == 2
 
 
-def test_preemption_by_recompute_finds_what_is_left_of_it():
+def test_recompute_after_preemption_hits_the_blocks_still_cached():
     engine = Engine(num_blocks=6)
     request, _ = engine.admit("a", range(16))
     engine.manager.free(request)
@@ -416,7 +416,7 @@ def test_preemption_by_recompute_finds_what_is_left_of_it():
     assert len(plan.swap_in) > 0
 
 
-def test_a_freed_row_gives_its_host_pages_back():
+def test_freed_row_releases_its_host_pages():
     engine = Engine(num_blocks=9)
     request, _ = engine.admit("a", range(10))
     engine.step(swap_out=[0])
@@ -425,7 +425,7 @@ def test_a_freed_row_gives_its_host_pages_back():
     assert engine.step().clear_rows.tolist() == [0]
 
 
-def test_blocks_of_a_swapped_out_row_stay_hits():
+def test_blocks_of_a_swapped_out_row_can_still_be_hit():
     engine = Engine(num_blocks=5)
     engine.admit("a", range(16))
     engine.step(swap_out=[0], new=[Request("b", range(100, 116))])
@@ -433,7 +433,7 @@ def test_blocks_of_a_swapped_out_row_stay_hits():
 
 
 @pytest.mark.parametrize("which", ["out", "in"])
-def test_an_aborted_swap_loses_the_row_its_kv(which):
+def test_row_loses_its_kv_if_its_swap_is_aborted(which):
     manager = make(num_blocks=9, enable_caching=False)
     request = Request("a", range(10))
     manager.step(new=[request])
@@ -447,7 +447,7 @@ def test_an_aborted_swap_loses_the_row_its_kv(which):
     assert manager.step([0], [10]).status.tolist() == [Status.SERVED]
 
 
-def test_a_page_that_turns_out_wrong_after_it_was_swapped_out_is_traced():
+def test_rows_depending_on_an_invalid_page_are_found_after_its_swap_out():
     """Found by a random run of the contents simulation."""
     manager = make(num_blocks=9, enable_caching=False)
     request = Request("a", range(10))
@@ -458,7 +458,7 @@ def test_a_page_that_turns_out_wrong_after_it_was_swapped_out_is_traced():
     check_invariants(manager)
 
 
-def test_a_row_that_was_swapped_in_from_a_bad_page_and_has_left_is_traced():
+def test_blocks_of_a_freed_row_swapped_in_from_an_invalid_page_are_found():
     """Found by a random run of the contents simulation: its blocks had no hash when they were
     released.
     """
@@ -476,7 +476,7 @@ def test_a_row_that_was_swapped_in_from_a_bad_page_and_has_left_is_traced():
     check_invariants(manager)
 
 
-def test_what_a_row_computed_and_an_invalidation_made_forgotten_is_traced_when_it_has_left():
+def test_blocks_without_hashes_of_a_freed_row_are_found_by_a_later_invalidation():
     """Found by a random run of the contents simulation: its blocks were no longer recorded
     anywhere.
     """
@@ -496,8 +496,8 @@ def test_what_a_row_computed_and_an_invalidation_made_forgotten_is_traced_when_i
     ("call", "message"),
     [
         (lambda m: m.step(swap_out=[7]), "row 7 is not in use"),
-        (lambda m: m.step([0], [1], swap_out=[0]), "swap_out names row 0, which rows"),
-        (lambda m: m.step(swap_out=[0, 0]), "swap_out names row 0, which"),
+        (lambda m: m.step([0], [1], swap_out=[0]), "swap_out contains row 0, which rows"),
+        (lambda m: m.step(swap_out=[0, 0]), "swap_out contains row 0, which"),
         (lambda m: m.step(swap_out=[1]), "row 1 is swapped out"),
         (lambda m: m.block_ids(m.away), "row 1 is swapped out"),
         (lambda m: m.fork(m.away, Request("c", range(50, 59))), "row 1 is swapped out"),
@@ -524,7 +524,7 @@ def test_invalid_swaps_are_rejected_and_change_nothing(call, message):
     check_invariants(manager)
 
 
-def test_without_a_host_nothing_is_swapped():
+def test_swaps_are_rejected_without_a_host_tier():
     manager = KVCacheManager(4, 10, 64)
     manager.step(new=[Request("a", range(9))])
     assert manager.host_pool is None
@@ -550,7 +550,7 @@ def test_without_a_host_nothing_is_swapped():
         (
             {"host_eviction": "priority", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru, as th",
+            "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru .th",
         ),
         (
             {"host_eviction": "s3", "num_host_blocks": 9},
@@ -560,12 +560,12 @@ def test_without_a_host_nothing_is_swapped():
         (
             {"host_eviction": "s3_fifo", "host_eviction_options": {"x": 1}, "num_host_blocks": 9},
             ValueError,
-            "host_eviction 's3_fifo': option 'x' is 1: expected no option but 'small_share'",
+            "host_eviction 's3_fifo': option 'x' is 1: expected one of the options 'small_share'",
         ),
         (  # no host tier
             {"host_eviction": "s3_fifo"},
             ValueError,
-            "host_eviction is 's3_fifo': expected only with a host tier, num_host_blocks of 2 or",
+            "host_eviction is 's3_fifo': expected only with a host tier .num_host_blocks of 2",
         ),
         ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks is -1: expected 2 to"),
@@ -585,7 +585,7 @@ def test_without_a_host_nothing_is_swapped():
         (
             {"host_eviction": "learned", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 'learned', and eviction is 'lru': expected 'learned' for both, as the",
+            "host_eviction is 'learned', and eviction is 'lru': expected 'learned' for both, be",
         ),
         (
             {"eviction": "learned", "host_write": "learned", "num_host_blocks": 9},
@@ -613,7 +613,7 @@ def test_without_a_host_nothing_is_swapped():
         ({"page_bytes": -1}, ValueError, "page_bytes is -1: expected 0 to"),
     ],
 )
-def test_wrong_options_of_tiers(options, error, message):
+def test_invalid_options_of_tiers_are_rejected(options, error, message):
     with pytest.raises(error, match=message):
         KVCacheManager(4, 10, 64, **options)
 
@@ -640,7 +640,7 @@ def test_plans_do_not_contain_rows_on_the_host():
     assert manager.step([0], [5]).append_rows.tolist() == [0]
 
 
-def test_a_journal_that_is_used_again_has_forgotten_the_step_before():
+def test_reused_journal_entry_contains_nothing_of_the_earlier_step():
     manager = make(num_blocks=30, num_host_blocks=40)
     one, two = Request("a", range(8)), Request("b", range(100, 108))
     manager.step(new=[one, two])
@@ -677,13 +677,13 @@ def test_no_block_is_written_to_the_host_twice():
     assert len(through.step([0], [1]).swap_in) == 4
 
 
-def test_rows_that_leave_come_before_what_is_written_through():
+def test_swap_outs_take_host_pages_before_write_through():
     engine = Engine(num_blocks=30, num_host_blocks=6, host_write="through")
     engine.admit("a", range(20))
     assert engine.step(swap_out=[0]).status.tolist() == [Status.SERVED]
 
 
-def test_a_rejection_after_a_fork_with_an_encoder():
+def test_tokens_can_be_rejected_after_a_fork_with_an_encoder():
     manager = make(num_blocks=40, groups=[FULL, GroupSpec("cross_attention", 4)])
     parent = Request("p", range(8), num_encoder_tokens=4)
     manager.step(new=[parent])
@@ -707,7 +707,7 @@ def test_fences_during_a_swap_end_with_their_own_steps():
     assert manager.pool.num_fenced == 2
 
 
-def test_on_the_host_heads_stay_as_long_as_their_tails():
+def test_host_tier_evicts_tails_before_heads():
     engine = Engine(num_blocks=30, num_host_blocks=11, host_write="through")
     engine.run("a", range(40))
     engine.step()
@@ -718,7 +718,7 @@ def test_on_the_host_heads_stay_as_long_as_their_tails():
     assert engine.manager.cache.cached_tokens(Request("probe", range(41))).with_host == 36
 
 
-def test_the_clock_does_not_go_back():
+def test_clock_cannot_go_back():
     manager = KVCacheManager(4, 9, 64, eviction="priority")
     manager.cache.set_now(100)
     with pytest.raises(ValueError, match="set to 99000 ms: expected 100000 or more"):
@@ -736,7 +736,7 @@ def test_blocks_after_a_gap_are_not_pinned():
 # Eviction and pins through the manager ---------------------------------------------------------------
 
 
-def test_priorities_keep_a_range_of_tokens_until_their_time_is_over():
+def test_priorities_protect_a_range_of_tokens_until_they_expire():
     manager = KVCacheManager(4, 7, 64, num_preallocate_tokens=0, eviction="priority")
     manager.cache.set_now(0)
     kept = Request("kept", range(8))
@@ -756,7 +756,7 @@ def test_priorities_keep_a_range_of_tokens_until_their_time_is_over():
     assert manager.cache.cached_tokens(probe).on_device == 0
 
 
-def test_a_pinned_session_stays_until_nothing_else_is_left():
+def test_pinned_blocks_are_evicted_only_if_nothing_else_is_left():
     manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
     request = Request("chat", range(8))
     manager.step(new=[request])
@@ -777,7 +777,7 @@ def test_a_pinned_session_stays_until_nothing_else_is_left():
     check_invariants(manager)
 
 
-def test_a_pin_that_gave_way_does_not_end_another_sessions():
+def test_pin_of_an_evicted_block_does_not_affect_other_sessions():
     manager = KVCacheManager(4, 3, 64, num_preallocate_tokens=0)
     requests = [Request(name, range(8)) for name in ("chat", "again")]
     ids = []
@@ -818,7 +818,7 @@ def test_repinned_session_releases_its_earlier_blocks():
         ([(0, 4)], TypeError, r"expected \(first token, stop, priority, seconds or None\)"),
     ],
 )
-def test_wrong_retention_frees_nothing(retention, error, message):
+def test_free_with_invalid_retention_frees_nothing(retention, error, message):
     manager = KVCacheManager(4, 9, 64)
     request = Request("a", range(8))
     manager.step(new=[request])

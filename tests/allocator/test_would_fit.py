@@ -19,8 +19,8 @@ NO_BUFFERS = [
 ]
 
 
-def test_a_request_that_fits_without_its_hit_alone_is_served():
-    """With 4 pages, a hit of 4 tokens would need 3 blocks and 2 states.
+def test_request_that_fits_only_without_its_hit_is_served():
+    """The pool has 4 pages. A hit of 4 tokens would need 3 blocks and 2 states.
 
     Without it, one state suffices.
     """
@@ -40,8 +40,8 @@ def test_a_request_that_fits_without_its_hit_alone_is_served():
     check_invariants(manager)
 
 
-def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
-    """8 pages.
+def test_request_waits_if_its_partial_hit_fits_later():
+    """The pool has 8 pages.
 
     From 46 tokens, the request needs 5 blocks and 2 copy sources. From 24 tokens, it needs 10.
     """
@@ -129,7 +129,7 @@ def test_whole_prompt_fits_if_later_chunks_release_the_hit(other, num_free):
 
 
 def test_state_continues_in_its_page_if_there_is_no_other():
-    """3 pages for 2 blocks and a state, which is at the end of the first block and is no longer
+    """There are 3 pages for 2 blocks and a state, which is at the end of the first block and no longer
     cached.
     """
     manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=4)

@@ -53,7 +53,7 @@ def spawn(*argv, **kwargs) -> subprocess.Popen:
 # --- replay ---------------------------------------------------------------------------------------
 
 
-def test_a_trace_is_replayed(capsys, trace):
+def test_replay_of_a_trace_reports_its_totals(capsys, trace):
     found = run_json(capsys, trace)
     assert found.keys() >= TOTALS
     assert "mismatches" not in found
@@ -64,7 +64,7 @@ def test_a_trace_is_replayed(capsys, trace):
     )  # fmt: skip
 
 
-def test_options_reach_the_replay(capsys, trace):
+def test_command_line_options_reach_the_replay(capsys, trace):
     found = run_json(
         capsys, trace, "--block-size", "16", "--num-blocks", "101", "--limit", "2",
         "--concurrency", "2", "--verify", "--device", "cpu",
@@ -74,7 +74,7 @@ def test_options_reach_the_replay(capsys, trace):
     assert (found["verified_tokens"], found["mismatches"]) == (1200, 0)
 
 
-def test_chats_are_replayed_without_a_trace(capsys):
+def test_replay_without_a_trace_uses_chats(capsys):
     found = run_json(capsys, "--seed", "5", "--requests", "30", "--num-blocks", "400")
     assert (found["trace"], found["block_size"], found["requests"]) == ("chat (seed 5)", 16, 30)
     same = run_json(capsys, "--seed", "5", "--requests", "30", "--num-blocks", "400")
@@ -82,7 +82,7 @@ def test_chats_are_replayed_without_a_trace(capsys):
     assert found["hit_tokens"] == same["hit_tokens"] != other["hit_tokens"]
 
 
-def test_a_pool_too_small_rejects_and_succeeds(capsys, trace):
+def test_replay_with_a_small_pool_counts_rejected_requests_and_succeeds(capsys, trace):
     found = run_json(capsys, trace, "--num-blocks", "2")
     assert (found["rejected_requests"], found["requests"], found["prompt_tokens"]) == (3, 3, 0)
 
@@ -95,7 +95,7 @@ def test_table_shows_the_totals(capsys, trace):
     assert err == ""
 
 
-def test_a_figure_is_drawn(capsys, trace, tmp_path):
+def test_plot_option_writes_a_figure(capsys, trace, tmp_path):
     pytest.importorskip("matplotlib")
     run_json(capsys, trace, "--plot", str(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").stat().st_size > 10_000
@@ -117,7 +117,7 @@ def test_reasons_of_misses_are_printed(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("option", [["--compare"], ["--disaggregate", "100"]])
-def test_reasons_of_misses_are_refused_for_other_kinds_of_replays(capsys, option):
+def test_reasons_of_misses_are_rejected_for_other_kinds_of_replays(capsys, option):
     assert "--why is given with" in error_of(capsys, "replay", *option, "--why")
 
 
@@ -129,7 +129,7 @@ def test_timed_and_disaggregated_replays_are_drawn(capsys, trace, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_overloaded_engine_is_named(capsys, tmp_path):
+def test_warning_reports_an_overloaded_engine(capsys, tmp_path):
     path = tmp_path / "fast.jsonl"
     lines = [
         {"timestamp": 1000 * i, "input_length": 512, "output_length": 1, "hash_ids": [i]}
@@ -146,7 +146,7 @@ def test_an_overloaded_engine_is_named(capsys, tmp_path):
     assert run_json(capsys, str(path), "--timed", "10000,50").get("overload") is None
 
 
-def test_waiting_for_blocks_is_an_overload(capsys, tmp_path):
+def test_waiting_for_blocks_is_reported_as_overload(capsys, tmp_path):
     path = tmp_path / "long.jsonl"
     lines = [
         {"timestamp": 1000 * i, "input_length": 512, "output_length": 100, "hash_ids": [i]}
@@ -189,7 +189,7 @@ def test_groups_are_replayed_verified_and_reported(capsys):
         assert each.keys() >= {"stored_blocks", "evicted_blocks"}
 
 
-def test_without_groups_none_are_reported(capsys, trace):
+def test_report_without_groups_has_no_group_section(capsys, trace):
     assert not {"groups", "hash_block_size", "chunk_tokens"} & run_json(capsys, trace).keys()
 
 
@@ -363,7 +363,7 @@ def test_replay_reports_the_hits_of_a_store(capsys):
 TIERED = ("--requests", "200", "--num-blocks", "400", "--host-blocks", "2000")
 
 
-def test_a_host_tier_is_replayed_verified_and_reported(capsys):
+def test_replay_with_a_host_tier_is_verified_and_reported(capsys):
     found = run_json(
         capsys, *TIERED, "--requests", "60", "--num-blocks", "200", "--verify",
         "--concurrency", "3", "--chunk-tokens", "64",
@@ -380,7 +380,7 @@ def test_a_host_tier_is_replayed_verified_and_reported(capsys):
     assert found["written_blocks"] > 0 < found["loaded_blocks"]
 
 
-def test_without_host_tier_none_is_reported(capsys):
+def test_report_without_host_tier_has_no_host_section(capsys):
     plain = run_json(capsys, "--requests", "50")
     given = run_json(capsys, "--requests", "50", "--host-blocks", "0", "--eviction", "lru")
     assert plain.pop("us_per_request") and given.pop("us_per_request")
@@ -410,7 +410,7 @@ def test_table_has_a_host_section(capsys):
         (["--eviction", ""], "--eviction is '': expected one of last_access"),
         (
             ["--eviction", "s3_fifo:share=1"],
-            "--eviction is 's3_fifo:share=1': option 'share' is 1: expected no option but 'small_sh",
+            "--eviction is 's3_fifo:share=1': option 'share' is 1: expected one of the options 'small_sh",
         ),
         (["--eviction", "s3_fifo:small_share=2"], "option 'small_share' is 2: expected 0 to 1"),
         (["--eviction", "s3_fifo:small_share=nan"], "option 'small_share' is nan: expected 0 to 1"),
@@ -491,7 +491,7 @@ def test_wrong_kv_is_reported_with_exit_code_1(capsys, monkeypatch, trace):
     assert err == "kvcache: request 0, token 0: wrong KV in block 1 (block column 0)\n"
 
 
-def test_many_wrong_requests_are_summed_up(capsys, monkeypatch):
+def test_many_requests_with_wrong_kv_are_summarized(capsys, monkeypatch):
     from kvcache.replay.verifier import KVVerifier
 
     monkeypatch.setattr(KVVerifier, "write", write_nothing)
@@ -610,11 +610,11 @@ def test_zero_is_not_a_valid_count(capsys, option):
         (["replay", "--plot", "a" * 9999 + "/a.png"], "expected an existing folder"),
     ],
 )
-def test_wrong_usage_prints_one_line(capsys, argv, says):
+def test_invalid_usage_prints_one_line(capsys, argv, says):
     assert says in error_of(capsys, *argv)
 
 
-def test_version_is_that_of_the_package(capsys):
+def test_version_option_prints_the_package_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr() == (f"kvcache {kvcache.__version__}\n", "")
 
@@ -678,7 +678,7 @@ def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
     )
 
 
-def test_a_replay_publishes_its_events(capsys, monkeypatch):
+def test_replay_publishes_its_events(capsys, monkeypatch):
     pytest.importorskip("zmq")
     from kvcache.router_events import CacheView, EventPublisher
     from kvcache.router_events.translator import EventTranslator
@@ -816,7 +816,7 @@ def wait_until_asleep(pid: int, timeout_s: float = 60.0) -> None:
     """Wait until a process has used no CPU for half a second."""
     deadline, last, quiet = time.monotonic() + timeout_s, None, 0
     while quiet < 10:
-        assert time.monotonic() < deadline, f"process {pid} does not come to rest"
+        assert time.monotonic() < deadline, f"process {pid} does not become idle"
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         times = fields[10:12]  # user and system time
         quiet = quiet + 1 if state == "S" and times == last else 0

@@ -20,7 +20,7 @@ from tests.machinery.tokenizers import chat_tokenizer
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def test_the_command_prints_a_table_and_draws_a_picture(capsys, tmp_path):
+def test_demo_prints_a_table_and_writes_a_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "demo.png"
     assert main(["demo", "--users", "2", "--turns", "1", "--plot", str(path)]) == 0
@@ -29,14 +29,14 @@ def test_the_command_prints_a_table_and_draws_a_picture(capsys, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_prints_json(capsys):
+def test_demo_prints_json(capsys):
     assert main(["demo", "--users", "1", "--turns", "1", "--model", "gemma3", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["identical_sequences"] == figures["sequences"] == 1
     assert figures["model"] == "gemma3" and figures["hit_rate"] >= 0
 
 
-def test_checkpoint_with_a_chat_template_is_asked_in_english(capsys, tmp_path):
+def test_checkpoint_with_a_chat_template_gets_english_prompts(capsys, tmp_path):
     dense("llama", 2).save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     assert main(["demo", "--users", "1", "--turns", "1", "--model", str(tmp_path)]) == 0
@@ -61,7 +61,7 @@ def test_smollm2_names_the_missing_package(capsys, monkeypatch):
     )
 
 
-def test_a_plot_that_cannot_be_written_prints_one_line(capsys, tmp_path):
+def test_unwritable_plot_prints_one_line(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "full.png"
     path.symlink_to("/dev/full")

@@ -112,7 +112,7 @@ def test_invalid_ids_are_reported_with_their_worker(name, ids):
     assert aggregator.remaining_sending == {}
 
 
-def test_sending_and_receiving_are_counted_apart():
+def test_sending_and_receiving_are_counted_separately():
     aggregator = KVOutputAggregator(2)
     report = aggregator.aggregate([sending("a"), recving("a")]).kv_connector_output
     assert report.finished_sending is None and report.finished_recving is None
@@ -144,12 +144,12 @@ def test_empty_reports_become_none():
 
 
 @pytest.mark.parametrize(("count", "expected"), [(3, 3), (0, 8), (None, 8)])
-def test_the_count_comes_from_the_connector_or_the_world_size(count, expected):
+def test_expected_count_comes_from_the_connector_or_the_world_size(count, expected):
     connector = SimpleNamespace(get_finished_count=lambda: count)
     assert KVOutputAggregator.from_connector(connector, 8).expected_finished_count == expected
 
 
-def test_a_worker_changes_the_count_for_new_requests_in_worker_order():
+def test_changed_count_applies_to_requests_reported_afterwards_in_worker_order():
     aggregator = KVOutputAggregator(3)
     aggregator.aggregate([sending("old"), output(), output()])
     # "early" is first reported before worker 1 changes the count. Worker 1 reports "late" after the
@@ -167,7 +167,7 @@ def test_a_worker_changes_the_count_for_new_requests_in_worker_order():
     assert report.finished_sending == {"late"}
 
 
-def test_the_last_worker_to_change_the_count_prevails():
+def test_last_worker_that_changes_the_count_prevails():
     aggregator = KVOutputAggregator(3)
     outputs = [
         sending("a", expected_finished_count=1),
@@ -482,7 +482,7 @@ class WorkerMeta:
         return WorkerMeta(*self.tags, *other.tags)
 
 
-def test_metadata_of_workers_is_added_up():
+def test_metadata_of_all_workers_is_combined():
     own = [WorkerMeta("a"), None, WorkerMeta("b")]
     outputs = [engine(kv_connector_worker_meta=meta) for meta in own]
     merged = KVOutputAggregator(3).aggregate(outputs).kv_connector_output
@@ -536,7 +536,7 @@ def test_nonempty_attribute_without_rule_raises():
 
 
 @pytest.mark.parametrize("name", ["loaded", "failed_recving", "finished_sending"])
-def test_a_rule_registered_twice_is_an_error(name):
+def test_registering_a_rule_twice_is_rejected(name):
     aggregator = KVOutputAggregator(1)
     aggregator.register_rule("loaded", added)
     before = state(aggregator)
@@ -549,7 +549,7 @@ def test_a_rule_registered_twice_is_an_error(name):
     assert state(aggregator) == before
 
 
-def test_a_rule_that_fails_changes_nothing():
+def test_failing_rule_changes_nothing():
     aggregator = KVOutputAggregator(2)
     aggregator.register_rule("loaded", lambda one, other: one.missing)
     aggregator.aggregate([None, engine(finished_recving={"a"}, failed_recving={"b"})])
@@ -647,7 +647,7 @@ def test_empty_output_of_output_rank_keeps_reports(empty):
     assert again == KVConnectorOutput(expected_finished_count=3), "reported twice"
 
 
-def test_reports_of_an_empty_output_count():
+def test_reports_in_an_empty_output_are_counted():
     aggregator = KVOutputAggregator(2)
     assert aggregator.aggregate([EmptyOutput(**vars(sending("a"))), sending("a")]) is None
     assert aggregator.aggregate([output(), output()]).kv_connector_output.finished_sending == {"a"}
@@ -747,7 +747,7 @@ def test_output_rank_must_be_a_worker(rank):
 
 
 @pytest.mark.parametrize("count", [0, -3])
-def test_a_count_below_one_is_an_error(count):
+def test_expected_count_below_one_is_rejected(count):
     with pytest.raises(ValueError, match=f"expected_finished_count is {count}"):
         KVOutputAggregator(count)
 

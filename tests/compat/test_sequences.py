@@ -62,12 +62,12 @@ def counts(manager):
 # Two pools -------------------------------------------------------------------------------------------
 
 
-def test_null_blocks_are_in_no_count():
+def test_block_counts_exclude_null_blocks():
     assert counts(make(11, 6)) == (10, 5)
 
 
 @pytest.mark.parametrize("num_cpu_blocks", [0, 1])
-def test_without_a_host_pool_nothing_is_swapped(num_cpu_blocks):
+def test_swaps_are_rejected_without_a_host_pool(num_cpu_blocks):
     manager = make(num_cpu_blocks=num_cpu_blocks)
     group = admitted(manager)
     assert manager.get_num_free_cpu_blocks() == 0
@@ -93,7 +93,7 @@ def test_without_a_host_pool_nothing_is_swapped(num_cpu_blocks):
         ({"max_model_len": 0}, "max_model_len"),
     ],
 )
-def test_wrong_sizes_are_named(arguments, named):
+def test_invalid_sizes_are_reported(arguments, named):
     with pytest.raises(ValueError, match=named):
         make(**arguments)
 
@@ -115,7 +115,7 @@ def test_wrong_sizes_are_named(arguments, named):
         ({"eviction_options": {"x": "y"}}, r"eviction_options\['x'\] is 'y'"),
     ],
 )
-def test_wrong_types_are_named(arguments, named):
+def test_invalid_types_are_reported(arguments, named):
     with pytest.raises(TypeError, match=named):
         make(**arguments)
 
@@ -140,7 +140,7 @@ def test_can_allocate_counts_lookahead_slots():
     assert [manager.can_allocate(group, n) for n in (0, 2, 3)] == [OK, OK, NEVER]
 
 
-def test_can_allocate_counts_no_hits():
+def test_can_allocate_ignores_hits():
     manager = make(num_gpu_blocks=5, enable_caching=True)
     group = admitted(manager, 12)
     manager.mark_blocks_as_computed(group, 12)
@@ -184,7 +184,7 @@ def test_only_waiting_sequences_are_allocated():
             call(group)
 
 
-def test_a_status_may_be_text():
+def test_status_may_be_a_string():
     manager = make()
     one = Seq("a", [1, 2], "WAITING")
     manager.allocate(Group("r", [one]))
@@ -193,7 +193,7 @@ def test_a_status_may_be_text():
 
 
 @pytest.mark.parametrize("status", [3, None, 2.5])
-def test_a_status_that_is_neither_is_named(status):
+def test_invalid_status_is_reported(status):
     manager = make(enable_caching=True)
     group = admitted(manager)
     group.set_status(status)
@@ -222,7 +222,7 @@ def test_allocating_again_is_rejected():
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_a_group_has_one_prompt(caching):
+def test_sequences_of_a_group_must_have_the_same_prompt(caching):
     manager = make(enable_caching=caching)
     others = [seq(1, 5)] + [seq(1, 4, first=9), Seq(1, [0, 1, 2, 3], extra="x")] * caching
     for other in others:
@@ -233,7 +233,7 @@ def test_a_group_has_one_prompt(caching):
 
 @pytest.mark.parametrize("window", [None, 2, 4])
 @pytest.mark.parametrize("num_tokens", [1, 4, 9])
-def test_an_encoder_has_a_table_of_its_own(window, num_tokens):
+def test_encoder_has_a_separate_block_table(window, num_tokens):
     manager = make(sliding_window=window)
     group = admitted(manager, 4, encoder=num_tokens)
     table = manager.get_cross_block_table(group)
@@ -247,7 +247,7 @@ def test_an_encoder_has_a_table_of_its_own(window, num_tokens):
         manager.get_cross_block_table(group)
 
 
-def test_an_encoder_counts_in_what_fits():
+def test_can_allocate_includes_encoder_blocks():
     manager = make(num_gpu_blocks=5)
     group = Group("r", [seq(0, 8)], seq("e", 9))
     assert manager.can_allocate(group) == NEVER
@@ -264,7 +264,7 @@ def test_an_encoder_counts_in_what_fits():
         manager.allocate(Group("s", [seq(1, 1)], seq("e", 0)))
 
 
-def test_an_encoder_keeps_a_group_out_of_the_cache():
+def test_groups_with_an_encoder_do_not_use_the_cache():
     manager = make(enable_caching=True)
     group = admitted(manager, 8, encoder=1)
     manager.mark_blocks_as_computed(group, 8)
@@ -274,7 +274,7 @@ def test_an_encoder_keeps_a_group_out_of_the_cache():
 # Growth ----------------------------------------------------------------------------------------------
 
 
-def test_append_slots_is_for_new_tokens():
+def test_append_slots_allocates_slots_for_new_tokens():
     manager = make()
     group = admitted(manager, 3)
     one = group.seqs[0]
@@ -287,7 +287,7 @@ def test_append_slots_is_for_new_tokens():
     assert manager.get_block_table(one) == [1, 2, 3]
 
 
-def test_lookahead_slots_are_given_again_to_the_next_tokens():
+def test_next_tokens_reuse_lookahead_slots():
     manager = make()
     one = admitted(manager, 3).seqs[0]
     one.tokens += [1]
@@ -298,14 +298,14 @@ def test_lookahead_slots_are_given_again_to_the_next_tokens():
     assert manager.get_block_table(one) == [1, 2, 3]
 
 
-def test_lookahead_without_a_new_token():
+def test_lookahead_slots_are_allocated_without_a_new_token():
     manager = make()
     one = admitted(manager, 3).seqs[0]
     assert manager.append_slots(one, 5) == []
     assert manager.get_block_table(one) == [1, 2]
 
 
-def test_can_append_slots_counts_every_block_that_is_touched():
+def test_can_append_slots_counts_every_written_block():
     manager = make(num_gpu_blocks=6)  # 5 blocks
     group = admitted(manager, 6, num_seqs=2)  # 2 blocks
     assert manager.can_append_slots(group, 0)  # nothing to write
@@ -324,14 +324,14 @@ def test_slots_that_do_not_fit_are_rejected_and_can_be_requested_again():
     one = admitted(manager, 8).seqs[0]
     one.tokens += [1]
     with pytest.raises(
-        ValueError, match="1 slots and 2 more, 0 blocks are free: expected a call of can_append"
+        ValueError, match="1 slots and 2 more, because only 0 blocks are free: expected a call of"
     ):
         manager.append_slots(one, 2)
     manager.check_invariants()
     assert manager.get_block_table(one) == [1, 2]
 
 
-def test_wrong_appends_are_named():
+def test_invalid_appends_are_reported():
     manager = make(max_model_len=8)
     group = admitted(manager, 6)
     one = group.seqs[0]
@@ -361,7 +361,7 @@ def test_wrong_appends_are_named():
     manager.check_invariants()
 
 
-def test_token_ids_are_checked_with_caching():
+def test_length_of_token_ids_is_checked_with_caching():
     manager = make(enable_caching=True)
     one = admitted(manager, 6).seqs[0]
     one.tokens += [-1]
@@ -393,7 +393,7 @@ def test_token_ids_are_not_read_without_caching():
     assert manager.get_num_cached_tokens(one) == 0
 
 
-def test_with_caching_only_the_tail_is_read():
+def test_with_caching_only_new_token_ids_are_read():
     class Ids(list):
         def __getitem__(self, index):
             taken.append(index)
@@ -407,7 +407,7 @@ def test_with_caching_only_the_tail_is_read():
     assert taken == [slice(6, None)]
 
 
-def test_nothing_fits_beyond_max_model_len():
+def test_append_beyond_max_model_len_does_not_fit():
     manager = make(max_model_len=8)
     assert manager.can_allocate(Group("s", [seq("s", 9)])) == NEVER
     # Lookahead may exceed max_model_len.
@@ -438,7 +438,7 @@ def test_nothing_fits_beyond_max_model_len():
         (2**70, ValueError, r"get_len\(\) of seq 'r0' is 1180591620717411303424: expected 1 to"),
     ],
 )
-def test_invalid_length_is_named(caching, length, error, named):
+def test_invalid_length_is_reported(caching, length, error, named):
     manager = make(enable_caching=caching)
     one = seq("r0", 6)
     one.get_len = lambda: length
@@ -462,7 +462,7 @@ def test_invalid_length_is_named(caching, length, error, named):
     manager.check_invariants()
 
 
-def test_bools_are_not_numbers():
+def test_bools_are_rejected_as_numbers():
     manager = make(enable_caching=True)
     group = admitted(manager)
     waiting = Group("w", [seq("w", 4)])
@@ -481,7 +481,7 @@ def test_bools_are_not_numbers():
         manager.allocate(Group("x", [Seq("x", [1], extra=True)]))
 
 
-def test_the_calls_of_a_step_take_their_arguments_by_name():
+def test_calls_of_a_step_accept_keyword_arguments():
     manager = make()
     group = Group("r", [seq("r0", 6)])
     assert manager.can_allocate(seq_group=group, num_lookahead_slots=2) == OK
@@ -512,7 +512,7 @@ def test_the_calls_of_a_step_take_their_arguments_by_name():
     assert "left the window are 0" in inspect.getdoc(BlockSpaceManager.get_block_table)
 
 
-def test_a_table_that_was_first_read_after_growth_has_all_blocks():
+def test_table_first_read_after_growth_has_all_blocks():
     manager = make(num_gpu_blocks=400, num_cpu_blocks=400)  # most ids are no small integers
     group = admitted(manager, 1200)
     one = group.seqs[0]
@@ -529,7 +529,7 @@ def test_a_table_that_was_first_read_after_growth_has_all_blocks():
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_table_is_one_list_that_is_kept_up_to_date(window):
+def test_block_table_is_a_single_list_updated_in_place(window):
     manager = make(num_gpu_blocks=60, num_cpu_blocks=60, sliding_window=window)
     group = admitted(manager, 6)
     one = group.seqs[0]
@@ -556,7 +556,7 @@ def test_a_table_is_one_list_that_is_kept_up_to_date(window):
     manager.check_invariants()
 
 
-def test_a_decode_step_of_all_groups_in_one_call():
+def test_decode_step_of_all_groups_takes_one_call():
     manager = make(num_gpu_blocks=8, enable_caching=True)  # 7 blocks
     groups = [
         admitted(manager, n, name, first=50 * n) for n, name in ((4, "a"), (6, "b"), (3, "c"))
@@ -635,7 +635,7 @@ def test_blocks_are_hashed_by_the_requested_algorithm():
             make(hash_algorithm=wrong)
 
 
-def test_bool_is_not_a_token_id():
+def test_bool_is_rejected_as_a_token_id():
     manager = make(enable_caching=True)
     group = admitted(manager, 6)
     one = group.seqs[0]
@@ -652,7 +652,7 @@ def test_bool_is_not_a_token_id():
     manager.check_invariants()
 
 
-def test_siblings_have_one_list_of_hits():
+def test_forked_sequences_share_one_list_of_hits():
     manager = make(num_gpu_blocks=60, num_cpu_blocks=60, enable_caching=True)
     manager.mark_blocks_as_computed(admitted(manager, 20), 20)
     group = admitted(manager, 20, "s", num_seqs=3)
@@ -707,7 +707,7 @@ def test_shared_lookahead_blocks_are_replaced_not_copied():
     assert manager.get_block_table(parent) == [1, 2, 3]
 
 
-def test_a_child_may_have_a_token_more():
+def test_child_may_have_one_more_token_than_its_parent():
     manager = make()
     parent = admitted(manager, 6).seqs[0]
     child = seq("c", 7, Status.RUNNING)
@@ -715,7 +715,7 @@ def test_a_child_may_have_a_token_more():
     assert manager.append_slots(child, 0) == [(2, 3)]
 
 
-def test_wrong_forks_are_named():
+def test_invalid_forks_are_reported():
     manager = make(enable_caching=True)
     group = admitted(manager, 6)
     parent = group.seqs[0]
@@ -757,7 +757,7 @@ def test_child_with_other_tokens_in_the_last_block_is_rejected(kind, changed):
     manager.check_invariants()
 
 
-def test_a_parent_shorter_than_a_block_is_compared_whole():
+def test_all_tokens_of_a_parent_shorter_than_a_block_are_compared():
     manager = make(enable_caching=True)
     parent = admitted(manager, 2).seqs[0]
     with pytest.raises(ValueError, match="among 0 to 1"):
@@ -777,7 +777,7 @@ def test_length_of_a_child_is_checked_if_its_tokens_are_not_read(caching):
 # Swaps -----------------------------------------------------------------------------------------------
 
 
-def test_blocks_shared_by_sequences_move_once():
+def test_blocks_shared_by_sequences_are_swapped_once():
     manager = make()
     group = admitted(manager, 8)
     parent = group.seqs[0]
@@ -795,7 +795,7 @@ def test_blocks_shared_by_sequences_move_once():
     assert counts(manager) == (7, 10)
 
 
-def test_the_encoder_moves_with_its_group():
+def test_encoder_is_swapped_with_its_group():
     manager = make()
     group = admitted(manager, 4, encoder=6)
     assert len(swapped_out(manager, group)) == 3
@@ -805,7 +805,7 @@ def test_the_encoder_moves_with_its_group():
     assert manager.get_cross_block_table(group) == [5, 6]
 
 
-def test_lookahead_slots_do_not_move():
+def test_lookahead_slots_are_not_swapped():
     manager = make()
     group = admitted(manager, 3)
     group.seqs[0].tokens += [1]
@@ -825,7 +825,7 @@ def test_a_swap_out_that_does_not_fit_changes_nothing():
     assert manager.get_block_table(group.seqs[0]) == [1, 2, 3]
 
 
-def test_a_watermark_that_is_set_counts_in_every_call():
+def test_changed_watermark_applies_to_every_later_call():
     # 8 blocks, 2 of them kept free.
     manager = make(num_gpu_blocks=9, num_cpu_blocks=9, watermark=0.25)
     group = Group("g", [seq("a", 28)])
@@ -847,7 +847,7 @@ def test_a_watermark_that_is_set_counts_in_every_call():
     [(-1, ValueError), (2**31, ValueError), (10**5000, ValueError), (True, TypeError)],
     ids=["negative", "above int32", "huge", "bool"],
 )
-def test_a_wrong_watermark_is_named_and_not_set(value, error):
+def test_invalid_watermark_is_rejected_and_not_set(value, error):
     manager = make(watermark=0.2)
     with pytest.raises(error, match=r"^watermark_blocks is "):
         manager.watermark_blocks = value
@@ -859,7 +859,7 @@ def test_a_wrong_watermark_is_named_and_not_set(value, error):
     [make(), KVCacheManager(4, 9, 64)],
     ids=["BlockSpaceManager", "KVCacheManager"],
 )
-def test_sizes_that_a_manager_was_made_with_are_read_only(manager):
+def test_sizes_of_a_manager_are_read_only(manager):
     names = ("block_size", "max_model_len", "sliding_window", "enable_caching", "groups", "options")
     for name in (*names, "block_sizes"):
         if hasattr(manager, name):
@@ -946,7 +946,7 @@ def test_a_swap_in_that_does_not_fit_changes_nothing():
     assert counts(manager) == (1, 8)
 
 
-def test_wrong_swaps_are_named():
+def test_invalid_swaps_are_reported():
     manager = make()
     group = admitted(manager, 6)
     with pytest.raises(ValueError, match="'r' has no SWAPPED sequence"):
@@ -991,7 +991,7 @@ def test_a_swapped_sequence_can_be_freed():
 
 
 @pytest.mark.parametrize("window", [2, 4, 7, 9])
-def test_a_window_holds_its_blocks_and_no_more(window):
+def test_sequence_holds_only_the_blocks_of_its_window(window):
     manager = make(num_gpu_blocks=100, sliding_window=window)
     one = admitted(manager, 50).seqs[0]
     for _ in range(20):
@@ -1026,7 +1026,7 @@ def test_hit_that_holds_more_blocks_than_fit_is_not_taken():
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_with_a_window_there_is_no_chunked_prefill(caching):
+def test_prompt_longer_than_the_window_rejects_chunked_prefill(caching):
     manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=caching)
     group = admitted(manager, 64, num_seqs=2)
     table = manager.get_block_table(group.seqs[0])
@@ -1034,8 +1034,8 @@ def test_with_a_window_there_is_no_chunked_prefill(caching):
     for count in (0, 16, 63):
         with pytest.raises(
             ValueError,
-            match="a prompt longer than the window is computed at once: expected a "
-            "token_chunk_size of 64",
+            match="a prompt longer than the window is computed in one step: "
+            "expected a token_chunk_size of 64",
         ):
             manager.mark_blocks_as_computed(group, count)
     assert manager.get_block_table(group.seqs[0]) == table
@@ -1048,7 +1048,7 @@ def test_with_a_window_there_is_no_chunked_prefill(caching):
     manager.mark_blocks_as_computed(group, 1)
 
 
-def test_a_refused_mark_changes_no_sequence():
+def test_rejected_mark_changes_no_sequence():
     manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=True)
     short, long = admitted(manager, 8).seqs, admitted(manager, 20, "s", first=50).seqs
     with pytest.raises(ValueError, match="8 tokens of seq 's0' are marked"):
@@ -1056,7 +1056,7 @@ def test_a_refused_mark_changes_no_sequence():
     assert manager.get_num_cached_tokens(seq("t", 9)) == 0
 
 
-def test_with_a_window_what_is_held_whole_may_be_computed_in_chunks():
+def test_prompt_that_fits_the_window_may_be_computed_in_chunks():
     manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=True)
     group = admitted(manager, 10)  # the next tokens still read its first block
     manager.mark_blocks_as_computed(group, 5)
@@ -1109,7 +1109,7 @@ def test_the_last_token_is_never_a_hit():
     assert manager.get_num_cached_tokens(seq("s", 8)) == 4
 
 
-def test_marks_count_cached_tokens_and_never_more_than_there_are():
+def test_marks_include_cached_tokens_and_never_exceed_the_length():
     manager = make(enable_caching=True)
     manager.mark_blocks_as_computed(admitted(manager, 9), 9)
     group = admitted(manager, 14, "s")
@@ -1142,7 +1142,7 @@ def test_mark_after_the_prompt_covers_all_tokens_accepted_by_a_step(num_accepted
         assert manager.get_num_cached_tokens(seq("s", 60)) == num_computed // 4 * 4
 
 
-def test_before_the_end_of_the_prompt_marks_alone_count():
+def test_only_marked_tokens_count_before_the_end_of_the_prompt():
     manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 20)
     manager.mark_blocks_as_computed(group, 1)
@@ -1167,7 +1167,7 @@ def test_lookahead_slots_are_not_marked():
     assert manager.get_num_cached_tokens(seq("s", 30)) == 8
 
 
-def test_cached_tokens_count_own_ones_once_the_prompt_is_computed():
+def test_cached_tokens_include_own_tokens_once_the_prompt_is_computed():
     manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 9)
     manager.mark_blocks_as_computed(group, 5)
@@ -1188,7 +1188,7 @@ def test_cached_tokens_count_own_ones_once_the_prompt_is_computed():
     assert manager.get_num_cached_tokens(seq("u", 14)) == 12
 
 
-def test_a_swap_in_shares_what_is_still_cached_on_the_device():
+def test_swap_in_shares_blocks_still_cached_on_the_device():
     manager = make(num_gpu_blocks=8, enable_caching=True)  # 7 blocks
     group = admitted(manager, 14)
     manager.mark_blocks_as_computed(group, 14)
@@ -1220,7 +1220,7 @@ def test_evicted_blocks_return_and_are_hits_again():
     manager.check_invariants()
 
 
-def test_queried_sequence_is_hashed_once():
+def test_repeated_queries_hash_a_sequence_once():
     manager = make(enable_caching=True)
     manager.mark_blocks_as_computed(admitted(manager, 12), 12)
     one = seq("s", 6)
@@ -1233,7 +1233,7 @@ def test_queried_sequence_is_hashed_once():
 
 
 @pytest.mark.parametrize("change", [lambda one: one, lambda one: Seq("s", [9] * 6)])
-def test_another_sequence_of_the_same_id_is_not_taken_for_it(change):
+def test_another_sequence_with_the_same_id_is_distinguished(change):
     manager = make(enable_caching=True)
     manager.mark_blocks_as_computed(admitted(manager, 12), 12)
     one = seq("s", 6)
@@ -1245,7 +1245,7 @@ def test_another_sequence_of_the_same_id_is_not_taken_for_it(change):
 
 
 @pytest.mark.parametrize("extra", ["lora-a", 7])
-def test_extra_hash_keeps_sequences_apart(extra):
+def test_sequences_with_different_extra_hashes_share_no_blocks(extra):
     manager = make(enable_caching=True)
     one = Seq("a", [*range(8)], extra=extra)
     group = Group("r", [one])
@@ -1271,7 +1271,7 @@ def test_extra_hash_is_optional_and_checked():
         manager.allocate(Group("s", [Seq("q", [1], extra=1.5)]))
 
 
-def test_the_hashes_are_those_of_the_request_manager():
+def test_hashes_equal_those_of_the_request_manager():
     """Two managers over one allocator compute the same chain with the same salt and seed."""
     manager = make(enable_caching=True, hash_seed="s")
     tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
@@ -1280,7 +1280,7 @@ def test_the_hashes_are_those_of_the_request_manager():
     assert np.array_equal(manager._native.hashes(tokens.chain), other.cache.hashes(request))
 
 
-def test_common_computed_blocks_are_those_that_all_hit():
+def test_common_computed_blocks_are_hits_of_all_sequences():
     manager = make(num_gpu_blocks=40, enable_caching=True)
     manager.mark_blocks_as_computed(admitted(manager, 12), 12)
     long, short = (admitted(manager, n, str(n)).seqs[0] for n in (12, 7))
@@ -1314,7 +1314,7 @@ def test_longest_prefix_of_an_access_is_evicted_first():
     assert manager.get_num_cached_tokens(seq("t", 13)) == 8
 
 
-def test_accesses_are_numbers():
+def test_access_times_must_be_numbers():
     manager = make(enable_caching=True)
     group = admitted(manager)
     with pytest.raises(TypeError, match="now is None: expected a number"):
@@ -1325,14 +1325,14 @@ def test_accesses_are_numbers():
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("now", [float("nan"), float("inf"), float("-inf")])
-def test_accesses_are_finite(caching, now):
+def test_access_times_must_be_finite(caching, now):
     manager = make(enable_caching=caching)
     group = admitted(manager)
     with pytest.raises(ValueError, match=rf"now is {now}: expected a finite number"):
         manager.access_all_blocks_in_seq(group.seqs[0], now)
 
 
-def test_another_eviction_policy():
+def test_eviction_policy_can_be_selected():
     manager = make(num_gpu_blocks=5, enable_caching=True, eviction="lru")
     groups = [admitted(manager, 5, name, first=n) for name, n in (("a", 10), ("b", 20))]
     for group, now in zip(groups, (2.0, 1.0)):
@@ -1348,7 +1348,7 @@ def test_another_eviction_policy():
     make(enable_caching=True, eviction="segmented_lru", eviction_options=options)
 
 
-def test_stats():
+def test_stats_report_blocks_and_tokens():
     manager = make(num_gpu_blocks=40, enable_caching=True)
     assert manager.stats.num_requests == 0
     manager.mark_blocks_as_computed(admitted(manager, 9), 9)
@@ -1362,7 +1362,7 @@ def test_stats():
     assert make(num_cpu_blocks=0).stats.host is None
 
 
-def test_events():
+def test_events_report_stored_and_removed_blocks():
     manager = make(num_gpu_blocks=4, enable_caching=True, enable_events=True)
     group = admitted(manager, 9)
     assert manager.drain_events() == []
@@ -1380,7 +1380,7 @@ def test_events():
     assert manager.drain_events() == []
 
 
-def test_hit_rate():
+def test_hit_rate_counts_full_blocks():
     manager = make(num_gpu_blocks=40, enable_caching=True)
     assert [manager.get_prefix_cache_hit_rate(each) for each in (Device.GPU, "cpu")] == [0.0, 0.0]
     manager.mark_blocks_as_computed(admitted(manager, 9), 9)
@@ -1406,7 +1406,7 @@ def test_reset_is_rejected_while_a_block_is_in_use():
     assert manager.get_num_cached_tokens(seq("s", 9)) == 0
 
 
-def test_tiers_are_reset_one_by_one():
+def test_tiers_can_be_reset_separately():
     manager = make(enable_caching=True)
     group = admitted(manager, 9)
     manager.mark_blocks_as_computed(group, 9)
@@ -1447,7 +1447,7 @@ def test_manager_belongs_to_its_first_thread():
 
 
 @pytest.mark.parametrize("seed", sampled(range(0, 200, 25), 2))
-def test_random_calls_answer_as_the_model_does(seed):
+def test_random_calls_match_the_model(seed):
     for each in range(seed, seed + 25):
         sequence_driver.drive(each)
 
@@ -1490,7 +1490,7 @@ def calling(num_seqs, num_tokens=9):
     ],
 )
 @pytest.mark.parametrize("takes_row", [False, True])
-def test_a_change_during_a_call_ends_the_call(call, takes_row):
+def test_nested_change_makes_the_outer_call_fail(call, takes_row):
     manager, seqs, group = calling(3)
     other = Group("other", [seq("other", 9, first=100)])
     for each in seqs:
@@ -1511,7 +1511,7 @@ def test_a_change_during_a_call_ends_the_call(call, takes_row):
     manager.check_invariants()
 
 
-def test_a_group_allocated_by_its_own_code_is_allocated_once():
+def test_nested_allocation_of_the_same_group_allocates_once():
     manager = make(20, enable_caching=True)
     group = Group("r", [Calling("a", [*range(9)])])
     group.seqs[0].call = lambda: manager.allocate(group)
@@ -1521,7 +1521,7 @@ def test_a_group_allocated_by_its_own_code_is_allocated_once():
     assert manager.get_num_free_gpu_blocks() == 19 - 3
 
 
-def test_a_length_that_changes_the_manager_ends_append_slots():
+def test_append_slots_fails_if_get_len_changes_the_manager():
     manager, (first, second), _ = calling(2)
 
     class Changes:
@@ -1553,7 +1553,7 @@ class FreesWhenCollected:
 
 
 @pytest.mark.parametrize("num_allocations", range(1, 30))
-def test_a_finalizer_that_frees_sequences_never_runs_within_a_decode_step(num_allocations):
+def test_finalizers_do_not_run_within_a_decode_step(num_allocations):
     # CPython before 3.12 collects garbage in the middle of an allocation.
     manager = make(40, enable_caching=True)
     parent = admitted(manager, 10).seqs[0]

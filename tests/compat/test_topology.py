@@ -190,7 +190,9 @@ NB, BS, H, D, L = 10, 16, 4, 64, 32
         ("MLA", "HND", (NB, L, BS, D), False, False, True, -2),
     ],
 )
-def test_shapes(backend, layout, shape, blocks_first, split, cross_layers, position):
+def test_kv_cache_shape_is_classified_by_its_backend(
+    backend, layout, shape, blocks_first, split, cross_layers, position
+):
     asked = topology(
         backend=backend, is_mla=backend == "MLA", tensor_shape=shape, kv_cache_layout=layout
     )
@@ -408,7 +410,7 @@ def test_invalid_arguments_are_reported(call, message):
         ("get_target_remote_ranks_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
     ],
 )
-def test_errors_of_a_known_engine_name_it_and_the_side(ask, message):
+def test_errors_name_the_engine_and_the_side(ask, message):
     asked = topology(0, 4, pp_size=2, block_size=32, total_num_kv_heads=12)
     asked = asked.with_remote("pre", RemoteEngine(6, 3, 48))
     message = f"^local engine 'local', remote engine 'pre': {message}: expected one to divide"

@@ -45,7 +45,7 @@ def test_text_chats_are_rendered_by_the_chat_template():
     assert len(first.next_prompt()) + first.max_tokens <= first.longest
 
 
-def test_an_answer_without_its_end_token_is_kept_whole():
+def test_answer_without_its_end_token_is_kept_whole():
     chat = Chat([[1], [2]], [3], stop_token_ids=(END,))
     chat.end_turn([3, 1], [[7, 8]])
     assert chat.history == [3, 1, 7, 8]

@@ -43,7 +43,7 @@ def test_every_answer_is_compared_and_the_pool_is_too_small():
     assert max(held) <= course.num_blocks and course.held[-1] == 0
 
 
-def test_a_wrong_answer_is_counted(monkeypatch):
+def test_wrong_answers_are_counted(monkeypatch):
     extend = OutputProcessor._extend
 
     def wrong(self, sample, logits, at, best):
@@ -86,7 +86,7 @@ def test_text_chats_end_at_end_tokens_and_are_shown():
     assert "dense: " in transcript(chats[0], tokenizer)
 
 
-def test_no_chats_are_rejected():
+def test_empty_list_of_chats_is_rejected():
     with pytest.raises(ValueError, match="chats is empty: expected one or more"):
         serve_chats(dense("llama"), "llama", [])
 

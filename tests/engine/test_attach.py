@@ -53,7 +53,7 @@ def served(paged, lines, max_tokens=12, **options):
         2,
     ),
 )
-def test_architectures_answer_as_generate_does(model_type, is_batched):
+def test_answers_of_all_architectures_equal_generate(model_type, is_batched):
     verdict = judge(model_type)
     assert (verdict.answer, verdict.is_batched) == ("right", is_batched), verdict.reason
     assert bool(verdict.reason) != is_batched
@@ -61,7 +61,7 @@ def test_architectures_answer_as_generate_does(model_type, is_batched):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", architectures())
-def test_every_architecture_is_right_or_refused_by_name(model_type):
+def test_every_architecture_is_correct_or_rejected_by_name(model_type):
     verdict = judge(model_type)
     assert verdict.answer in ("right", "refused", "not built"), verdict.reason
 
@@ -72,7 +72,7 @@ def test_falcon_with_biases_instead_of_rope_is_served():
 
 
 @pytest.mark.parametrize("model_type", sampled(["gpt_neo", "zaya"]))
-def test_drafts_are_right_request_by_request(model_type):
+def test_drafts_are_correct_request_by_request(model_type):
     model = tiny_architecture(model_type)
     lines = prompts()
     answers = answers_of(model, lines)
@@ -120,7 +120,7 @@ def test_rounding_differences_are_tolerated(name, dtype):
         ("prophetnet", {}, "request by request: AssertionError: At the moment"),
     ],
 )
-def test_model_that_would_answer_otherwise_is_rejected(model_type, fields, says):
+def test_model_with_different_answers_is_rejected(model_type, fields, says):
     model = tiny_architecture(model_type, **fields)
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModel, match=says) as caught:
@@ -130,7 +130,7 @@ def test_model_that_would_answer_otherwise_is_rejected(model_type, fields, says)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_refusal_states_difference_and_tolerance():
+def test_rejection_states_the_difference_and_the_tolerance():
     model = tiny_architecture("bert", is_decoder=False)
     with pytest.raises(
         UnsupportedModel,
@@ -167,7 +167,7 @@ class TestRopeThatDependsOnTheLength:
             partial_rotary_factor=1.0,
         )
 
-    def test_requests_within_the_short_factors_are_right(self, model):
+    def test_requests_within_the_short_factors_are_correct(self, model):
         paged = attach(model, "4MiB")
         assert paged.cache.plan.max_model_len == 80
         assert served(paged, prompts()) == answers_of(model, prompts())
@@ -205,7 +205,7 @@ class TestTrainingMode:
 
 class TestTheCheckLeavesNoTrace:
     @pytest.mark.parametrize("model_type", ["llama", "jamba", "gpt_neo"])
-    def test_generators_flags_and_modules(self, model_type):
+    def test_attach_restores_generators_flags_and_modules(self, model_type):
         model = tiny_architecture(model_type)
         generator = torch.random.get_rng_state()
         attention = model.config._attn_implementation
@@ -225,7 +225,7 @@ class TestTheCheckLeavesNoTrace:
         assert not paged.cache.tables[0].get_numpy_array().any()
         paged.detach()
 
-    def test_a_model_that_is_attached_stays_so(self):
+    def test_model_that_is_already_attached_stays_attached(self):
         model = tiny_architecture("jamba")
         first = attach(model, "8MiB", max_model_len=96)
         attach(model, "8MiB", max_model_len=96).detach()
@@ -262,7 +262,7 @@ class TestDefectsAreNoticed:
         with pytest.raises(UnsupportedModel, match="tokens of earlier steps"):
             attach(tiny_model("bamba"), "4MiB", max_model_len=96)
 
-    def test_a_single_wrong_token_is_named(self):
+    def test_error_names_a_single_wrong_token(self):
         model = tiny_model("llama", dtype=torch.float64)
         shape = model_shape(model, FilledCache(model), 16, None, 0)
         check = SelfCheck(model, shape, 96)
@@ -286,7 +286,7 @@ class TestDefectsAreNoticed:
         assert (found.request, found.position, found.chunk) == (0, 13, (11, 22))
         assert found.largest == pytest.approx(3)
 
-    def test_the_check_cuts_prompts_crosses_windows_and_batches_unlike_requests(self):
+    def test_self_check_covers_chunks_windows_and_mixed_batches(self):
         model = tiny_model("gemma3")
         check = SelfCheck(model, model_shape(model, FilledCache(model), 16, None, 0), 96)
         cache = check.cache()

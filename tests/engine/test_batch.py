@@ -45,7 +45,7 @@ def as_lists(batch):
     )
 
 
-def test_it_equals_a_new_batch(cache):
+def test_updated_batch_equals_a_new_batch(cache):
     batch = None
     for rows, starts, tokens in steps_of(cache, 9):
         new = as_lists(Batch(cache, rows, starts, tokens[:, None]))
@@ -55,7 +55,7 @@ def test_it_equals_a_new_batch(cache):
         batch = batch or Batch(cache, rows, starts, tokens[:, None])
 
 
-def test_the_earlier_batch_keeps_its_inputs(cache):
+def test_earlier_batch_keeps_its_inputs(cache):
     """A GPU may still read the inputs of the earlier batch."""
     steps = steps_of(cache, 2)
     rows, starts, tokens = next(steps)

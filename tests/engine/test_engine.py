@@ -141,7 +141,7 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
 
 # The exhaustive variant below and the random runs cover the other models.
 @pytest.mark.parametrize("name", sampled(["gemma3", "llama", "bamba"]))
-def test_answers_are_those_of_the_dense_cache(name, paged):
+def test_answers_equal_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)
 
 
@@ -155,7 +155,7 @@ def test_answers_are_those_of_the_dense_cache(name, paged):
         ("bamba", "swap", True),
     ],
 )
-def test_answers_on_a_gpu_are_those_of_the_dense_cache(name, preemption, is_own_stream, paged):
+def test_answers_on_a_gpu_equal_those_of_the_dense_cache(name, preemption, is_own_stream, paged):
     """On the default stream, and on a stream without synchronization with it."""
     prompts = prompts_of(MODELS.index(name), 5)
     answers = [greedy(dense(name), prompt, 16) for prompt in prompts]
@@ -173,7 +173,7 @@ def test_answers_on_a_gpu_are_those_of_the_dense_cache(name, preemption, is_own_
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_of_many_sequences_are_those_of_the_dense_cache(name, paged):
+def test_answers_of_many_sequences_equal_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, NUM_SEQUENCES, paged)
 
 
@@ -203,7 +203,7 @@ def test_samples_of_a_seed_do_not_depend_on_the_batch(paged):
 
 
 @pytest.mark.parametrize("name", sampled(["bamba", "llama", "gemma3"]))
-def test_beam_search_finds_what_a_search_without_a_cache_finds(name, paged):
+def test_beam_search_equals_a_search_without_a_cache(name, paged):
     engine = Engine(paged(name, requests=3.0))
     prompt = prompts_of(2, 1)[0]
     stops = tuple(range(0, VOCAB_SIZE, 11))
@@ -216,7 +216,7 @@ def test_beam_search_finds_what_a_search_without_a_cache_finds(name, paged):
 
 
 @pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["alone", "drafts"])
-def test_log_probabilities_are_those_of_the_dense_model(drafter, paged):
+def test_log_probabilities_equal_those_of_the_dense_model(drafter, paged):
     model = paged("llama")
     engine = Engine(model, drafter=drafter)
     prompt = [5, 9, 5, 9, 5, 9, 5, 9, 5, 9]
@@ -237,7 +237,7 @@ def test_log_probabilities_are_those_of_the_dense_model(drafter, paged):
 
 
 @pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["alone", "drafts"])
-def test_repetition_penalty_is_that_of_transformers(drafter, paged):
+def test_repetition_penalty_equals_that_of_transformers(drafter, paged):
     engine = Engine(paged("llama"), drafter=drafter)
     prompt = [5, 9, 5, 9, 5, 9, 5, 9, 5, 9]
     params = SamplingParams(max_tokens=24, repetition_penalty=1.5)
@@ -251,7 +251,7 @@ def test_repetition_penalty_is_that_of_transformers(drafter, paged):
     assert generation.samples[0].token_ids != greedy(dense("llama"), prompt, 24)
 
 
-def test_samples_share_the_prompts_blocks_and_copy_what_they_write(paged):
+def test_samples_share_prompt_blocks_and_copy_blocks_on_write(paged):
     engine = Engine(paged("llama"))
     params = SamplingParams(max_tokens=4, n=4, temperature=1.0, seed=0)
     engine.generate([list(range(1, 41))], params)
@@ -339,7 +339,7 @@ class TestDefectsAreNoticed:
         assert not self.answers(name, break_it)[0]
 
 
-def test_prompts_of_one_token_begin_with_an_empty_state(paged):
+def test_prompts_of_one_token_start_from_an_empty_state(paged):
     """Stale pages of earlier requests are not read."""
     engine = Engine(paged("bamba", requests=1.3))
     prompts = [*prompts_of(2, 4), [7], [9]]
@@ -351,7 +351,7 @@ def test_prompts_of_one_token_begin_with_an_empty_state(paged):
     assert [each.samples[0].token_ids for each in found] == answers
 
 
-def test_beams_that_are_aborted_leave_nothing(paged):
+def test_aborted_beams_release_all_blocks(paged):
     engine = Engine(paged("llama", requests=3))
     params = SamplingParams(max_tokens=30, beam_width=4)
     for num_steps in range(12):
@@ -365,7 +365,7 @@ def test_beams_that_are_aborted_leave_nothing(paged):
 
 
 class TestFlashInfer:
-    """With a stand-in in float64.
+    """Uses a stand-in for FlashInfer in float64.
 
     All answers equal the dense cache's, so pages, lengths and windows are correct.
     """
@@ -409,7 +409,7 @@ class TestFlashInfer:
         assert sum(each.num_runs for each in served) == layers_served * engine.metrics.steps
         assert engine.metrics.accepted_drafts > 0 < engine.metrics.cached_prompt_tokens
 
-    def test_layers_that_it_does_not_serve_are_pytorchs(self, served, paged, monkeypatch):
+    def test_layers_unsupported_by_flashinfer_run_in_pytorch(self, served, paged, monkeypatch):
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
         for name in ("deepseek_v3", "gpt_oss"):  # K wider than V; sinks
             prompt = prompts_of(3, 1)[0]
@@ -418,7 +418,7 @@ class TestFlashInfer:
             assert found.samples[0].token_ids == greedy(dense(name), prompt, 8)
         assert not any(each.num_runs for each in served)
 
-    def test_steps_of_single_queries_take_the_decode_kernels(self, served, paged, monkeypatch):
+    def test_steps_with_single_queries_use_the_decode_kernels(self, served, paged, monkeypatch):
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
         prefill, decode = served
         engine = Engine(paged("llama", attention="flashinfer"))
@@ -430,7 +430,7 @@ class TestFlashInfer:
         engine.generate([prompts[0]], SamplingParams(max_tokens=9))
         assert decode.num_runs == 4 * 8 and prefill.num_runs == num_prefills + 4
 
-    def test_a_cache_in_another_half_precision_than_the_model_is_not_served(
+    def test_cache_with_a_different_half_precision_than_the_model_is_rejected(
         self, served, paged, monkeypatch
     ):
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)

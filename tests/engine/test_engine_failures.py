@@ -112,7 +112,9 @@ class TestLogits:
             5,
         ),
     )
-    def test_wrong_ones_end_their_request_alone(self, make_engine, monkeypatch, spoiled, params):
+    def test_invalid_logits_end_only_their_own_request(
+        self, make_engine, monkeypatch, spoiled, params
+    ):
         engine = make_engine()
         others = Others(engine)
         prompt = list(range(200, 230))
@@ -130,7 +132,7 @@ class TestLogits:
         assert engine.metrics.failed_steps == 0
 
     @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}, {"beam_width": 2}])
-    def test_masked_tokens_are_not_an_error(self, make_engine, monkeypatch, params):
+    def test_masked_logits_are_not_an_error(self, make_engine, monkeypatch, params):
         engine = make_engine()
         others = Others(engine)
         prompt = list(range(200, 230))
@@ -145,7 +147,7 @@ class TestLogits:
             assert sample.finish_reason == "length"
             assert all(token < 3 for token in sample.token_ids[1:])
 
-    def test_wrong_drafts_rows_fail_alone(self, make_engine, monkeypatch):
+    def test_invalid_logits_of_drafts_end_only_their_own_request(self, make_engine, monkeypatch):
         engine = make_engine(drafter=NgramDrafter(shortest=1))
         others = Others(engine)
         prompt = [5, 6] * 10
@@ -155,7 +157,7 @@ class TestLogits:
         assert failing.samples[0].finish_reason == "error"
 
     @pytest.mark.parametrize("wrong", [lambda x: x[:, :-1], lambda x: x[:-1], lambda x: x[0]])
-    def test_logits_of_a_wrong_shape_fail_the_step(self, make_engine, monkeypatch, wrong):
+    def test_logits_with_an_invalid_shape_fail_the_step(self, make_engine, monkeypatch, wrong):
         engine = make_engine()
         others = Others(engine)
         with monkeypatch.context() as patch:
@@ -169,7 +171,7 @@ class TestLogits:
 
 class TestSampling:
     @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30, 1.7e308])
-    def test_every_temperature_is_served(self, make_engine, temperature):
+    def test_extreme_temperatures_are_served(self, make_engine, temperature):
         engine = make_engine()
         others = Others(engine)
         params = SamplingParams(max_tokens=8, temperature=temperature)
@@ -179,7 +181,7 @@ class TestSampling:
         if temperature < 1:
             assert served.samples[0].token_ids == greedy(dense("llama", 2), [*range(200, 230)], 8)
 
-    def test_a_sampler_that_raises_ends_its_sample_alone(self, make_engine, monkeypatch):
+    def test_failing_sampler_ends_only_its_own_sample(self, make_engine, monkeypatch):
         engine = make_engine()
         others = Others(engine)
         failing = engine.add(
@@ -198,7 +200,7 @@ class TestSampling:
         assert reasons == ["length", "error", "length"]
         assert isinstance(failing.samples[1].error, MemoryError)
 
-    def test_a_fork_that_fails_ends_its_request_alone(self, make_engine, monkeypatch):
+    def test_failing_fork_ends_only_its_own_request(self, make_engine, monkeypatch):
         engine = make_engine()
         others = Others(engine)
         fork = engine.scheduler.fork
@@ -231,7 +233,7 @@ class TestSampling:
     ],
     ids=str,
 )
-def test_a_wrong_draft_ends_its_request_alone(make_engine, drafts, expected):
+def test_invalid_draft_ends_only_its_own_request(make_engine, drafts, expected):
     engine = make_engine(drafter=lambda request: drafts if request.token_ids[0] == 200 else [])
     others = Others(engine)
     failing = engine.add(range(200, 230), SamplingParams(max_tokens=6))
@@ -241,7 +243,7 @@ def test_a_wrong_draft_ends_its_request_alone(make_engine, drafts, expected):
 
 
 class TestIds:
-    def test_callers_ids_may_look_like_those_of_samples(self, make_engine):
+    def test_request_ids_may_look_like_sample_ids(self, make_engine):
         engine = make_engine()
         others = Others(engine)
         like = [
@@ -255,7 +257,7 @@ class TestIds:
         assert all(sample.finish_reason == "length" for sample in forked.samples)
         assert all(each.samples[0].finish_reason == "length" for each in like)
 
-    def test_an_id_that_the_engine_gives_is_free(self, make_engine):
+    def test_generated_request_ids_are_unused(self, make_engine):
         engine = make_engine()
         engine.add([1, 2], SamplingParams(max_tokens=2), request_id="request-1")
         given = engine.add([3, 4], SamplingParams(max_tokens=2))
@@ -265,7 +267,7 @@ class TestIds:
 
 
 class TestStreams:
-    def test_streams_that_are_read_in_turn_have_all_their_tokens(self, make_engine):
+    def test_streams_read_alternately_yield_all_tokens(self, make_engine):
         engine = make_engine()
         streams = [engine.stream(prompt, SamplingParams(max_tokens=6)) for prompt in PROMPTS]
         got = [[] for _ in streams]
@@ -277,7 +279,7 @@ class TestStreams:
             tokens += [token for delta in stream for token in delta.token_ids]
         assert got == [greedy(dense("llama", 2), prompt, 6) for prompt in PROMPTS]
 
-    def test_each_end_is_reported_once(self, make_engine):
+    def test_each_request_end_is_reported_once(self, make_engine):
         engine = make_engine()
         params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=4)
         deltas = list(engine.stream(PROMPTS[0], params))
@@ -286,7 +288,7 @@ class TestStreams:
         assert sum(len(delta.token_ids) for delta in deltas) == 12
 
 
-def test_refused_requests_are_returned_even_if_the_model_fails(make_engine, monkeypatch):
+def test_rejected_requests_are_returned_even_if_the_model_fails(make_engine, monkeypatch):
     engine = make_engine()
     others = Others(engine)
     schedule, victim = (
@@ -326,7 +328,7 @@ class TestFreeCallbacks:
             deltas.append(engine.step())
         return ending, others, deltas
 
-    def test_a_request_that_free_aborts_gets_no_more_tokens(self, make_engine):
+    def test_request_aborted_during_free_gets_no_more_tokens(self, make_engine):
         engine = make_engine()
 
         def free(request):
@@ -347,7 +349,7 @@ class TestFreeCallbacks:
         model = dense("llama", 2)
         assert others[0].samples[0].token_ids == greedy(model, PROMPTS[1], 9)
 
-    def test_a_free_that_raises_ends_its_request_alone(self, make_engine):
+    def test_failing_free_ends_only_its_own_request(self, make_engine):
         engine = make_engine()
 
         def free(request):
@@ -382,7 +384,7 @@ def test_a_request_aborted_while_the_model_runs_gets_no_token(make_engine, monke
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.7, 2**31])
-def test_a_sampler_that_returns_no_token_fails_alone(make_engine, monkeypatch, wrong):
+def test_sampler_without_a_result_ends_only_its_own_sample(make_engine, monkeypatch, wrong):
     engine = make_engine()
     others = Others(engine)
     drawn = iter([3, 4])

@@ -21,14 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 @pytest.mark.parametrize("name", sampled(["by swap", "plain", "by recompute", "with drafts"]))
-def test_a_signal_at_many_instants_of_steps(name):
+def test_signals_at_many_instants_lose_no_token(name):
     # 61 and 997 are prime, so each step is interrupted at different lines.
     for first, stride in ((3, 61), (40, 61), (500, 997)):
         assert engines.check_each_instant(name, first, stride) > 3
 
 
 @pytest.mark.parametrize("seed", sampled(range(20)))
-def test_interrupts_at_random_instants(seed):
+def test_interrupts_at_random_instants_keep_the_state_valid(seed):
     with Alarm() as alarm:
         assert engines.EngineRun(1_000 * seed).run(alarm, 30) >= 30
 
@@ -46,7 +46,7 @@ def engine():
 
 
 class TestStep:
-    def test_a_signal_while_the_model_runs_waits_for_it(self, engine, monkeypatch):
+    def test_signal_during_a_forward_pass_is_handled_after_it(self, engine, monkeypatch):
         forward = engine.model.forward
 
         def interrupted(batch):
@@ -62,7 +62,7 @@ class TestStep:
         assert engine.metrics.failed_steps == 0
         assert [len(delta.token_ids) for delta in engine.step()] == [1, 1, 1]
 
-    def test_last_tokens_of_an_interrupted_step_come_with_the_next(self, engine, monkeypatch):
+    def test_next_step_returns_the_last_tokens_of_an_interrupted_step(self, engine, monkeypatch):
         generation = engine.add(range(1, 9), SamplingParams(max_tokens=1))
         complete = engine.scheduler.complete
         monkeypatch.setattr(
@@ -77,7 +77,7 @@ class TestStep:
         assert delta.token_ids == generation.samples[0].token_ids
         assert delta.finish_reason == "length" and engine.num_unfinished == 0
 
-    def test_two_signals_of_a_step_are_both_handled(self, engine, monkeypatch):
+    def test_two_signals_during_a_step_are_both_handled(self, engine, monkeypatch):
         handled = []
 
         def handle(number, frame):
@@ -104,7 +104,7 @@ class TestStep:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def test_an_interrupted_generate_leaves_nothing(self, engine):
+    def test_interrupted_generate_releases_all_blocks(self, engine):
         for at in range(50, 6_000, 700):
             call = lambda: engine.generate([range(1, 9)] * 2, SamplingParams(max_tokens=4))  # noqa: E731
             before = signal.signal(signal.SIGUSR1, engines._raise)
@@ -117,13 +117,13 @@ class TestStep:
 
 
 class TestSignalHold:
-    def test_a_handler_runs_when_the_hold_ends(self):
+    def test_deferred_signal_handler_runs_when_the_hold_ends(self):
         with pytest.raises(KeyboardInterrupt), SignalHold() as hold:
             signal.raise_signal(signal.SIGINT)
             assert hold.noted == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-    def test_a_hold_within_a_hold_leaves_signals_to_the_outer(self):
+    def test_nested_hold_defers_signals_to_the_outer_hold(self):
         with pytest.raises(KeyboardInterrupt), SignalHold() as outer:
             with SignalHold():
                 signal.raise_signal(signal.SIGINT)
@@ -136,7 +136,7 @@ class TestSignalHold:
             assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         assert [signal.getsignal(number) for number in numbers] == before
 
-    def test_a_handler_that_was_set_within_stays(self):
+    def test_handler_set_during_a_hold_stays_installed(self):
         handler = lambda *_: None  # noqa: E731
         before = signal.getsignal(signal.SIGUSR1)
         try:
@@ -146,7 +146,7 @@ class TestSignalHold:
         finally:
             signal.signal(signal.SIGUSR1, before)
 
-    def test_another_thread_holds_nothing(self):
+    def test_hold_in_another_thread_has_no_effect(self):
         def hold():
             with SignalHold():
                 seen.append(signal.getsignal(signal.SIGINT))
@@ -157,7 +157,7 @@ class TestSignalHold:
         thread.join()
         assert seen == [signal.default_int_handler]
 
-    def test_stand_ins_of_interrupted_holds_do_not_pile_up(self):
+    def test_replacement_handlers_of_interrupted_holds_do_not_accumulate(self):
         """An interrupt while handlers are restored may leave stand-ins behind, which the next hold
         unwraps.
         """

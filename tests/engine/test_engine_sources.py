@@ -84,7 +84,7 @@ def filled():
 # Stores -------------------------------------------------------------------------------------------------
 
 
-def test_a_new_engine_loads_what_an_earlier_one_has_stored(filled):
+def test_new_engine_loads_blocks_stored_by_an_earlier_engine(filled):
     engine = an_engine(a_tier(filled))
     assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
     stats, metrics = engine.sources[0].stats, engine.metrics
@@ -94,7 +94,7 @@ def test_a_new_engine_loads_what_an_earlier_one_has_stored(filled):
 
 
 @pytest.mark.parametrize("fault", ["missing", "corrupt", "short", "raises", "slow"])
-def test_a_load_that_fails_is_computed(filled, fault):
+def test_tokens_of_a_failed_load_are_computed(filled, fault):
     filled.slow_s = 60
     engine = an_engine(a_tier(filled, timeout_s=30))
     tier, exists, get = engine.sources[0], filled.exists, filled.get
@@ -117,7 +117,7 @@ def test_a_load_that_fails_is_computed(filled, fault):
     settle(engine)
 
 
-def test_an_engine_that_is_closed_stores_what_waits():
+def test_closing_an_engine_stores_queued_blocks():
     store = MemoryStore()
     put = store.put
     store.put = lambda keys, values: store.goes_on.wait(60) and put(keys, values)
@@ -138,7 +138,7 @@ def test_the_first_source_with_tokens_loads_them(filled):
     settle(engine)
 
 
-def test_others_are_served_while_a_source_does_not_know(filled):
+def test_other_requests_are_served_while_a_source_lookup_is_pending(filled):
     source = Scripted(tokens=None)
     engine = an_engine(source.of)
     waiting = engine.add(LONG, FOUR)
@@ -152,7 +152,7 @@ def test_others_are_served_while_a_source_does_not_know(filled):
 @pytest.mark.parametrize(
     ("seed", "name"), spread([(i, MODELS[i % len(MODELS)]) for i in range(27)], 4)
 )
-def test_random_runs_over_a_store_that_fails_give_the_models_answers(name, seed):
+def test_random_runs_with_a_failing_store_give_the_models_answers(name, seed):
     run = EngineRun(name, seed, with_store=True)
     run.run()
     assert run.num_compared > 0
@@ -194,7 +194,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize("refuses", ["match", "begin"])
-def test_source_that_refuses_is_not_queried_again(refuses):
+def test_source_that_declines_is_not_queried_again(refuses):
     source = Scripted(32)
     engine = an_engine(source.of)
     if refuses == "match":
@@ -298,7 +298,7 @@ def pair():
         yield Pair(stack)
 
 
-def test_a_prompt_that_another_engine_has_computed_is_loaded(pair):
+def test_prompt_computed_by_another_engine_is_loaded(pair):
     assert answer(pair.receiver) == greedy(dense("llama", 2), LONG, 4)
     stats = pair.source.stats
     assert (stats.loaded_tokens, stats.failed_loads) == (89, 0)
@@ -306,7 +306,7 @@ def test_a_prompt_that_another_engine_has_computed_is_loaded(pair):
     settle(pair.receiver)
 
 
-def test_blocks_that_may_still_be_written_to_are_quarantined_and_the_prompt_is_computed(pair):
+def test_blocks_of_a_failed_load_are_quarantined_and_the_prompt_is_computed(pair):
     pair.ranks[1].is_held = True
     assert answer(pair.receiver) == greedy(dense("llama", 2), LONG, 4)
     assert pair.held() == pair.source.num_quarantined_blocks == 6 and pair.receiver.is_busy
@@ -315,7 +315,7 @@ def test_blocks_that_may_still_be_written_to_are_quarantined_and_the_prompt_is_c
     settle(pair.receiver)
 
 
-def test_an_offer_that_comes_too_late_is_declined_and_the_prompt_is_computed(pair):
+def test_late_offer_is_declined_and_the_prompt_is_computed(pair):
     sender, receiver = pair.connectors
     prefill = RemotePrefill(receiver, "127.0.0.1:1", timeout_s=0.2)
     is_late = threading.Event()
@@ -368,7 +368,7 @@ def test_failed_step_during_a_load_changes_no_answer(pair, fails):
     settle(engine)
 
 
-def test_a_scheduler_alone_gives_loads_to_its_caller(pair):
+def test_scheduler_without_an_engine_returns_loads_to_its_caller(pair):
     scheduler = Scheduler(
         pair.receiver.cache.manager, max_num_batched_tokens=64, sources=[pair.source]
     )

@@ -29,7 +29,7 @@ class TestMostLikely:
     @pytest.mark.parametrize(
         "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
     )
-    def test_rows_match_torch(self, dtype):
+    def test_softmax_and_greedy_tokens_match_torch(self, dtype):
         logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(3)).to(dtype)
         logits[2] = 1.5  # of equal logits, the first wins
         largest, best = logits.max(-1)
@@ -43,7 +43,7 @@ class TestMostLikely:
         logits = torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)
         assert most_likely(logits)[0].tolist() == [1]
 
-    def test_the_logit_shows_whether_all_are_finite(self):
+    def test_returned_logit_shows_whether_all_logits_are_finite(self):
         nan, inf = float("nan"), float("inf")
         logits = torch.tensor(
             [[0, nan, inf], [inf, 5, nan], [-inf] * 3, [-inf, 2, -inf], [0, inf, 1]]
@@ -57,7 +57,7 @@ class TestSampler:
         wanted = (LOGITS / temperature).softmax(-1).numpy()
         assert np.abs(drawn(temperature=temperature) - wanted).max() < 0.04
 
-    def test_top_k_leaves_the_likeliest(self):
+    def test_top_k_keeps_the_most_likely_tokens(self):
         assert drawn(top_k=1).tolist() == [0, 1, 0, 0, 0, 0]
         found = drawn(top_k=3)
         assert set(np.flatnonzero(found)) == {1, 3, 5}
@@ -80,7 +80,7 @@ class TestSampler:
             drawn.add(tuple(sampler.token(logits) for _ in range(8)))
         assert len(drawn) == 7
 
-    def test_top_p_leaves_the_fewest_that_reach_it(self):
+    def test_top_p_keeps_the_fewest_tokens_that_reach_it(self):
         weights = LOGITS.softmax(-1)  # tokens 1, 5 and 3 have 0.46, 0.28 and 0.17
         assert set(np.flatnonzero(drawn(top_p=0.4))) == {1}
         assert set(np.flatnonzero(drawn(top_p=float(weights[1]) + 0.01))) == {1, 5}
@@ -104,7 +104,7 @@ class Line:
 
 
 class TestBeams:
-    def test_beam_width_is_kept_when_the_likeliest_beams_end(self):
+    def test_beam_width_is_kept_when_the_most_likely_beams_end(self):
         first = Line()
         beams = Beams(first, 2, 10, stop_token_ids=(1,))
         assert beams.add_logits(first, LOGITS)
@@ -128,7 +128,7 @@ class TestBeams:
         beams.add_logits(first, LOGITS)
         assert beams.choose() == [] and beams.best[0].token_ids == [3, 1]
 
-    def test_the_best_of_the_ended_stay(self):
+    def test_best_finished_beams_are_kept(self):
         first, second = Line(2, 2), Line(3, 3)
         beams = Beams(Line(), 2, 3, ())
         beams.scores = {first: -9.0, second: -1.0}
@@ -163,21 +163,21 @@ class TestNgramDrafter:
 
 
 class TestLogprobs:
-    def test_are_those_of_a_softmax(self):
+    def test_log_probabilities_equal_a_log_softmax(self):
         found = token_logprob(LOGITS.to(torch.float16), 2, 3)
         wanted = LOGITS.double().log_softmax(-1)
         assert found.logprob == pytest.approx(wanted[2].item())
         assert [token for token, _ in found.top] == [1, 5, 3]
         assert [value for _, value in found.top] == pytest.approx(wanted[[1, 5, 3]].tolist())
 
-    def test_at_most_the_vocabulary_is_listed(self):
+    def test_log_probabilities_are_limited_to_the_vocabulary(self):
         assert token_logprob(LOGITS, 0, 0).top == []
         assert len(token_logprob(LOGITS, 0, 100).top) == len(LOGITS)
 
 
 class TestRepetitionPenalty:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-    def test_divides_positive_logits_and_multiplies_negative_ones(self, dtype):
+    def test_repetition_penalty_divides_positive_and_multiplies_negative_logits(self, dtype):
         logits = LOGITS.to(dtype)
         found = penalize_repetition(logits, [1, 1, 4], 2.0)
         assert found.tolist() == [0.0, 1.5, 1.0, 2.0, -2.0, 2.5]

@@ -59,7 +59,7 @@ class Course:
 
 
 class TestBudget:
-    def test_a_token_of_each_that_decodes_comes_before_prompts_of_a_better_rank(self):
+    def test_decode_tokens_are_scheduled_before_prompts_of_a_better_rank(self):
         course = Course(40, budget=8)
         course.add(3, priority=1)
         assert course.step() == {"r0": 3}
@@ -67,7 +67,7 @@ class TestBudget:
         assert course.step() == {"r0": 1, "r1": 7}
         assert course.step() == {"r0": 1, "r1": 7}
 
-    def test_drafts_come_before_prompts_of_a_better_rank(self):
+    def test_drafts_are_scheduled_before_prompts_of_a_better_rank(self):
         course = Course(40, budget=8)
         decoding = course.add(3, priority=1)
         course.step()
@@ -86,7 +86,7 @@ class TestBudget:
         course.scheduler.max_num_batched_tokens = 10
         assert course.step() == {"r1": 4, "r2": 4}
 
-    def test_drafts_are_as_many_as_fit(self):
+    def test_number_of_drafts_is_limited_by_length_and_budget(self):
         course = Course(40, budget=8)
         one, other = course.add(3, max_tokens=7), course.add(3, max_tokens=100)
         course.step()
@@ -128,7 +128,7 @@ class TestOrder:
 
 
 class TestRows:
-    def test_a_request_keeps_rows_for_its_forks_and_no_longer(self):
+    def test_request_reserves_rows_only_until_its_forks(self):
         course = Course(40, num_rows=3)
         parent, other = course.add(20, num_rows=2), course.add(20, num_rows=2)
         assert course.step() == {"r0": 20}
@@ -168,7 +168,7 @@ class TestPreemption:
         counts = course.scheduler.num_swapped_out, course.scheduler.num_recomputed
         assert counts == ((1, 0) if preemption == "swap" else (0, 1))
 
-    def test_without_room_on_the_host_it_is_computed_again(self):
+    def test_preempted_sequence_is_recomputed_if_the_host_is_full(self):
         course = Course(6, host_blocks=2)
         _, second = course.add(40), course.add(40)
         course.until(lambda: second.num_preemptions == 1)
@@ -184,7 +184,7 @@ class TestPreemption:
         course.until(lambda: first.state is not State.RUNNING or second.state is not State.RUNNING)
         assert (first.state, second.state) == (State.RUNNING, State.WAITING)
 
-    def test_no_new_one_is_admitted_while_a_running_one_waits(self):
+    def test_no_sequence_is_admitted_while_a_running_one_waits(self):
         course = Course(7, preemption="recompute")
         first, second = course.add(31), course.add(90, priority=1)
         assert course.step() == {"r0": 31, "r1": 33}
@@ -197,7 +197,7 @@ class TestPreemption:
         assert course.step() == {"r1": 57}
         assert course.step() == {"r1": 1, "r2": 1}
 
-    def test_a_victim_that_ends_before_it_leaves_is_forgotten(self):
+    def test_preempted_sequence_that_ends_before_its_swap_is_forgotten(self):
         course = Course(4, preemption="recompute")
         first, second = course.add(32), course.add(31, priority=1)
         course.step()
@@ -209,7 +209,7 @@ class TestPreemption:
 
 
 class TestErrors:
-    def test_a_step_at_a_time(self):
+    def test_only_one_step_can_be_in_progress(self):
         course = Course(8)
         course.add(20)
         step = course.scheduler.schedule()
@@ -226,14 +226,14 @@ class TestErrors:
         with pytest.raises(ValueError, match="sequence 'r0' is waiting: expected a new one"):
             course.scheduler.add(sequence)
 
-    def test_a_free_that_cannot_be_called(self):
+    def test_free_must_be_callable(self):
         course = Course(8)
         sequence = course.add(20)
         with pytest.raises(TypeError, match="free is 7: expected a callable or None"):
             course.scheduler.finish(sequence, free=7)
         assert course.step() == {"r0": 20}
 
-    def test_more_rows_than_there_are(self):
+    def test_sequence_needing_more_rows_than_exist_is_rejected(self):
         course = Course(8, num_rows=2)
         with pytest.raises(ValueError, match="sequence 'r0' needs 3 rows: expected at most 2"):
             course.add(20, num_rows=3)
@@ -258,7 +258,7 @@ class TestErrors:
         assert kept is not None and course.scheduler._decoding is kept
         assert course.step() == {"r0": 1}
 
-    def test_sequences_that_wait_for_tokens(self):
+    def test_step_without_available_tokens_is_rejected(self):
         course = Course(8)
         sequence = course.add(20)
         course.scheduler.complete(course.scheduler.schedule())

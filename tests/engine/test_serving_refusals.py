@@ -222,7 +222,7 @@ class TestLifeOfTheEngineLoop:
             asyncio.run(asyncio.wait_for(self.serve(loop), 10))
         assert told.value.status == 503
 
-    def test_requests_before_start_and_after_stop_are_rejected_at_once(self, loop):
+    def test_requests_before_start_and_after_stop_are_rejected_immediately(self, loop):
         self.refused(loop, "has not been started")
         loop.start()
         assert asyncio.run(self.serve(loop))[-1].finish_reason == "length"
@@ -231,7 +231,7 @@ class TestLifeOfTheEngineLoop:
         loop.end_all(EngineError("of no effect"))
         self.refused(loop, "the server is stopping")
 
-    def test_start_is_called_once_and_before_stop(self, loop):
+    def test_start_is_allowed_once_and_only_before_stop(self, loop):
         with pytest.raises(RuntimeError, match="expected start before stop"):
             loop.stop()
         loop.start()
@@ -242,7 +242,7 @@ class TestLifeOfTheEngineLoop:
         with pytest.raises(RuntimeError, match="can be called only once"):
             loop.start()
 
-    def test_every_request_around_a_stop_ends(self, loop):
+    def test_every_request_submitted_around_a_stop_ends(self, loop):
         """No request waits forever, whether it arrives before, during or after the stop."""
 
         async def serve_all():

@@ -195,11 +195,11 @@ def test_integer_of_5000_digits_is_rejected_by_name(name, call):
     ],
     ids=["positive", "negative", "list", "dict", "range", "string"],
 )
-def test_every_value_can_be_shown(value, text):
+def test_every_value_can_be_formatted(value, text):
     assert shown(value) == text
 
 
-def test_a_value_whose_repr_raises_is_shown_by_its_type():
+def test_value_whose_repr_raises_is_formatted_as_its_type():
     class Broken:
         def __repr__(self):
             raise RuntimeError("no repr")

@@ -28,29 +28,29 @@ def test_request_is_either_admitted_and_can_be_freed_or_unknown(call, options):
 
 
 @pytest.mark.parametrize("call", others.SEQUENCE_CALLS)
-def test_a_sequence_has_blocks_that_can_be_freed_or_none(call):
+def test_sequence_has_either_freeable_blocks_or_none(call):
     assert others.check_sequences(call) > 1
 
 
 @pytest.mark.parametrize("with_moves", sampled([True, False]))
-def test_a_worker_has_applied_a_plan_or_can_or_is_broken(with_moves):
+def test_worker_has_applied_the_plan_or_can_apply_it_or_is_broken(with_moves):
     assert others.check_worker(with_moves) > 30
 
 
 @pytest.mark.parametrize("call", others.TABLE_CALLS)
-def test_a_change_of_tables_reaches_the_device(call):
+def test_table_changes_reach_the_device_after_an_interrupt(call):
     assert others.check_table(call) > 1
 
 
-def test_an_aggregator_counts_reports_once():
+def test_interrupted_aggregator_counts_reports_once():
     assert others.check_aggregator() > 30
 
 
-def test_events_are_all_there_or_all_drained():
+def test_events_are_either_all_kept_or_all_drained():
     assert others.check_events() > 30
 
 
 @pytest.mark.parametrize("seed", sampled(range(20), 4))
-def test_interrupts_at_random_instants(seed):
+def test_interrupts_at_random_instants_keep_the_state_valid(seed):
     with Alarm() as alarm:
         Serving(seed).run(alarm, 100)

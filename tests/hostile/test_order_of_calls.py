@@ -54,7 +54,7 @@ def three_plans() -> tuple[KVCacheManager, list]:
 
 
 @pytest.mark.parametrize("order", [(0, 0), (0, 1, 1), (0, 1, 2, 3, 0)])
-def test_plan_that_comes_again_is_rejected_and_changes_nothing(order):
+def test_repeated_plan_is_rejected_and_changes_nothing(order):
     worker, (_, plans) = make_worker(), three_plans()
     for i in order[:-1]:
         worker.apply(plans[i])
@@ -65,7 +65,7 @@ def test_plan_that_comes_again_is_rejected_and_changes_nothing(order):
 
 
 @pytest.mark.parametrize("order", [(1,), (0, 2), (0, 1, 3)])
-def test_plan_before_those_it_follows_is_rejected_and_changes_nothing(order):
+def test_plan_applied_too_early_is_rejected_and_changes_nothing(order):
     worker, (_, plans) = make_worker(), three_plans()
     for i in order[:-1]:
         worker.apply(plans[i])
@@ -77,7 +77,7 @@ def test_plan_before_those_it_follows_is_rejected_and_changes_nothing(order):
     assert (tables_of(worker) == before).all()
 
 
-def test_a_lost_plan_is_aborted_and_the_next_one_sends_its_tables():
+def test_after_the_abort_of_a_lost_plan_the_next_plan_resends_its_tables():
     manager, plans = three_plans()
     worker = make_worker()
     worker.apply(plans[0])
@@ -91,7 +91,7 @@ def test_a_lost_plan_is_aborted_and_the_next_one_sends_its_tables():
 # --- reports --------------------------------------------------------------------------------------
 
 
-def test_reports_twice_of_unknown_steps_and_after_aborts():
+def test_repeated_reports_and_reports_of_unknown_steps():
     manager, _ = three_plans()
     assert manager.report(StepReport(1, True)) == {}
     assert manager.report(StepReport(1, True)) == {}  # repeated report
@@ -121,7 +121,7 @@ def test_plans_and_reports_pickle():
     assert (tables_of(worker) == tables_of(twin)).all()
 
 
-def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
+def test_pickled_request_is_a_copy_with_separate_tokens():
     manager = make()
     request = Request("a", range(9), lora=("l", "/l"), cache_salt="s", session="t")
     manager.step(new=[request])
@@ -174,7 +174,7 @@ def in_child(work) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_has_a_manager_of_its_own():
+def test_forked_process_has_a_separate_manager():
     manager, request = make(), Request("a", range(10))
     manager.step(new=[request])
 
@@ -248,7 +248,7 @@ def in_thread(work) -> str:
     lambda m, r: m.admit(Admit(Request("b", range(5)), num_tokens=5), ()),
     lambda m, r: m.cache.drain_events(),
 ])  # fmt: skip
-def test_a_manager_belongs_to_the_thread_that_used_it_first(call):
+def test_manager_belongs_to_the_thread_that_first_used_it(call):
     manager, request = make(), Request("a", range(10))
     manager.step(new=[request])
     answer = in_thread(lambda: call(manager, request))
@@ -333,7 +333,7 @@ def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_rejected(prompt)
         signal.signal(signal.SIGALRM, before)
     of_manager, of_other, of_request = errors
     assert "from a signal handler" in of_manager and "being hashed by a call" in of_other
-    assert "token_ids came while" in of_request and request.num_tokens == len(prompt)
+    assert "token_ids were appended while" in of_request and request.num_tokens == len(prompt)
     check_invariants(manager)
 
 

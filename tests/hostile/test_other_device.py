@@ -14,14 +14,14 @@ from tests.machinery.other_device.matrix import table
 from tests.project.test_layers import is_torch_free
 
 
-def test_everything_public_does_there_what_it_does_on_the_cpu_or_refuses():
+def test_every_public_name_works_on_the_other_device_or_is_rejected():
     rows = table()
     assert not [row for row in rows if row.is_wrong]
     refused = {row.name for row in rows if row.outcome == "refuses"}
     assert refused == {name for name, case in CASES.items() if case.refusal is not None}
 
 
-def test_every_op_is_in_the_matrix():
+def test_device_matrix_contains_every_op():
     schemas = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith("kvcache::")]
     registered = {x.removeprefix("kvcache::") for x in schemas if "::_" not in x}
     ops = importlib.import_module("kvcache.ops")
@@ -34,7 +34,7 @@ def test_every_op_is_in_the_matrix():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_that_may_hold_tensors_is_in_the_matrix(package):
+def test_device_matrix_contains_every_public_name_that_may_hold_tensors(package):
     module = importlib.import_module(package)
     objects = {name: getattr(module, name) for name in module.__all__}
     with_torch = {

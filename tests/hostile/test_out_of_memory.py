@@ -14,7 +14,7 @@ from tests.machinery.shared import sampled
 
 
 @pytest.mark.parametrize("family", sampled(FAMILIES, 1))
-def test_failed_allocation_changes_nothing_or_the_object_reports_that_it_is_broken(family, capsys):
+def test_failed_allocation_changes_nothing_or_breaks_the_object_visibly(family, capsys):
     counts = survey(family, FAMILIES[family](), timeout_s=240)
     wrong = {name: each for name, each in counts.items() if any(each[kind] for kind in IS_WRONG)}
     assert not wrong, capsys.readouterr().out

@@ -69,7 +69,7 @@ MENDED = [
 
 
 @pytest.mark.parametrize("name", walked())
-def test_each_public_call_takes_the_right_arguments(name):
+def test_each_public_call_accepts_its_valid_arguments(name):
     """The fuzzer derives invalid arguments from valid ones, so it cannot test a call without valid
     arguments.
     """
@@ -88,7 +88,7 @@ def test_names_excluded_from_the_fuzzer_exist():
         attrgetter(attribute)(sys.modules[module])
 
 
-def test_a_new_module_is_walked(tmp_path, monkeypatch):
+def test_walk_finds_the_calls_of_a_new_module(tmp_path, monkeypatch):
     code = "__all__ = ['grow']\ndef grow(num_blocks: int, name: str = 'a'): ...\n"
     (tmp_path / "just_new.py").write_text(code)
     monkeypatch.setattr(kvcache, "__path__", [*kvcache.__path__, str(tmp_path)])
@@ -137,7 +137,7 @@ __all__ = ["Broken"]
         ]
     ),
 )
-def test_the_fuzzer_finds_what_is_broken(kinds, count, tmp_path, monkeypatch):
+def test_fuzzer_finds_planted_defects(kinds, count, tmp_path, monkeypatch):
     (tmp_path / "broken_module.py").write_text(BROKEN)
     monkeypatch.setenv("KVCACHE_FUZZ_PATH", str(tmp_path))
     methods = [f"kvcache.broken_module.Broken.{method}" for method in (*kinds, "mumbles")]
@@ -149,7 +149,7 @@ def test_the_fuzzer_finds_what_is_broken(kinds, count, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("share", sampled(range(3)))
-def test_calls_with_wrong_arguments_are_rejected_by_name_and_change_nothing(share):
+def test_calls_with_invalid_arguments_are_rejected_by_name_and_change_nothing(share):
     counts = driver.run(SEED, 1000 * share, 600, [*MENDED, *SCENES])
     print(f"seed {SEED}", *driver.summary(counts), sep="\n")
     assert counts.findings == []
@@ -157,11 +157,11 @@ def test_calls_with_wrong_arguments_are_rejected_by_name_and_change_nothing(shar
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_right_calls_of_a_scene_change_it_and_twins_agree(name):
+def test_valid_calls_change_a_scene_and_equal_scenes_agree(name):
     assert SCENES[name]().follow() == SCENES[name]().follow()
 
 
-def test_ops_with_wrong_arguments_change_nothing():
+def test_ops_with_invalid_arguments_change_nothing():
     command = [
         sys.executable,
         "-m",
@@ -175,7 +175,7 @@ def test_ops_with_wrong_arguments_change_nothing():
 
 @pytest.mark.skipif(ASAN, reason="this is the run under sanitizers itself")
 @pytest.mark.exhaustive
-def test_ops_with_wrong_arguments_stay_inside_their_tensors():
+def test_ops_with_invalid_arguments_stay_inside_their_tensors():
     library = str(build_cpu_library(asan=True))
     done = run_with_asan(
         "-m", "tests.machinery.wrong_calls.ops", library, "--calls", "20000", "--seed", str(SEED)
@@ -310,7 +310,7 @@ def token_io():
 
 
 @pytest.mark.parametrize("start", [0, 64, 504])
-def test_slots_in_the_cache_that_they_write_to_are_rejected(start):
+def test_slot_mapping_inside_the_written_cache_is_rejected(start):
     memory, cache, tokens = token_io()
     slots = memory[start : start + 64].view(torch.int64)
     with pytest.raises(RuntimeError, match="key_cache shares memory with slot_mapping"):
@@ -320,7 +320,7 @@ def test_slots_in_the_cache_that_they_write_to_are_rejected(start):
     assert memory.sum() == 0
 
 
-def test_slots_in_the_tokens_that_are_gathered_are_rejected():
+def test_slot_mapping_inside_the_gathered_tokens_is_rejected():
     memory, cache, _ = token_io()
     slots = memory[1024 : 1024 + 64].view(torch.int64)
     key = memory[1024 : 1024 + 256].view(torch.bfloat16).view(8, 2, 8)
@@ -329,7 +329,7 @@ def test_slots_in_the_tokens_that_are_gathered_are_rejected():
     assert memory.sum() == 0
 
 
-def test_scales_and_other_tokens_in_memory_that_is_written_are_rejected():
+def test_scales_and_tokens_inside_written_memory_are_rejected():
     memory, _, _ = token_io()
     cache = memory[:256].view(torch.float8_e4m3fn).view(4, 4, 2, 8)
     tokens, slots = torch.ones(1, 2, 8), torch.tensor([5])
@@ -342,7 +342,7 @@ def test_scales_and_other_tokens_in_memory_that_is_written_are_rejected():
         ops.write_kv(tokens, shared, cache, cache.clone(), slots, torch.ones(1), torch.ones(1))
 
 
-def test_offsets_and_ids_in_the_layers_that_are_permuted_are_rejected():
+def test_offsets_and_ids_inside_permuted_layers_are_rejected():
     memory = torch.zeros(1 << 12, dtype=torch.uint8)
     cache = memory[:512].view(torch.float32).view(4, 2, 2, 8)
     ids, offsets = torch.tensor([[1, 2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
@@ -364,7 +364,7 @@ def test_offsets_and_ids_in_the_layers_that_are_permuted_are_rejected():
 )
 def test_regions_beyond_int64_are_rejected(region):
     memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.tensor([[0, 1]], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=r"regions\[0\] (leads beyond|has \d+ bytes)"):
+    with pytest.raises(RuntimeError, match=r"regions\[0\] (extends beyond|has \d+ bytes)"):
         ops.copy_blocks(None, memory, torch.tensor([region]), pairs, 8, 8)
 
 
@@ -433,7 +433,7 @@ def test_owners_other_than_a_list_or_tuple_are_rejected():
         ops.permute_blocks_(cache, pairs[:, 0].long(), pairs, 4, True, itertools.repeat(cache))
 
 
-def test_regions_and_pairs_in_the_pages_that_are_written_are_rejected():
+def test_regions_and_pairs_inside_written_pages_are_rejected():
     memory = torch.zeros(256, dtype=torch.uint8)
     regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
     inside = memory[64:72].view(torch.int32).view(1, 2)
@@ -445,7 +445,7 @@ def test_regions_and_pairs_in_the_pages_that_are_written_are_rejected():
         ops.copy_blocks(None, memory, inside, pairs, 8, 8)
 
 
-def test_counts_in_the_slots_that_are_written_are_rejected():
+def test_counts_inside_the_written_slots_are_rejected():
     out = torch.zeros(1, 4, dtype=torch.int32)
     groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
     tables, rows = torch.tensor([1, 2], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
@@ -454,7 +454,7 @@ def test_counts_in_the_slots_that_are_written_are_rejected():
         ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([0, 1]), counts, out)
 
 
-def test_rows_in_the_second_half_of_a_slot_that_is_written_are_rejected():
+def test_rows_inside_the_second_half_of_a_written_slot_are_rejected():
     memory = torch.zeros(4, dtype=torch.int32)
     out, rows = memory[:2].view(torch.int64).view(1, 1), memory[1:2]
     groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])

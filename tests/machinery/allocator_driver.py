@@ -498,7 +498,7 @@ class Driver:
                 stop = min(start + max(count, 1), most)
                 self.check_never(model, start, stop, stop - start, lookahead)
         if is_alone and len(answers) == 1 and not leaving and not reserved and not any(external):
-            assert want.status != [Status.WAIT], "what is alone in the pool waits for ever"
+            assert want.status != [Status.WAIT], "a request that is alone in the pool waits forever"
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
 

@@ -39,7 +39,7 @@ class EngineRun:
     """A run of an engine with random settings, in a pool slightly larger than one request.
 
     `with_store` adds an in-memory store with random faults of every kind, at a random rate.
-    `checks_invariants` checks the manager's now and then.
+    `checks_invariants`: whether to check the manager's invariants occasionally.
     """
 
     def __init__(

@@ -125,11 +125,11 @@ WINDOW = {"kind": "sliding_window", "options": {"window": 32}}
 STATE = {
     "kind": "recurrent", "num_kv_heads": 0, "head_size": 0, "dtype": "float32", "state_bytes": 4096,
 }  # fmt: skip
-HOW_MANY = "how much memory and time an engine has, not what a block holds"
-WHEN = "when blocks are kept, moved and told of, not what they hold"
-STEPS = "how tokens are spread over steps; a block holds the same"
-BY_RANK = "the caller's text `rank`: a manager and its pages do not know other ranks"
-BY_SPEC = "LayerSpec and GroupSpec: stores make no CacheDescription"
+HOW_MANY = "sets the engine's memory or time, not the content of a block"
+WHEN = "sets when blocks are kept, moved or reported, not their content"
+STEPS = "distributes tokens over steps; the content of blocks is the same"
+BY_RANK = "covered by the caller's text `rank`: a manager has no data about other ranks"
+BY_SPEC = "covered by LayerSpec and GroupSpec: stores create no CacheDescription"
 
 TABLE: dict[str, Row] = {
     "LayerSpec.name": Row(of_layer, {"name": "c"}),
@@ -228,7 +228,7 @@ TABLE: dict[str, Row] = {
     "KVStorage.v_head_size": Row(of_storage, {"v_head_size": 4}),
     "KVStorage.num_layers": Row(of_storage, {"num_layers": 1}),
     "KVStorage.dtype": Row(of_storage, {"dtype": "float16"}),
-    "KVStorage.device": Row(of_storage, same="the same bytes come to the host from every device"),
+    "KVStorage.device": Row(of_storage, same="the host gets the same bytes from every device"),
     "KVStorage.backend": Row(
         of_storage, {"backend": "FLASH_ATTN_DIFFKV"}, {"backend": "FLASHINFER"}
     ),
@@ -238,9 +238,9 @@ TABLE: dict[str, Row] = {
         {"backend": "TRITON_ATTN", "layout": "HND"},
     ),
     "KVStorage.scale_bytes_per_token": Row(of_storage, {"scale_bytes_per_token": 8}),
-    "build.plan": Row(of_layer, same="its fields, as CachePlan's"),
+    "build.plan": Row(of_layer, same="covered by the fields of CachePlan"),
     "build.max_num_reqs": Row(of_build, {"max_num_reqs": 8}, same=HOW_MANY),
-    "build.device": Row(of_build, same="the same bytes come to the host from every device"),
+    "build.device": Row(of_build, same="the host gets the same bytes from every device"),
     "build.backend": Row(of_build, {"backend": "FLASH_ATTN_DIFFKV"}),
     "build.layout": Row(of_build, {"layout": "HND"}),
     "build.kernel_sizes": Row(of_kernels, {"kernel_sizes": [16]}),
@@ -251,7 +251,7 @@ TABLE: dict[str, Row] = {
     ),
     "build.num_host_blocks": Row(of_build, {"num_host_blocks": 9}, same=HOW_MANY),
     "build.swap_options": Row(of_build, {"num_host_blocks": 9, "swap_options": {}}, same=WHEN),
-    "build.enable_caching": Row(of_build, {"enable_caching": False}, same="a tier refuses it"),
+    "build.enable_caching": Row(of_build, {"enable_caching": False}, same="rejected by a tier"),
     "build.num_preallocate_tokens": Row(of_build, {"num_preallocate_tokens": 0}, same=HOW_MANY),
     "CacheOptions.hash_block_size": Row(of_build, {"hash_block_size": 8}),
     "CacheOptions.watermark": Row(of_build, {"watermark": 0.1}, same=HOW_MANY),
@@ -290,7 +290,7 @@ TABLE: dict[str, Row] = {
     "CacheOptions.num_hits_to_write": Row(of_build, {"num_hits_to_write": 3}, same=WHEN),
     "CacheOptions.min_gain_to_write": Row(of_build, {"min_gain_to_write": 0.1}, same=WHEN),
     "CacheOptions.page_bytes": Row(of_build, same="the plan's, as CachePlan.page_bytes"),
-    "fingerprint.manager": Row(of_identity, same="its groups and options, as above"),
+    "fingerprint.manager": Row(of_identity, same="covered by its groups and options above"),
     "fingerprint.pages": Row(of_identity, {"pages": Pages.allocate(9, [[2048, 2048]])}),
     "fingerprint.model": Row(of_identity, {"model": "n"}),
     "fingerprint.rank": Row(of_identity, {"rank": "tp 1 of 2"}),

@@ -739,12 +739,12 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
 
 # Name of a mutant that no test can detect -> the reason.
 SURVIVORS = {
-    "block_pool.cpp:10": "Python publishes no part of a block in a pool alone: `make ctest` notices.",
-    "block_copy.h:3": "Only mapped host memory needs the cuts: `make gpu-less` notices.",
-    "host_tier.cpp:3": "A block that is queued twice is written once: the host has it by then.",
-    "hash_index.cpp:2": "It costs time only: a search ends at the longest walk instead of here.",
-    "transfer_plan.py:2": "With one head per rank the search that it saves finds no fewer fragments.",
-    "hash_index.cpp:5": "Python does not know the key: `make ctest` notices, with one that it knows.",
+    "block_pool.cpp:10": "Python cannot publish partial blocks in a bare pool; `make ctest` detects it.",
+    "block_copy.h:3": "Runs are cut only for mapped host memory; `make gpu-less` detects it.",
+    "host_tier.cpp:3": "A block that is queued twice is still written only once.",
+    "hash_index.cpp:2": "It only costs time: a search ends at the longest walk instead.",
+    "transfer_plan.py:2": "With one head per rank, the skipped search finds no fewer fragments.",
+    "hash_index.cpp:5": "Python cannot set the key; `make ctest`, which can, detects it.",
 }
 
 

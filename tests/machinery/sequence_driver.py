@@ -238,7 +238,7 @@ class Driver:
 
     def mark_group(self, group, count):
         if not self.model.can_mark([seq.seq_id for seq in group.seqs], count):
-            with pytest.raises(ValueError, match="is computed at once: expected"):
+            with pytest.raises(ValueError, match="is computed in one step: expected"):
                 self.manager.mark_blocks_as_computed(group, count)
             return
         self.manager.mark_blocks_as_computed(group, count)

@@ -23,7 +23,7 @@ class ModelUse:
     """The values that rank a block for eviction."""
 
     time: float = 0
-    release: float = 0  # number of the release; an accessed block ranks before all releases
+    release: float = 0  # number of the release; accessed blocks rank before released ones
     num_prefix_tokens: int = 0
     idle: int = 0
     is_accessed: bool = False

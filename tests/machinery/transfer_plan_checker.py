@@ -230,7 +230,7 @@ class Memory:
         if ((offset % ELEMENT) | (length % ELEMENT)).any():
             raise Wrong("a fragment begins or ends within an element")
         if (region < 0).any() or (region >= len(self.region_start)).any():
-            raise Wrong("a region that is not there")
+            raise Wrong("a region that does not exist")
         end = (offset + length) // ELEMENT
         if (offset < 0).any() or (length <= 0).any() or (end > self.region_length[region]).any():
             raise Wrong("a fragment leaves its region")
@@ -265,7 +265,7 @@ def check_listed(plan, got, mine, theirs):
     f = plan.fragments
     if len(f.length) == 0 or len(got.length) == 0:
         if len(f.length) or len(got.length):
-            raise Wrong("fragments and apply are not the same bytes")
+            raise Wrong("fragments and apply give different bytes")
         return
     rows = []
     by_rank = [plan.remote.stage_of(rank).region_strides for rank in range(plan.remote.world_size)]
@@ -292,7 +292,7 @@ def check_listed(plan, got, mine, theirs):
         step[4] += within
         step[:] = step[:, np.lexsort(step[::-1])]
     if not np.array_equal(*steps):
-        raise Wrong("fragments and apply are not the same bytes")
+        raise Wrong("fragments and apply give different bytes")
 
 
 def some_ids(rng, groups, per_group):
@@ -319,7 +319,7 @@ def check(local, remote, local_rank, *, allow_permutation=True, seed=0, tokens=N
     """
     plan = plan_transfer(local, remote, local_rank, allow_permutation=allow_permutation)
     if not allow_permutation and plan.permutation is not None:
-        raise Wrong("a permutation that was not allowed")
+        raise Wrong("a permutation, although none is allowed")
     if tokens is not None:
         plan = plan.for_tokens(tokens[1], first_token=tokens[0])
     carry_out(plan if change is None else change(plan), seed, tokens)
@@ -343,7 +343,7 @@ def carry_out(plan, seed=0, tokens=None):
     wanted = Memory(local, np.array([local_rank]), mine.reshape(1, -1), mine.size + SPARE)
     want = wanted.elements[0]
     if (got.remote_rank < 0).any() or (got.remote_rank >= remote.world_size).any():
-        raise Wrong("a rank that is not there")
+        raise Wrong("a rank that does not exist")
     write = wanted.index(got.local_region, got.local_offset, got.length)
     fetched = np.full(len(write), -1)
     stage = ranks_of(remote)[1]
@@ -365,7 +365,7 @@ def carry_out(plan, seed=0, tokens=None):
     if tokens is None and not np.array_equal(times == 1, want >= 0):
         raise Wrong("not exactly the bytes of the local pages are written")
     if runs.num_fragments != len(got.length) or runs.num_bytes != got.length.sum():
-        raise Wrong("the summary counts something else")
+        raise Wrong("the counts of the summary are wrong")
     local_memory = np.full(len(want), -1)
     local_memory[write] = fetched
     if plan.permutation is not None:
@@ -373,13 +373,13 @@ def carry_out(plan, seed=0, tokens=None):
     if tokens is None:
         right = np.array_equal(local_memory, want)
         if sum(plan.bytes_per_group.values()) * groups != (want >= 0).sum() * ELEMENT:
-            raise Wrong("bytes_per_group counts something else")
+            raise Wrong("bytes_per_group is wrong")
     else:
         token = want // (PARTS * max(wanted.sizes) * local.total_num_kv_heads * local.num_layers)
         exists = (want >= 0) & (token >= tokens[0]) & (token < tokens[1])
         right = np.array_equal(local_memory[exists], want[exists])
         if (times[(want >= 0) & (token < tokens[0])] > 0).any() or (times[want < 0] > 0).any():
-            raise Wrong("a page that was not to be touched is written")
+            raise Wrong("a page that must not change is written")
     if not right:
-        raise Wrong("an element is not where it belongs")
+        raise Wrong("an element is in the wrong place")
     check_listed(plan, got, mine, theirs)

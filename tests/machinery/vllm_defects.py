@@ -44,13 +44,13 @@ def defect(*models):
 
 @defect()
 def block_of_a_running_request_is_freed(engine):
-    """The last block of a running request is given out again."""
+    """The last block of a running request is allocated again."""
     free_early(engine, -1)
 
 
 @defect("llama")
 def first_block_of_a_running_request_is_freed(engine):
-    """The first block of a running request is given out again."""
+    """The first block of a running request is allocated again."""
     free_early(engine, 0)
 
 
@@ -73,7 +73,7 @@ def free_early(engine, index):
 
 @defect()
 def hit_blocks_are_not_referenced(engine):
-    """Blocks of a prefix hit stay in the free list, so that others get them."""
+    """Blocks of a prefix hit stay in the free list, so they are allocated to other requests."""
 
     def touch(original, blocks):
         original(blocks)
@@ -108,7 +108,7 @@ def block_is_allocated_twice(engine):
 
 @defect("llama")
 def hash_without_the_prefix(engine):
-    """A block's hash covers its own tokens only, not those before it."""
+    """A block's hash covers only its own tokens and no earlier ones."""
     from vllm.v1.core import kv_cache_utils
 
     def block_hash(original, function, parent, tokens, extra_keys=None):
@@ -237,7 +237,7 @@ def state_is_not_copied(engine):
 
 @defect("granite4")
 def state_is_copied_from_another_block(engine):
-    """A state is copied from the block before the right one."""
+    """A state is copied from the block before the correct one."""
     from vllm.v1.worker import mamba_utils
 
     def collect(original, *arguments):
@@ -292,7 +292,7 @@ def state_of_another_prefix(engine):
 
 @defect("llama", "gemma3")
 def preemption_keeps_computed_tokens(engine):
-    """A preempted request counts its tokens as computed when it is resumed."""
+    """The tokens of a preempted request count as computed when it is resumed."""
 
     def preempt(original, request, *arguments, **options):
         computed = request.num_computed_tokens
@@ -319,7 +319,7 @@ def preemption_keeps_computed_tokens(engine):
 
 @defect("llama", "gemma3")
 def new_blocks_are_not_sent(engine):
-    """The worker is not told the new block of a request."""
+    """The worker does not receive the new block of a request."""
 
     def schedule(original, *arguments):
         output = original(*arguments)
@@ -340,7 +340,7 @@ def new_blocks_are_not_sent(engine):
 
 @defect("llama")
 def resumed_request_keeps_its_old_blocks(engine):
-    """The worker appends the blocks of a resumed request to those that it had."""
+    """The worker appends the blocks of a resumed request to its earlier blocks."""
 
     def schedule(original, *arguments):
         output = original(*arguments)
@@ -359,7 +359,7 @@ def resumed_request_keeps_its_old_blocks(engine):
 
 @defect("llama", "gemma3")
 def blocks_in_use_are_zeroed(engine):
-    """A block of a running request is zeroed as a new one."""
+    """A block of a running request is zeroed like a new block."""
 
     def schedule(original, *arguments):
         output = original(*arguments)
@@ -391,7 +391,7 @@ def copy_into_a_block_in_use(engine):
 
 @defect("llama drafts")
 def rejected_drafts_count_as_tokens(engine):
-    """The worker is told one computed token too many after a rejected draft."""
+    """After a rejected draft, the worker receives a number of computed tokens that is one too high."""
 
     def schedule(original, *arguments):
         output = original(*arguments)
@@ -412,7 +412,7 @@ def rejected_drafts_count_as_tokens(engine):
 
 @defect()
 def wrong_block_in_a_row(engine):
-    """A new request's row of the block table has a wrong first block."""
+    """The first block in a new request's row of the block table is wrong."""
 
     def add_row(original, blocks, row):
         if engine.now(6):
@@ -450,7 +450,7 @@ def row_is_not_moved(engine):
 
 @defect("llama")
 def row_is_moved_to_another_place(engine):
-    """A request that moves gets the row after its own."""
+    """A request that moves within the batch gets the row after its own."""
 
     def move(original, src, dst):
         original(src, dst)
@@ -463,7 +463,7 @@ def row_is_moved_to_another_place(engine):
 
 @defect("llama", "gemma3")
 def table_is_not_committed(engine):
-    """Kernels get the block table of the step before."""
+    """Kernels get the block table of the previous step."""
     table = engine.tables[engine.slot_group]
     copy = {}
 
@@ -498,7 +498,7 @@ def null_entry_in_a_row(engine):
 
 @defect("llama", "gemma3")
 def slots_off_by_one(engine):
-    """The slot mapping is that of the next positions."""
+    """The slot mapping belongs to the next positions."""
 
     def compute(original, num_reqs, starts, positions):
         original(num_reqs, starts, positions)
@@ -555,13 +555,13 @@ def change_lengths(engine, by):
             engine.planted()
         return result
 
-    # The sanitizer's hook is outside, and sees what the kernel gets.
+    # The sanitizer's hook runs outside of this function, so it observes what the kernel gets.
     engine.wrap_inner(engine.runner, "_build_attention_metadata", build)
 
 
 @defect("llama", "gemma3")
 def groups_get_the_same_table(engine):
-    """Two layers' metadata exchange their block tables."""
+    """The block tables in two layers' metadata are exchanged."""
     if engine.model == "llama":
 
         def build(original, *arguments, **options):
@@ -701,7 +701,7 @@ class Engine:
         return [each for each in manager.req_to_blocks[request.request_id] if not each.is_null]
 
     def now(self, count, condition=True):
-        """Whether this is the call number `count` of this defect, or a later one, and none acted."""
+        """Whether this is at least the `count`-th call of this defect, which has not acted yet."""
         return bool(condition) and self._plants == 0 and next(self._calls) >= count
 
     def planted(self):
@@ -723,7 +723,7 @@ class Engine:
         self._undo.append(lambda: setattr(target, name, before) if had else delattr(target, name))
 
     def wrap_inner(self, target, name, function):
-        """As `wrap`, below the hook of the sanitizer."""
+        """Like `wrap`, but below the hook of the sanitizer."""
         hook = getattr(target, name)
         cell = next(
             cell
@@ -739,7 +739,7 @@ class Engine:
         self._undo.append(lambda: setattr(cell, "cell_contents", original))
 
     def find(self, name, seed=1):
-        """Plant a defect, run requests, remove it, and return what was found."""
+        """Plant a defect, run requests, remove the defect, and return the findings."""
         plant, _ = DEFECTS[name]
         print("planting", name, file=sys.stderr, flush=True)
         before = self.sanitizer.slots_read
@@ -747,8 +747,8 @@ class Engine:
         plant(self)
         failure = None
         try:
-            self.run(3 if "stored" in name else seed)  # tiers do not store what they have
-        except Exception as error:  # the engine itself may notice
+            self.run(3 if "stored" in name else seed)  # tiers do not store blocks again
+        except Exception as error:  # the engine itself may detect the defect
             failure = f"{type(error).__name__}: {str(error)[:80]}"
         for undo in reversed(self._undo):
             undo()
@@ -774,7 +774,7 @@ class Engine:
         return found
 
     def _is_broken(self):
-        """Run requests without a defect, which must not be reported."""
+        """Run requests without a defect. There must be no report."""
         try:
             self.run(7)
         except Exception as error:
@@ -793,7 +793,9 @@ class Engine:
             heads[n % 2][: rng.randrange(100, 171)] + [rng.randrange(3, 512) for _ in range(60)]
             for n in range(count)
         ]
-        prompts.append(heads[0][32:160])  # its first block has the tokens of another's second block
+        prompts.append(
+            heads[0][32:160]
+        )  # its first block has the tokens of another prompt's second block
         sampling = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, detokenize=False)
         self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
@@ -801,7 +803,7 @@ class Engine:
 
 
 def find_all(model, engine):
-    """Return what was found for each defect of a model, from a separate process."""
+    """Return the findings for each defect of a model, from a separate process."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, model, engine],
         capture_output=True,
@@ -815,7 +817,7 @@ def find_all(model, engine):
 
 
 def run(model, engine, names=None):
-    """Return what was found for each defect of a model. Without a defect, nothing must be found."""
+    """Return the findings for each defect of a model. Without a defect, there must be none."""
     fill_at_random()
     without_checkpoints()
     one = Engine(model, engine)

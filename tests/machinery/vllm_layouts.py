@@ -106,7 +106,7 @@ def check_blocks(local, local_blocks, remote_blocks, remote_size):
                 there = torch.tensor([token in has for token in tokens.tolist()])
                 wanted = local.expected(layer, head, part, tokens)
                 assert torch.equal(view[there], wanted[there]), (rank, block, layer, head, part)
-                assert (view[~there] == -1).all(), "tokens that are not there are written"
+                assert (view[~there] == -1).all(), "slots without a token are written"
 
 
 def some_blocks(rng, num_tokens, block_size, first_token=0):

@@ -189,7 +189,7 @@ def make_room():
 
 
 class Requests:
-    """The same requests for any engine."""
+    """Requests that are the same for every engine."""
 
     def __init__(self, llm):
         self.llm, self.engine = llm, llm.llm_engine

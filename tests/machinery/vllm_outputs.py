@@ -40,7 +40,7 @@ def compare_outputs(theirs, ours, *, are_dense=True):
     are_dense: all groups have full attention. Otherwise, estimates of cached tokens differ.
     """
     skipped = _DIFFERENT if are_dense else {*_DIFFERENT, "num_cache_creation_tokens"}
-    assert list(theirs) == list(ours), "outputs of other clients"
+    assert list(theirs) == list(ours), "outputs of different clients"
     for one, other in zip(theirs.values(), ours.values()):
         for name in one.__struct_fields__:
             if name not in skipped:

@@ -466,11 +466,11 @@ class SideBySide:
         # If drafts are accepted in a request's last step, only kvcache and vLLM 0.33 cache their
         # blocks.
         is_same = live[0] <= live[1] if self.drafts and IS_032 else live[0] == live[1]
-        assert not self.exact or is_same, "events report other blocks"
+        assert not self.exact or is_same, "events report different blocks"
         # If there are null blocks in between, vLLM's events contain tokens that belong to none of
         # their hashes.
         if self.exact and self.is_dense and not (self.drafts and IS_032):
-            assert self.told[0] == self.told[1], "events tell something else of blocks"
+            assert self.told[0] == self.told[1], "events describe blocks differently"
         assert self.pair[0].reset_prefix_cache() and self.pair[1].reset_prefix_cache()
         return self.counts
 
@@ -665,7 +665,7 @@ class SideBySide:
         if not theirs.num_scheduled_tokens and self.pair[0].running:
             return  # paused: kvcache has already allocated the blocks of the next step
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
-        assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"
+        assert abs(usages[0] - usages[1]) < 1e-9, "the pools have different usage"
 
 
 # Kinds of groups, blocks, and whether decisions are equal.
@@ -701,7 +701,7 @@ def random_sides(seed, folder):
         # vLLM 0.32 does not take back accepted drafts after a session's last token.
         options["sessions"] = False
     if options["drafts"] and not has_room and IS_032:
-        is_exact = False  # see `test_drafts_in_a_tight_pool_end_whole`
+        is_exact = False  # see `test_decisions_are_the_same_with_drafts_in_a_tight_pool`
     if groups != ("full",) and not options["sessions"]:
         # In a session, vLLM keeps the end of each part of the prompt, and kvcache that of the first.
         options["retention"] = rng.choice(RETENTIONS)

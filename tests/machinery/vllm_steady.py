@@ -23,7 +23,7 @@ REPEATED = 77
 
 
 class Grammar:
-    """Accepts all tokens but one."""
+    """A grammar that accepts all tokens except token 11."""
 
     def accept_tokens(self, request_id, tokens):
         return 11 not in tokens

@@ -111,7 +111,7 @@ def built(checkout, compiler):
     return [process.communicate() for process in both]
 
 
-def test_a_source_distribution_holds_the_checkout(checkout):
+def test_source_distribution_contains_the_checkout(checkout):
     wanted = ["Makefile", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE", ".ci/run"]
     for folder in ("csrc", "kvcache", "tests", "benchmarks", "docs", "examples"):
         for path in (REPO / folder).rglob("*"):
@@ -124,7 +124,7 @@ def test_a_source_distribution_holds_the_checkout(checkout):
 
 
 @pytest.mark.exhaustive
-def test_a_wheel_of_a_source_distribution_works_and_holds_the_sources(checkout, tmp_path):
+def test_wheel_of_a_source_distribution_works_and_contains_the_sources(checkout, tmp_path):
     command = ["pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir"]
     done = subprocess.run(
         [sys.executable, "-m", *command, str(tmp_path), "."],
@@ -149,7 +149,7 @@ def test_a_wheel_of_a_source_distribution_works_and_holds_the_sources(checkout, 
     assert used.stdout.endswith("works\n") and "building" not in used.stderr, used.stderr
 
 
-def test_builds_at_first_use_in_one_process_while_others_wait(built):
+def test_first_use_builds_in_one_process_while_others_wait(built):
     for out, err in built:
         assert out.endswith("works\n"), err
     said = built[0][1] + built[1][1]
@@ -157,7 +157,7 @@ def test_builds_at_first_use_in_one_process_while_others_wait(built):
         assert said.count(f"no built {name} found, building it in") == 1
 
 
-def test_loads_at_once_afterwards(checkout, compiler, built):
+def test_later_uses_load_the_built_library(checkout, compiler, built):
     again = run(checkout, USE, compiler=compiler)
     assert again.stdout.endswith("works\n") and "building" not in again.stderr
 
@@ -175,7 +175,7 @@ def without(tmp_path, *tools):
     return str(folder)
 
 
-def test_a_missing_compiler_is_named(checkout, tmp_path):
+def test_missing_compiler_is_reported(checkout, tmp_path):
     path = without(tmp_path, "g++", "clang++", "c++")
     program, folder = "import kvcache.allocator", str(tmp_path / "j")
     done = run(checkout, program, PATH=path, CXX="", KVCACHE_JIT_DIR=folder)
@@ -184,7 +184,7 @@ def test_a_missing_compiler_is_named(checkout, tmp_path):
     assert "apt-get install g++" in done.stderr
 
 
-def test_a_missing_ninja_is_named(checkout, tmp_path):
+def test_missing_ninja_is_reported(checkout, tmp_path):
     program = "import sys; sys.executable = '/nowhere/python'; import kvcache.ops"
     path = without(tmp_path, "ninja")
     done = run(checkout, program, PATH=path, KVCACHE_JIT_DIR=str(tmp_path / "j"))
@@ -194,7 +194,7 @@ def test_a_missing_ninja_is_named(checkout, tmp_path):
     )
 
 
-def test_a_folder_that_cannot_be_written_is_named(checkout, tmp_path):
+def test_unwritable_folder_is_reported(checkout, tmp_path):
     (tmp_path / "file").touch()
     done = run(checkout, "import kvcache.allocator", KVCACHE_JIT_DIR=str(tmp_path / "file"))
     assert "set KVCACHE_JIT_DIR" in done.stderr
@@ -220,7 +220,7 @@ def test_folder_of_another_user_is_rejected(monkeypatch, tmp_path):
         jit.build_core()
 
 
-def test_the_folder_that_is_made_is_private(monkeypatch, tmp_path):
+def test_created_folder_is_private(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path / "made"))
     before = os.umask(0)
     try:
@@ -230,7 +230,7 @@ def test_the_folder_that_is_made_is_private(monkeypatch, tmp_path):
     assert {each.stat().st_mode & 0o777 for each in (path.parent, path.parent.parent)} == {0o700}
 
 
-def test_an_error_of_the_compiler_is_shown(checkout, tmp_path):
+def test_compiler_error_is_shown(checkout, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(checkout / "kvcache", broken / "kvcache")
     (broken / "csrc" / "ops").mkdir(parents=True)
@@ -254,14 +254,14 @@ def refused(monkeypatch, tmp_path) -> str:
     return str(error.value)
 
 
-def test_missing_pybind11_is_named_if_torch_is_also_missing(monkeypatch, tmp_path):
+def test_missing_pybind11_is_reported_if_torch_is_also_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     says = refused(monkeypatch, tmp_path)
     assert "building _core failed: the build needs pybind11" in says
     assert "`pip install pybind11`" in says and "torch" not in says
 
 
-def test_pybind11_of_torch_is_used_if_there_is_no_other(monkeypatch):
+def test_pybind11_of_torch_is_used_if_pybind11_is_not_installed(monkeypatch):
     pytest.importorskip("torch")
     find = importlib.util.find_spec
     only_torch = lambda name, *_: None if name == "pybind11" else find(name)  # noqa: E731
@@ -269,7 +269,7 @@ def test_pybind11_of_torch_is_used_if_there_is_no_other(monkeypatch):
     assert (build.pybind11_include() / "pybind11" / "pybind11.h").is_file()
 
 
-def test_missing_headers_of_python_are_named(monkeypatch, tmp_path):
+def test_missing_python_headers_are_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
     says = refused(monkeypatch, tmp_path)
     assert f"headers are missing ({tmp_path / 'none' / 'Python.h'})" in says
@@ -309,7 +309,7 @@ def tools(monkeypatch, tmp_path):
         ("{tools}/my tools/g++", ["{tools}/my tools/g++"], "{tools}/my tools/g++", []),
     ],
 )  # fmt: skip
-def test_cxx_may_hold_a_launcher_and_arguments(
+def test_cxx_may_contain_a_launcher_and_arguments(
     monkeypatch, tools, asked, command, program, arguments
 ):
     def absolute(word):
@@ -325,7 +325,7 @@ def test_cxx_may_hold_a_launcher_and_arguments(
     assert build.cxx_arguments() == arguments
 
 
-def test_missing_cxx_is_named(monkeypatch, tools):
+def test_missing_cxx_compiler_is_reported(monkeypatch, tools):
     monkeypatch.setenv("CXX", "icpc -fast")
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \(icpc -fast is not on the PATH\)"):
         build.cxx_command()

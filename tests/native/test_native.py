@@ -87,7 +87,9 @@ def package(tmp_path):
         ),
     ],
 )
-def test_without_its_cuda_library_a_cuda_torch_has_cpu_ops_and_a_reason(package, setup, reason):
+def test_cuda_torch_without_the_cuda_library_has_cpu_ops_and_reports_the_reason(
+    package, setup, reason
+):
     torch = pytest.importorskip("torch")
     program = USE_WITHOUT_CUDA_LIBRARY.format(setup=setup, has_device=torch.cuda.is_available())
     variables = {**os.environ, "PYTHONPATH": str(package), "KVCACHE_JIT_DIR": str(package / "jit")}
@@ -107,7 +109,7 @@ def test_without_its_cuda_library_a_cuda_torch_has_cpu_ops_and_a_reason(package,
     assert reason in done.stdout.partition("CUDA ops")[2]
 
 
-def test_a_cpu_library_that_fails_fails_again(package):
+def test_cpu_library_that_fails_to_load_fails_again(package):
     pytest.importorskip("torch")
     program = (
         "import pathlib, kvcache; from kvcache.native import load\n"
@@ -172,7 +174,7 @@ def would_build(checkout) -> bool:
         ("pyproject.toml", True),
     ],
 )
-def test_make_builds_again_what_changed_and_only_then(made, changed, builds):
+def test_make_rebuilds_only_after_changes(made, changed, builds):
     if changed:
         assert (made / changed).is_file()
         os.utime(made / changed, (NOW + 9, NOW + 9))
@@ -180,7 +182,7 @@ def test_make_builds_again_what_changed_and_only_then(made, changed, builds):
 
 
 @needs_make
-def test_make_builds_again_after_clean(made):
+def test_make_rebuilds_after_clean(made):
     assert not would_build(made)
     subprocess.run(["make", "clean"], cwd=made, check=True, capture_output=True)
     assert not (made / "kvcache" / "libkvcache_cpu.so").exists()
@@ -225,7 +227,7 @@ def test_ci_runs_every_step_and_prints_its_duration(tmp_path):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_ci_fails_at_the_step_that_fails(tmp_path, step):
+def test_ci_stops_at_the_failing_step(tmp_path, step):
     code, out = run_ci(tmp_path, failing=step)
     assert code != 0
     assert "== FAILED after " in out and "all passed" not in out
@@ -234,7 +236,7 @@ def test_ci_fails_at_the_step_that_fails(tmp_path, step):
     assert not [later for later in not_begun if f"ran {later}\n" in out]
 
 
-def test_pull_requests_do_not_reach_the_runner_with_the_gpu():
+def test_pull_requests_never_run_on_the_gpu_runner():
     path = REPO / ".github" / "workflows" / "ci.yml"
     if not path.exists():
         pytest.skip("no workflow here: a source distribution")

@@ -40,7 +40,7 @@ def setup(without, *command):
     ],
     ids=["Python", "no torch", "torch", "compiler", "KVCACHE_CUDA", "KVCACHE_PREBUILT"],
 )
-def test_a_missing_requirement_is_one_line(without, says):
+def test_missing_requirement_is_reported_in_one_line(without, says):
     done = setup(without, "dist_info", "--help")
     assert done.returncode == 1
     assert done.stderr.startswith("kvcache: ") and done.stderr.count("\n") == 1
@@ -71,7 +71,7 @@ def test_a_source_distribution_does_not_need_torch():
 
 
 @pytest.mark.parametrize(("found", "is_refused"), [("2.9.1", True), ("2.10.0a0+git1", False)])
-def test_the_version_of_torch_is_checked_before_its_libraries_are_used(found, is_refused):
+def test_torch_version_is_checked_before_its_libraries_are_used(found, is_refused):
     from kvcache.native import build
 
     if is_refused:

@@ -230,7 +230,7 @@ def test_batches_beyond_one_thread_block(backend, num_requests):
 
 
 @each_backend
-def test_a_row_longer_than_one_pass_of_a_thread_block(backend):
+def test_row_longer_than_one_pass_of_a_thread_block_is_copied(backend):
     call = large(2, columns=5000)
     call["seq_lens"] = torch.tensor([20_000, 9_999], dtype=INT32)
     call["query_lens"] = torch.tensor([1, 9_000], dtype=INT32)
@@ -239,7 +239,7 @@ def test_a_row_longer_than_one_pass_of_a_thread_block(backend):
 
 
 @each_backend
-def test_more_requests_than_tiles_of_the_largest_size(backend):
+def test_many_requests_exceed_the_largest_tiles(backend):
     """At most 255 requests fit a thread block, so the grid grows beyond 128 blocks."""
     check(backend, large(33_000, columns=1))
 
@@ -303,7 +303,7 @@ def assert_untouched(call):
 
 
 @each_backend
-def test_a_decode_and_a_prefill_padded_to_three_requests(backend):
+def test_decode_and_prefill_are_padded_to_three_requests(backend):
     call = arguments(backend)
     backend.ops.attention_metadata(**call)
     assert call["query_start_loc"].tolist() == [0, 1, 3, 3]
@@ -332,7 +332,7 @@ BAD = {
     r"num_blocks_per_row has shape \[1, 3\]: expected size 2": lambda b: {
         "num_blocks_per_row": ints(b, 1, 2, 2).view(1, 3)
     },
-    r"groups\[0\] names row 1 of num_blocks_per_row, which has 1": lambda b: {
+    r"groups\[0\] refers to row 1 of num_blocks_per_row, which has 1": lambda b: {
         "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0, 1]])
     },
     r"query_start_loc has shape \[2\]: expected at least 3 entries, one more than rows": lambda b: {
@@ -378,9 +378,9 @@ BAD_VALUES = {
     r"query_lens\[1\] is -1: expected 0 or more": {"query_lens": [1, -1]},
     r"seq_lens\[0\] is 0: expected at least query_lens\[0\], which is 1": {"seq_lens": [0, 2]},
     r"seq_lens\[0\] is -1": {"seq_lens": [-1, 2], "query_lens": [0, 0]},
-    r"seq_lens\[0\] is 9: expected at most 8, the tokens that a row has": {"seq_lens": [9, 2]},
+    r"seq_lens\[0\] is 9: expected at most 8, the number of tokens": {"seq_lens": [9, 2]},
     r"seq_lens\[0\] is 2147483647": {"seq_lens": [2**31 - 1, 2]},
-    r"seq_lens\[1\] is 5: expected less, as row 0 of some group holds no block": {
+    r"seq_lens\[1\] is 5: expected less, because row 0 of some group holds no block": {
         "seq_lens": [5, 5]
     },
     r"seq_lens\[0\] is 5: expected at most max_num_tokens, which is 4": {"max_num_tokens": 4},
@@ -478,7 +478,7 @@ def test_overlapping_outputs_are_rejected(backend):
 @each_backend
 @given(length=st.integers(0, 2**31 - 1), window=st.sampled_from([0, 1, 4096, 2**31 - 1]))
 @example(length=2**31 - 1, window=1)
-def test_maximum_lengths(backend, length, window):
+def test_largest_positions_do_not_overflow(backend, length, window):
     """One column has 2^31 - 1 tokens, and pages are outside a window near the last position."""
     call = arguments(backend, groups=torch.tensor([[0, 2, 2**30, 1, 0, 1, window, 0]]))
     call["seq_lens"], call["query_lens"] = ints(backend, length, 0), ints(backend, 0, 0)
@@ -507,7 +507,7 @@ def test_tensors_on_two_devices_are_rejected(backend):
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_serves_changed_inputs():
+def test_captured_launch_uses_changed_inputs():
     """Capture once, and then change the inputs in place.
 
     Rows, lengths, tables and the number of requests change in the same tensors.

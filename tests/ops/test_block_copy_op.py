@@ -186,7 +186,7 @@ def test_each_region_moves_at_its_own_width_with_device_ids(backend, name):
 
 @each_device_backend
 @given(case=cases(), pages_per_run=st.integers(0, 3))
-def test_the_copy_engine_moves_the_same_bytes(backend, case, pages_per_run):
+def test_copy_engine_moves_the_same_bytes_as_the_kernel(backend, case, pages_per_run):
     *rest, pairs = case
     case = (*rest, pairs[pairs[:, 0] >= 0].contiguous())
     found, _ = run(backend, case, engine=1, pages_per_run=pages_per_run)
@@ -205,7 +205,7 @@ WIDE = {
 @each_device_backend
 @pytest.mark.parametrize("num_thread_blocks", [0, 1, 3])
 @pytest.mark.parametrize("name", WIDE)
-def test_bulk_copies_move_the_same_bytes(backend, name, num_thread_blocks):
+def test_bulk_copies_move_the_same_bytes_as_the_kernel(backend, name, num_thread_blocks):
     """Emulated, so all memory is host memory; `test_swap.py` covers bulk copies on a device."""
     sizes, num_blocks = WIDE[name], 23
     generator = torch.Generator().manual_seed(len(sizes))
@@ -255,20 +255,20 @@ def check_many(backend, name, where="host", small_parameters=False):
 
 @each_backend
 @pytest.mark.parametrize("name", MANY)
-def test_more_pages_and_regions_than_one_launch_takes(backend, name):
+def test_copies_exceeding_one_launch_are_split(backend, name):
     check_many(backend, name)
 
 
 @each_device_backend
 @pytest.mark.parametrize("small_parameters", [False, True])
 @pytest.mark.parametrize("name", MANY)
-def test_ids_on_the_device_of_many_pages_and_regions(backend, name, small_parameters):
+def test_device_ids_of_many_pages_and_regions_are_copied(backend, name, small_parameters):
     check_many(backend, name, "device", small_parameters)
 
 
 @each_device_backend
 @pytest.mark.parametrize("name", MANY)
-def test_more_pages_and_regions_than_small_parameters_take(backend, name):
+def test_copies_exceeding_the_small_parameters_are_split(backend, name):
     check_many(backend, name, small_parameters=True)
 
 
@@ -439,7 +439,7 @@ def test_between_device_and_pinned_host(engine, to_host, case):
 
 
 @pytest.mark.gpu
-def test_a_captured_copy_reads_its_ids_at_each_replay():
+def test_captured_copy_reads_its_ids_at_each_replay():
     from tests.machinery.backends import Backend
 
     call = arguments(Backend("cuda", "cuda"), pairs=ids([1, 2]).cuda())
@@ -477,7 +477,7 @@ def test_opcheck(backend, within):
 
 @pytest.mark.skipif(ASAN, reason="compiling is about the op, not the kernel")
 @each_real_backend
-def test_a_compiled_function_copies_pages(backend):
+def test_compiled_function_copies_pages(backend):
     call = arguments(backend)
 
     @torch.compile(backend="aot_eager", fullgraph=True)

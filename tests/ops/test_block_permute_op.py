@@ -203,7 +203,7 @@ def check_shape(backend, name, where):
 @pytest.mark.parametrize(
     ("remote_block_size", "num_blocks"), sampled([(6, 900), (6, 1900), (1, 1900), (2, 1900)])
 )
-def test_more_ids_and_layers_than_one_launch_takes(backend, remote_block_size, num_blocks):
+def test_permutations_exceeding_one_launch_are_split(backend, remote_block_size, num_blocks):
     case = Case(torch.int8, "NHD", "plain", 66, num_blocks, 2, 2, 1, remote_block_size, "HND")
     check(backend, case, "host")
 
@@ -243,7 +243,7 @@ def test_layers_may_be_separate_tensors(backend):
 @pytest.mark.parametrize(
     "shape", [(0, 4, 2, 8), (3, 4, 0, 8), (3, 4, 2, 0), (3, 4, 1, 8), (3, 1, 2, 8)]
 )
-def test_nothing_to_move(backend, shape):
+def test_permutation_without_rows_to_move_changes_nothing(backend, shape):
     cache = torch.ones(shape, device=backend.device)
     for ids in (torch.empty(0, 1, dtype=INT32), torch.zeros(min(shape[0], 1), 1, dtype=INT32)):
         backend.ops.permute_blocks_(cache, torch.tensor([0]), ids, 1, True)

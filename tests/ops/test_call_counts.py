@@ -68,7 +68,7 @@ def pools():
         ),
     ],
 )
-def test_number_of_calls_of_a_swap(method, direction, expected):
+def test_call_counts_of_a_swap(method, direction, expected):
     pages, host = pools()
     swap = SwapEngine(pages, host, method=method)
     start = swap.swap_out if direction == "out" else swap.swap_in
@@ -77,7 +77,7 @@ def test_number_of_calls_of_a_swap(method, direction, expected):
     assert cost(lambda: start(PAIRS)) == {**expected, "event_queries": 1}
 
 
-def test_number_of_calls_of_polling_a_swap():
+def test_call_counts_of_polling_a_swap():
     swap = SwapEngine(*pools(), method="kernel")
     job = swap.swap_out(PAIRS)
     job.wait(timeout_s=60)
@@ -89,7 +89,7 @@ def test_number_of_calls_of_polling_a_swap():
     assert {name: n for name, n in found.items() if n} == {"event_queries": 1}
 
 
-def test_number_of_calls_of_a_page_copy_on_the_device():
+def test_call_counts_of_a_page_copy_on_the_device():
     pages, _ = pools()
     page_copy = PageCopy(pages, pages)
     there = torch.from_numpy(PAIRS.astype(np.int32)).cuda()
@@ -98,7 +98,7 @@ def test_number_of_calls_of_a_page_copy_on_the_device():
 
 
 @pytest.mark.parametrize("singly", [False, True])
-def test_number_of_calls_of_a_page_copy_by_the_copy_engine(singly):
+def test_call_counts_of_a_page_copy_by_the_copy_engine(singly):
     pages, host = pools()
     page_copy = PageCopy(pages, host)
     engine = ops.COPY_ENGINE_SINGLY if singly else ops.COPY_ENGINE
@@ -110,7 +110,7 @@ def test_number_of_calls_of_a_page_copy_by_the_copy_engine(singly):
     assert cost(lambda: page_copy.copy(PAIRS, engine=engine)) == expected
 
 
-def test_number_of_calls_of_clearing_pages():
+def test_call_counts_of_clearing_pages():
     pages, _ = pools()
     ids = PAIRS[:, 0].astype(np.int32)
     assert cost(lambda: pages.zero(ids)) == {"launches": 1}
@@ -126,7 +126,7 @@ def tables():
     return made
 
 
-def test_number_of_calls_of_committing_changed_tables():
+def test_call_counts_of_committing_changed_tables():
     made = tables()
 
     def step():
@@ -136,7 +136,7 @@ def test_number_of_calls_of_committing_changed_tables():
     assert cost(step) == {"copies": 1, "launches": 1, "event_queries": 1, "capture_queries": 4}
 
 
-def test_number_of_calls_of_a_slot_mapping():
+def test_call_counts_of_a_slot_mapping():
     made = tables()
     rows = torch.arange(32, dtype=torch.int32, device="cuda")
     positions = torch.full((32,), 5, device="cuda")
@@ -144,7 +144,7 @@ def test_number_of_calls_of_a_slot_mapping():
     assert mapped == {"launches": 1, "capture_queries": 1}
 
 
-def test_work_on_the_default_stream_is_seen():
+def test_work_on_the_default_stream_is_counted():
     pages, _ = pools()
     with torch.cuda.stream(torch.cuda.default_stream()), counts.counted() as found:
         pages.zero(PAIRS[:, 0].astype(np.int32))

@@ -33,7 +33,7 @@ def toolkit(tmp_path, monkeypatch):
     build.toolkit_archs.cache_clear()
 
 
-def test_an_older_toolkit_compiles_for_what_it_has(toolkit):
+def test_older_toolkit_compiles_for_its_supported_architectures(toolkit):
     toolkit(CUDA_12_6)
     assert build.gencode_flags() == [
         "-gencode=arch=compute_80,code=sm_80",
@@ -52,7 +52,7 @@ def test_cmake_uses_the_same_architectures(toolkit):
     assert "kvcache/native/build.py" in (REPO / "CMakeLists.txt").read_text()
 
 
-def test_devices_that_are_present_are_compiled_for(toolkit):
+def test_library_is_compiled_for_the_devices_present(toolkit):
     toolkit(CUDA_12_6)
     assert build.cuda_archs(["89", "90"]) == ["89", "90"]
     assert build.cuda_archs(["103"]) == ["90"]  # runs from its PTX
@@ -93,7 +93,9 @@ __global__ void kernel(const uint4* from, uint4* to) {
 
 
 @pytest.mark.parametrize(("arch", "is_asynchronous"), [("75", False), ("80", True)])
-def test_asynchronous_copies_compile_for_what_has_none(tmp_path, arch, is_asynchronous):
+def test_asynchronous_copies_compile_for_architectures_without_them(
+    tmp_path, arch, is_asynchronous
+):
     home = build.cuda_home()
     if home is None or arch not in build.toolkit_archs(home):
         pytest.skip(f"no nvcc that compiles for sm_{arch}")
@@ -135,7 +137,7 @@ def test_runtime_is_linked_from_the_toolkit(tmp_path, name):
     assert done.returncode == 7
 
 
-def test_a_toolkit_without_the_runtime_is_named(tmp_path):
+def test_toolkit_without_the_runtime_is_reported(tmp_path):
     with pytest.raises(
         RuntimeError, match=rf"no libcudart\.so in {tmp_path}: .*lib64, .*CUDA_HOME"
     ):

@@ -61,7 +61,7 @@ def test_each_kernel_of_a_file_has_its_own_code_and_resources():
     assert (two.symbol, len(two.code), two.registers) == ("two", 2, 9)
 
 
-def test_a_kernel_without_resources_is_named():
+def test_kernel_without_resources_is_reported():
     with pytest.raises(ValueError, match=r"no resources are given for \['copy'\]"):
         sass.parse(listing("EXIT"), usage("another"))
 
@@ -105,7 +105,7 @@ def test_loads_in_flight(code, in_flight):
     assert figures(*code).loads_in_flight == in_flight
 
 
-def test_the_data_is_what_has_the_most_bytes_on_the_way():
+def test_data_loads_are_those_with_the_most_bytes_in_flight():
     f = figures(*["LDG.E R20, [R2.64]"] * 3, *TWO_LOADS_THEN_STORES)
     assert f.loads_in_flight == {4: 1, 16: 2} and (f.load_bytes, f.store_bytes) == (16, 16)
 
@@ -152,7 +152,7 @@ def test_innermost_loop_counts():
     assert f.instructions_per_16_bytes == 3 * 2
 
 
-def test_without_stores_there_are_no_instructions_per_16_bytes():
+def test_instructions_per_16_bytes_are_undefined_without_stores():
     assert figures("LDG.E R4, [R2.64]", "EXIT").instructions_per_16_bytes is None
 
 
@@ -217,7 +217,7 @@ def test_code_as_expected_has_no_failures():
         (("EXIT",), {}, "instructions per 16 bytes is None: expected at most 2.5"),
     ],
 )
-def test_code_that_is_not_as_expected_fails(code, resources, message):
+def test_code_that_violates_an_expectation_fails(code, resources, message):
     assert f"copy<uint4>: {message}" in failures([figures(*code, **resources)], [WIDE])
 
 
@@ -227,18 +227,18 @@ def test_local_memory_fails_without_an_expectation():
     ]
 
 
-def test_an_expectation_may_differ_on_sm_100():
+def test_expectations_may_differ_on_sm_100():
     f, expected = figures(*TWO_LOADS_THEN_STORES, registers=17), [WIDE]
     assert failures([f], expected, "sm_100") == failures([f], expected) != []
     expected = [replace(WIDE, sm_100={"max_registers": 17})]
     assert failures([f], expected, "sm_100") == [] != failures([f], expected)
 
 
-def test_an_expectation_that_no_kernel_answers_to_fails():
+def test_expectation_without_a_matching_kernel_fails():
     assert failures([], [WIDE]) == ["copy<uint4>: no kernel has this name"]
 
 
-def test_the_table_has_a_line_per_kind_of_code(capsys):
+def test_table_has_one_line_per_kind_of_code(capsys):
     f = figures(*TWO_LOADS_THEN_STORES)
     print_table("block_copy", [f])
     heading, line = capsys.readouterr().out.splitlines()[-2:]

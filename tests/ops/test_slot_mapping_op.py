@@ -87,7 +87,7 @@ def test_slots_of_random_groups_by_request_and_by_token(backend, dtype, case):
 
 @each_backend
 @pytest.mark.parametrize("num_requests", [1, 1023, 1024, 1025, 5000])
-def test_tokens_find_their_request_among_many(backend, num_requests):
+def test_requests_of_tokens_are_found_among_many(backend, num_requests):
     """Some requests are empty. A thread block holds 1,024 entries of query_start_loc."""
     generator = torch.Generator().manual_seed(num_requests)
     lengths = torch.randint(0, 3, (num_requests,), generator=generator)
@@ -207,7 +207,7 @@ BAD = {
     r"groups\[0\] has interleave 3: expected a divisor": lambda b: {"groups": group(interleave=3)},
     r"groups\[0\] has window -1": lambda b: {"groups": group(window=-1)},
     r"groups\[0\] has row of counts -1": lambda b: {"groups": group(counts_row=-1)},
-    r"groups\[0\] names row 1 of num_blocks_per_row, which has 1": lambda b: {
+    r"groups\[0\] refers to row 1 of num_blocks_per_row, which has 1": lambda b: {
         "groups": group(counts_row=1),
         "num_blocks_per_row": b.tensor([[2, 2]], dtype=INT32),
     },
@@ -238,7 +238,7 @@ START = [0, 1, 2, 3]
 BAD_VALUES = {
     r"rows\[1\] is 2: expected -1 \(a dummy request\) to 1": {"rows": [0, 2, -1]},
     r"rows\[2\] is -2": {"rows": [0, 1, -2]},
-    r"positions\[1\] is 8: expected 0 to 7, the tokens that a row": {"positions": [0, 8, 2]},
+    r"positions\[1\] is 8: expected 0 to 7, because a row": {"positions": [0, 8, 2]},
     r"positions\[0\] is -1": {"positions": [-1, 8, 2]},
     r"positions\[1\] is 4294967296": {"positions": [0, 2**32, 2]},
     r"query_start_loc\[2\] is wrong: expected numbers from 0 to 3": {
@@ -247,7 +247,7 @@ BAD_VALUES = {
     r"query_start_loc\[0\] is wrong": {"query_start_loc": [-1, 2, 2, 3]},
     r"query_start_loc\[3\] is wrong": {"query_start_loc": [0, 2, 2, 4]},
     "the row of token 1 is 2: expected -1": {"query_start_loc": START, "rows": [0, 2, -1]},
-    r"positions\[1\] is 5: expected less, as row 1 holds no block for it": {
+    r"positions\[1\] is 5: expected less, because row 1 holds no block for it": {
         "num_blocks_per_row": [[2, 1]]
     },
     r"positions\[1\] is 9": {"query_start_loc": START, "positions": [0, 9, 2]},

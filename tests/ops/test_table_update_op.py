@@ -219,7 +219,7 @@ def test_index_out_of_range_writes_nothing(backend, monkeypatch):
 
 
 @each_device_backend
-def test_an_unchecked_index_out_of_range_gives_a_null_row(backend, monkeypatch):
+def test_unchecked_index_out_of_range_gives_a_null_row(backend, monkeypatch):
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     call = gather_arguments(backend, idx_mapping=backend.tensor([2**31 - 1, -9], dtype=INT32))
     backend.ops.gather_block_tables(**call)

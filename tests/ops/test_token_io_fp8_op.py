@@ -156,7 +156,7 @@ UNUSUAL_SCALES = [
 @each_format
 @each_wide_dtype
 @pytest.mark.parametrize("scale", UNUSUAL_SCALES)
-def test_an_unusual_scale_divides_as_pytorch_does(backend, fp8, dtype, scale):
+def test_unusual_scales_divide_like_pytorch(backend, fp8, dtype, scale):
     patterns = all_patterns(dtype)
     patterns = torch.cat([patterns[:: len(patterns) // 960][:960], patterns[-64:]])
     if dtype == torch.float32:

@@ -48,17 +48,17 @@ def run_page(page, tmp_path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs_in_order(page, tmp_path):
+def test_code_of_a_page_runs_in_order(page, tmp_path):
     code, errors = run_page(page, tmp_path)
     assert code == 0, errors
 
 
-def test_the_pages_that_promise_code_have_some():
+def test_pages_that_should_contain_code_contain_some():
     names = {page.name for page in WITH_CODE}
     assert {"README.md", "serving.md", "tutorial.md", "coming_from.md", "hybrid_models.md"} <= names
 
 
-def test_an_error_in_a_page_names_its_line(tmp_path):
+def test_error_in_a_page_names_its_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
     code, errors = run_page(page, tmp_path)
@@ -123,7 +123,7 @@ def test_every_op_has_a_function_in_the_reference_of_ops():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_lead_somewhere(page):
+def test_links_to_files_have_existing_targets(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -133,7 +133,7 @@ PICTURES = sorted((DOCS / "images").glob("*.svg"))
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
-def test_a_picture_has_a_title_both_color_schemes_and_no_outside_source(picture):
+def test_pictures_have_a_title_and_both_color_schemes_and_no_external_source(picture):
     text = picture.read_text()
     root = ElementTree.fromstring(text)
     svg = "{http://www.w3.org/2000/svg}"
@@ -152,7 +152,7 @@ def test_pictures_have_alternative_texts_and_are_shown():
     assert {picture.name for picture in PICTURES} <= {path.rpartition("/")[2] for *_, path in shown}
 
 
-def test_pages_contain_no_drawings_in_letters():
+def test_pages_contain_no_ascii_drawings():
     """A screen reader and a narrow screen cannot show them: `docs/images` has pictures."""
     for page in sorted(DOCS.rglob("*.md")):
         assert not re.search(r"\+--|--\+|^ {3,}\S.* --+> ", page.read_text(), re.M), page.name
@@ -193,7 +193,7 @@ DECODE = "decode step, 1,024 rows, tokens and hashes too"
         ("docs/index.md", DECODE, "{:.2f} us", "{:.1f} times"),
     ],
 )
-def test_the_figures_of_the_first_pages_are_those_of_the_results(page, name, form, factor):
+def test_figures_of_the_first_pages_equal_the_results(page, name, form, factor):
     results = json.loads((REPO / "benchmarks" / "results" / "cpu.json").read_text())["results"]
     (row,) = [row for row in results if row["name"] == name]
     lines = re.split(r"\n\n|\n(?=\|)", (REPO / page).read_text())

@@ -139,7 +139,7 @@ NOT_WAITING = {
 @pytest.mark.gpu
 @on_it
 @pytest.mark.parametrize("name", WAITING)
-def test_an_operator_that_waits_for_the_device_breaks_a_capture(name):
+def test_operator_that_waits_for_the_device_invalidates_a_capture(name):
     x = torch.arange(12.0, device="cuda").reshape(3, 4)
     broken = pytest.raises(RuntimeError, match="failed due to a previous error during capture")
     refused = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
@@ -180,7 +180,7 @@ def _run(program: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.gpu
 @on_it
-def test_host_code_that_touches_device_memory_dies_with_a_message():
+def test_host_access_to_device_memory_ends_the_process_with_a_message():
     done = _run(
         "import ctypes, torch; x = torch.zeros(4, device='cuda'); torch.cuda.synchronize();"
         "ctypes.string_at(x.data_ptr(), 4)"

@@ -93,7 +93,7 @@ def test_rows_and_findings_are_kept_and_reported(runner):
         ('print(\'{"failed": "op x: wrong"}\')', "1 failed"),
     ],
 )
-def test_a_stage_that_ends_badly_keeps_its_output_and_the_next_one_runs(runner, code, status):
+def test_failed_stage_keeps_its_output_and_the_next_stage_runs(runner, code, status):
     # An interpreter may take a second to start on a busy machine. Only the sleeping stage must
     # reach its limit.
     limit_s = 1.0 if "sleep" in code else 30.0
@@ -135,7 +135,7 @@ def alive(marker):
 @pytest.mark.parametrize(
     ("new_session", "ends"), sampled([(True, False), (False, False), (False, True)])
 )
-def test_everything_that_a_stage_started_is_ended_with_it(runner, tmp_path, new_session, ends):
+def test_processes_started_by_a_stage_end_with_it(runner, tmp_path, new_session, ends):
     marker = f"stage-child-of-{os.getpid()}-{new_session}-{ends}"
     ready = tmp_path / "ready"
     child = (
@@ -173,7 +173,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("number", range(len(GARBAGE)))
-def test_garbage_in_the_output_breaks_neither_the_run_nor_the_json(runner, tmp_path, number):
+def test_garbage_in_the_output_affects_neither_the_run_nor_the_json(runner, tmp_path, number):
     (tmp_path / "garbage").write_bytes(GARBAGE[number])
     path = str(tmp_path / "garbage")
     write = f"import sys; sys.stdout.buffer.write(open({path!r}, 'rb').read())"
@@ -188,7 +188,7 @@ def test_garbage_in_the_output_breaks_neither_the_run_nor_the_json(runner, tmp_p
         assert found["stages"]["garbage"]["rows"] == [{"us": None, "rate": None, "large": None}]
 
 
-def test_a_log_keeps_the_beginning_and_the_end_of_very_much_output(tmp_path):
+def test_log_keeps_the_beginning_and_the_end_of_long_output(tmp_path):
     log = StageLog(tmp_path / "log", "== stage")
     for i in range(60_000):
         log.line(f"{i:<60}")
@@ -201,7 +201,7 @@ def test_a_log_keeps_the_beginning_and_the_end_of_very_much_output(tmp_path):
 
 
 @pytest.mark.parametrize("number", [FIRST, SECOND])
-def test_all_stages_together_leave_few_files_with_plain_names(runner, number):
+def test_stages_leave_few_files_with_plain_names(runner, number):
     sections = [stage(each.name, GOOD, log=each.log) for each in of_run(number)]
     assert runner.all(*sections)
     names = sorted(path.name for path in runner.report.folder.iterdir())
@@ -209,21 +209,21 @@ def test_all_stages_together_leave_few_files_with_plain_names(runner, number):
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
 
 
-def test_when_the_time_is_over_the_rest_is_named_as_not_run(tmp_path):
+def test_stages_after_the_time_limit_are_reported_as_not_run(tmp_path):
     runner = Runner(tmp_path, total_s=8.0)
     assert not runner.all(stage("long", "import time; time.sleep(60)", 4.0), stage("late", GOOD))
     assert runner.stages["long"]["status"] == "ran longer than 4 s"
     assert runner.stages["late"]["status"] == "not run: no time left"
 
 
-def test_without_libraries_only_stages_that_need_none_run(runner):
+def test_stages_that_need_libraries_do_not_run_without_them(runner):
     build = stage("build", "raise SystemExit(1)")
     assert not runner.all(build, stage("op", GOOD, needs_build=True), stage("free", GOOD))
     assert runner.stages["op"]["status"] == "not run: no libraries were built"
     assert runner.stages["free"]["status"] == "ok"
 
 
-def test_a_missing_package_fails_its_stage_alone(runner):
+def test_missing_package_fails_only_its_own_stage(runner):
     assert not runner.all(stage("tests", GOOD, needs=("no_such_package",)), stage("good", GOOD))
     assert "no_such_package" in runner.stages["tests"]["status"]
     assert runner.stages["good"]["status"] == "ok"
@@ -235,7 +235,7 @@ def test_stage_that_only_skips_is_reported_as_skipped(runner):
     assert "no ncu here" in runner.text
 
 
-def test_a_stage_knows_its_limit_and_its_environment(runner):
+def test_stage_receives_its_limit_and_environment(runner):
     code = """
         import json, os
         print(json.dumps({k: os.environ[k] for k in ("KVCACHE_STAGE_LIMIT", "MINE")}))
@@ -244,7 +244,7 @@ def test_a_stage_knows_its_limit_and_its_environment(runner):
     assert runner.stages["one"]["rows"] == [{"KVCACHE_STAGE_LIMIT": "17.0", "MINE": "yes"}]
 
 
-def test_an_interrupted_run_keeps_what_came_before(runner):
+def test_interrupted_run_keeps_earlier_results(runner):
     def interrupt(text):
         if "now" in text:
             raise KeyboardInterrupt
@@ -269,7 +269,7 @@ def no_programs(monkeypatch, tmp_path):
     monkeypatch.delenv("KVCACHE_COMMIT", raising=False)
 
 
-def test_the_commit_without_git(no_programs, monkeypatch, tmp_path):
+def test_commit_is_read_without_git(no_programs, monkeypatch, tmp_path):
     assert machine.commit(tmp_path) == "unknown"
     (tmp_path / "COMMIT").write_text("f00d\n")
     assert machine.commit(tmp_path) == "f00d"
@@ -277,7 +277,7 @@ def test_the_commit_without_git(no_programs, monkeypatch, tmp_path):
     assert machine.commit(tmp_path) == "beef"
 
 
-def test_the_driver_without_nvidia_smi(no_programs, monkeypatch, tmp_path):
+def test_driver_version_is_read_without_nvidia_smi(no_programs, monkeypatch, tmp_path):
     version = tmp_path / "version"
     monkeypatch.setattr(machine, "_DRIVER_FILE", version)
     assert machine.driver()  # available without nvidia-smi and without the version file
@@ -298,7 +298,7 @@ def test_sources_differ_with_a_changed_file(tmp_path):
     assert machine.sources_digest(tmp_path) != before
 
 
-def test_carried_libraries_must_be_of_these_sources(tmp_path):
+def test_carried_libraries_must_match_the_sources(tmp_path):
     with pytest.raises(ValueError, match=workspace.MANIFEST):
         workspace.carried(tmp_path)
     workspace.write_manifest(tmp_path)
@@ -346,7 +346,7 @@ def carrying(tmp_path, monkeypatch):
     return given, package, built
 
 
-def test_carried_libraries_that_do_not_load_are_built_again(carrying, monkeypatch, capsys):
+def test_carried_libraries_that_do_not_load_are_rebuilt(carrying, monkeypatch, capsys):
     given, package, built = carrying
     problems = ["undefined symbol: no_such_function", None]
     monkeypatch.setattr(build_stage, "loading_problem", lambda: problems.pop(0))
@@ -415,7 +415,7 @@ def in_bare_tree(folder, program):
     )  # fmt: skip
 
 
-def test_the_facts_of_a_machine_need_no_built_libraries(tmp_path):
+def test_machine_facts_need_no_built_libraries(tmp_path):
     done = in_bare_tree(
         tmp_path,
         """
@@ -441,7 +441,7 @@ def gpu(*arguments, **environment):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks nothing")
-def test_make_gpu_names_what_the_machine_lacks_and_leaves_nothing(tmp_path):
+def test_make_gpu_lists_missing_tools_and_leaves_no_files(tmp_path):
     done = gpu("--results", str(tmp_path))
     assert done.returncode == 1
     assert "make gpu: this machine lacks" in done.stderr
@@ -460,7 +460,7 @@ def test_list_names_every_stage_in_its_order(capsys):
     ]  # fmt: skip
 
 
-def test_only_takes_the_build_along_and_refuses_unknown_stages(capsys):
+def test_only_option_includes_the_build_and_rejects_unknown_stages(capsys):
     assert [each.name for each in command.chosen(FIRST, ["bus"])] == ["build", "bus"]
     assert [each.name for each in command.chosen(SECOND, ["gloo"])] == ["build", "gloo"]
     assert command.chosen(FIRST, ["facts"]) == []  # the facts stage ran before and needs no build
@@ -473,7 +473,7 @@ def test_only_takes_the_build_along_and_refuses_unknown_stages(capsys):
         assert f"invalid choice: {other[-1]!r}" in capsys.readouterr().err
 
 
-def test_the_second_run_leaves_the_files_of_the_first():
+def test_second_run_keeps_the_files_of_the_first():
     first, second = (command.parse(each) for each in ([], ["--second"]))
     assert command.report_name(first, "NVIDIA H100") == "gpu-nvidia-h100"
     assert command.report_name(second, "NVIDIA H100") == "gpu-nvidia-h100-second"
@@ -482,7 +482,7 @@ def test_the_second_run_leaves_the_files_of_the_first():
 
 
 @pytest.mark.parametrize(("second", "command"), [("", ""), ("1", " --second")])
-def test_make_gpu_passes_the_run_on(second, command):
+def test_make_gpu_forwards_its_variables(second, command):
     for target, option in (("gpu", "--results x"), ("gpu-rehearsal", "--rehearse")):
         done = subprocess.run(
             ["make", "-n", target, f"SECOND={second}", "PYTHON=p", "GPU_RESULTS=x"],
@@ -551,7 +551,7 @@ def rate(direction, fragment, gb_per_s, pattern="scattered"):
     }  # fmt: skip
 
 
-def test_bars_stand_beside_what_was_measured():
+def test_expected_bars_are_shown_beside_the_measurements():
     contents = {
         "stages": {
             "swaps": {
@@ -581,7 +581,7 @@ def test_bars_stand_beside_what_was_measured():
     assert sum("MISSED" in line for line in lines) == 2 and "76%" in lines[1]
 
 
-def test_a_swap_measured_again_takes_the_place_of_the_first_in_the_bars():
+def test_repeated_swap_measurement_replaces_the_first_one():
     rows = [rate("in", 4 << 10, 20.0), rate("out", 4 << 10, 45.0), rate("in", 4 << 10, 40.0)]
     found = table.bar_rows({"stages": {"swaps": {"rows": rows}}})
     assert [(row["name"].split(",")[0], row["gb_per_s"]) for row in found] == [
@@ -613,7 +613,7 @@ def fake_bench(monkeypatch):
     return calls
 
 
-def test_scattered_swaps_come_before_the_calibration_and_again_after_it(fake_bench, capsys):
+def test_scattered_swaps_are_measured_before_and_after_the_calibration(fake_bench, capsys):
     assert swaps.main() == 0
     built_in = swaps.DEFAULT.machine
     assert fake_bench == [
@@ -631,7 +631,7 @@ def test_calibration_ends_at_the_time_limit_and_swaps_are_reported(fake_bench, m
     assert "calibration: TimeoutError: no time left" in capsys.readouterr().out
 
 
-def test_a_pool_on_the_device_alone_is_not_bound_by_the_hosts_memory(monkeypatch, capsys):
+def test_device_pool_is_not_limited_by_host_memory(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
     monkeypatch.setattr(sizes, "available_host_bytes", lambda: 10 << 30)
     assert sizes.pool_bytes(16 << 30, on_host=False) == 16 << 30
@@ -641,7 +641,7 @@ def test_a_pool_on_the_device_alone_is_not_bound_by_the_hosts_memory(monkeypatch
     assert sizes.pool_bytes(64 << 30, on_host=False) == 28 << 30
 
 
-def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
+def test_available_memory_respects_the_container_limit(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(sizes.pinning(), "_CONTAINER_LIMIT", limit)
     assert sizes.available_host_bytes() > 1 << 20
@@ -672,14 +672,14 @@ def test_kernels_are_measured_even_if_the_reference_copy_fails(monkeypatch, caps
     assert {"kernel": "one", "case": "", "us": 1.0, "gb_per_s": 2.0} in rows
 
 
-def test_the_table_names_every_stage_and_how_it_ended(runner):
+def test_table_lists_every_stage_and_its_outcome(runner):
     runner.all(stage("one", GOOD), stage("bad", "raise SystemExit(3)"))
     lines = list(table.stage_lines(runner.report.contents))
     assert "ok: it is fast" in lines[1]
     assert "FAILED (exit code 3)" in lines[2]
 
 
-def test_counts_of_pytest_output():
+def test_counts_are_parsed_from_pytest_output():
     assert kernel_tests.counts(["...", "3 failed, 41 passed, 2 skipped, 7 deselected in 9.31s"]) == {
         "passed": 41, "broken": 3, "skipped": 2,
     }  # fmt: skip
@@ -703,7 +703,7 @@ SKIP = "pytest.skip('no device')"
     ("tests", "status", "num_failed"),
     sampled([((SKIP, SKIP), "all skipped", 1), ((SKIP, "pass"), "ok", 0), ((), "ok", 0)]),
 )
-def test_a_file_that_skips_all_its_tests_is_a_fault(
+def test_file_whose_tests_are_all_skipped_is_a_failure(
     tmp_path, monkeypatch, capsys, tests, status, num_failed
 ):
     monkeypatch.setattr(say, "_num_failed", 0)
@@ -711,13 +711,13 @@ def test_a_file_that_skips_all_its_tests_is_a_fault(
     assert found["status"] == status and say._num_failed == num_failed
 
 
-def test_swaps_are_tested_by_a_number_of_steps_instead_of_seconds(tmp_path):
+def test_swap_tests_are_limited_by_steps_instead_of_seconds(tmp_path):
     """14 cases of 3 s each would take most of a file's time limit."""
     body = "import os; assert os.environ['KVCACHE_TEST_SWAP_STEPS'] == '60'"
     assert kernel_tests.tested(pytest_file(tmp_path, body), 60)["passed"] == 1
 
 
-def test_a_file_that_runs_out_of_time_keeps_its_counts(tmp_path, monkeypatch, capsys):
+def test_file_that_times_out_keeps_its_counts(tmp_path, monkeypatch, capsys):
     slow = "import time; time.sleep(600)"
     file = pytest_file(tmp_path, "pass", "pass", "assert False", SKIP, "pass", slow)
     for limit_s in (8, 60):  # a busy machine may need longer until the slow test
@@ -729,14 +729,14 @@ def test_a_file_that_runs_out_of_time_keeps_its_counts(tmp_path, monkeypatch, ca
     assert found["status"].startswith("ran longer than") and say._num_failed == 1
 
 
-def test_a_run_in_which_no_test_passed_is_a_fault(tmp_path, monkeypatch, capsys):
+def test_run_without_a_passed_test_is_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(say, "_num_failed", 0)
     monkeypatch.setattr(kernel_tests, "gpu_test_files", lambda folder: [pytest_file(tmp_path)])
     assert kernel_tests.main() == 1
     assert '{"failed": "no test passed"}' in capsys.readouterr().out
 
 
-def test_rows_of_threads_are_whole_lines_where_output_is_not_buffered():
+def test_rows_of_threads_are_whole_lines_without_buffering():
     program = """
         import threading
         from benchmarks.gpu import say
@@ -770,7 +770,7 @@ def test_files_with_gpu_tests_are_found():
     assert not left_out & set(names) and left_out <= files
 
 
-def test_the_table_of_ncu_is_read():
+def test_ncu_table_is_parsed():
     lines = [
         "==PROF== Connected to process 1",
         '"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread"',
@@ -805,7 +805,7 @@ def written_bytes(case, size):
 
 
 @pytest.mark.parametrize("name", counters.KERNELS)
-def test_counters_are_of_more_bytes_than_the_l2_holds_by_far(name):
+def test_counter_cases_move_far_more_bytes_than_the_l2_cache(name):
     """25 to 64 MB would stay in a 50 MB L2 cache, so DRAM counters would be meaningless."""
     per_size = op_cases.TOUCHED[name]
     assert op_cases.size_for(name, counters.NUM_BYTES) * per_size >= 512 << 20
@@ -814,7 +814,7 @@ def test_counters_are_of_more_bytes_than_the_l2_holds_by_far(name):
     assert written_bytes(op_cases.CASES[name], 8) / (8 * per_size) > 0.25
 
 
-def test_large_cases_are_drawn_on_the_device_that_runs_them(monkeypatch):
+def test_large_cases_are_generated_on_the_device(monkeypatch):
     """Drawing large cases on the CPU would take longer than the stage's limit."""
     drawn = []
     monkeypatch.setattr(op_cases, "_seeded", lambda device: drawn.append(device))
@@ -839,7 +839,7 @@ def test_process_reports_lines_as_they_are_printed(tmp_path):
     assert ended.status == "ok" and arrived == ["first", "last"]
 
 
-def test_an_outcome_takes_only_what_has_the_form_of_the_protocol():
+def test_outcome_accepts_only_lines_of_the_protocol():
     outcome = Outcome()
     assert outcome.take('{"learned": "x", "also": 1}') is None
     assert outcome.rows == [{"learned": "x", "also": 1}] and not outcome.learned

@@ -65,7 +65,7 @@ def test_stages_without_their_package_are_skipped_by_name(monkeypatch, capsys):
     assert attention["skipped"].startswith("flashinfer-python not installed")
 
 
-def test_costs_of_the_profiler_s_records():
+def test_costs_are_computed_from_profiler_records():
     names = [
         "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)", "Memset (Device)",
         "void copy_blocks_kernel<16>(Params)",
@@ -139,7 +139,7 @@ def test_device_memory_over_nixl_directly_and_packed(small, capsys):
 
 @pytest.mark.gpu
 @needs_stand_in
-def test_other_bytes_over_nixl_are_noticed_and_not_timed(small, monkeypatch, capsys):
+def test_wrong_bytes_over_nixl_are_detected_and_not_timed(small, monkeypatch, capsys):
     copy = nixl_stand_in.ctypes.memmove
 
     def shifted(to, source, size):  # the last byte of each descriptor is not moved
@@ -157,7 +157,7 @@ def test_other_bytes_over_nixl_are_noticed_and_not_timed(small, monkeypatch, cap
 
 @pytest.mark.gpu
 @needs_stand_in
-def test_a_launch_for_each_fragment_is_noticed(small, monkeypatch, capsys):
+def test_one_launch_per_fragment_is_detected(small, monkeypatch, capsys):
     scatter = registered.RegisteredMemory.scatter
 
     def one_by_one(memory, staging, tile, streams):
@@ -177,7 +177,7 @@ def test_a_launch_for_each_fragment_is_noticed(small, monkeypatch, capsys):
 @pytest.mark.gpu
 @needs_stand_in
 @pytest.mark.filterwarnings("ignore:.*could not be pinned")
-def test_staging_that_is_not_pinned_is_noticed(small, monkeypatch, capsys):
+def test_unpinned_staging_memory_is_detected(small, monkeypatch, capsys):
     def refuse(*_):
         raise pinning._PinningError("cudaHostRegister: out of memory")
 
@@ -186,7 +186,7 @@ def test_staging_that_is_not_pinned_is_noticed(small, monkeypatch, capsys):
     assert any("copies of pageable memory" in text for text in failures(told(capsys)))
 
 
-def test_a_move_that_fails_ends_its_pair(small, monkeypatch):
+def test_failed_move_ends_its_pair(small, monkeypatch):
     def refused(*_):
         raise RuntimeError("NIXL_ERR_BACKEND")
 
@@ -242,7 +242,7 @@ def end_early(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("defect", [begin_at_once, end_early])
-def test_a_load_out_of_order_is_noticed(defect, monkeypatch, capsys):
+def test_load_out_of_order_is_detected(defect, monkeypatch, capsys):
     defect(monkeypatch)
     monkeypatch.setattr(sizes, "REHEARSAL", True)
     monkeypatch.setattr(load_beside_step, "TRANSPORTS", ("gloo",))
@@ -290,7 +290,7 @@ def test_flashinfer_agrees_with_gathered_attention(flashinfer, capsys):
 
 
 @pytest.mark.gpu
-def test_a_window_one_key_too_wide_is_noticed(flashinfer, monkeypatch, capsys):
+def test_window_that_is_one_key_too_wide_is_detected(flashinfer, monkeypatch, capsys):
     for wrapper in flashinfer:
         plan = wrapper.plan
 

@@ -17,7 +17,7 @@ LICENSE = re.compile(r"(#|//) SPDX-License-Identifier: Apache-2.0")
 RELEASE = REPO / ".github" / "workflows" / "release.yml"
 
 
-def test_the_changelog_begins_with_this_version():
+def test_changelog_begins_with_this_version():
     versions = re.findall(r"^## (\S+) \(", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == kvcache.__version__
     assert f"\nversion: {kvcache.__version__}\n" in (REPO / "CITATION.cff").read_text()
@@ -52,7 +52,7 @@ NEW_IN_TYPING = {
 }
 
 
-def test_nothing_is_imported_that_python_3_10_lacks():
+def test_imports_exist_in_python_3_10():
     """The tests run with a newer Python."""
     for path in sorted((REPO / "kvcache").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
@@ -63,7 +63,7 @@ def test_nothing_is_imported_that_python_3_10_lacks():
                 assert "tomllib" not in {alias.name for alias in node.names}, path
 
 
-def test_nothing_is_published_before_its_test():
+def test_release_is_published_only_after_its_tests():
     if not RELEASE.exists():
         pytest.skip("no workflow here: a source distribution")
     publish = RELEASE.read_text().partition("\n  publish:\n")[2]
@@ -80,17 +80,17 @@ def wheel(tmp_path, tag):
     return path
 
 
-def test_a_wheel_is_checked_with_the_python_that_it_is_built_for(tmp_path):
+def test_wheel_is_checked_with_its_python_version(tmp_path):
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel_check.python_of(wheel(tmp_path, tag)) == sys.executable
 
 
-def test_a_wheel_without_a_python_fails(tmp_path, capsys):
+def test_wheel_check_fails_without_the_python_version(tmp_path, capsys):
     assert wheel_check.main([str(wheel(tmp_path, "cp399"))]) == 1
     assert "FAILED: there is no Python 3.99: expected one" in capsys.readouterr().out
 
 
-def test_a_wheel_that_cannot_be_installed_fails(tmp_path, monkeypatch, capsys):
+def test_wheel_check_fails_if_the_wheel_cannot_be_installed(tmp_path, monkeypatch, capsys):
     def use(path, torch, python):
         raise wheel_check.Failed(f"pip install: no torch {torch}")
 
@@ -100,13 +100,13 @@ def test_a_wheel_that_cannot_be_installed_fails(tmp_path, monkeypatch, capsys):
     assert "FAILED: pip install: no torch 9.9" in capsys.readouterr().out
 
 
-def test_no_wheel_at_all_fails(tmp_path, monkeypatch, capsys):
+def test_wheel_check_fails_without_a_wheel(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wheel_check, "REPO", tmp_path)
     assert wheel_check.main([]) == 1
     assert "there is no wheel in dist/: `make wheel` builds one" in capsys.readouterr().out
 
 
-def test_every_source_file_names_its_license():
+def test_every_source_file_states_its_license():
     folders = ("csrc", "kvcache", "tests", "benchmarks", "examples", "docs")
     paths = [REPO / "setup.py", *(p for folder in folders for p in (REPO / folder).rglob("*"))]
     sources = [p for p in paths if p.suffix in {".py", ".pyi", ".h", ".cpp", ".cu"}]

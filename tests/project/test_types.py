@@ -44,7 +44,7 @@ def test_stubs_and_a_file_without_mistakes_pass(found):
     assert [line for line in found if "mistakes.py" not in line] == []
 
 
-def test_the_commonest_mistakes_are_caught(found):
+def test_common_mistakes_are_detected_by_the_type_checker(found):
     text = (TYPED / "mistakes.py").read_text()
     expected = {
         (number, kind)
@@ -116,7 +116,7 @@ def check_class(node, there):
 
 
 @pytest.mark.parametrize("module", [kvcache, allocator, compat, store, transfer])
-def test_a_checker_knows_every_public_name(module):
+def test_type_checker_resolves_every_public_name(module):
     stub = Path(module.__file__).with_suffix(".pyi")
     names = {
         each.asname or each.name
@@ -163,7 +163,7 @@ MEMBERS_OF_MANAGER = [
 ]
 
 
-def test_a_manager_has_thirty_public_members():
+def test_manager_has_at_most_thirty_public_members():
     members = {name for name in dir(KVCacheManager) if not name.startswith("_")}
     assert members == set(MEMBERS_OF_MANAGER) and len(members) <= 30
 

@@ -94,12 +94,12 @@ def test_hit_rates_equal_single_replays():
         ({"lru": [0.0], "a": [0.0]}, "none: no policy has a hit"),
     ],
 )
-def test_recommended_policy(rates, says):
+def test_summary_recommends_a_policy(rates, says):
     sizes = tuple(range(1, 1 + len(next(iter(rates.values())))))
     assert Comparison("", 1, 16, sizes, rates).choice.startswith(says)
 
 
-def test_the_command_compares(capsys, tmp_path):
+def test_command_compares_policies(capsys, tmp_path):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     plot = str(tmp_path / "policies.png")
@@ -119,7 +119,7 @@ def test_the_command_compares(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("length", [-1, 2**31, 2**62])
-def test_an_output_length_that_no_pool_counts_is_refused_before_anything_is_replayed(length):
+def test_output_length_out_of_range_is_rejected_before_the_replay(length):
     none = np.zeros(0, np.int64)
     with pytest.raises(ValueError, match=f"output_length is {length}: expected"):
         WorkloadRequest(0, 0, np.zeros(4, np.int32), length, none)

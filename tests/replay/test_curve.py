@@ -102,7 +102,7 @@ def test_rate_halves_until_the_sample_is_small_enough(monkeypatch):
     few = sampling.sampled(requests, 16, None)
     assert few.rate in (1 / 4, 1 / 8) and len(few.keys) <= len(whole.keys) // 3
     assert few.num_requests == whole.num_requests and few.num_blocks == whole.num_blocks
-    # The same sample as with this rate from the start.
+    # The sample equals that of a run that started with this rate.
     other = sampling.sampled(requests, 16, few.rate)
     for name in ("keys", "columns", "starts", "num_tokens", "start_ms", "end_ms"):
         assert np.array_equal(getattr(few, name), getattr(other, name)), name
@@ -130,7 +130,7 @@ def test_tokens_without_content_are_hashed():
     assert curves[0] == curves[1]
 
 
-def test_no_requests_have_no_hits():
+def test_empty_workload_has_no_hits():
     curve = hit_rate_curve([], block_size=16)
     assert curve.sizes == (1,) and curve.token_hit_rates == {"lru": [0.0], "learned": [0.0]}
 
@@ -262,7 +262,7 @@ def test_other_values_are_left_to_the_json_parser(value):
         ({"timestamp": -1}, "timestamp is -1: expected a whole number"),
     ],
 )
-def test_malformed_lines_are_named(tmp_path, change, says):
+def test_malformed_lines_are_reported(tmp_path, change, says):
     path = tmp_path / "trace"
     lines = [json.dumps(line(0, [0, 1])), json.dumps({**line(1, [0, 2]), **change})]
     path.write_text("\n".join(lines))
@@ -270,7 +270,7 @@ def test_malformed_lines_are_named(tmp_path, change, says):
         hit_rate_curve(read_block_ids(path, "mooncake"), block_size=512)
 
 
-def test_lists_inside_other_fields_are_not_taken(tmp_path):
+def test_lists_inside_other_fields_are_ignored(tmp_path):
     path = tmp_path / "trace"
     record = line(0, [0, 1])
     ids = record.pop("hash_ids")
@@ -312,7 +312,7 @@ def test_wrong_arguments_are_named(change, says):
         hit_rate_curve(**arguments)
 
 
-def test_only_a_comparison_of_the_same_replays_is_added():
+def test_only_comparisons_of_the_same_replays_are_combined():
     requests = random_workload(1, 20)
     curve = hit_rate_curve(requests, ["lru"], [10, 20], block_size=BLOCK)
     for sizes, size, of, says in (

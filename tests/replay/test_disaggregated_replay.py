@@ -44,7 +44,7 @@ def replayed(requests, prefill=100, decode=100, lease_s=60.0, concurrency=10, **
     return report
 
 
-def test_a_prompt_is_computed_once_and_loaded():
+def test_prompt_is_computed_once_and_loaded():
     report = replayed([request(0, 0, 0, 40, 20)])
     assert (report.loaded_requests, report.loaded_tokens, report.loaded_bytes) == (
         1,
@@ -58,7 +58,7 @@ def test_a_prompt_is_computed_once_and_loaded():
     assert report.duration_s == pytest.approx(0.281)
 
 
-def test_each_side_hits_its_own_cache():
+def test_each_engine_hits_its_own_cache():
     report = replayed([request(0, 0, 0, 40, 20), request(1, 1000, 0, 60, 5)])
     assert (report.prefill_hit_tokens, report.decode_hit_tokens) == (40, 40)
     assert report.loaded_tokens == 60
@@ -84,7 +84,7 @@ def test_blocks_under_lease_fill_the_prefill_pool():
     assert report.loaded_requests == 3
 
 
-def test_a_request_that_fits_into_no_decode_pool_is_rejected():
+def test_request_larger_than_the_decode_pool_is_rejected():
     report = replayed([request(0, 0, 0, 80, 5), request(1, 0, 500, 20, 5)], decode=12)
     assert (report.rejected_requests, report.loaded_requests) == (1, 1)
 
@@ -93,7 +93,7 @@ HYBRIDS = ["full_attention,sliding_window:window=16", "full_attention,recurrent"
 
 
 @pytest.mark.parametrize("groups", sampled([HYBRIDS[0], None, HYBRIDS[1]]))
-def test_random_workloads_leave_nothing_behind(groups):
+def test_random_workloads_release_all_blocks(groups):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -117,7 +117,7 @@ def test_random_workloads_leave_nothing_behind(groups):
         assert done <= 60 - report.rejected_requests
 
 
-def test_the_command_prints_a_table_and_json(capsys):
+def test_command_prints_a_table_and_json(capsys):
     arguments = ["replay", "--disaggregate", "301:lease_s=5", "--num-blocks", "801"]
     arguments += ["--requests", "60"]
     assert main([*arguments, "--json"]) == 0

@@ -39,7 +39,7 @@ def on_two_tiers(conversations):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("capacity", [*LEAST][::2])
-def test_hits_on_the_conversation_trace(conversations, capacity):
+def test_learned_hits_on_the_conversation_trace_exceed_the_minimum(conversations, capacity):
     least, most = LEAST[capacity]
     assert least <= replayed(conversations, capacity, "learned").hit_tokens // 512 < most
 
@@ -48,14 +48,14 @@ def test_hits_on_the_conversation_trace(conversations, capacity):
 @pytest.mark.parametrize(
     ("capacity", "least"), [(500, 0.34), (1_000, 0.47), (2_000, 0.685), (3_000, 0.81)]
 )
-def test_hit_rate_on_the_trace_of_agents(capacity, least):
+def test_learned_hit_rate_on_the_agent_trace_exceeds_the_minimum(capacity, least):
     """LRU has 0.303, 0.431, 0.655 and 0.804."""
     requests = [*read_mooncake(shared_file(AGENTS))]
     assert replayed(requests, capacity, "learned").token_hit_rate > least
 
 
 @pytest.mark.exhaustive
-def test_hits_on_two_tiers(on_two_tiers):
+def test_learned_hits_on_two_tiers_exceed_the_minimum(on_two_tiers):
     """Exceeds the best of the other policy pairs in docs/eviction.md."""
     report = on_two_tiers(None, 1_000, "learned", 10_000, "learned", "back")
     assert 67_237 < report.hit_tokens // 512 < 105_592
@@ -65,7 +65,7 @@ def test_hits_on_two_tiers(on_two_tiers):
     "count,device,host,num_declined",
     sampled([(2_500, 500, 3_000, 30_000), (None, 1_000, 10_000, 50_000)]),
 )
-def test_bytes_written_for_each_hit_of_the_host(on_two_tiers, count, device, host, num_declined):
+def test_learned_writes_fewer_bytes_per_host_hit(on_two_tiers, count, device, host, num_declined):
     """Compared with writing every evicted block, under the same policies and under LRU."""
     back, plain, learned = (
         on_two_tiers(count, device, policy, host, policy, host_write)
@@ -78,7 +78,7 @@ def test_bytes_written_for_each_hit_of_the_host(on_two_tiers, count, device, hos
 
 
 @pytest.mark.exhaustive
-def test_the_optimum_is_beladys(conversations):
+def test_optimum_equals_beladys_algorithm(conversations):
     num_tokens = sum(each.num_tokens for each in conversations)
     for capacity, (_, most) in LEAST.items():
         assert round(optimum(conversations, 512, capacity) * num_tokens / 512) == most
@@ -93,7 +93,7 @@ def test_learned_is_within_one_percent_of_lru_on_perturbed_traces(form, tmp_path
 
 
 @pytest.mark.exhaustive
-def test_small_blocks(conversations):
+def test_learned_hits_with_small_blocks_exceed_the_minimum(conversations):
     """The first 2,000 requests in blocks of 16 tokens, with the same pool sizes in tokens."""
     for capacity in [*LEAST][::2]:
         hits = [

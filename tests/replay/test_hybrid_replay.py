@@ -72,7 +72,7 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
         (CHECKPOINTS, 4),
     ],
 )
-def test_chats_verify_and_hit(groups, hash_block_size, chunk_tokens, concurrency):
+def test_chats_verify_and_have_hits(groups, hash_block_size, chunk_tokens, concurrency):
     specs = parse_groups(groups, 16)
     replayer = hybrid(
         specs, 801, concurrency, hash_block_size=hash_block_size, chunk_tokens=chunk_tokens
@@ -106,7 +106,7 @@ def test_circular_windows_verify(cached, hits):
     assert report.evicted_blocks > 0 if hits else report.cached_blocks == 0
 
 
-def test_too_small_circular_buffer_is_caught():
+def test_too_small_circular_buffer_is_detected():
     """The manager has slots for 8 tokens, while the verified kind reads 8 tokens and writes 8."""
     buffers = [f"circular_window:window={window}:buffer=16" for window in (1, 12)]
     replayer = hybrid(buffers[0], 33, chunk_tokens=16, verified=buffers[1])
@@ -127,7 +127,7 @@ def test_hits_inside_blocks_are_found_and_copied():
     assert copied[0] == [] and source != destination
 
 
-def test_unneeded_partial_blocks_before_hit_are_not_published():
+def test_unneeded_partial_blocks_before_a_hit_are_not_published():
     # A new chunk reads nothing of the previous chunk. Its first token therefore makes the three
     # tokens before it a hit, although no step computed them and no block holds them.
     prompts = as_workload([[0, 1, 1, 1], [0, 1]])
@@ -231,7 +231,7 @@ def test_growing_tables_keep_running_requests():
     assert (report.mismatches, report.verified_tokens) == (0, 260)
 
 
-def test_a_chunk_that_never_fits_rejects_its_prompt():
+def test_prompt_with_a_chunk_that_never_fits_is_rejected():
     series = Series()
     replayer = hybrid("sliding_window:window=8", 5, chunk_tokens=16, series=series)
     report = replayer.run(as_workload([range(8), range(100, 140), range(8)]))
@@ -241,7 +241,7 @@ def test_a_chunk_that_never_fits_rejects_its_prompt():
     check_invariants(replayer.manager)
 
 
-def test_the_oldest_computed_request_makes_room_for_a_chunk():
+def test_oldest_computed_request_is_released_for_a_chunk():
     replayer = hybrid("full_attention", 9, 3, chunk_tokens=8)
     report = replayer.run(as_workload([range(i, i + 20) for i in (0, 100, 200, 300)]))
     assert (report.rejected_requests, report.mismatches) == (0, 0)
@@ -278,7 +278,7 @@ def test_states_inside_large_blocks_are_kept_and_hit(groups, hash_block_size, nu
 # --- planted defects ------------------------------------------------------------------------------
 
 
-def test_a_block_that_left_its_window_too_early_is_caught():
+def test_block_dropped_too_early_from_a_window_is_detected():
     right, early = "sliding_window:window=9", "sliding_window:window=5"
     prompts = as_workload([range(40), range(100, 140)])
     replayer = hybrid(
@@ -292,7 +292,7 @@ def test_a_block_that_left_its_window_too_early_is_caught():
     assert len(report.mismatched_requests) == 2
 
 
-def test_a_table_entry_that_left_its_window_too_early_is_caught(monkeypatch):
+def test_table_entry_dropped_too_early_from_a_window_is_detected(monkeypatch):
     replayer = hybrid("full_attention,sliding_window:window=9", 65, chunk_tokens=8)
 
     def drop_one_more(plan, number):
@@ -322,7 +322,7 @@ def copied_backwards(plan, number):
 
 
 @pytest.mark.parametrize("defect", [without_copies, copied_backwards])
-def test_uncopied_partial_block_is_caught(monkeypatch, defect):
+def test_uncopied_partial_block_is_detected(monkeypatch, defect):
     shared = list(range(11))
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     replayer = hybrid("full_attention:block_size=8", 9, hash_block_size=2)
@@ -333,7 +333,7 @@ def test_uncopied_partial_block_is_caught(monkeypatch, defect):
 
 
 @pytest.mark.parametrize("defect", [without_copies, copied_backwards])
-def test_uncopied_state_is_caught(monkeypatch, defect):
+def test_uncopied_state_is_detected(monkeypatch, defect):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
     plant_in_step(monkeypatch, replayer.manager, defect)
     report = replayer.run(as_workload([range(30)]))
@@ -344,7 +344,7 @@ def test_uncopied_state_is_caught(monkeypatch, defect):
 
 
 @pytest.mark.parametrize("defect", [without_copies, without_replacements])
-def test_overwritten_kept_state_is_caught(monkeypatch, defect):
+def test_overwritten_kept_state_is_detected(monkeypatch, defect):
     replayer = hybrid("full_attention:block_size=32,recurrent:block_size=32", 33, 2, chunk_tokens=8,
                       hash_block_size=4)  # fmt: skip
     plant_in_step(monkeypatch, replayer.manager, defect)
@@ -353,7 +353,7 @@ def test_overwritten_kept_state_is_caught(monkeypatch, defect):
     assert any(each.is_state for each in report.mismatched_requests)
 
 
-def test_uncleared_state_is_caught(monkeypatch):
+def test_uncleared_state_is_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65)
     replayer.verifier.storage.pages.layer(0)[1:] = 7  # stale data
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
@@ -362,7 +362,7 @@ def test_uncleared_state_is_caught(monkeypatch):
     assert (found.token, found.block_column, found.is_state) == (0, 3, True)
 
 
-def test_uncleared_tokens_before_a_hit_are_caught(monkeypatch):
+def test_uncleared_tokens_before_a_hit_are_detected(monkeypatch):
     shared = list(range(6))
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
@@ -438,14 +438,14 @@ def test_kind_reading_more_than_planned_is_reported():
         replayer.run(as_workload([range(40)]))
 
 
-def test_missing_storage_copies_are_caught(monkeypatch):
+def test_missing_storage_copies_are_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
     monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda moves: None)
     assert replayer.run(as_workload([range(30)])).mismatches > 0
 
 
 @pytest.mark.parametrize("other", ["sliding_window:window=8", "recurrent", "full_attention"])
-def test_a_page_given_to_two_groups_is_caught(monkeypatch, other):
+def test_page_assigned_to_two_groups_is_detected(monkeypatch, other):
     replayer = hybrid(f"full_attention,{other}", 65, 2)
 
     def share(plan, number):
@@ -458,7 +458,7 @@ def test_a_page_given_to_two_groups_is_caught(monkeypatch, other):
     assert {found.request for found in report.mismatched_requests} == {0, 1}
 
 
-def test_state_page_reused_while_held_is_caught(monkeypatch):
+def test_state_page_reused_while_held_is_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, 2)
     states = []
 
@@ -489,7 +489,7 @@ def test_invalid_arguments_are_reported():
         Replayer(num_blocks=9, groups=[GroupSpec("cross_attention", 4)])
 
 
-def test_groups_are_parsed():
+def test_group_options_are_parsed():
     assert parse_groups("full_attention, sliding_window:window=9:block_size=8", 16) == [
         GroupSpec("full_attention", 16),
         GroupSpec("sliding_window", 8, {"window": 9}),
@@ -533,7 +533,7 @@ def test_learned_keeps_windows_and_states_with_their_chains(groups, num_blocks, 
     assert hits["learned"] >= least * hits["lru"]
 
 
-def test_learned_keeps_everything_at_little_cost():
+def test_caching_all_states_with_learned_costs_few_hits():
     """States at the ends of chunks are evicted first, so that caching them costs few hits."""
     hits = []
     for interval in (None, 0):

@@ -33,7 +33,7 @@ def test_aborted_tokens_are_not_hits_of_their_row(fence_frees):
 
 
 @pytest.mark.parametrize("how", ["free", "take_cached"])
-def test_abort_is_known_for_rows_that_released_blocks(how):
+def test_abort_affects_rows_that_released_blocks(how):
     """Step 2 fills the page with step 1's tokens and is aborted. The failure belongs to step 1."""
     request = Request("a", range(26))
     manager = manager_of(GroupSpec("full_attention", 8), STATE, hash_block_size=4)
@@ -56,7 +56,7 @@ def test_abort_is_known_for_rows_that_released_blocks(how):
 
 
 @pytest.mark.parametrize("how", ["abort", "take_cached"])
-def test_blocks_held_before_a_restart_are_known(how):
+def test_failed_blocks_held_before_a_restart_are_found(how):
     manager, request = manager_of(FULL, STATE), Request("a", range(20))
     manager.step(new=[Admit(request, num_tokens=6)])
     page = int(manager.block_ids(request, 1)[1])
@@ -87,7 +87,7 @@ def test_invalid_blocks_leave_the_cache_after_swapping_back(state, comes_back):
 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("draft", [0, 1, 2, 3])
-def test_failed_draft_page_is_known_after_row_is_freed(settled, draft):
+def test_failed_draft_page_is_found_after_its_row_is_freed(settled, draft):
     """States after 9, 10, 11 and 12 tokens, all accepted. The request is freed before or after."""
     manager, request = manager_of(FULL, DRAFTS), Request("a", range(8))
     manager.step(new=[request])

@@ -43,7 +43,7 @@ def write_trace(tmp_path, *lines) -> str:
     return str(path)
 
 
-def test_a_line_becomes_a_request(tmp_path):
+def test_trace_line_becomes_a_request(tmp_path):
     path = write_trace(tmp_path, GOOD, "", "  ", {**GOOD, "timestamp": 9})
     first, second = read_mooncake(path)
     assert (first.index, first.arrival_ms, first.output_length, first.num_tokens) == (0, 5, 7, 1025)
@@ -83,7 +83,7 @@ def test_a_line_becomes_a_request(tmp_path):
         ),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, line, says):
+def test_malformed_line_is_reported(tmp_path, line, says):
     path = write_trace(tmp_path, GOOD, "", line)
     reader = read_mooncake(path)
     next(reader)  # the lines before it are valid and are served first
@@ -131,7 +131,7 @@ def test_chat_keys_identify_prefixes():
 
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.integers(0, 30))
-def test_segmented_keys_equal_keys_computed_at_once(tokens, cut):
+def test_segmented_keys_equal_keys_computed_immediately(tokens, cut):
     tokens = np.array(tokens, np.int32)
     head = prefix_keys(tokens[:cut])
     tail = prefix_keys(tokens[cut:], int(head[-1]) if len(head) else 0)
@@ -330,7 +330,7 @@ def test_hits_equal_the_reference_cache(workload, block_size, capacity, concurre
         ]
     ),
 )
-def test_the_published_trace_has_exactly_these_hits(capacity, hit_blocks, hit_rate):
+def test_published_trace_has_the_documented_hits(capacity, hit_blocks, hit_rate):
     path = shared_file(TRACE)
     report = Replayer(block_size=512, num_blocks=capacity + 1).run(read_mooncake(path))
     assert (report.requests, report.prompt_tokens) == (12_031, 144_793_823)
@@ -350,14 +350,14 @@ def test_oversized_requests_are_rejected_and_others_served():
     assert report.token_hit_rate == 8 / 18
 
 
-def test_oldest_request_finishes_to_make_room():
+def test_oldest_request_finishes_to_free_space():
     prompts = [[i] * 8 for i in range(6)]  # two blocks each; the pool has four
     report = Replayer(block_size=4, num_blocks=5, concurrency=6).run(as_workload(prompts))
     assert (report.rejected_requests, report.peak_used_blocks) == (0, 4)
     assert report.evicted_blocks == 8
 
 
-def test_times_are_per_request_and_add_up():
+def test_times_are_per_request_and_sum_to_the_total():
     report = Replayer(block_size=16, num_blocks=2_001).run(chat_workload(50))
     times = report.us_per_request
     assert set(times) == {"hash", "step", "free", "total"}
@@ -365,7 +365,7 @@ def test_times_are_per_request_and_add_up():
     assert times["total"] == pytest.approx(times["hash"] + times["step"] + times["free"], abs=0.01)
 
 
-def test_an_empty_workload_has_a_report():
+def test_empty_workload_has_a_report():
     report = Replayer(block_size=16, num_blocks=2).run([])
     assert (report.requests, report.token_hit_rate, report.us_per_request["total"]) == (0, 0.0, 0.0)
 
@@ -427,7 +427,7 @@ def plant_in_step(monkeypatch, manager, change) -> None:
     monkeypatch.setattr(manager, "step", changed)
 
 
-def test_a_hit_on_tokens_never_computed_is_caught(monkeypatch):
+def test_hit_on_tokens_never_computed_is_detected(monkeypatch):
     replayer = verifying()
     prompts = as_workload([range(0, 10), range(100, 111), range(200, 210)])
 
@@ -444,7 +444,7 @@ def test_a_hit_on_tokens_never_computed_is_caught(monkeypatch):
     assert report.mismatches == 8
 
 
-def test_a_hit_on_another_prompts_block_is_caught(monkeypatch):
+def test_hit_on_another_prompts_block_is_detected(monkeypatch):
     replayer = verifying()
     shared = list(range(8))
     prompts = as_workload([[*shared, 1], [50] * 9, [*shared, 2]])
@@ -465,7 +465,7 @@ def test_a_hit_on_another_prompts_block_is_caught(monkeypatch):
     assert str(report.mismatched_requests[0]) == named
 
 
-def test_two_tokens_in_one_slot_are_caught(monkeypatch):
+def test_two_tokens_in_one_slot_are_detected(monkeypatch):
     replayer = verifying()
     table = replayer.verifier.table
     compute = table.compute_slot_mapping
@@ -481,7 +481,7 @@ def test_two_tokens_in_one_slot_are_caught(monkeypatch):
     assert report.mismatches in (1, 2)
 
 
-def test_block_reused_while_held_is_caught(monkeypatch):
+def test_block_reused_while_held_is_detected(monkeypatch):
     replayer = verifying(concurrency=3)
     first_blocks = []
 
@@ -501,7 +501,7 @@ def test_block_reused_while_held_is_caught(monkeypatch):
     assert report.mismatches == 4 + 2 * 4
 
 
-def test_a_cached_block_that_was_overwritten_is_caught():
+def test_overwritten_cached_block_is_detected():
     replayer = verifying()
     prompts = as_workload([range(10), [*range(8), 77, 78]])
 
@@ -532,7 +532,7 @@ def one_further(slots):
 
 
 @pytest.mark.parametrize("wrong", [reversed_in_its_block, in_the_block_behind, one_further])
-def test_slots_wrong_for_both_write_and_read_are_caught(monkeypatch, wrong):
+def test_slots_wrong_for_both_write_and_read_are_detected(monkeypatch, wrong):
     replayer = verifying(BLOCK, 1_025, 3)
     table = replayer.verifier.table
     compute = table.compute_slot_mapping
@@ -548,7 +548,7 @@ def test_slots_wrong_for_both_write_and_read_are_caught(monkeypatch, wrong):
     assert report.mismatched_requests[0].request == report.mismatched_requests[0].token == 0
 
 
-def test_swapped_key_and_value_are_caught(monkeypatch):
+def test_swapped_key_and_value_are_detected(monkeypatch):
     replayer = verifying(BLOCK, 1_025)
     storage = replayer.verifier.storage
     write, gather = storage.write, storage.gather
@@ -558,7 +558,7 @@ def test_swapped_key_and_value_are_caught(monkeypatch):
     assert report.mismatches == report.verified_tokens > 0
 
 
-def test_table_without_the_managers_blocks_is_caught(monkeypatch):
+def test_table_without_the_managers_blocks_is_detected(monkeypatch):
     replayer = verifying()
 
     def another_block(plan, number):
@@ -570,7 +570,7 @@ def test_table_without_the_managers_blocks_is_caught(monkeypatch):
     assert report.mismatches == 4
 
 
-def test_wrong_gather_of_correct_storage_is_caught(monkeypatch):
+def test_wrong_gather_of_correct_storage_is_detected(monkeypatch):
     replayer = verifying()
     storage = replayer.verifier.storage
     gather = storage.gather
@@ -587,7 +587,7 @@ def test_storage_larger_than_memory_is_rejected():
 # --- series and figure ----------------------------------------------------------------------------
 
 
-def test_the_series_add_up_to_the_totals():
+def test_series_sum_to_the_totals():
     series = Series()
     replayer = Replayer(block_size=16, num_blocks=301, concurrency=3, series=series)
     prompts = [*chat_workload(80, seed=2), *as_workload([range(10_000)])]
@@ -600,7 +600,7 @@ def test_the_series_add_up_to_the_totals():
     assert series.prompt_tokens[-1] == 0 and report.rejected_requests == 1
 
 
-def test_the_reasons_of_misses_add_up_to_the_missed_tokens():
+def test_reasons_of_misses_sum_to_the_missed_tokens():
     series = Series()
     replayer = Replayer(block_size=16, num_blocks=301, series=series, explain_misses=1)
     report = replayer.run([*chat_workload(80, seed=2), *as_workload([range(10_000)])])
@@ -614,7 +614,7 @@ def test_the_reasons_of_misses_add_up_to_the_missed_tokens():
 
 @pytest.mark.parametrize("options", [{}, {"explain_misses": 1}])
 @pytest.mark.parametrize("num_requests", [0, 1, 60])
-def test_a_figure_is_written(tmp_path, num_requests, options):
+def test_figure_is_written(tmp_path, num_requests, options):
     pytest.importorskip("matplotlib")
     from kvcache.replay.plots import draw
 

@@ -114,7 +114,7 @@ def test_selective_writes_fewer_blocks():
     assert through.written_blocks > once.written_blocks > often.written_blocks > 0
 
 
-def test_without_host_none_is_reported():
+def test_report_without_host_has_no_host_section():
     report = tiered(16, 150, 0, verify=False).run(chat_workload(20)).to_dict()
     assert "eviction" not in report and not [name for name in report if "host" in name]
     assert not {"written_blocks", "unwritten_blocks", "loaded_blocks"} & report.keys()
@@ -281,7 +281,7 @@ def test_offloaded_blocks_are_hit_on_the_host():
 
 
 @pytest.mark.parametrize("defect", [without_loads, without_writes, loads_exchanged])
-def test_wrong_swaps_are_caught(monkeypatch, defect):
+def test_wrong_swaps_are_detected(monkeypatch, defect):
     replayer = tiered(4, 7, 9)
     replayer.verifier.worker.host.memory.fill_(255)  # overwrites data of an earlier test
     plant_in_step(monkeypatch, replayer.manager, defect)
@@ -309,7 +309,7 @@ ORDERS += [each for each in itertools.permutations(PAGE_SECTIONS) if each not in
 
 
 @pytest.mark.parametrize("order", sampled([(order,) for order in ORDERS], 2))
-def test_wrong_order_of_plan_sections_is_caught(monkeypatch, order):
+def test_wrong_order_of_plan_sections_is_detected(monkeypatch, order):
     """Swap-outs must be read first, so every other order is detected.
 
     The other sections of a plan use different pages, so their order does not matter.
@@ -337,7 +337,7 @@ def test_wrong_order_of_plan_sections_is_caught(monkeypatch, order):
         assert report.mismatches > 0
 
 
-def test_changed_host_page_is_caught():
+def test_changed_host_page_is_detected():
     replayer = tiered(4, 7, 9)
 
     def workload():
@@ -350,7 +350,7 @@ def test_changed_host_page_is_caught():
     assert report.mismatches == 8 and report.mismatched_requests[0].request == 4
 
 
-def test_page_loaded_into_a_held_block_is_caught(monkeypatch):
+def test_page_loaded_into_a_held_block_is_detected(monkeypatch):
     replayer = tiered(4, 11, 9, concurrency=2)
     held = []
 

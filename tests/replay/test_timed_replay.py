@@ -48,7 +48,7 @@ def test_hit_tokens_are_not_computed():
     assert report.duration_s == 1 + 0.004 + 0.05
 
 
-def test_request_without_room_waits_for_next_end():
+def test_request_that_does_not_fit_waits_for_the_next_end():
     # 12 blocks. The second request arrives at 50 ms and waits for blocks that the first holds until
     # 240 ms.
     requests = [request(0, 0, 0, 40, 20), request(1, 50, 100, 40, 0)]
@@ -62,7 +62,7 @@ def test_request_without_room_waits_for_next_end():
     assert both.mean_ms_to_first_token == 40
 
 
-def test_request_that_ends_first_makes_room():
+def test_request_that_ends_first_frees_space():
     requests = [
         request(0, 0, 0, 20, 100),  # ends after 1,020 ms
         request(1, 0, 100, 20, 10),  # ends after 140 ms
@@ -74,7 +74,7 @@ def test_request_that_ends_first_makes_room():
     assert report.duration_s == 1.02
 
 
-def test_a_prompt_that_never_fits_is_rejected_at_once():
+def test_prompt_that_never_fits_is_rejected_immediately():
     requests = [request(0, 0, 0, 8, 100), request(1, 0, 100, 400, 0), request(2, 5, 200, 8, 0)]
     report = replayed(requests, num_blocks=11)
     assert (report.rejected_requests, report.requests) == (1, 3)
@@ -135,7 +135,7 @@ def test_timed_chats_verify(chunk_tokens):
     check_invariants(replayer.manager)
 
 
-def test_policies_are_compared_in_time():
+def test_timed_replays_compare_policies():
     requests = list(chat_workload(150))
     found = compare(
         requests, ["lru", "learned"], [400], block_size=16, concurrency=50, service=SERVICE,
@@ -144,7 +144,7 @@ def test_policies_are_compared_in_time():
     assert all(0 < rates[0] < 1 for rates in found.token_hit_rates.values())
 
 
-def test_the_command_line(capsys):
+def test_command_line_runs_timed_replays(capsys):
     assert main(["replay", "--requests", "60", "--timed", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["service"], found["concurrency"]) == ("20000,50", 256)

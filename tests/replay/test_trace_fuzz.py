@@ -145,7 +145,7 @@ def test_damaged_traces_are_read_or_reported(tmp_path):
         ("mooncake", {**MOONCAKE, "hash_ids": "\ud800"}, r'hash_ids is "\ud800"'),
     ],
 )
-def test_a_hostile_line_is_named(tmp_path, form, line, says):
+def test_hostile_line_is_reported(tmp_path, form, line, says):
     """Cases that the fuzzer found."""
     path = tmp_path / "trace"
     path.write_text(f"\n{text_of(line)}\n")
@@ -154,7 +154,7 @@ def test_a_hostile_line_is_named(tmp_path, form, line, says):
     assert str(error.value).startswith(f"{path}, line 2: ") and says in str(error.value)
 
 
-def test_a_lone_surrogate_is_a_token_of_a_text(tmp_path):
+def test_lone_surrogate_counts_as_a_token(tmp_path):
     path = tmp_path / "trace"
     path.write_text(json.dumps({"prompt": "a \ud800 b"}))
     assert [each.num_tokens for each in read_trace(path)] == [3]
@@ -168,7 +168,7 @@ def test_endless_line_is_rejected(monkeypatch):
         list(read_trace("/dev/zero"))
 
 
-def test_a_log_of_many_colons_is_read_in_time(tmp_path):
+def test_log_line_with_many_colons_is_read_quickly(tmp_path):
     path = tmp_path / "trace"
     path.write_text("Request a" + ": " * 100_000 + "\n" + VLLM.format(s=1, ids=[1]))
     check_read(path, None)

@@ -101,7 +101,7 @@ def test_equal_prefixes_hit_and_partial_blocks_do_not(tmp_path):
     assert optimum(list(read_trace(written(tmp_path, *texts))), 1, 100) == (3 + 4) / 12
 
 
-def test_a_log_may_leave_out_the_time(tmp_path):
+def test_log_may_omit_the_time(tmp_path):
     lines = [VLLM_DEBUG.format(s=3, ids=[4]).partition("] ")[2], VLLM.format(s=3, ids=[5])]
     lines += ["07-99 12:34:55 " + VLLM_DEBUG.format(s=3, ids=[4]).partition("] ")[2]]
     assert [each.arrival_ms for each in read_trace(written(tmp_path, *lines))] == [0, 0, 0]
@@ -156,14 +156,14 @@ def test_a_log_may_leave_out_the_time(tmp_path):
         ),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, form, line, says):
+def test_malformed_line_is_reported(tmp_path, form, line, says):
     path = written(tmp_path, "", line)
     with pytest.raises(TraceError) as error:
         list(read_trace(path, form))
     assert str(error.value).startswith(f"{path}, line 2: ") and says in str(error.value)
 
 
-def test_the_block_size_of_mooncakes_form_is_inferred(tmp_path):
+def test_block_size_of_mooncake_traces_is_inferred(tmp_path):
     lines = [
         {"timestamp": i, "input_length": n, "output_length": 1, "hash_ids": [*range(-(-n // 16))]}
         for i, n in enumerate([9, 40, 33])
@@ -186,7 +186,7 @@ def compressed(how, data):
 
 
 @pytest.mark.parametrize("how", ["gzip", "zstd"])
-def test_compressed_traces_are_read_as_they_are(tmp_path, how):
+def test_compressed_traces_are_read_directly(tmp_path, how):
     plain = written(tmp_path, *[{"prompt": f"a b {i}"} for i in range(20_000)])
     packed = tmp_path / "packed"
     data = plain.read_bytes()
@@ -202,7 +202,7 @@ def test_compressed_traces_are_read_as_they_are(tmp_path, how):
             list(read_trace(packed))
 
 
-def test_a_zstandard_trace_without_the_package_is_named(tmp_path, monkeypatch):
+def test_missing_zstandard_package_is_reported(tmp_path, monkeypatch):
     path = tmp_path / "trace.zst"
     path.write_bytes(b"\x28\xb5\x2f\xfd rest")
     monkeypatch.setattr(registry, "zstandard", None)
@@ -210,7 +210,7 @@ def test_a_zstandard_trace_without_the_package_is_named(tmp_path, monkeypatch):
         list(read_trace(path))
 
 
-def test_a_log_without_requests_is_named(tmp_path):
+def test_log_without_requests_is_reported(tmp_path):
     path = written(tmp_path, *NOISE[:2])
     with pytest.raises(
         TraceError, match="has no request: expected a log of form 'vllm_log' with some"

@@ -173,7 +173,7 @@ def test_digests_and_keys_of_later_versions_are_read():
 # --- events about blocks ---------------------------------------------------------------------------
 
 
-def test_first_blocks_have_no_parent_and_others_name_theirs():
+def test_first_blocks_have_no_parent_and_later_blocks_have_one():
     for options, seed in (({}, SEED), ({"hash_seed": "secret"}, "secret")):
         for algorithm in ("sha256_cbor", "xxh3_128_cbor"):
             manager = make(hash_algorithm=algorithm, **options)
@@ -224,7 +224,7 @@ def test_extra_keys_are_untagged_one_entry_per_block():
     assert [len(key) for key in event.extra_keys[0]] == [32, 32]  # one per hash block
 
 
-def test_kinds_are_named_as_routers_know_them():
+def test_attention_kinds_have_the_names_that_routers_use():
     groups = [
         GroupSpec("full_attention", 8),
         GroupSpec("sliding_window", 4, {"window": 6}),
@@ -254,7 +254,7 @@ def done(manager, plan):
     manager.report(StepReport(plan.step_id, completed=True))
 
 
-def test_blocks_of_the_host_come_with_parents_and_tokens():
+def test_events_of_host_blocks_have_parents_and_tokens():
     manager = make(num_host_blocks=20, host_write="through")
     reader = Reader()
     request = Request("a", range(13), lora=("sql", "/a"), session="s")
@@ -270,7 +270,7 @@ def test_blocks_of_the_host_come_with_parents_and_tokens():
     assert (event.lora_name, event.extra_keys) == ("sql", [("sql",)] * 3)
 
 
-def test_blocks_that_leave_the_device_for_the_host_in_one_step():
+def test_blocks_moved_to_the_host_in_one_step_are_reported_on_both_media():
     manager = KVCacheManager(
         4, 6, 64, enable_events=True, num_host_blocks=20, num_preallocate_tokens=0
     )
@@ -286,7 +286,7 @@ def test_blocks_that_leave_the_device_for_the_host_in_one_step():
     assert on_host.token_ids == [*range(16)] and on_host.parent_block_hash is None
 
 
-def test_a_reset_clears_once():
+def test_reset_emits_one_cleared_event():
     manager = make(num_host_blocks=20, host_write="through")
     reader = Reader()
     request = Request("a", range(13))
@@ -303,7 +303,7 @@ def digests(*values):
     return np.array([[*bytes(31), value] for value in values], np.uint8)
 
 
-def test_one_medium_alone_is_cleared_by_removals():
+def test_single_medium_is_cleared_by_removed_events():
     translator, view = EventTranslator(SEED), CacheView()
     tokens = np.arange(8, dtype=np.int32)
     on_device = BlockStored(digests(1, 2), digests(9)[0].tobytes(), tokens, 4, 0)
@@ -332,7 +332,7 @@ def test_host_blocks_have_no_tokens_if_their_events_were_dropped():
     assert view.block(1, "CPU").parent is None and view.block(1, "CPU").token_ids == ()
 
 
-def test_chains_come_parent_first():
+def test_parents_are_reported_before_children():
     parents = {5: 4, 3: 2, 4: 3, 2: 1, 30: 2, 31: 30, 7: None, 8: 9}
     runs = list(chains(parents))
     assert sorted(each for run in runs for each in run) == sorted(parents)
@@ -395,7 +395,7 @@ SEEDS_PER_TEST = len(MIXES)  # each mix once
 
 
 @pytest.mark.parametrize("first", sampled(range(0, 20 * SEEDS_PER_TEST, SEEDS_PER_TEST)))
-def test_a_view_is_what_is_cached(first):
+def test_view_equals_the_cached_blocks(first):
     print(f"seeds {first} to {first + SEEDS_PER_TEST - 1}")
     num_on_host = 0
     for seed in range(first, first + SEEDS_PER_TEST):

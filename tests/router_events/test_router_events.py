@@ -54,7 +54,7 @@ DEADLINE_S = 60
 def wait_for(condition):
     until = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < until, "it did not come to be"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.005)
 
 
@@ -139,7 +139,7 @@ class Asker:
 # --- published messages ---------------------------------------------------------------------------
 
 
-def test_a_message_has_three_frames_numbered_from_0(context, publisher):
+def test_messages_have_three_frames_and_are_numbered_from_0(context, publisher):
     reader = context.socket(zmq.SUB)
     reader.subscribe(b"kv@pod")
     reader.connect(publisher.endpoint)
@@ -195,7 +195,7 @@ def test_closed_publisher_raises(context):
         *((each, TypeError) for each in (True, "1", None, b"1", [1])),
     ],
 )
-def test_closing_with_a_wrong_timeout_leaves_it_open(context, timeout_s, error):
+def test_close_with_an_invalid_timeout_leaves_the_publisher_open(context, timeout_s, error):
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         with pytest.raises(error, match="timeout_s is "):
             publisher.close(timeout_s)
@@ -204,7 +204,7 @@ def test_closing_with_a_wrong_timeout_leaves_it_open(context, timeout_s, error):
 
 
 @pytest.mark.parametrize("timeout_s", [0, 1e300, 2**40, np.float32(1)])
-def test_closing_takes_any_finite_timeout(context, timeout_s):
+def test_close_accepts_any_finite_timeout(context, timeout_s):
     publisher = EventPublisher(LOCAL, LOCAL, context=context)
     publisher.close(timeout_s)
     if timeout_s < DEADLINE_S:  # `close` waits a second longer, which may be too short
@@ -227,7 +227,7 @@ def test_failed_thread_is_reported(context, monkeypatch):
         assert isinstance(told.value.__cause__, ZeroDivisionError)
 
 
-def test_publishing_waits_for_room(context, monkeypatch):
+def test_publish_waits_for_space_in_the_queue(context, monkeypatch):
     with EventPublisher(LOCAL, context=context, max_queue_size=2) as publisher:
         translate = publisher._translator.translate
 
@@ -269,7 +269,7 @@ def test_wildcard_address_is_accepted_with_allow_remote(context):
         assert publisher.endpoint.startswith("tcp://0.0.0.0:")
 
 
-def test_places_on_this_machine(context, tmp_path):
+def test_local_endpoints_are_recognized(context, tmp_path):
     for endpoint in ("tcp://[::1]:0", f"ipc://{tmp_path}/events", "inproc://events"):
         if "::1" in endpoint and not _has_ipv6():
             continue
@@ -338,7 +338,7 @@ def test_wrong_arguments_are_named(context, options, error, message):
         *(("block_size", 0), ("group", -1), ("parent_hash", "a"), ("lora", "a"), ("session", 1)),
     ],
 )
-def test_an_event_that_no_manager_makes_leaves_the_thread_alive(publisher, field, value):
+def test_malformed_event_does_not_end_the_publisher_thread(publisher, field, value):
     """From the fuzzer: the publisher's thread failed on the event and published nothing afterwards."""
     with pytest.raises((TypeError, ValueError), match=rf"events\[1\]\.{field} "):
         publisher.publish([tokens_event(0), replace(tokens_event(1), **{field: value})])
@@ -346,7 +346,7 @@ def test_an_event_that_no_manager_makes_leaves_the_thread_alive(publisher, field
     assert publisher.counts.batches == 1
 
 
-def test_a_poll_of_any_finite_time_ends_with_what_comes(context, publisher):
+def test_poll_accepts_any_finite_timeout(context, publisher):
     """From the fuzzer: ZMQ counts milliseconds in 32 bits."""
     with reader_of(publisher, context) as reader:
         subscribed(reader, publisher)
@@ -355,7 +355,7 @@ def test_a_poll_of_any_finite_time_ends_with_what_comes(context, publisher):
             assert reader.poll(timeout_s) > 0
 
 
-def test_a_view_that_is_asked_wrongly_names_what_was_wrong():
+def test_invalid_queries_of_a_view_are_reported():
     """From the fuzzer: some of these calls never returned."""
     view = CacheView()
     for ask, name in (
@@ -422,7 +422,7 @@ MALFORMED = [
 ]
 
 
-def test_malformed_requests_are_counted_and_no_more(context, publisher):
+def test_malformed_requests_are_only_counted(context, publisher):
     publish(publisher, 2)
     asker = Asker(context, publisher)
     for i, frames in enumerate(MALFORMED):
@@ -433,7 +433,7 @@ def test_malformed_requests_are_counted_and_no_more(context, publisher):
     assert len(asker.answers()) == 2
 
 
-def test_a_large_request_ends_its_connection_alone(context, publisher):
+def test_oversized_request_closes_only_its_own_connection(context, publisher):
     publish(publisher, 2)
     for frame in (bytes(257), bytes(2**20)):
         Asker(context, publisher).ask(b"", frame)
@@ -444,7 +444,7 @@ def test_a_large_request_ends_its_connection_alone(context, publisher):
     assert publisher.counts.refused_requests == 0
 
 
-def test_bytes_that_are_not_of_zmq(context, publisher):
+def test_bytes_that_are_not_zmq_do_not_affect_other_readers(context, publisher):
     rng = random.Random(7)
     for endpoint in (publisher.endpoint, publisher.replay_endpoint):
         host, port = endpoint.removeprefix("tcp://").split(":")
@@ -510,7 +510,7 @@ def resident_mib():
         return int(file.read().split()[1]) * resource.getpagesize() >> 20
 
 
-def test_bytes_that_wait_for_readers_are_bounded(context):
+def test_bytes_queued_for_readers_are_bounded(context):
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         large_batches(publisher, 60)
         size = publisher.counts.payload_bytes // 60
@@ -529,7 +529,7 @@ def test_bytes_that_wait_for_readers_are_bounded(context):
         assert len(readers) == 30
 
 
-def test_all_readers_together_wait_for_a_bounded_sum(context, monkeypatch):
+def test_bytes_queued_for_all_readers_are_bounded(context, monkeypatch):
     monkeypatch.setattr(replay_server, "MOST_BYTES", 2**21)
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         large_batches(publisher, 30)
@@ -540,7 +540,7 @@ def test_all_readers_together_wait_for_a_bounded_sum(context, monkeypatch):
         assert len(readers) == 20
 
 
-def test_a_batch_larger_than_the_bounds_is_replayed(context, monkeypatch):
+def test_batch_larger_than_the_bounds_is_replayed(context, monkeypatch):
     monkeypatch.setattr(replay_server, "MOST_BYTES", 1000)
     monkeypatch.setattr(replay_server, "MOST_BYTES_OF_A_READER", 100)
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
@@ -623,7 +623,7 @@ def reader_of(publisher, context, kind=EventSubscriber, **options):
 
 
 @pytest.mark.parametrize("encoding", EVENT_ENCODINGS)
-def test_late_reader_knows_the_whole_cache(context, encoding):
+def test_late_reader_receives_the_whole_cache(context, encoding):
     options = {"event_encoding": encoding, "context": context}
     with (
         EventPublisher(LOCAL, LOCAL, topic="kv@pod@model", **options) as publisher,
@@ -634,7 +634,7 @@ def test_late_reader_knows_the_whole_cache(context, encoding):
         assert reader.next_seq == 20
 
 
-def test_lost_messages_are_noticed_and_replayed(context, publisher):
+def test_lost_messages_are_detected_and_replayed(context, publisher):
     with reader_of(publisher, context, Lossy) as reader:
         assert reader.catch_up()  # nothing to catch up with
         first = subscribed(reader, publisher)
@@ -675,7 +675,7 @@ def test_without_replay_a_gap_stays_and_is_reported(context):
         assert len(reader.view) == 0
 
 
-def test_without_replay_numbers_that_fall_are_another_publisher(context):
+def test_without_replay_decreasing_numbers_indicate_a_new_publisher(context):
     stranger = context.socket(zmq.PUB)
     stranger.bind("inproc://stranger")
     with EventSubscriber("inproc://stranger", context=context) as reader:
@@ -710,7 +710,7 @@ def test_without_replay_a_restarted_publisher_is_followed(context):
     assert reader.counts.restarts == 1
 
 
-def test_a_reader_that_got_everything_takes_the_publisher_for_the_same(context):
+def test_reader_without_gaps_does_not_assume_a_restart(context):
     with EventPublisher(LOCAL, LOCAL, buffer_steps=3, context=context) as publisher:
         publish(publisher, 10)
         with reader_of(publisher, context) as reader:
@@ -741,7 +741,7 @@ def test_other_topics_and_malformed_messages_are_ignored(context):
     stranger.close()
 
 
-def test_a_publisher_that_never_stops_does_not_hold_a_poll(context, monkeypatch):
+def test_endless_messages_do_not_block_a_poll(context, monkeypatch):
     """One poll takes a bounded number of messages, and the next poll continues."""
     monkeypatch.setattr(subscriber, "_MOST_MESSAGES", 4)
     stranger = context.socket(zmq.PUB)
@@ -758,7 +758,7 @@ def test_a_publisher_that_never_stops_does_not_hold_a_poll(context, monkeypatch)
     stranger.close()
 
 
-def test_a_replay_that_drips_does_not_hold_a_poll(context):
+def test_slow_replay_does_not_block_a_poll(context):
     publisher, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     publisher.bind("inproc://dripping")
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -840,7 +840,7 @@ def at(endpoint, replay_endpoint, context, **options):
             time.sleep(0.01)
 
 
-def test_messages_of_the_publisher_before_are_not_taken_for_the_next_ones(context):
+def test_messages_of_an_earlier_publisher_are_not_attributed_to_the_next(context):
     first = EventPublisher(OWN, OWN, context=context)
     with reader_of(first, context) as reader:
         publish(first, 6, subscribed(reader, first))
@@ -944,7 +944,7 @@ class RandomCourse:
 
 
 @pytest.mark.parametrize("first", sampled(range(0, 200, 10)))
-def test_a_reader_that_misses_messages_ends_with_what_is_cached(context, first):
+def test_reader_that_loses_messages_converges_to_the_cached_blocks(context, first):
     totals = np.zeros(4, int)
     print(f"seeds {first} to {first + 9}")
     for seed in range(first, first + 10):
@@ -957,7 +957,7 @@ def test_a_reader_that_misses_messages_ends_with_what_is_cached(context, first):
     assert (totals > 0).all()
 
 
-def test_a_prompt_is_found_as_far_as_it_is_cached(context, publisher):
+def test_prompt_lookup_returns_the_cached_prefix(context, publisher):
     manager = KVCacheManager(4, 30, 200, enable_events=True, num_preallocate_tokens=0)
     request = Request("a", range(13))
     manager.step(new=[request])

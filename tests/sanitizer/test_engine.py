@@ -60,7 +60,7 @@ def serve(engine, num_tokens=8, **params):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "falcon_h1"])
-def test_the_workload_of_the_planted_defects_is_clean_without_them(name):
+def test_workload_without_planted_defects_has_no_reports(name):
     engine = engine_of(name)
     assert serve(engine) == set()
     assert engine.sanitizer.slots_read > 150
@@ -91,7 +91,7 @@ def names_two(engine) -> bool:
     )
 
 
-def test_wrong_block_in_the_table():
+def test_wrong_block_in_the_table_is_reported():
     engine = engine_of()
 
     def change(plan):
@@ -105,7 +105,7 @@ def test_wrong_block_in_the_table():
     assert {"two-writers", "wrong-content"} & serve(engine) and names_two(engine)
 
 
-def test_slots_off_by_one(monkeypatch):
+def test_slots_off_by_one_are_reported(monkeypatch):
     engine = engine_of()
     tables = engine.cache.tables
     compute = tables.compute_slot_mapping
@@ -118,7 +118,7 @@ def test_slots_off_by_one(monkeypatch):
     assert "slot-mismatch" in serve(engine)
 
 
-def test_missing_copy_on_write():
+def test_missing_copy_on_write_is_reported():
     engine = engine_of()
     parts = {}
 
@@ -135,7 +135,7 @@ def test_missing_copy_on_write():
     assert parts and kinds & {"read-before-written", "wrong-content"}
 
 
-def test_copy_on_write_that_keeps_the_shared_block():
+def test_copy_on_write_that_keeps_the_shared_block_is_reported():
     engine = engine_of()
 
     def change(plan):
@@ -163,12 +163,12 @@ def small_pool(**options) -> Engine:
     return engine_of(pages=18, host_pages=40, preemption="swap", **options)
 
 
-def test_swaps_are_clean():
+def test_swaps_without_defects_have_no_reports():
     engine = small_pool()
     assert serve(engine, 30) == set() and engine.metrics.swapped_in_pages
 
 
-def test_swapped_in_pair_that_is_swapped():
+def test_exchanged_pages_of_a_swap_in_are_reported():
     engine = small_pool()
 
     def change(plan):
@@ -182,19 +182,19 @@ def test_swapped_in_pair_that_is_swapped():
     assert "wrong-content" in serve(engine, 30)
 
 
-def test_skipped_swap_in():
+def test_skipped_swap_in_is_reported():
     engine = small_pool()
     change_plan(engine, lambda plan: {"swap_in": plan.swap_in[:-1]} if len(plan.swap_in) else {})
     assert {"wrong-content", "read-before-written"} & serve(engine, 30) and names_two(engine)
 
 
-def test_skipped_swap_out():
+def test_skipped_swap_out_is_reported():
     engine = small_pool()
     change_plan(engine, lambda plan: {"swap_out": plan.swap_out[1:]} if len(plan.swap_out) else {})
     assert {"wrong-content", "read-before-written"} & serve(engine, 30)
 
 
-def test_prefix_hit_of_other_tokens():
+def test_prefix_hit_of_other_tokens_is_reported():
     engine = engine_of()
 
     def change(plan):
@@ -209,7 +209,7 @@ def test_prefix_hit_of_other_tokens():
     assert "wrong-content" in serve(engine)
 
 
-def test_block_freed_while_its_request_runs():
+def test_block_freed_while_its_request_runs_is_reported():
     engine = engine_of()
     forward, calls = engine.model.forward, []
 
@@ -225,7 +225,7 @@ def test_block_freed_while_its_request_runs():
     assert "freed-and-read" in serve(engine)
 
 
-def test_row_that_outlives_its_request():
+def test_row_that_outlives_its_request_is_reported():
     engine = engine_of()
     forward, calls = engine.model.forward, []
 
@@ -239,7 +239,7 @@ def test_row_that_outlives_its_request():
     assert "stale-row" in serve(engine)
 
 
-def test_batch_with_rows_in_another_order(monkeypatch):
+def test_batch_with_rows_in_another_order_is_reported(monkeypatch):
     engine = engine_of()
     batch_of = engine._batch
 
@@ -252,7 +252,7 @@ def test_batch_with_rows_in_another_order(monkeypatch):
     assert {"slot-mismatch", "wrong-content"} & serve(engine) and names_two(engine)
 
 
-def test_window_block_dropped_one_block_too_early():
+def test_window_block_dropped_too_early_is_reported():
     engine = engine_of("gemma3")
 
     def change(plan):
@@ -270,20 +270,20 @@ def test_window_block_dropped_one_block_too_early():
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "bamba"])
-def test_skipped_state_copy(name):
+def test_skipped_state_copy_is_reported(name):
     engine = engine_of(name)
     change_plan(engine, lambda plan: {"copy": plan.copy[:0]} if len(plan.copy) else {})
     assert {"wrong-state", "read-before-written"} & serve(engine, 30)
 
 
-def test_state_page_of_another_row(monkeypatch):
+def test_state_page_of_another_row_is_reported(monkeypatch):
     engine = engine_of("falcon_h1")
     pages = GroupTable.state_pages
     monkeypatch.setattr(GroupTable, "state_pages", lambda *args: torch.flip(pages(*args), dims=[0]))
     assert {"wrong-state", "two-writers"} & serve(engine) and names_two(engine)
 
 
-def test_rejected_draft_counted_as_accepted():
+def test_rejected_draft_counted_as_accepted_is_reported():
     engine = engine_of(drafter=lambda request: [7, 8])
     complete = engine._outputs.take
 
@@ -299,7 +299,7 @@ def test_rejected_draft_counted_as_accepted():
     assert serve(engine, 12)
 
 
-def test_environment_switches_the_sanitizer_on(monkeypatch):
+def test_environment_variable_enables_the_sanitizer(monkeypatch):
     paged = attach(dense("llama", 2), 2**20, max_model_len=64)
     assert Engine(paged).sanitizer is None
     monkeypatch.setenv("KVCACHE_SANITIZE", "stop")
@@ -310,7 +310,7 @@ def test_environment_switches_the_sanitizer_on(monkeypatch):
     paged.detach()
 
 
-def test_stop_ends_the_step_before_the_model_computes():
+def test_stop_mode_ends_the_step_before_the_model_computes():
     engine = engine_of()
     engine.sanitizer.mode = "stop"
     tables = engine.cache.tables
@@ -327,7 +327,7 @@ def test_stop_ends_the_step_before_the_model_computes():
     engine.model.detach()
 
 
-def test_sanitizer_of_another_cache_is_refused():
+def test_sanitizer_of_another_cache_is_rejected():
     engine = engine_of()
     with pytest.raises(ValueError, match="expected sanitizer_of"):
         Engine(engine.model, sanitizer=Sanitizer([SanitizedGroup("full", 4)], 7))

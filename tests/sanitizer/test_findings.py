@@ -60,7 +60,7 @@ def test_wrong_block_names_both_requests():
     assert json.loads(report.to_json())["kind"] == "wrong-content"
 
 
-def test_same_tokens_at_another_position_are_other_content():
+def test_equal_tokens_at_another_position_are_different_content():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [7] * 8, [1, 2])
     read(sanitizer, "a", 8, [2, 1])
@@ -76,14 +76,14 @@ def test_adapters_salts_and_images_are_part_of_the_content(change):
     only(sanitizer, ReportKind.WRONG_CONTENT)
 
 
-def test_slot_that_was_never_written():
+def test_read_of_an_unwritten_slot_is_reported():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [1, 2, 3, 4, 5, 6], [1, 2])
     read(sanitizer, "a", 6, [1, 5])
     assert only(sanitizer, ReportKind.READ_BEFORE_WRITTEN).num_slots == 2
 
 
-def test_block_that_is_read_after_its_free():
+def test_read_of_a_freed_block_is_reported():
     sanitizer = sanitizer_of()
     sanitizer.observe_allocation("a", [1, 2])
     write(sanitizer, "a", [1, 2, 3, 4, 5], [1, 2])
@@ -98,7 +98,7 @@ def test_block_that_is_read_after_its_free():
     ]
 
 
-def test_block_that_is_written_after_its_free():
+def test_write_to_a_freed_block_is_reported():
     sanitizer = sanitizer_of()
     sanitizer.observe_allocation("a", [1])
     sanitizer.observe_free("a", [1])
@@ -121,7 +121,7 @@ def test_eviction_is_an_event_and_keeps_content_and_holders():
     assert "step 0      evicted\n" in str(report)
 
 
-def test_two_requests_that_write_one_block_in_a_step():
+def test_two_writers_of_one_block_in_a_step_are_reported():
     sanitizer = sanitizer_of()
     for name in "ab":
         sanitizer.observe_request(name, [1, 2, 3])
@@ -131,7 +131,7 @@ def test_two_requests_that_write_one_block_in_a_step():
     assert "'b'" in sanitizer.reports[0].found + sanitizer.reports[0].request
 
 
-def test_write_to_a_block_that_another_request_holds():
+def test_write_to_a_block_held_by_another_request_is_reported():
     sanitizer = sanitizer_of()
     sanitizer.observe_allocation("a", [1])
     write(sanitizer, "a", [1, 2], [1])
@@ -141,7 +141,7 @@ def test_write_to_a_block_that_another_request_holds():
     assert "'a'" in only(sanitizer, ReportKind.TWO_WRITERS).found
 
 
-def test_shared_block_that_is_overwritten():
+def test_overwritten_shared_block_is_reported():
     sanitizer = sanitizer_of()
     for name in "ab":
         sanitizer.observe_allocation(name, [1])
@@ -154,13 +154,13 @@ def test_shared_block_that_is_overwritten():
     assert report.request == "b" and "2 holders" in report.found
 
 
-def test_write_to_the_null_block():
+def test_write_to_the_null_block_is_reported():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [1, 2], [0])
     only(sanitizer, ReportKind.NULL_BLOCK_WRITE)
 
 
-def test_slot_mapping_that_differs_from_the_block_table():
+def test_slot_mapping_that_differs_from_the_block_table_is_reported():
     sanitizer = sanitizer_of()
     sanitizer.observe_request("a", [1, 2])
     sanitizer.observe_write(0, ["a"], [0], [2], [5, 6], [[1]])
@@ -168,21 +168,21 @@ def test_slot_mapping_that_differs_from_the_block_table():
     assert "slot 4" in report.expected and "slot 5" in report.found
 
 
-def test_slot_outside_the_pool():
+def test_slot_outside_the_pool_is_reported():
     sanitizer = sanitizer_of()
     sanitizer.observe_request("a", [1, 2])
     sanitizer.observe_write(0, ["a"], [0], [2], [4, 1_000_000])
     only(sanitizer, ReportKind.SLOT_MISMATCH)
 
 
-def test_block_outside_the_pool():
+def test_block_outside_the_pool_is_reported():
     sanitizer = sanitizer_of()
     sanitizer.observe_request("a", [1, 2])
     read(sanitizer, "a", 2, [99])
     assert "does not exist" in only(sanitizer, ReportKind.WRONG_CONTENT).found
 
 
-def test_row_that_outlives_its_request():
+def test_row_that_outlives_its_request_is_reported():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [1, 2], [1])
     sanitizer.finish("a")
@@ -190,7 +190,7 @@ def test_row_that_outlives_its_request():
     assert only(sanitizer, ReportKind.STALE_ROW).request == "a"
 
 
-def test_read_beyond_the_tokens_of_a_request():
+def test_read_beyond_the_tokens_of_a_request_is_reported():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [1, 2], [1])
     read(sanitizer, "a", 3, [1])
@@ -206,7 +206,7 @@ def test_rejected_drafts_are_not_content():
     assert only(sanitizer, ReportKind.WRONG_CONTENT).position == 2
 
 
-def test_recurrent_states_and_their_copies():
+def test_recurrent_states_and_their_copies_are_checked():
     sanitizer = sanitizer_of(SanitizedGroup("state", 4))
     sanitizer.observe_request("a", [1, 2, 3, 4, 5])
     sanitizer.observe_state_read(0, ["a"], [0], [1])
@@ -221,7 +221,7 @@ def test_recurrent_states_and_their_copies():
     assert report.writer_position == 3
 
 
-def test_swaps_keep_content_and_a_swapped_pair_is_found():
+def test_swaps_keep_content_and_exchanged_pages_are_reported():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [1, 2, 3, 4, 5, 6, 7, 8], [1, 2])
     sanitizer.observe_copy([1, 2], [3, 4], dst_medium="host")
@@ -234,7 +234,7 @@ def test_swaps_keep_content_and_a_swapped_pair_is_found():
     assert report.kind == ReportKind.WRONG_CONTENT and "host block 4" in str(report)
 
 
-def test_windows_and_chunks_read_only_what_they_need():
+def test_windows_and_chunks_check_only_tokens_that_they_read():
     sanitizer = sanitizer_of(
         SanitizedGroup("window", 4, window=3), SanitizedGroup("chunk", 4, chunk=4)
     )
@@ -248,7 +248,7 @@ def test_windows_and_chunks_read_only_what_they_need():
     assert "null block" in only(sanitizer, ReportKind.WRONG_CONTENT).found
 
 
-def test_circular_windows():
+def test_circular_windows_are_checked():
     sanitizer = sanitizer_of(SanitizedGroup("circular", 4, window=5, columns=2))
     sanitizer.observe_request("a", range(12))
     for first in (0, 4, 8):
@@ -260,7 +260,7 @@ def test_circular_windows():
     assert only(sanitizer, ReportKind.WRONG_CONTENT).position == 2
 
 
-def test_cross_attention_content_is_that_of_the_encoder():
+def test_cross_attention_reads_the_content_of_the_encoder():
     sanitizer = sanitizer_of(SanitizedGroup("cross", 4))
     for name in "abc":
         sanitizer.observe_request(name, [1], encoder="audio" if name < "c" else "other")
@@ -271,7 +271,7 @@ def test_cross_attention_content_is_that_of_the_encoder():
     assert sanitizer.counts == {"wrong-content": 2}
 
 
-def test_block_of_another_group_holds_other_content():
+def test_read_of_another_groups_block_is_reported():
     sanitizer = sanitizer_of(FULL, SanitizedGroup("full", 8))
     write(sanitizer, "a", [1, 2, 3], [1])
     read(sanitizer, "a", 3, [1], group=1)
@@ -305,7 +305,7 @@ def test_stop_raises_at_the_first_finding():
     assert raised.value.report is sanitizer.reports[0]
 
 
-def test_only_some_steps_are_checked():
+def test_sampling_checks_only_some_steps():
     sanitizer = sanitizer_of(every=2)
     sanitizer.observe_request("a", [1])
     sanitizer.observe_step(1)
@@ -343,14 +343,14 @@ def test_reset_forgets_requests_and_contents():
         (lambda s: s.observe_state_read(0, ["a"], [1], [1]), "expected a group of states"),
     ],
 )
-def test_wrong_arguments_are_refused_in_one_line(call, message):
+def test_invalid_arguments_are_rejected_in_one_line(call, message):
     sanitizer = sanitizer_of()
     sanitizer.observe_request("a", [])
     with pytest.raises(ValueError, match=message):
         call(sanitizer)
 
 
-def test_states_and_pages_outside_the_pool():
+def test_states_and_pages_outside_the_pool_are_reported():
     sanitizer = sanitizer_of(SanitizedGroup("state", 4))
     sanitizer.observe_request("a", [1, 2, 3])
     sanitizer.observe_state_write(0, ["a"], [3], [-1])
@@ -385,7 +385,7 @@ def test_loaded_bytes_are_compared_by_digest():
     assert (report.request, report.position, report.block) == ("b", 0, 2)
 
 
-def test_a_request_that_is_listed_twice_is_refused():
+def test_request_listed_twice_is_rejected():
     sanitizer = sanitizer_of()
     sanitizer.observe_request("a", range(10))
     with pytest.raises(ValueError, match="request_ids has 'a' twice"):
@@ -393,7 +393,7 @@ def test_a_request_that_is_listed_twice_is_refused():
     assert sanitizer.num_tokens("a") == 10
 
 
-def test_empty_batches():
+def test_empty_batches_are_accepted():
     sanitizer = sanitizer_of()
     sanitizer.observe_read(0, [], [], [], np.zeros((0, 0), np.int32))
     assert not sanitizer.reports

@@ -26,7 +26,7 @@ def options_of(name, rng) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
-def test_first_needed_token_is_that_of_the_kind(name):
+def test_first_needed_token_equals_that_of_the_kind(name):
     rng = np.random.default_rng(0)
     for _ in range(50):
         options, group_options = options_of(name, rng)

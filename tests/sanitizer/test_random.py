@@ -32,7 +32,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_calls_report_what_a_dict_of_slots_reports(seed):
+def test_random_calls_match_a_dict_of_slots(seed):
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     model, requests = Model(), {}

@@ -42,7 +42,7 @@ def recorded(path, **options) -> Sanitizer:
     return sanitizer
 
 
-def test_replay_finds_the_same(tmp_path):
+def test_replay_has_the_same_findings(tmp_path):
     before = recorded(tmp_path / "a")
     after = replay_record(tmp_path / "a", log=lambda report: None)
     assert before.counts == after.counts and before.num_reports >= 3
@@ -57,7 +57,7 @@ def test_replay_finds_the_same(tmp_path):
     assert (before.slots_read, before.slots_written) == (after.slots_read, after.slots_written)
 
 
-def test_record_has_neither_tokens_nor_names(tmp_path):
+def test_record_contains_neither_tokens_nor_request_names(tmp_path):
     recorded(tmp_path / "a")
     data = (tmp_path / "a").read_bytes()[record_module.HEADER.size :]
     plain = b""
@@ -69,7 +69,7 @@ def test_record_has_neither_tokens_nor_names(tmp_path):
     assert b"alice" not in plain and (1_000_003).to_bytes(4, "little") not in plain
 
 
-def test_calls_longer_than_a_chunk(tmp_path, monkeypatch):
+def test_calls_longer_than_a_chunk_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(record_module, "FLUSH_BYTES", 64)
     for module in (record_module, replay_module):
         monkeypatch.setattr(module, "MAX_CHUNK_BYTES", 200)
@@ -99,7 +99,7 @@ def repacked(data: bytes, change) -> bytes:
 
 
 @pytest.mark.parametrize("has_right_checksums", [False, True])
-def test_forged_records_are_refused_in_one_line(has_right_checksums, tmp_path):
+def test_forged_records_are_rejected_in_one_line(has_right_checksums, tmp_path):
     recorded(tmp_path / "a")
     data, rng = (tmp_path / "a").read_bytes(), np.random.default_rng(5)
 
@@ -127,7 +127,7 @@ def test_forged_records_are_refused_in_one_line(has_right_checksums, tmp_path):
     assert num_refused > 300
 
 
-def test_huge_sizes_are_refused_before_memory_is_taken(tmp_path):
+def test_huge_sizes_are_rejected_before_memory_is_allocated(tmp_path):
     recorded(tmp_path / "a")
     forged = repacked(
         (tmp_path / "a").read_bytes(),
@@ -155,7 +155,7 @@ def test_command_exits_with_0_if_nothing_was_found(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"KVSANREC\x02\x00", b"KVSANREC\x01\x00"])
-def test_command_refuses_other_files_in_one_line(content, tmp_path, capsys):
+def test_command_rejects_other_files_in_one_line(content, tmp_path, capsys):
     if content is not None:
         (tmp_path / "a").write_bytes(content)
     assert main(["sanitize", str(tmp_path / "a")]) == 2
@@ -163,7 +163,7 @@ def test_command_refuses_other_files_in_one_line(content, tmp_path, capsys):
     assert printed.out == "" and len(printed.err.splitlines()) == 1
 
 
-def test_full_disk_ends_the_record_and_not_the_checks():
+def test_full_disk_ends_the_record_but_not_the_checks():
     sanitizer = Sanitizer([SanitizedGroup("full", 4)], 8, log=lambda report: None)
     sanitizer._recorder = type("Full", (), {"write": _fail, "close": _fail})()
     sanitizer.observe_request("a", [1])

@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 from tests.server.test_serve import HTTP, serving
 
 
-def test_reports_of_a_server(monkeypatch, caplog):
+def test_server_exposes_reports_over_http_and_metrics(monkeypatch, caplog):
     monkeypatch.setenv("KVCACHE_SANITIZE", "1")
     with serving() as served, caplog.at_level(logging.ERROR, "kvcache.sanitizer"):
         served.complete()
@@ -37,7 +37,7 @@ def test_reports_of_a_server(monkeypatch, caplog):
         assert "==kvcache sanitizer== slot-mismatch" in caplog.text
 
 
-def test_server_without_a_sanitizer():
+def test_server_without_a_sanitizer_has_no_reports():
     with serving() as served:
         answer = HTTP.get(f"{served.url}/kvcache/sanitizer").json()
         assert answer == {"mode": "off", "counts": {}, "reports": []}

@@ -30,7 +30,7 @@ def path_of(tokens, parents, node):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_trees_report_what_a_dict_of_slots_reports(seed, tmp_path):
+def test_random_trees_match_a_dict_of_slots(seed, tmp_path):
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     sanitizer = Sanitizer(
@@ -108,7 +108,7 @@ def sanitizer_with_tree() -> Sanitizer:
     return sanitizer
 
 
-def test_accepted_tokens_whose_kv_was_not_moved_are_found():
+def test_accepted_tokens_whose_kv_was_not_moved_are_reported():
     sanitizer = sanitizer_with_tree()
     sanitizer.observe_load(0, ["a"], [0], [1], [[1]])
     sanitizer.observe_write(0, ["a"], [1], [3], [5, 6, 7])
@@ -143,12 +143,12 @@ def test_tokens_of_a_tree_must_be_set_again_once_they_are_accepted():
 @pytest.mark.parametrize(
     ("parents", "message"),
     [
-        ([-1, 1, 0], r"parents\[1\] is 1: expected -1 to 0, a token of the request before it"),
+        ([-1, 1, 0], r"parents\[1\] is 1: expected -1 to 0, an earlier token of the request"),
         ([-2, 0, 0], r"parents\[0\] is -2: expected -1 to -1"),
         ([-1], "parents has 1 entries: expected 3, the sum of query_lens"),
     ],
 )
-def test_wrong_parents_are_refused(parents, message):
+def test_invalid_parents_are_rejected(parents, message):
     sanitizer = Sanitizer(GROUPS, 64)
     sanitizer.observe_request("a", [7])
     with pytest.raises(ValueError, match=message):
@@ -156,7 +156,7 @@ def test_wrong_parents_are_refused(parents, message):
     assert sanitizer.num_tokens("a") == 1
 
 
-def test_wrong_slots_to_copy_are_refused():
+def test_invalid_slots_to_copy_are_rejected():
     sanitizer = Sanitizer(GROUPS, 64)
     with pytest.raises(ValueError, match="dst_slots has 1 entries: expected 2"):
         sanitizer.observe_slot_copy(0, [4, 5], [6])

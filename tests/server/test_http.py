@@ -14,7 +14,7 @@ from tests.machinery.shared import sampled
 
 
 @pytest.mark.parametrize("seed,count", sampled([(0, 60), (1, 900)]))
-def test_random_requests_neither_crash_nor_hang_nor_get_500(seed, count):
+def test_random_requests_never_crash_or_hang_the_server_or_return_500(seed, count):
     with ServeProcess(*fuzz.OPTIONS) as server:
         counts = fuzz.run(server, seed, count)
     assert "Traceback" not in server.log

@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory):
     ],
     ids=["completions", "chat"],
 )
-def test_all_requests_succeed(checkpoint, tmp_path, options):
+def test_all_requests_of_the_load_generator_succeed(checkpoint, tmp_path, options):
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with ServeProcess(model=str(checkpoint)) as server:
         done = subprocess.run(

@@ -56,21 +56,21 @@ def dense_logprobs(prompt, num_tokens):
 
 
 class TestEndpoints:
-    def test_health(self, served):
+    def test_health_endpoint_responds(self, served):
         answer = HTTP.get(f"{served.url}/health")
         assert (answer.status_code, answer.content) == (200, b"")
 
-    def test_version(self, served):
+    def test_version_endpoint_returns_the_version(self, served):
         assert HTTP.get(f"{served.url}/version").json() == {"version": kvcache.__version__}
 
-    def test_a_model_is_retrieved_by_name(self, served):
+    def test_model_is_retrieved_by_name(self, served):
         model = served.client.models.retrieve("llama")
         assert (model.id, model.max_model_len) == ("llama", 256)
         with pytest.raises(openai.NotFoundError) as told:
             served.client.models.retrieve("org/other")
         assert (told.value.code, told.value.param) == ("model_not_found", "model")
 
-    def test_texts_and_chats_are_tokenized_as_prompts_are(self, served):
+    def test_texts_and_chats_are_tokenized_like_prompts(self, served):
         found = post(served, "/tokenize", {"prompt": "aé", "return_token_strs": True}).json()
         assert found == {
             **{"count": 3, "max_model_len": 256, "tokens": [97, 195, 169]},
@@ -96,11 +96,11 @@ class TestEndpoints:
             ("/detokenize", {}, "tokens"),
         ],
     )
-    def test_wrong_bodies_are_rejected_by_field(self, served, path, body, param):
+    def test_invalid_bodies_are_rejected_by_field(self, served, path, body, param):
         answer = post(served, path, body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
-    def test_pages_that_need_the_internet_are_off(self, served):
+    def test_pages_that_need_the_internet_are_disabled(self, served):
         for path in ("/docs", "/redoc"):
             assert HTTP.get(served.url + path).status_code == 404
 
@@ -122,7 +122,7 @@ class TestEndpoints:
 
 
 class TestFields:
-    def test_ignore_eos_and_stop_token_ids(self):
+    def test_ignore_eos_and_stop_token_ids_are_applied(self):
         token_ids = greedy(dense("llama"), ByteTexts().encode(GREETING), 30)
         end, stop = token_ids[10], token_ids[20]
         with serving(ByteTexts([end])) as served:
@@ -135,7 +135,7 @@ class TestFields:
                     assert answer.choices[0].finish_reason == ("stop" if ends else "length")
                     assert answer.choices[0].text == ByteTexts().decode(token_ids[:wanted])
 
-    def test_repetition_penalty(self, served):
+    def test_repetition_penalty_is_applied(self, served):
         answer = served.complete(max_tokens=20, extra_body={"repetition_penalty": 1.5})
         prompt = torch.tensor([ByteTexts().encode(GREETING)])
         ids = dense("llama").generate(
@@ -156,7 +156,7 @@ class TestFields:
         text = "".join(piece.choices[0].delta.content for piece in answer if piece.choices)
         assert text == dense_answer(CHAT_TEXT, 6)
 
-    def test_usage_is_in_each_event_on_request(self, served):
+    def test_usage_is_in_each_event_if_requested(self, served):
         options = {"include_usage": True, "continuous_usage_stats": True}
         pieces = list(served.complete(stream=True, stream_options=options))
         counts = [piece.usage.completion_tokens for piece in pieces]
@@ -177,7 +177,7 @@ class TestFields:
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_named(self, served, asked, param, code):
+    def test_unsupported_configurations_and_requests_are_reported(self, served, asked, param, code):
         with pytest.raises(openai.BadRequestError, match="not served here") as told:
             chat(served, **asked)
         assert (told.value.param, told.value.code) == (param, code)
@@ -186,7 +186,7 @@ class TestFields:
 
 class TestLogprobs:
     @pytest.mark.parametrize("is_stream", [False, True])
-    def test_of_a_completion(self, served, is_stream):
+    def test_completion_returns_log_probabilities(self, served, is_stream):
         answer = served.complete(logprobs=2, max_tokens=8, stream=is_stream)
         pieces = list(answer) if is_stream else [answer]
         found = [piece.choices[0].logprobs for piece in pieces if piece.choices]
@@ -203,7 +203,7 @@ class TestLogprobs:
             assert top == pytest.approx(dict(zip(names, best.values.tolist())), abs=1e-9)
 
     @pytest.mark.parametrize("is_stream", [False, True])
-    def test_of_a_chat(self, served, is_stream):
+    def test_chat_returns_log_probabilities(self, served, is_stream):
         answer = chat(served, logprobs=True, top_logprobs=3, stream=is_stream)
         pieces = list(answer) if is_stream else [answer]
         content = [x for piece in pieces for x in piece.choices[0].logprobs.content]
@@ -215,7 +215,7 @@ class TestLogprobs:
             best = [math.log(p) for p in row.exp().topk(3).values.tolist()]
             assert [top.logprob for top in each.top_logprobs] == pytest.approx(best, abs=1e-9)
 
-    def test_there_is_one_per_token_of_the_usage_even_if_a_stop_text_hides_some(self, served):
+    def test_log_probabilities_cover_all_tokens_even_if_a_stop_text_hides_some(self, served):
         stop = dense_answer(GREETING, 40)[10:13]
         answer = served.complete(logprobs=0, max_tokens=40, stop=stop)
         assert answer.choices[0].finish_reason == "stop"
@@ -243,13 +243,13 @@ class TestErrors:
         ],
         ids=str,
     )
-    def test_classes_of_the_client(self, served, asked, kind, param, code):
+    def test_client_raises_the_expected_error_classes(self, served, asked, kind, param, code):
         with pytest.raises(kind) as told:
             served.complete(**asked)
         assert (told.value.param, told.value.code) == (param, code)
         assert told.value.body.keys() == {"message", "type", "param", "code"}
 
-    def test_a_missing_field(self, served):
+    def test_error_names_a_missing_field(self, served):
         error = post(served, "/v1/completions", {"model": "llama"}).json()["error"]
         assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
 
@@ -261,7 +261,7 @@ class TestErrors:
             ("GET", "/state?since=x", 400, "invalid_value"),
         ],
     )
-    def test_of_paths_methods_and_queries(self, served, method, path, status, code):
+    def test_errors_of_paths_methods_and_queries_are_json(self, served, method, path, status, code):
         answer = HTTP.request(method, served.url + path)
         assert answer.status_code == status
         error = answer.json()["error"]
@@ -270,7 +270,7 @@ class TestErrors:
 
 
 class TestApiKey:
-    def test_requests_need_the_key(self, locked):
+    def test_requests_require_the_api_key(self, locked):
         client = openai.OpenAI(base_url=f"{locked.url}/v1", api_key=KEY, max_retries=0)
         assert client.models.retrieve("llama").id == "llama"
         with pytest.raises(openai.AuthenticationError) as told:
@@ -287,12 +287,12 @@ class TestApiKey:
         assert answer.headers["www-authenticate"] == "Bearer"
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-    def test_the_key_is_checked_before_the_body(self, locked, path):
+    def test_api_key_is_checked_before_the_body(self, locked, path):
         assert post(locked, path, {}).status_code == 401
         headers = {"authorization": f"Bearer {KEY}"}
         assert HTTP.post(locked.url + path, json={}, headers=headers).status_code == 400
 
-    def test_probes_need_no_key(self, locked):
+    def test_probes_require_no_api_key(self, locked):
         for path in ("/health", "/version", "/metrics", "/state", "/"):
             assert HTTP.get(locked.url + path).status_code == 200
 
@@ -324,7 +324,7 @@ class TestMetrics:
         assert first < value("e2e_request_latency_seconds_sum")
         assert {sample.labels["model_name"] for sample in found.values()} == {"llama"}
 
-    def test_load_of_running_and_waiting_requests(self):
+    def test_load_metric_counts_running_and_waiting_requests(self):
         with serving(max_num_seqs=2) as served:
             served.hold = lambda state: state["num_sequences"] == 2
             client = served.client.with_options(timeout=30)
@@ -350,7 +350,7 @@ class TestMetrics:
 
 
 class TestHistory:
-    def test_a_new_client_gets_points_and_finished_requests(self, served):
+    def test_new_client_gets_the_history_and_finished_requests(self, served):
         served.complete(max_tokens=7)
         served.wait_until_empty()
         state = HTTP.get(f"{served.url}/state?since=0").json()

@@ -152,7 +152,7 @@ def dense_answer(prompt, max_tokens=12):
 
 
 class TestCompletions:
-    def test_the_model_is_listed(self, served):
+    def test_model_is_listed(self, served):
         assert [model.id for model in served.client.models.list()] == ["llama"]
 
     def test_answer_equals_the_models_own_and_usage_reports_hits(self, served):
@@ -185,7 +185,7 @@ class TestCompletions:
         assert len({each.id for each in pieces}) == 1
         assert len(pieces) > 5  # streamed token by token instead of all at the end
 
-    def test_several_prompts_and_samples_in_order(self, served):
+    def test_choices_of_several_prompts_and_samples_are_in_order(self, served):
         prompts = ["ab", [99, 100, 101], "ef"]
         for prompt in (prompts[0], prompts[1]):
             asked = {"n": 3, "seed": 5, "temperature": 1.0}
@@ -233,7 +233,7 @@ class TestCompletions:
         served.wait_until_empty()
         assert served.state()["metrics"]["generated_tokens"] - before < 60
 
-    def test_the_token_that_ends_an_answer_is_not_shown(self):
+    def test_token_that_ends_an_answer_is_not_shown(self):
         token_ids = greedy(dense("llama"), ByteTexts().encode(GREETING), 30)
         texts = ByteTexts()
         texts.end_token_ids = (token_ids[20],)
@@ -267,7 +267,7 @@ class TestChat:
             **({"model": "llama", "temperature": 0, "messages": self.MESSAGES} | asked)
         )
 
-    def test_messages_become_a_prompt(self, served):
+    def test_messages_are_rendered_to_a_prompt(self, served):
         answer = self.ask(served, max_completion_tokens=9)
         message = answer.choices[0].message
         assert (message.role, message.content) == ("assistant", dense_answer(self.AS_TEXT, 9))
@@ -278,7 +278,7 @@ class TestChat:
         text = "".join(piece.choices[0].delta.content for piece in pieces)
         assert text == dense_answer(self.AS_TEXT, 9)
 
-    def test_an_answer_is_a_message_of_the_next_question(self, served):
+    def test_answer_can_be_sent_back_as_a_message(self, served):
         """As clients send it back: the object itself, or all its fields including nulls."""
         message = self.ask(served, max_tokens=9).choices[0].message
         texts = set()
@@ -336,7 +336,7 @@ class TestChat:
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
 )
-def test_errors_of_wrong_requests_name_what_was_expected(served, asked, status, expected):
+def test_errors_of_invalid_requests_state_the_expected_value(served, asked, status, expected):
     # Sent directly, because the client rejects some of these itself.
     asked = dict(asked)
     body = {"model": "llama", "prompt": "x", "max_tokens": 12} | asked.pop("extra_body", {}) | asked
@@ -423,7 +423,7 @@ class TestClientsThatGoAway:
         self.leave(served, self.PHASES[phase], prompt=prompts, max_tokens=150, stream=is_stream)
         served.wait_until_empty()
 
-    def test_other_requests_continue(self, served):
+    def test_other_requests_continue_after_a_disconnect(self, served):
         served.slow_seconds = 0.02
         answers = []
         ask = lambda: answers.append(served.complete(max_tokens=60).choices[0].text)  # noqa: E731
@@ -452,14 +452,14 @@ class TestClientsThatGoAway:
 
 
 class TestFailures:
-    def test_a_step_that_fails_is_computed_again(self, served):
+    def test_failed_step_is_computed_again(self, served):
         failed = served.engine.metrics.failed_steps
         served.num_failures = 2
         assert served.complete().choices[0].text == dense_answer(GREETING)
         assert served.engine.metrics.failed_steps == failed + 2
 
     @pytest.mark.parametrize("is_stream", [False, True])
-    def test_a_model_that_fails_again_and_again(self, served, is_stream):
+    def test_repeated_model_failures_end_the_requests(self, served, is_stream):
         served.num_failures = 3
         with pytest.raises(
             openai.APIError, match="RuntimeError: the model is out of order"
@@ -470,7 +470,7 @@ class TestFailures:
         served.wait_until_empty()
         assert served.complete().choices[0].text == dense_answer(GREETING)
 
-    def test_a_server_that_stops_ends_what_it_serves(self):
+    def test_stopping_the_server_ends_its_requests(self):
         with serving() as served:
             served.slow_seconds = 0.05
             stream = served.complete(stream=True, max_tokens=200)
@@ -495,7 +495,7 @@ class TestFailures:
                         served.complete(max_tokens=100)
 
 
-def test_figures_as_prometheus_reads_them(served):
+def test_metrics_are_parsed_by_prometheus(served):
     served.complete()
     served.wait_until_empty()
     text = HTTP.get(f"{served.url}/metrics").text
@@ -523,7 +523,7 @@ def test_figures_as_prometheus_reads_them(served):
 
 
 class TestEvents:
-    def test_a_router_sees_the_cache(self):
+    def test_router_receives_the_cached_blocks(self):
         pytest.importorskip("zmq")
         from kvcache.router_events import EventPublisher, EventSubscriber
         from kvcache.router_events.wire import wire_hash
@@ -559,7 +559,7 @@ class TestEvents:
         with serving(publisher=publisher, enable_events=True) as served:
             assert served.complete().choices[0].text == dense_answer(GREETING)
 
-    def test_events_need_a_manager_that_has_them(self):
+    def test_events_require_a_manager_with_events(self):
         pytest.importorskip("zmq")
         from kvcache.router_events import EventPublisher
 
@@ -684,7 +684,7 @@ class TestTokenizers:
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
 )
-def test_wrong_usage_is_one_line(options, expected, capsys):
+def test_invalid_usage_prints_one_line_on_stderr(options, expected, capsys):
     assert main(["serve", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvcache: ") and expected in error and error.count("\n") == 1
@@ -761,7 +761,7 @@ def browser():
         opened.close()
 
 
-def test_the_page_in_a_browser(served, browser, tmp_path):
+def test_page_shows_requests_and_cache_in_a_browser(served, browser, tmp_path):
     page = browser.new_page()
     complaints = []
     page.on("console", lambda message: complaints.append(message.text))
@@ -808,7 +808,7 @@ def test_reasons_of_misses_are_logged_counted_and_shown(caplog):
     assert "not seen before" not in second
 
 
-def test_the_page_shows_the_reasons_of_misses(browser):
+def test_page_shows_the_reasons_of_misses(browser):
     with serving(explain_misses=1) as served:
         served.complete(prompt=GREETING, max_tokens=3)
         page = browser.new_page()
@@ -818,7 +818,7 @@ def test_the_page_shows_the_reasons_of_misses(browser):
         page.close()
 
 
-def test_a_reload_of_the_page_keeps_its_history(served, browser):
+def test_reloading_the_page_keeps_its_history(served, browser):
     served.complete(max_tokens=9)
     served.wait_until_empty()
     page = browser.new_page()

@@ -111,7 +111,7 @@ class TestBodies:
         assert f"expected at most {most}" in message_of(post(served, user="x" * most), 413)
         assert post(served, user="x" * (most - 500)).status_code == 200
 
-    def test_a_body_without_a_length_is_bounded_too(self, served):
+    def test_body_without_a_length_is_also_limited(self, served):
         def pieces():
             for _ in range(100):
                 yield b" " * 1_000
@@ -129,7 +129,7 @@ class TestBodies:
         assert message_of(answer).startswith("messages has 257 characters: expected at most 256")
         assert seen == []
 
-    def test_a_body_has_so_many_prompts(self, served):
+    def test_number_of_prompts_in_a_body_is_limited(self, served):
         message = message_of(post(served, prompt=[[1]] * 65, n=2))
         assert message.startswith("prompt has 65 entries, and n is 2: expected at most 128 choices")
         answer = post(served, prompt=[[1]] * 64, n=2, max_tokens=1)
@@ -144,7 +144,7 @@ class TestBodies:
         ],
         ids=["many", "long", "number"],
     )
-    def test_stop_texts_are_bounded(self, served, stop, expected):
+    def test_stop_texts_are_limited(self, served, stop, expected):
         assert message_of(post(served, stop=stop)).startswith(expected)
 
 
@@ -174,7 +174,7 @@ class TestFields:
         (name,) = asked
         assert self.refusal(BODY | asked).startswith(f"{name}: Input should be")
 
-    def test_a_whole_number_is_a_number(self):
+    def test_integers_are_accepted_as_floats(self):
         asked = parsed(json.dumps(BODY | {"temperature": 0, "top_p": 1}).encode(), AskedCompletion)
         assert (asked.temperature, asked.top_p) == (0.0, 1.0)
 
@@ -240,10 +240,10 @@ class TestFields:
         ],
         ids=str,
     )
-    def test_fields_are_named(self, asked, expected):
+    def test_errors_name_the_field(self, asked, expected):
         assert self.refusal(BODY | asked).startswith(expected)
 
-    def test_two_limits_of_a_chat_agree(self):
+    def test_two_token_limits_of_a_chat_must_agree(self):
         chat = {"model": "llama", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
         message = self.refusal(chat | {"max_completion_tokens": 9}, AskedChat)
         assert message.startswith("max_completion_tokens is 9 and max_tokens is 5: expected one")
@@ -284,7 +284,7 @@ class TestHttp:
             ("/http://x/v1/completions", 404),
         ],
     )
-    def test_targets_may_be_absolute(self, served, target, status):
+    def test_request_targets_may_be_absolute(self, served, target, status):
         content = json.dumps(BODY).encode()
         head = f"POST {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         with connected(served) as connection:
@@ -311,7 +311,7 @@ class TestAnswers:
         assert answer.json()["choices"][0]["text"] == dense_answer(GREETING)
 
     @pytest.mark.parametrize("is_stream", [False, True])
-    def test_a_row_that_fails_is_an_error_of_its_client_alone(self, served, is_stream):
+    def test_failed_row_is_an_error_only_for_its_own_client(self, served, is_stream):
         forward = served.forward
 
         def spoilt(batch):
@@ -352,7 +352,7 @@ class TestAnswers:
                 thread.join()
         assert post(served).status_code == 200
 
-    def test_a_request_of_many_prompts_keeps_no_other_waiting(self, served):
+    def test_request_with_many_prompts_does_not_delay_others(self, served):
         forward, may_go_on = served.forward, served.may_go_on
         steps = []  # whether each step had the short request, whose prompt is the longest
 
@@ -424,7 +424,7 @@ class TestSlowClients:
                     time.sleep(0.05)
             rest_of(connection)
 
-    def test_a_second_request_has_its_own_time(self, impatient):
+    def test_second_request_on_a_connection_has_its_own_time_limit(self, impatient):
         with connected(impatient) as connection:
             get = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
             for _ in range(4):
@@ -440,7 +440,7 @@ class TestSlowClients:
             rest_of(connection)
             assert 0.3 < time.monotonic() - started < 25
 
-    def test_an_answer_takes_longer_than_a_request_may(self, impatient):
+    def test_answer_may_take_longer_than_the_request_time_limit(self, impatient):
         impatient.slow_seconds = 0.05
         answer = post(impatient, max_tokens=30)
         impatient.slow_seconds = 0.0
@@ -472,7 +472,7 @@ class TestSlowClients:
             for each in silent:
                 each.close()
 
-    def test_in_a_burst_the_first_connections_give_way(self):
+    def test_burst_of_connections_closes_the_earliest_ones(self):
         limits = Limits(max_connections=5, request_seconds=60, grace_seconds=0.1)
         with serving(limits=limits) as running:
             where = running.listener.getsockname()
@@ -519,7 +519,7 @@ class TestShutdown:
             assert "the server is shutting down" in error["message"]
             assert error["type"] == "server_error" and error["code"] == "service_unavailable"
 
-    def test_requests_without_streaming_get_503_at_a_stop(self):
+    def test_requests_without_streaming_get_503_at_shutdown(self):
         with serving(limits=Limits(grace_seconds=0.2), max_num_seqs=1) as running:
             running.slow_seconds, answers = 0.02, []
             threads = [
@@ -559,7 +559,7 @@ class TestShutdown:
             thread.join()
         assert [line for line in got if line][-1] == "data: [DONE]"
 
-    def test_half_a_request_does_not_hold_it_up(self):
+    def test_incomplete_request_does_not_delay_shutdown(self):
         with serving(limits=Limits(grace_seconds=0.2)) as running, connected(running) as connection:
             connection.sendall(HEAD + b"\r\n{")
             time.sleep(0.2)
@@ -590,7 +590,7 @@ class TestAdmission:
             self.holding(admission, 1, release, log=log, name=name, **options)
         )
 
-    def test_further_prompts_take_half_of_the_rows_while_no_other_request_has_any(self):
+    def test_further_prompts_use_at_most_half_of_the_rows_without_other_requests(self):
         async def course(_):
             admission = Admission(8, 3)
             release, log = asyncio.Event(), []
@@ -606,7 +606,7 @@ class TestAdmission:
 
         self.run(course)
 
-    def test_further_prompts_take_an_eighth_of_the_rows_while_two_requests_have_some(self):
+    def test_further_prompts_use_at_most_an_eighth_of_the_rows_with_two_other_requests(self):
         async def course(_):
             admission = Admission(16, 3)
             release, log = asyncio.Event(), []
@@ -645,7 +645,7 @@ class TestAdmission:
 
         self.run(course)
 
-    def test_one_that_is_cancelled_holds_nothing(self):
+    def test_cancelled_admission_holds_no_row(self):
         async def course(admission):
             release = asyncio.Event()
             tasks = [asyncio.create_task(self.holding(admission, 3, release)) for _ in range(3)]
@@ -659,7 +659,7 @@ class TestAdmission:
 
         self.run(course)
 
-    def test_more_samples_than_an_eighth_of_the_rows_are_served(self):
+    def test_request_with_more_samples_than_an_eighth_of_the_rows_is_served(self):
         async def course(admission):
             for count in (3, 4, 9):
                 async with admission.rows(count, is_first=False, priority=0):
@@ -705,7 +705,7 @@ class TestStopTexts:
             assert shown == answer.text == wanted
             assert answer.is_stopped == bool(ends)
 
-    def test_steps_do_not_take_longer_with_many(self):
+    def test_many_stop_texts_do_not_slow_steps(self):
         def seconds(stops):
             best = 1.0
             for _ in range(5):

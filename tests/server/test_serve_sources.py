@@ -48,7 +48,7 @@ def wait_for_counts(server, name, **wanted):
 def wait_until(condition, seconds=60):
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it does not come true"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.02)
 
 
@@ -66,7 +66,7 @@ def alone():
 
 @needs_nixl
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_restarted_server_loads_what_the_earlier_one_has_stored(alone, tmp_path, end):
+def test_restarted_server_loads_blocks_stored_by_the_earlier_one(alone, tmp_path, end):
     options = ("--store", str(tmp_path / "kv"), "--store-capacity", "64MiB")
     with ServeProcess(*options) as server:
         assert answer(server) == (alone, 0)
@@ -84,7 +84,7 @@ def test_a_restarted_server_loads_what_the_earlier_one_has_stored(alone, tmp_pat
 
 
 @needs_nixl
-def test_a_store_that_cannot_be_used_does_not_stop_the_server(alone, tmp_path):
+def test_unusable_store_does_not_stop_the_server(alone, tmp_path):
     options = ("--store", str(tmp_path / "kv"))
     # Only one server can use a folder.
     with ServeProcess(*options) as first, ServeProcess(*options) as second:
@@ -112,7 +112,7 @@ def behind(prefill, *options):
     return ServeProcess("--prefill-from", f"127.0.0.1:{prefill.port}", *options)
 
 
-def test_a_prompt_is_prefilled_by_another_server(alone):
+def test_prompt_is_prefilled_by_another_server(alone):
     with ServeProcess("--prefill") as prefill, behind(prefill, "--block-size", "32") as server:
         assert answer(server) == (alone, 199)
         wait_for_counts(server, "prefill", asked_requests=1, loaded_tokens=199)
@@ -128,7 +128,7 @@ def test_a_prompt_is_prefilled_by_another_server(alone):
             each.wait_until_empty()
 
 
-def test_prompts_are_computed_while_the_other_server_is_dead(alone):
+def test_prompts_are_computed_while_the_prefill_server_is_down(alone):
     with ServeProcess("--prefill") as prefill, behind(prefill) as server:
         prefill.send_signal(signal.SIGKILL)
         wait_until(lambda: not prefill.is_running)
@@ -137,7 +137,7 @@ def test_prompts_are_computed_while_the_other_server_is_dead(alone):
         server.wait_until_empty()
 
 
-def test_prompts_are_computed_if_the_other_server_is_too_slow(alone):
+def test_prompts_are_computed_if_the_prefill_server_is_too_slow(alone):
     with ServeProcess("--prefill") as prefill, behind(prefill, "--prefill-timeout", "1") as server:
         prefill.send_signal(signal.SIGSTOP)
         try:
@@ -168,7 +168,7 @@ def test_server_that_does_not_match_is_rejected_by_name(alone, options, reason):
 
 
 @pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSTOP]))
-def test_the_other_server_ends_while_prompts_are_prefilled_and_loaded(number):
+def test_requests_survive_the_end_of_the_prefill_server(number):
     prompts = [[i + 1, *PROMPT] for i in range(16)]
     with ServeProcess() as server:
         wanted = [answer(server, prompt)[0] for prompt in prompts]

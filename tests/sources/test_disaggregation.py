@@ -126,7 +126,7 @@ def test_transfers_between_different_engines(pair, kinds, engines):
             assert sender.drained() and receiver.drained()
 
 
-def test_loaded_blocks_are_hits_for_others(engines):
+def test_loaded_blocks_are_hits_for_later_requests(engines):
     sender, receiver = engines("p"), engines("d", block=32)
     tokens = list(range(100))
     check_load(receiver, Request("a", [*tokens, 7]), send(sender, "a", tokens), 100)
@@ -213,7 +213,7 @@ def an_offer(**changes):
     return json.loads(json.dumps(sender.publish(request)))
 
 
-def test_an_offer_is_plain_json_with_all_that_a_reader_needs():
+def test_offer_is_plain_json_with_everything_a_reader_needs():
     offer = an_offer()
     assert sorted(offer) == [
         *("blocks", "digest", "engine_id", "groups", "hashing", "lease", "model", "num_tokens"),
@@ -279,7 +279,7 @@ def leaves(values, path=()):
         yield path
 
 
-def test_a_value_that_changed_on_the_way_is_found():
+def test_any_changed_value_of_an_offer_is_detected():
     """Any changed value is detected, including a block, address or slot of another request."""
     for path in [*leaves(an_offer())]:
         offer = at = an_offer()
@@ -303,7 +303,7 @@ def test_non_offers_are_rejected(value):
     assert receiver.stats.refused_requests == 1
 
 
-def test_a_match_without_an_offer_repeats_the_last_one():
+def test_match_without_an_offer_uses_the_last_offer():
     receiver, _, (rank,) = lone()
     request = Request("r", range(71))
     assert receiver.match(request) == 0
@@ -332,7 +332,7 @@ def test_loads_and_quarantined_blocks_are_counted():
     assert receiver.num_quarantined_blocks == manager.pool.num_kept == 0 and not receiver.is_busy
 
 
-def test_every_field_is_needed():
+def test_offer_without_one_of_its_fields_is_rejected():
     for name in an_offer():
         offer = an_offer()
         del offer[name]
@@ -390,14 +390,14 @@ def test_digest_includes_everything_besides_tokens_that_kv_depends_on(ours, thei
         lone()[0].match(Request("r", range(71), **theirs), offer)
 
 
-def test_states_need_the_next_token(engines):
+def test_offer_with_states_requires_the_next_token(engines):
     sender, receiver = engines("p", kinds=STATES), engines("d", kinds=STATES)
     offer = send(sender, "r", range(40))
     with pytest.raises(ValueError, match="one more token, the first that the sender sampled"):
         receiver.connector.match(Request("r", range(40)), offer)
 
 
-def test_engines_that_do_not_fit_their_manager():
+def test_engine_description_must_match_its_manager():
     manager = KVCacheManager(32, 50, 1024)
     with pytest.raises(ValueError, match=r"blocks of \[16\] tokens: expected \[32\]"):
         Connector(manager, [NoRank((layout(),))], engine_id="d")
@@ -421,7 +421,7 @@ def test_engines_that_do_not_fit_their_manager():
         ({"transport": 3}, "transport is 3: expected a name, or null"),
     ],
 )
-def test_an_option(options, message):
+def test_invalid_option_is_rejected_by_name(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         ConnectorOptions(**options)
 
@@ -429,7 +429,7 @@ def test_an_option(options, message):
 # Leases and quarantine ---------------------------------------------------------------------------------
 
 
-def test_blocks_under_lease_are_not_used_again():
+def test_leased_blocks_are_not_reused():
     sender, manager, (rank,) = lone("p", num_blocks=11)
     request = Request("r", range(70))
     manager.step(new=[request])
@@ -452,7 +452,7 @@ def test_leased_blocks_are_reused_after_the_last_rank_ends_its_lease():
         assert manager.pool.num_free == free
 
 
-def test_nothing_is_offered_without_a_free_lease_slot():
+def test_no_offer_is_made_without_a_free_lease_slot():
     sender, manager, _ = lone("p")
     while sender._numbers.take(str(len(sender._numbers)), 60):
         pass
@@ -484,7 +484,7 @@ def test_lease_of_zero_seconds_is_rejected_and_holds_nothing(lease_s):
 
 
 @pytest.mark.parametrize("order", [["nonsense"], [], ["a"], ["a", "a"], "ab", [1, 2], None])
-def test_order_of_other_layers_is_rejected_and_nothing_is_taken(order):
+def test_order_with_other_layers_is_rejected_and_reserves_nothing(order):
     sender, manager, (rank,) = lone("p")
     request = Request("r", range(70))
     manager.step(new=[request])
@@ -502,7 +502,7 @@ def admitted(receiver, manager, name="r"):
     return request
 
 
-def test_a_failed_load_is_computed_from_the_hit_on_in_its_own_blocks():
+def test_tokens_of_a_failed_load_are_computed_after_the_hit_in_the_same_blocks():
     receiver, manager, (rank,) = lone()
     request = admitted(receiver, manager)
     rank.results = Results(failed={"r": "why"}, released={"r"})
@@ -513,7 +513,7 @@ def test_a_failed_load_is_computed_from_the_hit_on_in_its_own_blocks():
     assert manager.pool.num_free == 49 and manager.pool.num_cached == 0
 
 
-def test_pages_that_a_transport_still_writes_to_are_quarantined():
+def test_pages_still_written_by_a_transport_are_quarantined():
     receiver, manager, (rank,) = lone(num_blocks=11)
     request = admitted(receiver, manager)
     held = set(manager.block_ids(request).tolist())
@@ -546,7 +546,7 @@ def test_failure_of_one_rank_cancels_the_others():
     assert receiver.poll() == [] and manager.pool.num_free == 49
 
 
-def test_a_rank_that_never_answers_does_not_hold_its_request():
+def test_unresponsive_rank_does_not_block_its_request():
     now = [0.0]
     receiver, manager, _ = lone(clock=lambda: now[0])
     admitted(receiver, manager)
@@ -569,7 +569,7 @@ def test_abandoned_request_keeps_its_blocks_until_they_are_released():
     assert manager.pool.num_free == 49 and receiver.num_loading_requests == 0
 
 
-def test_a_request_is_begun_once_and_after_it_was_admitted():
+def test_load_is_begun_once_and_only_after_admission():
     receiver, *_ = lone()
     request = Request("r", range(71))
     for matched in (False, True):
@@ -600,7 +600,7 @@ def test_returning_request_is_matched_again():
         receiver.begin(request)  # the last match was for another request with the same id
 
 
-def test_a_hit_that_grew_before_the_step_begins_no_load():
+def test_load_does_not_begin_if_the_hit_grew_before_the_step():
     receiver, manager, (rank,) = lone()
     request = Request("r", range(300))
     count = receiver.match(request, an_offer())
@@ -620,7 +620,7 @@ def test_a_hit_that_grew_before_the_step_begins_no_load():
 # Faults, with real transports --------------------------------------------------------------------------
 
 
-def test_a_lease_that_is_over_costs_the_load_and_never_an_answer(engines):
+def test_expired_lease_fails_the_load_but_not_the_answer(engines):
     sender, receiver = engines("p"), engines("d", block=32)
     tokens = list(range(100))
     offer = send(sender, "r", tokens, lease_s=0.05)
@@ -639,7 +639,7 @@ def test_a_lease_that_is_over_costs_the_load_and_never_an_answer(engines):
     assert receiver.drained()
 
 
-def test_a_lease_that_is_withdrawn(engines):
+def test_withdrawn_lease_fails_the_load(engines):
     sender, receiver = engines("p"), engines("d")
     request = Request("r", range(50))
     sender.prefill(request)
@@ -664,7 +664,7 @@ def test_a_lease_that_is_withdrawn(engines):
         (lambda rank: rank.update(leases=4096), "registered|memory"),
     ],
 )
-def test_addresses_that_are_not_the_senders_read_nothing(change, message, engines):
+def test_offer_with_foreign_addresses_reads_nothing(change, message, engines):
     sender, receiver = engines("p"), engines("d")
     offer = send(sender, "r", range(50))
     change(offer["ranks"][0])
@@ -678,7 +678,7 @@ def test_addresses_that_are_not_the_senders_read_nothing(change, message, engine
     assert receiver.drained()
 
 
-def test_the_transports_digest_is_an_option(engines):
+def test_transport_digest_is_an_option(engines):
     sender, receiver = (engines(name, options={"digest": True}) for name in "pd")
     assert all(each.ranks[0]._reader.transport.digest for each in (sender, receiver))
     check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
@@ -693,7 +693,7 @@ def test_peer_without_the_secret_is_rejected(engines):
     assert receiver.drained()
 
 
-def test_a_sender_that_is_stopped_costs_the_deadline_and_no_more(engines):
+def test_stopped_sender_delays_a_load_only_until_the_deadline(engines):
     receiver = engines("decode", options={"timeout_s": 1.0})
     with EngineProcess("prefill") as sender:
         offers = [
@@ -766,7 +766,7 @@ def check_load_again(receiver, name, tokens, offer):
         time.sleep(0.3)
 
 
-def test_a_sender_that_is_killed_and_started_again_under_its_name(engines):
+def test_sender_can_be_killed_and_restarted_under_its_name(engines):
     receiver = engines("decode", options={"timeout_s": 5.0})
     with EngineProcess("prefill") as sender:
         offer = sender.ask("prefill", id="r", tokens=[*range(60)])["offer"]
@@ -786,7 +786,7 @@ def test_a_sender_that_is_killed_and_started_again_under_its_name(engines):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_short_run_of_faults(transport):
+def test_random_faults_change_no_answer(transport):
     """`python -m benchmarks.disaggregation` runs the long version."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -878,7 +878,7 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
         (("block", "layer", "kv", "token", "head", "element"), [64, 64]),
     ],
 )
-def test_layers_that_lie_together_are_read_together(memory_order, expected):
+def test_adjacent_layers_are_read_together(memory_order, expected):
     description = CacheDescription(
         engine_id="p",
         **{"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 16},
@@ -891,7 +891,7 @@ def test_layers_that_lie_together_are_read_together(memory_order, expected):
     assert parts.computed(0, 0, Progress(64, 96, 2)).tolist() == [96, 96]
 
 
-def test_a_prefill_that_is_withdrawn_in_the_midst(engines):
+def test_prefill_can_be_withdrawn_during_a_load(engines):
     sender, receiver = engines("p"), engines("d")
     request, again = Request("r", range(100)), Request("r", range(101))
     sender.manager.step(new=[request])
@@ -909,7 +909,7 @@ def test_a_prefill_that_is_withdrawn_in_the_midst(engines):
     assert sender.drained() and receiver.drained()
 
 
-def test_layers_from_another_process_that_ends_well_and_then_is_killed(engines):
+def test_layers_are_read_from_another_process_until_it_is_killed(engines):
     receiver = engines("decode", block=32, kinds=HYBRID)
     with EngineProcess("prefill", tp=2, layout="HND", kinds=HYBRID) as sender:
         for name, tokens in (("r", range(100)), ("s", range(500, 600))):
@@ -939,7 +939,7 @@ def test_layers_from_another_process_that_ends_well_and_then_is_killed(engines):
 # Misbehaving peers and ranks ---------------------------------------------------------------------------
 
 
-def test_a_message_of_a_peer_does_not_end_the_thread(engines):
+def test_malformed_message_of_a_peer_does_not_end_the_thread(engines):
     sender, receiver = engines("p"), engines("d")
     peer = make_transport("evil", "gloo")
     name = peer.connect(base64.b64decode(sender.ranks[0].handshake.address.metadata))
@@ -951,7 +951,7 @@ def test_a_message_of_a_peer_does_not_end_the_thread(engines):
     peer.close()
 
 
-def test_a_pass_that_fails_is_not_the_last_one(engines, monkeypatch):
+def test_thread_continues_after_a_failed_iteration(engines, monkeypatch):
     sender, receiver = engines("p"), engines("d")
     with monkeypatch.context() as patch:
         patch.setattr(sender.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
@@ -960,7 +960,7 @@ def test_a_pass_that_fails_is_not_the_last_one(engines, monkeypatch):
     assert sender.drained()
 
 
-def test_a_thread_that_gives_up_ends_loads_and_leases(engines, monkeypatch):
+def test_failed_thread_ends_loads_and_leases(engines, monkeypatch):
     monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
     sender, receiver = engines("p"), engines("d")
     offers = [send(sender, name, range(50)) for name in "rs"]
@@ -977,7 +977,7 @@ def test_a_thread_that_gives_up_ends_loads_and_leases(engines, monkeypatch):
     assert sender.drained() and receiver.drained()
 
 
-def test_a_thread_that_gives_up_fails_the_loads_under_way(engines, monkeypatch):
+def test_failed_thread_fails_the_loads_in_progress(engines, monkeypatch):
     monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
     sender, receiver = engines("p"), engines("d")
     request, again = Request("r", range(50)), Request("r", range(51))
@@ -993,7 +993,7 @@ def test_a_thread_that_gives_up_fails_the_loads_under_way(engines, monkeypatch):
     assert sender.drained() and receiver.drained()
 
 
-def test_a_load_that_cannot_begin_fails_alone(engines, monkeypatch):
+def test_load_that_cannot_begin_fails_only_its_own_request(engines, monkeypatch):
     sender, receiver = engines("p"), engines("d")
     with monkeypatch.context() as patch:
         patch.setattr(receiver.ranks[0], "_begin_load", lambda load: 1 / 0)
@@ -1004,7 +1004,7 @@ def test_a_load_that_cannot_begin_fails_alone(engines, monkeypatch):
     check_load(receiver, Request("s", range(51)), send(sender, "s", range(50)), 50)
 
 
-def test_a_name_that_begins_with_nul(engines):
+def test_request_name_may_begin_with_nul(engines):
     sender, receiver = engines("p"), engines("d")
     check_load(receiver, Request("\0r", range(51)), send(sender, "\0r", range(50)), 50)
     assert sender.drained() and receiver.drained()

@@ -45,7 +45,7 @@ def test_a_lease_ends_when_all_readers_are_done():
     assert read_slot(leases.slots[3], 100).is_over is True
 
 
-def test_a_lease_ends_in_time_and_is_over_for_those_before_the_next():
+def test_lease_expires_for_its_readers_before_the_next_one_begins():
     leases = Leases()
     leases.begin("r", Lease(3, 100, 0.0), 0.01, ALL)
     time.sleep(0.02)
@@ -68,7 +68,7 @@ def test_progress_of_another_lease_does_not_count():
     assert read_slot(leases.slots[3], 100) == (False, most)
 
 
-def test_numbers_are_taken_once():
+def test_lease_numbers_are_used_once():
     numbers = LeaseNumbers()
     first = numbers.take("r", 1)
     assert numbers.take("r", 1) is None and "r" in numbers
@@ -164,6 +164,6 @@ TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_message_is_plain_json():
+def test_lease_message_is_plain_json():
     assert json.loads(done_message("r", 3, 2)) == {"done": "r", "generation": 3, "readers": 2}
     assert read_slot(np.zeros(3, np.int64), 1).is_over is None

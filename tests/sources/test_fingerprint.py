@@ -26,7 +26,7 @@ from tests.machinery.stores import MemoryStore
 TRIED = [name for name, row in TABLE.items() if row.changed is not None]
 
 
-def test_every_field_has_a_row_and_every_row_a_field():
+def test_table_has_exactly_one_row_per_field():
     assert sorted(walked()) == sorted(TABLE)
     classes = {name: kind_class(name) for name in kind_names()}
     # Earlier docstring examples in this process may have registered other kinds.
@@ -39,7 +39,7 @@ def test_every_field_has_a_row_and_every_row_a_field():
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_a_field_changes_the_fingerprint_or_is_irrelevant(name):
+def test_each_field_changes_the_fingerprint_or_is_listed_as_irrelevant(name):
     row = TABLE[name]
     one, other = row.fingerprints()
     assert (one == other) == bool(row.same), row.verdict
@@ -88,7 +88,7 @@ def test_storages_and_texts_describe_the_content_of_raw_pages():
         ([KVStorage(9, 16, 2, 8)], ValueError, "expected storages over these pages"),
     ],
 )
-def test_wrong_contents_are_named(contents, error, message):
+def test_invalid_contents_are_reported(contents, error, message):
     with pytest.raises(error, match=message):
         fingerprint(manager_of(), Pages.allocate(9, [[64]]), model="m", contents=contents)
 
@@ -107,7 +107,7 @@ def test_equal_numbers_of_tokens_and_heads_are_distinguished():
     assert len(found) == 2
 
 
-def test_an_engines_tensors_and_a_storage_of_the_same_bytes_are_equal():
+def test_tensors_and_storage_of_equal_bytes_have_equal_fingerprints():
     own = KVStorage(9, 16, 2, 8, dtype="float32", backend="FLASHINFER")
     theirs = KVStorage.from_tensors([kv_tensors(20, 2, 16, 2, 8)], backend="FLASHINFER")
     assert fingerprint(manager_of(), own.pages, model="m") == fingerprint(
@@ -115,7 +115,7 @@ def test_an_engines_tensors_and_a_storage_of_the_same_bytes_are_equal():
     )
 
 
-def test_the_host_tier_has_the_fingerprint_of_the_device():
+def test_host_tier_has_the_fingerprint_of_the_device():
     pages = KVStorage(9, 16, 2, 8).pages
     assert pages.on_host(20).contents == pages.contents
 

@@ -69,7 +69,7 @@ def a_user(store=None, groups=(FULL,), **options):
 
 @pytest.mark.parametrize("num_host_blocks", [0, 90])
 @pytest.mark.parametrize("mix", MIXES)
-def test_another_engine_loads_what_one_has_computed(mix, num_host_blocks):
+def test_blocks_computed_by_one_engine_are_loaded_by_another(mix, num_host_blocks):
     groups, hash_block_size = MIXES[mix]
     options = {
         "groups": groups, "hash_block_size": hash_block_size, "num_host_blocks": num_host_blocks,
@@ -113,7 +113,7 @@ def test_load_begins_after_the_hit():
     other.end()
 
 
-def test_loaded_blocks_are_hits_of_others():
+def test_loaded_blocks_are_hits_for_other_requests():
     store = MemoryStore()
     one = a_user(store)
     one.run(*prompts(LONG))
@@ -163,7 +163,7 @@ def test_lookup_of_a_waiting_request_is_repeated(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [[*range(20)], [*range(50, 80)]])
-def test_a_name_that_is_used_again_has_its_own_lookup(tokens):
+def test_reused_request_name_has_a_separate_lookup(tokens):
     store = MemoryStore()
     one = a_user(store)
     one.run(*prompts(LONG))
@@ -182,7 +182,7 @@ def test_a_name_that_is_used_again_has_its_own_lookup(tokens):
     other.end()
 
 
-def test_an_epoch_needs_another_model_text():
+def test_new_epoch_requires_another_model_text():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
@@ -194,7 +194,7 @@ def test_an_epoch_needs_another_model_text():
     user.end()
 
 
-def test_an_epoch_of_the_manager_alone_is_noticed():
+def test_epoch_started_only_in_the_manager_is_detected():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
@@ -216,7 +216,7 @@ def match_of(user, tokens):
     return found
 
 
-def test_a_new_epoch_finds_nothing_of_the_one_before():
+def test_new_epoch_finds_no_blocks_of_the_earlier_one():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
@@ -314,7 +314,7 @@ def test_pending_put_does_not_store_invalid_blocks(num_host_blocks):
 
 
 @pytest.mark.parametrize("num_failures", [1, 5])
-def test_a_removal_that_failed_is_done_again(num_failures):
+def test_failed_removal_is_retried(num_failures):
     user = a_user(Gated(num_failures), circuit=patient())
     user.run(*prompts(LONG))
     user.settle()
@@ -345,7 +345,7 @@ def test_nothing_is_loaded_before_invalid_blocks_are_removed():
     assert not user.store.values
 
 
-def test_a_put_under_way_in_a_new_epoch_is_not_announced():
+def test_put_in_flight_at_a_new_epoch_is_not_announced():
     user = a_user(Gated())
     user.run(*prompts(LONG))
     user.settle()
@@ -363,7 +363,7 @@ def test_a_put_under_way_in_a_new_epoch_is_not_announced():
     assert len(user.store.values) > 7 and not told(user)
 
 
-def test_the_host_tier_decides_what_goes_to_the_store():
+def test_host_tier_selects_the_blocks_written_to_the_store():
     user = a_user(num_blocks=9, num_host_blocks=30, host_write="back")
     user.run(*prompts(LONG[:9]))
     user.settle()
@@ -388,7 +388,7 @@ def test_the_host_tier_decides_what_goes_to_the_store():
         ("slow", "timeouts"),
     ],
 )
-def test_a_wrong_answer_is_a_miss_and_a_counter(wrong, counter):
+def test_invalid_answer_is_counted_as_a_miss(wrong, counter):
     store = MemoryStore()
     one = a_user(store)
     one.run(*prompts(LONG))
@@ -412,7 +412,7 @@ def test_a_wrong_answer_is_a_miss_and_a_counter(wrong, counter):
     "answer", [5, None, [], [True], [-1], ["x"] * 7, [None] * 7, [1 << 70] * 7, [9] * 8]
 )
 @pytest.mark.parametrize("method", ["exists", "get", "put", "take_evicted"])
-def test_an_answer_of_another_form_is_a_failure(method, answer):
+def test_answer_of_an_unexpected_type_is_a_failure(method, answer):
     store = MemoryStore()
     one = a_user(store)
     one.run(*prompts(LONG))
@@ -464,7 +464,7 @@ def test_invalid_keys_are_ignored(keys):
     other.end()
 
 
-def test_a_wrong_value_is_removed():
+def test_corrupt_value_is_removed():
     store = MemoryStore()
     one = a_user(store)
     one.run(*prompts(LONG))
@@ -530,7 +530,7 @@ def test_hanging_call_does_not_block_other_requests():
     assert user.tier.close(60) and store.is_closed
 
 
-def test_a_load_that_is_cancelled_leaves_nothing():
+def test_cancelled_load_releases_everything():
     store = MemoryStore(slow_s=0.2)
     one = a_user(store)
     one.run(*prompts(LONG))
@@ -624,7 +624,7 @@ def told(user):
     return has
 
 
-def test_routers_see_what_the_store_has():
+def test_routers_receive_events_of_the_store():
     """Events include parents and tokens, even after the device has evicted the block.
 
     A reset does not clear a store.
@@ -697,7 +697,7 @@ def test_value_describes_its_content():
         faults(values, [0, 2], [size], bytes(16), keys)
 
 
-def test_digests_are_those_of_xxh3():
+def test_digests_equal_xxh3():
     from kvcache.native.load import core
 
     rows = np.random.default_rng(0).integers(0, 256, (5, 300), np.uint8)[:, :290]
@@ -727,7 +727,7 @@ def test_circuit_breaker_allows_one_trial_call_with_increasing_delay():
     assert circuit.allows() and not circuit.is_open
 
 
-def test_the_fingerprint_is_of_all_that_must_be_equal():
+def test_fingerprint_covers_everything_that_must_be_equal():
     def of(model="m", rank="", sizes=((512, 512),), groups=(FULL,), **options):
         manager = KVCacheManager.for_groups([*groups], 9, 64, **options)
         pages = Pages.allocate(9, sizes)
@@ -789,7 +789,7 @@ def test_wrong_arguments_are_named(manager, options, error, message):
     assert threading.active_count() == before
 
 
-def test_a_request_that_is_not_receiving_is_not_loaded():
+def test_load_is_rejected_for_a_request_that_is_not_receiving():
     user = a_user()
     request = Request("a", range(20))
     user.manager.step(new=[request])
@@ -799,7 +799,7 @@ def test_a_request_that_is_not_receiving_is_not_loaded():
     user.end()
 
 
-def test_nothing_is_put_while_a_later_step_is_planned():
+def test_puts_are_not_issued_while_a_later_step_is_planned():
     user = a_user()
     first = user.manager.step(new=[Request("a", range(20))])
     second = user.manager.step([0], [1])

@@ -74,7 +74,7 @@ def opened(request, tmp_path):
     store.close()
 
 
-def test_values_come_back(opened):
+def test_stored_values_are_read_back(opened):
     store, keys = opened.store, [f"a {i}" for i in range(2500)]
     opened.fill(*range(2500))
     expected = opened.rows[:2500].copy()
@@ -87,7 +87,7 @@ def test_values_come_back(opened):
     assert np.array_equal(opened.rows[:2500], expected) and not opened.rows[2500].any()
 
 
-def test_a_removed_value_is_gone(opened):
+def test_removed_value_is_not_found(opened):
     opened.fill(0, 1)
     assert opened.store.put(["c", "d"], opened.values(0, 1)) == [True, True]
     opened.store.remove(["c", "e"])
@@ -160,7 +160,7 @@ def test_blocks_survive_a_restart(tmp_path):
 
 
 @needs_nixl
-def test_values_of_another_size_replace_what_was_there(tmp_path, caplog):
+def test_values_of_another_size_replace_earlier_values(tmp_path, caplog):
     opened = Opened(DiskStore(tmp_path, "1MiB"))
     opened.store.put(["a"], opened.values(0))
     opened.store.close()
@@ -212,7 +212,7 @@ def test_meaningless_header_is_replaced(tmp_path, header):
 
 
 @needs_nixl
-def test_a_key_twice_in_one_put_has_one_place_and_the_last_value(tmp_path):
+def test_repeated_key_in_one_put_stores_the_last_value_once(tmp_path):
     opened = Opened(DiskStore(tmp_path, "1MiB"))
     opened.fill(0, 1, 2)
     capacity = opened.store.capacity
@@ -290,7 +290,7 @@ def test_new_folders_and_their_parents_are_private_to_this_user(tmp_path):
 
 
 @needs_nixl
-def test_one_store_at_a_time_uses_a_folder(tmp_path):
+def test_folder_can_be_used_by_only_one_store(tmp_path):
     opened = Opened(DiskStore(tmp_path, "1MiB"))
     with pytest.raises(StoreError, match="is in use by another store"):
         Opened(DiskStore(tmp_path, "1MiB"))
@@ -299,7 +299,7 @@ def test_one_store_at_a_time_uses_a_folder(tmp_path):
 
 
 @needs_nixl
-def test_too_little_room_and_keys_that_are_too_long_are_named(tmp_path):
+def test_insufficient_capacity_and_long_keys_are_reported(tmp_path):
     with pytest.raises(StoreError, match="capacity_bytes is 9000: expected 12288 or more"):
         Opened(DiskStore(tmp_path, 9000))
     opened = Opened(DiskStore(tmp_path, "1MiB"))
@@ -311,7 +311,7 @@ def test_too_little_room_and_keys_that_are_too_long_are_named(tmp_path):
 
 @needs_nixl
 @pytest.mark.parametrize("damage", ["truncated", "garbled", "entry"])
-def test_a_damaged_file_is_a_miss(tmp_path, damage):
+def test_damaged_file_is_a_miss(tmp_path, damage):
     def make():
         return StoreUser(DiskStore(tmp_path, "1MiB"), [FULL], circuit=patient())
 
@@ -341,7 +341,7 @@ def test_a_damaged_file_is_a_miss(tmp_path, damage):
 
 @needs_nixl
 @pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW, GroupSpec("recurrent", 4)]])
-def test_an_engine_over_a_disk_that_is_too_small(tmp_path, groups):
+def test_engine_works_with_a_disk_that_is_too_small(tmp_path, groups):
     choose = random.Random(1)
     families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
     num_loaded = 0  # how many blocks are loaded in time depends on the machine
@@ -367,7 +367,7 @@ def test_an_engine_over_a_disk_that_is_too_small(tmp_path, groups):
 
 
 @needs_mooncake
-def test_another_engine_loads_from_mooncake(master):
+def test_blocks_are_loaded_from_mooncake_by_another_engine(master):
     groups = [FULL, WINDOW]
     one = StoreUser(MooncakeStore(master.address, segment_bytes="64MiB"), groups, model="mooncake")
     one.run(*prompts([*range(30)]))

@@ -198,7 +198,7 @@ def disk_user(folder, choose, groups=MIXES[0]):
 
 @needs_nixl
 @pytest.mark.parametrize("seed", sampled(range(40), 6))
-def test_no_damage_of_a_disks_file_is_a_wrong_hit(seed, tmp_path):
+def test_damaged_disk_file_never_gives_a_wrong_hit(seed, tmp_path):
     """Damage occurs while the file is open and between two engines: flipped bits, torn ends, holes,
     old copies.
     """
@@ -272,7 +272,7 @@ def test_full_disk_stores_nothing_more_and_returns_no_wrong_values(seed, tmp_pat
 
 
 @needs_nixl
-def test_a_disk_whose_system_calls_fail_is_a_miss(tmp_path, monkeypatch):
+def test_failing_system_calls_of_a_disk_are_misses(tmp_path, monkeypatch):
     choose = random.Random(3)
     user = disk_user(tmp_path, choose)
     for name in ("pwrite", "pread", "ftruncate", "statvfs", "fstat"):

@@ -199,7 +199,7 @@ COUNTED = (
 @needs_counts
 @pytest.mark.parametrize("num_fragments", [32, 1000])
 @pytest.mark.parametrize("name", NAMES)
-def test_staging_cost(name, num_fragments):
+def test_call_counts_of_staged_transfers(name, num_fragments):
     """Measures the second of two reads: 32 pages in two allocations, or 1,000 small fragments in
     one.
     """
@@ -248,7 +248,7 @@ def test_unpinned_staging_transfers_correct_bytes(why, monkeypatch):
         assert torch.equal(mine[HERE], theirs[THERE])
 
 
-def test_staging_disturbs_no_capture():
+def test_staging_does_not_affect_a_capture():
     with Sides("gloo", ("cuda", "cuda"), 4096) as both, side_stream() as side:
         x = torch.zeros(8, device="cuda")
         torch.cuda.synchronize()

@@ -152,7 +152,7 @@ def engines(rng):
 
 
 @pytest.mark.parametrize("trials", sampled([20, 200]))
-def test_any_range_of_tokens_with_null_pages_on_both_sides(trials):
+def test_any_token_range_arrives_with_null_pages_on_both_sides(trials):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -308,7 +308,7 @@ def test_different_block_sizes_in_one_description_are_rejected():
         replace(one, stages=[(1, 1, 4), (1, 1, 8)])
 
 
-def test_an_empty_range_moves_nothing():
+def test_empty_range_moves_nothing():
     rng = random.Random(0)
     mine, theirs, plan, num_tokens = engines(rng)
     found = plan_range(plan, mine.ids, theirs[0].ids, num_tokens, num_tokens)
@@ -336,7 +336,7 @@ def test_invalid_tables_are_rejected(local, remote, tokens, said):
         plan_range(plan_transfer(cache, cache, 0), local, remote, *tokens)
 
 
-# With a transport.
+# Tests with a transport.
 
 
 @pytest.fixture

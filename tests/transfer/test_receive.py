@@ -83,7 +83,7 @@ def test_shapes_may_name_heads_before_tokens(function, layout, takes_ratio, devi
 
 
 @pytest.mark.parametrize("shape", [(NB, BS, 1, D), (NB, 1, H, D)])
-def test_the_order_of_dimensions_is_never_guessed(shape):
+def test_ambiguous_order_of_dimensions_must_be_given(shape):
     """With one head or one token, the strides do not identify the dimensions."""
     bs = shape[1]
     for layout in ("NHD", "HND"):
@@ -102,7 +102,7 @@ def test_the_order_of_dimensions_is_never_guessed(shape):
 
 
 @each_function
-def test_an_unknown_order_of_dimensions_is_named(function, layout, takes_ratio):
+def test_unknown_order_of_dimensions_is_reported(function, layout, takes_ratio):
     cache = cache_of(layout)
     before = cache.clone()
     for dims in ("NDH", "hnd", None, 3):
@@ -115,7 +115,7 @@ def test_an_unknown_order_of_dimensions_is_named(function, layout, takes_ratio):
 
 @each_device
 @each_function
-def test_all_layers_in_one_call(function, layout, takes_ratio, device):
+def test_one_call_converts_all_layers(function, layout, takes_ratio, device):
     ids, ratio = [7, 0, 10, 3], 3 if takes_ratio else 1
     layers = [cache_of(layout, device, seed) for seed in range(5)]
     want = [expected(layer, layout, ids, ratio) for layer in layers]
@@ -124,7 +124,7 @@ def test_all_layers_in_one_call(function, layout, takes_ratio, device):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_k_and_v_of_layers_packed_into_blocks(layout):
+def test_packed_k_and_v_of_all_layers_are_converted(layout):
     order = (BS, H) if layout == "NHD" else (H, BS)
     whole = torch.randn(NB, 4, 2, *order, D)
     before = whole.clone()
@@ -153,7 +153,7 @@ def test_k_and_v_of_layers_packed_into_blocks(layout):
     ],
     ids=["list", "tuple", "array", "uint8", "strided", "tensor", "column", "on the device"],
 )
-def test_indices_in_any_form(make, device):
+def test_indices_may_have_any_integer_form(make, device):
     ids = [7, 0, 10]
     cache = cache_of("HND", device)
     want = expected(cache, "HND", ids, 2)
@@ -163,7 +163,7 @@ def test_indices_in_any_form(make, device):
 
 @each_function
 @pytest.mark.parametrize("empty", [[], np.empty((0, 1), np.int64), torch.empty(0)[:0].long()])
-def test_no_indices_change_nothing(function, layout, takes_ratio, empty):
+def test_empty_indices_change_nothing(function, layout, takes_ratio, empty):
     cache = cache_of(layout)
     before = cache.clone()
     function(cache, empty, *[3] * takes_ratio)
@@ -194,7 +194,7 @@ def test_larger_remote_blocks_are_split(function, layout, k, flat, device):
 @each_device
 @pytest.mark.parametrize("remote_size", [4, 12, 24])
 @pytest.mark.parametrize("local", ["NHD", "HND"])
-def test_a_remote_side_that_is_nhd(local, remote_size, device):
+def test_remote_blocks_in_nhd_are_converted(local, remote_size, device):
     cache = cache_of(local, device)
     ids = [7, 0, 10, 3]
     want = cache.cpu().clone()
@@ -212,7 +212,7 @@ def test_three_functions_equal_the_general_function():
         assert torch.equal(one, other)
 
 
-def test_a_cache_of_one_head_is_its_own_layout():
+def test_with_one_head_both_layouts_are_equal():
     mla = torch.randn(NB, BS, D)
     before = mla.clone()
     kv_postprocess_blksize_on_receive([mla], [1, 2], 3)
@@ -235,7 +235,7 @@ def refused(message, call, *caches):
 
 @each_device
 @each_function
-def test_storage_of_the_other_layout(function, layout, takes_ratio, device):
+def test_cache_stored_in_the_other_layout_is_rejected(function, layout, takes_ratio, device):
     other = {"NHD": "HND", "HND": "NHD"}[layout]
     cache = cache_of(other, device)
     message = rf"cache is stored as {other} \(strides .*\): expected {layout}"
@@ -285,7 +285,7 @@ def test_invalid_ratio_is_rejected(function, layout, ratio, message):
     refused(message, lambda: function(cache, [1, 2, 3], ratio), cache)
 
 
-def test_invalid_arguments_of_the_general_function():
+def test_general_function_rejects_invalid_arguments():
     cache = cache_of("HND")
     for message, given in {
         "remote_block_size is 5: expected a divisor or a multiple of the block size 12": {
@@ -298,7 +298,7 @@ def test_invalid_arguments_of_the_general_function():
         refused(message, lambda: permute_received_blocks(cache, [1], **given), cache)  # noqa: B023
 
 
-def test_layers_that_differ():
+def test_layers_with_different_shapes_or_dtypes_are_rejected():
     cache = cache_of("HND")
     for message, other in {
         r"layer 1 has shape \(10, 12, 3, 5\): expected \(11, 12, 3, 5\)": cache[:-1],
@@ -311,7 +311,7 @@ def test_layers_that_differ():
         refused(message, call, cache)
 
 
-def test_a_cache_of_a_wrong_form():
+def test_cache_with_an_invalid_form_is_rejected():
     whole = torch.randn(2, NB, BS, H, D)
     refused(
         r"cache has shape \[2, 11, 12, 3, 5\]",
@@ -372,7 +372,7 @@ print(ours - start, peak() - ours)
 """
 
 
-def test_no_temporary_copy_of_the_payload():
+def test_conversion_makes_no_temporary_copy_of_the_payload():
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours, plain = map(float, done.stdout.split())
@@ -395,7 +395,7 @@ def test_overlapping_layers_are_rejected_and_packed_layers_accepted():
     assert all(torch.equal(a, b) for a, b in zip(layers, apart))
 
 
-def test_another_default_device_changes_nothing():
+def test_default_device_does_not_affect_the_conversion():
     cache, other = cache_of("HND"), cache_of("HND")
     kv_postprocess_blksize_on_receive(other, [1], 2)
     torch.set_default_device("meta")

@@ -177,7 +177,7 @@ def test_regions_equal_the_storage_regions(packing, layout, values):
             assert start[int(r)] + page * one.region_bytes[r] + at == want
 
 
-def test_a_group_of_a_plan_is_described_unless_it_is_not_transferred():
+def test_groups_of_a_plan_are_described_unless_untransferred():
     cp = ContextParallel(dcp_world_size=2)
     layers = [LayerSpec(f"full.{i}", "full_attention", 16, 2, 64) for i in range(4)]
     layers += [LayerSpec("mla", "full_attention", 16, 1, 576, v_head_size=0, replicated=True)]
@@ -213,7 +213,7 @@ def test_a_group_of_a_plan_is_described_unless_it_is_not_transferred():
         )
 
 
-def test_a_group_is_described_with_stages():
+def test_group_description_may_have_stages():
     layers = [LayerSpec(str(i), "full_attention", 16, 2, 64) for i in range(30)]
     plan = plan_cache(layers, 2**24, max_model_len=64)
     stages = [(30, 4), (2, 8)]
@@ -227,7 +227,7 @@ def test_a_group_is_described_with_stages():
         CacheDescription.of_group(plan.groups[0], plan.layers, engine_id="x", pp_size="2")
 
 
-def test_a_circular_group_is_not_described():
+def test_circular_group_cannot_be_described():
     options = {"window": 16, "buffer": 79}
     layer = LayerSpec("c", "circular_window", 16, 1, 8, options=options)
     plan = plan_cache([layer], 2**20, max_model_len=256, max_num_batched_tokens=64)

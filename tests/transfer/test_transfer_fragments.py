@@ -116,7 +116,7 @@ def test_ranks_equal_the_topology(heads, is_mla):
         (of(cp_world_size=2, cp_interleave=2), of(layout="HND", cp_world_size=2), None, 64),
     ],
 )
-def test_the_fewest_fragments_are_chosen(local, remote, permutation, num_fragments):
+def test_plan_uses_the_fewest_fragments(local, remote, permutation, num_fragments):
     plan = plan_transfer(cache(**local), cache(**remote), 0)
     assert (plan.permutation, plan.num_fragments) == (permutation, num_fragments)
     exact = plan_transfer(cache(**local), cache(**remote), 0, allow_permutation=False)
@@ -191,7 +191,7 @@ def test_fragments_are_maximal_with_outermost_heads(local, remote, packing, layo
     assert len(begins) == len(f.length) and not ends & begins
 
 
-def test_engines_of_other_scales_are_rejected():
+def test_engines_with_different_scales_are_rejected():
     common = of(dtype="float8_e4m3fn")
     plain = cache(engine_id="L", **common)
     scaled = cache(engine_id="R", k_scale=[[1.0], [0.5]], v_scale=[[1.0], [1.0]], **common)

@@ -33,7 +33,7 @@ NUM_SHARES = 797
 
 
 @pytest.mark.parametrize("share", sampled(range(0, NUM_SHARES, 32)))
-def test_every_parallel_size_and_number_of_heads(share):
+def test_plans_are_correct_for_all_parallel_sizes_and_numbers_of_heads(share):
     count = len(range(share, len(SIZES) ** 6 * len(HEADS), NUM_SHARES))
     counts, wrong = tally(parallel_product(start=share, step=NUM_SHARES))
     assert not wrong
@@ -41,7 +41,7 @@ def test_every_parallel_size_and_number_of_heads(share):
 
 
 @pytest.mark.parametrize("parallel", spread([(each,) for each in PARALLEL], 2), ids=str)
-def test_every_layout_and_packing(parallel):
+def test_plans_are_correct_for_all_layouts_and_packings(parallel):
     some = itertools.islice(page_product([parallel], block_sizes=(4, 8)), 0, None, 7)
     counts, wrong = tally(some)
     assert not wrong and counts["right"]
@@ -53,7 +53,7 @@ def test_every_layout_and_packing(parallel):
 @pytest.mark.parametrize(
     "orders", spread([(pair,) for pair in itertools.product(ORDERS, repeat=2)], 5), ids=" to ".join
 )
-def test_every_pair_of_memory_orders(orders):
+def test_plans_are_correct_for_all_pairs_of_memory_orders(orders):
     parallel = (of(), of(tp_size=2)), (of(block_size=8), of(pp_size=2)), (of(), of())
     for (sides, layouts), size in itertools.product(
         itertools.product(parallel, itertools.product(("NHD", "HND"), repeat=2)), (2, 1)
@@ -84,7 +84,9 @@ def test_equal_pages_move_whole_in_every_memory_order():
         (of(tp_size=6, cp_world_size=3), of(tp_size=4, pp_size=2, packing="block_major")),
     ],
 )
-def test_sizes_that_do_not_divide_each_other(local, remote, allow_permutation):
+def test_plans_are_correct_for_sizes_that_do_not_divide_each_other(
+    local, remote, allow_permutation
+):
     sizes = of(num_layers=6, total_num_kv_heads=12)
     local, remote = cache(**sizes, **local), cache(**sizes, **remote)
     for rank in range(local.world_size):
@@ -125,7 +127,7 @@ def drawn_side(rng, heads, num_layers, scales):
 
 
 @pytest.mark.parametrize("seed", sampled(range(30)))
-def test_random_uneven_stages_with_scales(seed):
+def test_plans_are_correct_for_random_uneven_stages_with_scales(seed):
     rng = np.random.default_rng(seed)
     for _ in range(12):
         heads, num_layers = int(rng.choice([1, 2, 4, 6])), int(rng.integers(2, 6))
@@ -144,7 +146,7 @@ def test_random_uneven_stages_with_scales(seed):
             check(local, remote, rank, allow_permutation=allowed, seed=seed, tokens=(first, last))
 
 
-def test_stages_with_different_tensor_parallel_sizes():
+def test_plans_are_correct_for_stages_with_different_tensor_parallel_sizes():
     """The prefill engine has 3 + 1 layers on 1 and 4 ranks, and the decode engine has 2 ranks."""
     prefill = cache(num_layers=4, stages=[(3, 1), (1, 4)])
     decode = cache(num_layers=4, tp_size=2)
@@ -181,7 +183,7 @@ def test_scales_move_with_their_heads(packing, layouts, sizes):
 
 @pytest.mark.parametrize("allow_permutation", [True, False])
 @pytest.mark.parametrize(("local", "remote"), DIFFERENT)
-def test_groups_with_partial_token_ranges(local, remote, allow_permutation):
+def test_plans_are_correct_for_groups_with_partial_token_ranges(local, remote, allow_permutation):
     local, remote = cache(**local), cache(**remote)
     whole = plan_transfer(local, remote, 0).tokens_per_group
     num_checked = 0
@@ -196,7 +198,7 @@ def test_groups_with_partial_token_ranges(local, remote, allow_permutation):
     assert num_checked >= whole
 
 
-def test_a_partial_group_reads_no_page_without_tokens():
+def test_partial_group_reads_no_page_without_tokens():
     local, remote = cache(block_size=8), cache(block_size=2)
     plan = plan_transfer(local, remote, 0).for_tokens(3)
     assert plan.remote_pages_per_group == 2 and set(plan.fragments.remote_page) == {0, 1}
@@ -227,10 +229,10 @@ def spoiled(**changes):
     return change
 
 
-def test_scales_of_another_layer_are_found():
+def test_scales_of_another_layer_are_detected():
     local = cache(packing="block_major", scale_bytes_per_head=4, tp_size=2)
     remote = cache(packing="block_major", scale_bytes_per_head=4)
-    with pytest.raises(Wrong, match="an element is not where it belongs"):
+    with pytest.raises(Wrong, match="an element is in the wrong place"):
         check(local, remote, 0, change=spoiled_scales)
 
 
@@ -280,13 +282,13 @@ ROW = 2 * 4  # bytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (spoiled(layers=shift(1, ROW)), "an element is not where it belongs"),  # another head
-        (spoiled(runs=next_token), "an element is not where it belongs"),
+        (spoiled(layers=shift(1, ROW)), "an element is in the wrong place"),  # another head
+        (spoiled(runs=next_token), "an element is in the wrong place"),
         (spoiled(layers=shift(1, 2)), "within an element"),
         (spoiled(layers=shift(1, -(10**6))), "leaves its region"),
-        (spoiled(layers=shift(0, 4)), "a region that is not there"),
+        (spoiled(layers=shift(0, 4)), "a region that does not exist"),
         (spoiled(layers=shift(3, ROW)), "not exactly the bytes|leaves its region"),
-        (spoiled(layers=swap_k_and_v), "an element is not where it belongs"),
+        (spoiled(layers=swap_k_and_v), "an element is in the wrong place"),
         (spoiled(runs=half), "not exactly the bytes"),
         (read_again_from_a_replica, "a local byte is written twice"),
         (read_twice, "a remote byte is fetched twice"),
@@ -297,7 +299,7 @@ ROW = 2 * 4  # bytes
         "twice", "missing",
     ],
 )  # fmt: skip
-def test_planted_defects_are_found(change, message):
+def test_planted_defects_are_detected(change, message):
     # Local rank 0 holds 2 of 4 heads. It reads from a remote rank with all heads, or from two with
     # one head each.
     local = cache(tp_size=2)
@@ -311,10 +313,10 @@ def test_planted_defects_are_found(change, message):
 @pytest.mark.parametrize(
     "wrong", [ReceivePermutation(4, "NHD"), ReceivePermutation(8, "HND"), None]
 )
-def test_a_wrong_permutation_is_found(wrong):
+def test_wrong_permutation_is_detected(wrong):
     local, remote = cache(block_size=8), cache(block_size=4, layout="HND")
     check(local, remote, 0)
-    with pytest.raises(Wrong, match="an element is not where it belongs"):
+    with pytest.raises(Wrong, match="an element is in the wrong place"):
         check(local, remote, 0, change=lambda plan: replace(plan, permutation=wrong))
 
 

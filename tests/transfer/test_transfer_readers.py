@@ -107,7 +107,7 @@ def test_readers_of_known_examples():
     assert source_readers(stages, cache(num_layers=4, tp_size=2)) == ((0, 1, 2), (0, 3, 4))
 
 
-def test_readers_of_states():
+def test_readers_of_states_equal_the_plans():
     wide, narrow = (
         StateDescription(
             engine_id="e",

@@ -127,7 +127,7 @@ def drawn(rng):
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), 6))
-def test_every_byte_arrives_for_all_sizes(seed):
+def test_every_state_byte_arrives_for_all_sizes(seed):
     rng = np.random.default_rng(seed)
     for _ in range(10):
         local, remote = drawn(rng)
@@ -162,7 +162,7 @@ def mamba(**changes):
         (of(tp_size=2), of(stages=[(1, 1), (1, 4)]), [(0, 1, 2), (0, 3, 4)], 4 + 4),
     ],
 )
-def test_slices_of_known_examples(local, remote, ranks, num_fragments):
+def test_state_slices_of_known_examples(local, remote, ranks, num_fragments):
     local, remote = mamba(**local), mamba(**remote)
     rng = np.random.default_rng(0)
     plans = [check(local, remote, rank, rng) for rank in range(local.world_size)]
@@ -179,7 +179,7 @@ def test_adjacent_pages_of_equal_states_form_one_run():
     assert padded.apply(pages, pages + 1).num_fragments == 8
 
 
-def test_another_order_of_channels_moves_element_by_element():
+def test_different_channel_orders_move_single_elements():
     conv = of(sections=[(4, 2)], row_size=3)
     last, first = (
         StateDescription(
@@ -194,7 +194,7 @@ def test_another_order_of_channels_moves_element_by_element():
 
 
 @pytest.mark.parametrize(("column", "by"), [(1, 2), (1, -6), (3, 4), (4, -2)])
-def test_planted_defects_are_found(column, by):
+def test_planted_defects_are_detected(column, by):
     local, remote = mamba(tp_size=2), mamba()
     rng = np.random.default_rng(0)
     check(local, remote, 1, rng)

@@ -990,12 +990,12 @@ def test_wildcard_host_requires_advertise(name, host, peer):
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
 
 
-def test_the_same_secret_connects(name):
+def test_sides_with_the_same_secret_connect(name):
     with Side(name, secret=b"a") as side, Peer(name, secret=b"a") as peer:
         assert side.transport.connect(peer.metadata) == "peer"
 
 
-def test_only_the_loopback_listens(side, name):
+def test_transports_listen_only_on_the_loopback(side, name):
     """Return all listening TCP sockets of this process, as listed by the kernel."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():

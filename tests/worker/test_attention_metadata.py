@@ -41,7 +41,7 @@ def contents(batch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_mixed_batch_of_two_groups(device):
+def test_metadata_of_a_mixed_batch_of_two_groups(device):
     builder = AttentionMetadataBuilder(make_tables(device))
     batch = builder.build([2, 0], [5, 1], [16, 24], num_padded_reqs=3, num_padded_tokens=8)
     assert (batch.num_reqs, batch.num_tokens) == (3, 8)
@@ -85,7 +85,7 @@ def test_lists_arrays_and_tensors_are_equivalent(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_buffers_keep_addresses_but_no_earlier_batch(device):
+def test_buffers_keep_addresses_but_no_data_of_earlier_batches(device):
     tables = make_tables(device)
     builder = AttentionMetadataBuilder(tables)
 
@@ -105,7 +105,7 @@ def test_buffers_keep_addresses_but_no_earlier_batch(device):
     assert everything.tolist()[:1] == [6] and not everything[1:12].any()
 
 
-def test_more_batch_sizes_than_views_are_kept():
+def test_number_of_cached_views_is_limited():
     count = attention_metadata.MAX_CACHED_VIEWS + 5
     tables = BlockTable(4, count, 1, 16, False, "cpu", 4)
     for row in range(count):
@@ -127,7 +127,7 @@ def test_only_requested_outputs_are_built():
     assert infer.block_table is None and infer.paged_kv_indices.tolist() == [1, 2, 3]
 
 
-def test_groups_with_tables_are_served_and_others_on_request():
+def test_only_groups_with_tables_are_served_by_default():
     tables = make_tables(slot_mapping=False)
     assert list(AttentionMetadataBuilder(tables).build([0], [1], [9]).groups) == [0]
     both = AttentionMetadataBuilder(tables, groups=[1, 0]).build([0], [1], [9])
@@ -138,7 +138,7 @@ def test_groups_with_tables_are_served_and_others_on_request():
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_context_parallel_lengths_and_their_bound(rank):
+def test_context_parallel_lengths_are_local_and_bounded(rank):
     cp = ContextParallel(dcp_world_size=4, dcp_rank=rank)
     tables = MultiGroupBlockTable(
         2, 256, 64, False, "cpu", [8, 8],
@@ -154,7 +154,7 @@ def test_context_parallel_lengths_and_their_bound(rank):
         assert batch[1].max_seqlen_k == batch.max_seq_len == length
 
 
-def test_given_bounds_must_not_be_too_small():
+def test_bounds_below_the_batch_sizes_are_rejected():
     builder = AttentionMetadataBuilder(make_tables())
     batch = builder.build([0], [3], [20], max_query_len=8, max_seq_len=64, num_padded_tokens=3)
     assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (8, 64, 3)
@@ -231,7 +231,7 @@ def test_window_with_context_parallelism_is_rejected(batch):
             AttentionMetadataBuilder(batch.make_tables(rank))
 
 
-def test_a_window_of_a_replicated_group_is_served():
+def test_window_of_a_replicated_group_is_served():
     cp = ContextParallel(dcp_world_size=2, dcp_rank=1)
     tables = BlockTables(
         [
@@ -259,7 +259,7 @@ def columns_written(builder, monkeypatch):
     return bounds
 
 
-def test_a_long_row_slows_one_later_build_only(monkeypatch):
+def test_long_row_slows_only_one_later_build(monkeypatch):
     tables = BlockTable(4, 4, 64, 16, False, "cpu", 4)
     tables.add_row(range(1, 65), 0)
     tables.add_row([70], 1)
@@ -387,7 +387,7 @@ def test_device_lengths_match_without_synchronizing():
 
 
 @pytest.mark.gpu
-def test_a_captured_build_serves_later_batches():
+def test_captured_build_serves_later_batches():
     tables = make_tables("cuda")
     builder = AttentionMetadataBuilder(tables)
     eager = AttentionMetadataBuilder(tables)

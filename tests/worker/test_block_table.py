@@ -128,7 +128,7 @@ def test_invalid_call_changes_nothing(call, message):
     [
         ([0, 4], [0, 0], r"req_indices\[1\] is 4"),
         ([0], [20], r"positions\[0\] is 20: expected 0 to 19"),
-        ([0], [8], r"positions\[0\] is 8: expected less, as row 0 holds no block for it"),
+        ([0], [8], r"positions\[0\] is 8: expected less, because row 0 holds no block for it"),
         ([0], [0, 1], "req_indices has 1 entries, but positions has 2"),
         (
             [0] * 17,
@@ -176,7 +176,7 @@ def test_invalid_dtypes_are_reported():
         table.compute_slot_mapping(np.array([2**32]), np.array([0]))
 
 
-def test_an_allocation_block_becomes_kernel_blocks():
+def test_allocation_block_is_divided_into_kernel_blocks():
     table = BlockTable(32, 2, 3, 16, False, "cpu", 8)
     table.add_row([5, 1], 0)
     assert table.get_numpy_array()[0].tolist() == [20, 21, 22, 23, 4, 5, 6, 7, 0, 0, 0, 0]
@@ -191,7 +191,7 @@ def test_an_allocation_block_becomes_kernel_blocks():
     ("kernel_sizes", "chosen"),
     [(None, 48), ([0], 48), ([32, 16], 16), ([0, 12], 12), ([-1, 48, 16], 48)],
 )
-def test_the_first_candidate_that_divides_is_the_kernel_size(kernel_sizes, chosen):
+def test_first_candidate_that_divides_is_the_kernel_block_size(kernel_sizes, chosen):
     table = BlockTable(48, 2, 3, 16, False, "cpu", kernel_sizes=kernel_sizes)
     assert table.kernel_block_size == chosen
     table.add_row([1], 0)
@@ -209,7 +209,7 @@ def test_invalid_kernel_sizes_are_reported():
         BlockTable(48, 2, 3, 16, False, "cpu", 16, kernel_sizes=[16])
 
 
-def test_context_parallel_spreads_tokens():
+def test_context_parallelism_distributes_tokens():
     """World size 4, interleave 2, blocks of 4: tokens 2 and 3 of every 8 are on rank 1."""
     cp = ContextParallel(pcp_world_size=2, pcp_rank=0, dcp_world_size=2, dcp_rank=1)
     table = BlockTable(4, 2, 3, 40, False, "cpu", 4, 2, context_parallel=cp)
@@ -258,7 +258,7 @@ def test_rows_and_slots_include_engine_padding():
     assert table.slot_mapping.np[:3].tolist() == [12, -1, -1]
 
 
-def test_query_start_loc_gives_the_rows():
+def test_rows_may_be_given_by_query_start_loc():
     table = make()
     table.add_row([3, 4], 0)
     table.add_row([6], 1)
@@ -295,7 +295,7 @@ def multi(device="cpu", **options):
     return MultiGroupBlockTable(4, 64, 16, False, device, [8, 16], [8, 8], **options)
 
 
-def test_groups_have_their_own_widths_and_share_every_call():
+def test_groups_have_separate_widths_and_share_every_call():
     tables = multi()
     assert [table.get_cpu_tensor().shape for table in tables] == [(4, 8), (4, 8)]
     assert [table.max_num_blocks_per_req for table in tables] == [8, 4]
@@ -310,7 +310,7 @@ def test_groups_have_their_own_widths_and_share_every_call():
     assert content(tables[0])[3] == [] and content(tables[1])[3] == [4, 5]
 
 
-def test_arrays_of_rows_are_one_call():
+def test_one_call_accepts_arrays_of_rows():
     tables = multi()
     for row in range(3):
         tables.add_row(([row + 1], [row + 1]), row)
@@ -324,7 +324,7 @@ def test_arrays_of_rows_are_one_call():
         tables.move_rows([0, 1], [2])
 
 
-def test_an_overflow_in_one_group_changes_none():
+def test_overflow_in_one_group_changes_no_group():
     tables = multi()
     tables.add_row(([1], [1]), 0)
     with pytest.raises(ValueError, match="row 0 of group 1 has 1 blocks and would get 4 more"):
@@ -336,7 +336,7 @@ def test_an_overflow_in_one_group_changes_none():
     assert content(tables[0])[0] == [1] and content(tables[1])[0] == [2, 3]
 
 
-def test_widths_under_context_parallelism_and_speculation():
+def test_table_widths_include_context_parallelism_and_speculation():
     cp = ContextParallel(dcp_world_size=4)
     tables = MultiGroupBlockTable(
         2,
@@ -366,7 +366,7 @@ def test_replicated_groups_hold_every_token():
     assert tables[1].slot_mapping.np[:4].tolist() == [20, 21, 22, 23]
 
 
-def test_a_group_may_have_no_slot_mapping():
+def test_group_may_have_no_slot_mapping():
     tables = multi(slot_mapping=[False, True])
     tables.add_row(([5], [2]), 0)
     tables.compute_slot_mapping(np.array([0]), np.array([1]))
@@ -387,14 +387,14 @@ def test_a_group_may_have_no_slot_mapping():
         "kernel_sizes",
     ],
 )
-def test_lists_of_wrong_length_are_named_with_both_lengths(name):
+def test_lists_of_different_lengths_are_reported_with_both_lengths(name):
     options = {name: [[1]] * 3 if name == "kernel_sizes" else [1] * 3}
     message = f"{name} has 3 entries, but block_sizes has 2: expected equal lengths"
     with pytest.raises(ValueError, match=message):
         MultiGroupBlockTable(4, 64, 16, False, "cpu", [8, 16], **options)
 
 
-def test_one_list_of_candidates_serves_all_groups():
+def test_one_list_of_kernel_sizes_serves_all_groups():
     tables = MultiGroupBlockTable(4, 64, 16, False, "cpu", [8, 16], kernel_sizes=[[16, 8]])
     assert [table.kernel_block_size for table in tables] == [8, 16]
 
@@ -435,7 +435,7 @@ def test_device_without_kernels_gets_copies():
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_serves_later_steps():
+def test_captured_graph_serves_later_steps():
     """Capture once, change positions, tables and batch in place, and replay."""
     tables = BlockTables(
         [TableShape(16, 16), TableShape(32, 8, window=20)],
@@ -581,7 +581,7 @@ def test_every_commit_reaches_device_without_kernels(monkeypatch):
     assert not tables[0].block_table.gpu.any() and not tables[1].block_table.gpu.any()
 
 
-def test_tokens_have_slots_once_the_device_has_them(monkeypatch):
+def test_num_tokens_on_device_counts_committed_slots(monkeypatch):
     tables = OtherDevice(monkeypatch).tables()
     tables.add_row(([5, 6], [2]), 0)
     assert [table.num_computed_slots for table in tables.block_tables] == [0, 0]
@@ -902,7 +902,7 @@ GROUPS_FIRST = (4, 64, 32, False, "cpu")
         ),
     ],
 )
-def test_wrong_argument_order_names_the_keyword(call, message):
+def test_error_of_misplaced_arguments_names_the_keyword(call, message):
     with pytest.raises(TypeError, match=message):
         call()
 
@@ -1039,7 +1039,7 @@ def test_groups_of_tables_share_context_parallelism():
         BlockTables([16], **sizes)
 
 
-def test_arguments_of_engines_make_the_tables_of_shapes():
+def test_tables_from_engine_arguments_equal_tables_from_shapes():
     cp = ContextParallel(dcp_world_size=2, dcp_rank=1)
     engine = MultiGroupBlockTable(
         4, 64, 32, False, "cpu", [16, 32, 64],

@@ -53,7 +53,7 @@ def test_built_in_thresholds_equal_published_ones(direction, fragment, number, m
     assert "H100" in DEFAULT.machine and "published" in DEFAULT.machine
 
 
-def test_a_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
+def test_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     steps = ((0, "kernel"), (100, "staging"))
     mine = Calibration("NVIDIA H200", KERNEL_ALWAYS, ((0, steps), (40, ((0, "kernel"),))), 3)
@@ -295,7 +295,7 @@ def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
         assert found.method(direction, 1024 * KIB, 100_000) == "copy_engine"
 
 
-def test_numbers_of_thread_blocks_are_tried_over_one_pool(monkeypatch):
+def test_numbers_of_thread_blocks_are_measured_with_one_pool(monkeypatch):
     """Pinning gigabytes of host memory for each number took longer than the measurement."""
     contiguous, pools, tried = [], [], []
     monkeypatch.setattr(
@@ -325,7 +325,7 @@ def test_numbers_of_thread_blocks_are_tried_over_one_pool(monkeypatch):
 @pytest.mark.gpu
 # Takes minutes on the runtime without a GPU; `make gpu-rehearsal` also runs it there.
 @pytest.mark.exhaustive
-def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
+def test_swaps_use_the_calibration_of_the_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
     monkeypatch.setattr(bandwidth, "FRAGMENTS", (16 * KIB, 1024 * KIB))
     assert main(["bench", "--calibrate", "--mib", "16", "--pool-mib", "32", "--json"]) == 0

@@ -52,7 +52,7 @@ def test_copies_of_the_copy_engine_can_be_captured(engine):
 
 
 @pytest.mark.parametrize("how", ["by the engine", "by the environment"])
-def test_without_batches_the_same_bytes_arrive(monkeypatch, how):
+def test_disabling_batches_copies_the_same_bytes(monkeypatch, how):
     pages, host = sides()
     engine = ops.COPY_ENGINE
     if how == "by the engine":

@@ -161,7 +161,7 @@ def test_sent_changes_are_not_repeated():
     ],
     ids=["swap", "swap with an empty row", "move", "clear", "append", "reset"],
 )
-def test_all_of_one_change_is_packed(change):
+def test_single_change_is_packed_completely(change):
     """The tables are so large that the random test above would upload everything."""
     width = 200
     arena = np.zeros(ROWS * width + ROWS, np.int32)

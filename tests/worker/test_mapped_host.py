@@ -21,7 +21,7 @@ def ids(*pairs):
 
 
 def sides():
-    """Return host memory, the memory that the device sees in its place, and device memory."""
+    """Return host memory, its alias for the device, and device memory."""
     host = torch.full((PAGES * BYTES,), 1, dtype=torch.uint8)
     seen = torch.arange(PAGES, dtype=torch.uint8).repeat_interleave(BYTES) + 10
     return host, seen, torch.zeros(PAGES * BYTES, dtype=torch.uint8)
@@ -74,7 +74,7 @@ def test_pieces_with_different_addresses_are_rejected(ops):
     ops.map_host(host.data_ptr(), half, seen.data_ptr() + half)
     ops.map_host(host.data_ptr() + half, half, seen.data_ptr())
     two = torch.tensor([[0, 8, 0, 8, 8], [half, 8, half, 8, 8]])
-    with pytest.raises(RuntimeError, match=r"src has regions\[1\] in other pinned memory than"):
+    with pytest.raises(RuntimeError, match=r"src has regions\[1\] outside the pinned range of"):
         copy(ops, host, device, ids([3, 0]), table=two)
     assert not device.any()
 

@@ -128,7 +128,7 @@ def test_tokens_are_written_and_gathered_in_every_layout(form, layout):
 
 
 @pytest.mark.parametrize(("form", "layout"), EACH_FORM)
-def test_tokens_of_all_layers_are_written_and_gathered_at_once(form, layout):
+def test_tokens_of_all_layers_are_written_and_gathered_immediately(form, layout):
     kv = storage(form, layout)
     assert len(kv._stacks()) == 1
     slots = torch.tensor([6, 34, -1, 5])
@@ -172,7 +172,7 @@ def test_fp8_storage_applies_scales(form, layout, dtype, per_head):
         assert torch.equal(kv.gather(layer, slots, torch.bfloat16)[0], found[0])
 
 
-def test_an_engines_scattered_layers_are_gathered_too():
+def test_scattered_layers_of_an_engine_are_gathered():
     caches = engine_tensors("flashinfer", "HND")
     kv = KVStorage.from_tensors(caches)
     slots = torch.tensor([3, 9])
@@ -191,7 +191,7 @@ def test_scales_with_wrong_shape_are_rejected(shape):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_scales_are_above_0_and_finite(value):
+def test_scales_must_be_positive_and_finite(value):
     kv = storage("apart", "NHD", dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"v_scale is .*: expected finite numbers above 0"):
         kv.set_scales(torch.ones(3, 1), torch.tensor([[1.0], [value], [1.0]]))
@@ -215,7 +215,7 @@ def test_only_fp8_storage_has_scales():
     assert kv.k_scale is None
 
 
-def test_a_page_of_a_packed_storage_is_one_fragment():
+def test_page_of_a_packed_storage_is_one_fragment():
     fragments = {
         form: len(PageCopy(kv.pages, kv.pages.on_host(3)).regions)
         for form in FORMS
@@ -290,7 +290,7 @@ def test_engine_tensors_are_used_without_copy(backend, layout):
     assert sum(int((t == 1).sum()) for t in flat) >= key.numel() + value.numel()
 
 
-def test_states_of_any_dtype_are_pages_too():
+def test_states_of_any_dtype_can_be_pages():
     layers = [(torch.randn(6, 3, 5), torch.randn(6, 7).double()) for _ in range(2)]
     pages = Pages.over(layers)
     assert pages.page_bytes == 2 * (60 + 56) and pages.layers.tolist() == [0, 0, 1, 1]
@@ -315,7 +315,7 @@ def strided(draw):
 
 
 @given(case=strided())
-def test_any_strides_become_regions_that_hold_exactly_the_tensor(case):
+def test_tensors_with_any_strides_become_exact_regions(case):
     tensor, dim = case
     pages = Pages.over([tensor], dim)
     assert pages.num_bytes == tensor.numel() * 4
@@ -483,7 +483,7 @@ def separate(num_layers=4):
 
 
 @pytest.mark.parametrize("downwards", [False, True])
-def test_views_of_separate_tensors_show_them_and_move_nothing(downwards):
+def test_views_of_separate_tensors_alias_them(downwards):
     layers = separate()[:: 1 if downwards else -1]
     places = [t.data_ptr() for t in layers]
     pages = Pages.over(layers)
@@ -527,7 +527,7 @@ def test_strides_without_actual_overlap_are_accepted():
     assert pages.num_bytes == 3 * 3 * 8 * 4
 
 
-def test_aliased_memory_is_one_region():
+def test_aliased_memory_is_treated_as_one_region():
     memory = torch.arange(12.0).view(6, 2)
     one, two = Pages.over([memory]), Pages.over([memory])
     with pytest.raises(RuntimeError, match="reads page 2, which pairs"):
@@ -582,7 +582,7 @@ def hybrid_plan(**more):
 
 @pytest.mark.parametrize("more", [{}, {"layer_page_bytes": 4096}], ids=["plain", "padded"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_plan_gives_a_storage_per_group_over_the_same_pages(layout, more):
+def test_plan_creates_one_storage_per_group_over_the_same_pages(layout, more):
     plan = hybrid_plan(**more)
     storages = KVStorage.for_plan(plan, layout=layout)
     assert len(storages) == len(plan.groups)

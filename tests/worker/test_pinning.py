@@ -244,7 +244,7 @@ def is_mapped_in_a_fork(memory):
 
 
 @pytest.mark.parametrize("can_be_pinned", [True, False])
-def test_a_fork_copies_no_pinned_memory(monkeypatch, can_be_pinned):
+def test_forked_process_does_not_copy_pinned_memory(monkeypatch, can_be_pinned):
     registering_gives(monkeypatch, 0 if can_be_pinned else 1)
     monkeypatch.setattr(torch.ops.kvcache, "_host_unregister", lambda *_: 0, raising=False)
     expected = contextlib.nullcontext() if can_be_pinned else pytest.warns(RuntimeWarning)
@@ -260,7 +260,7 @@ def test_a_fork_copies_no_pinned_memory(monkeypatch, can_be_pinned):
 
 
 @pytest.mark.gpu
-def test_every_piece_is_recognized_as_pinned(monkeypatch):
+def test_every_chunk_is_recognized_as_pinned(monkeypatch):
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
     pages = Pages.allocate(4, [[5000, 3000]] * 2, device="cuda")
     host = pages.on_host(1000)
@@ -295,7 +295,7 @@ def test_host_pages_are_pinned_in_chunks_and_unpinned(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["pinning", "unpinning"])
-def test_pinning_does_not_break_a_capture_of_another_thread(what):
+def test_pinning_does_not_invalidate_a_capture_of_another_thread(what):
     pages = Pages.allocate(9, [[512, 512]] * 2, device="cuda")
     held = [pages.on_host(64)] if what == "unpinning" else []
 

@@ -272,7 +272,7 @@ def taking(*ids):
     }
 
 
-def test_a_report_comes_when_the_bytes_have_moved():
+def test_report_is_available_once_the_bytes_have_moved():
     worker, streams = simulated_worker()
     step = worker.start(plan(swap_out=pairs((3, 1))))
     assert step.poll() is None
@@ -334,7 +334,7 @@ def test_report_lists_pages_of_failed_job(failing):
     assert after.wait(timeout_s=5).failed_host_pages == []
 
 
-def test_late_failure_names_the_job():
+def test_error_of_a_late_failure_names_the_job():
     worker, _ = simulated_worker(method="kernel")
 
     class Broken:
@@ -376,7 +376,7 @@ def test_page_loaded_from_unfilled_host_page_is_reported():
     streams.fails = {1}
     first = worker.start(plan(1, swap_out=pairs((3, 1), (4, 2))))
     second = worker.start(plan(2, swap_in=pairs((2, 6), (5, 7))))
-    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills the host page after all
+    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills the host page now
     fourth = worker.start(plan(4, swap_in=pairs((2, 8))))
     streams.advance()
     assert first.wait(5).failed_host_pages == [1, 2]
@@ -384,7 +384,7 @@ def test_page_loaded_from_unfilled_host_page_is_reported():
     assert (third.wait(5).failed_host_pages, fourth.wait(5).failed_pages) == ([], [])
 
 
-def test_late_swap_out_failure_is_known_without_polling():
+def test_late_swap_out_failure_is_detected_without_polling():
     """Only the swap-in is polled, and the failure is still found."""
     worker, streams = simulated_worker(method="kernel")
     swap = worker.engine
@@ -402,7 +402,7 @@ def test_late_swap_out_failure_is_known_without_polling():
     assert out.error is not None
 
 
-def test_swap_out_launch_failure_is_known_without_polling():
+def test_swap_out_launch_failure_is_detected_without_polling():
     worker, streams = simulated_worker(method="kernel")
     streams.fails = {1}
     worker.engine.swap_out(pairs((3, 1), (4, 2)))
@@ -476,7 +476,7 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("batch_copies", [True, False])
-def test_without_batches_single_copies_are_issued(asked, batch_copies):
+def test_single_copies_are_issued_without_batches(asked, batch_copies):
     swap = engine(method="copy_engine", batch_copies=batch_copies)
     swap.device.memory.random_(0, 256)
     before = swap.device.layer(1).clone()

@@ -51,7 +51,7 @@ def test_pages_outlive_stream_work():
     assert all(ref() is None for ref in memories)
 
 
-def test_warming_up_needs_a_device():
+def test_warm_up_requires_a_device():
     with pytest.raises(ValueError, match=r"device is cpu: expected a CUDA device"):
         ops.warm_up("cpu")
     if not torch.version.cuda:
@@ -59,7 +59,7 @@ def test_warming_up_needs_a_device():
             ops.warm_up()
 
 
-def test_warming_up_a_missing_device_fails(monkeypatch):
+def test_warm_up_of_a_missing_device_fails(monkeypatch):
     monkeypatch.setattr(ops.load, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"device is cuda:7: expected cuda:0 to cuda:0"):
@@ -69,7 +69,7 @@ def test_warming_up_a_missing_device_fails(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_polling_does_not_break_a_capture(method, elsewhere):
+def test_polling_does_not_invalidate_a_capture(method, elsewhere):
     """Captures run in another thread, and in the polling thread."""
     swap = engine(method=method)
     swap.device.memory.random_(0, 256)
@@ -148,7 +148,7 @@ def test_swap_during_capture_is_rejected_without_side_effects(method):
 
 
 @pytest.mark.gpu
-def test_engines_own_high_priority_streams():
+def test_swap_engines_use_their_own_high_priority_streams():
     swap = engine(method="staging")
     own = [swap_stream.stream for swap_stream in swap._swap_streams.values()]
     own += [
@@ -224,7 +224,7 @@ def test_checked_mode_cannot_be_captured(monkeypatch):
     torch.cuda.synchronize()
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
     with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match=r"synchronises, and this stream is being captured"):
+        with pytest.raises(RuntimeError, match=r"synchronizes, but this stream is being captured"):
             within.copy(pairs)
         monkeypatch.delenv("KVCACHE_CHECKED")
         within.copy(pairs)  # the capture is still valid

@@ -198,7 +198,7 @@ class NoLength(list):
         return -1  # noqa: PLE0303
 
 
-def test_ids_that_numpy_does_not_read_change_nothing_beside_swaps():
+def test_ids_that_numpy_rejects_change_nothing_in_a_plan_with_swaps():
     w = swapping()
     append_plan = plan(swap_out=pairs((1, 1)), **append([0], [0, 1], [7]))
     given = plan(swap_out=pairs((1, 1)), **append([0], [0, 1], [7]))
@@ -209,7 +209,7 @@ def test_ids_that_numpy_does_not_read_change_nothing_beside_swaps():
 
 
 @pytest.mark.parametrize("name", ["append_ids", "replace"])
-def test_a_field_of_very_many_groups_is_rejected_beside_swaps(name):
+def test_field_with_too_many_groups_is_rejected_in_a_plan_with_swaps(name):
     w = swapping()
     given = plan(swap_out=pairs((1, 1)))
     setattr(given, name, np.broadcast_to(np.int32(1), (2**40, 2)))
@@ -540,7 +540,7 @@ def test_storage_and_tables_of_different_block_size_are_rejected():
         Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4))
 
 
-def test_swap_options_without_host_pages_are_named():
+def test_swap_options_without_host_pages_are_reported():
     storage = KVStorage.over(Pages.allocate(5, [[128]]), 4, 1, 8)
     table = BlockTable(
         block_size=4, max_num_reqs=1, max_num_blocks_per_req=2, max_num_batched_tokens=8
@@ -725,7 +725,7 @@ def test_a_plan_that_changes_nothing_counts_as_a_step():
 # --- results of a plan ----------------------------------------------------------------------------
 
 
-def test_plan_answers_are_split_by_list():
+def test_results_of_a_plan_are_split_by_kind_of_request():
     manager = KVCacheManager(
         4, 12, 400, max_num_reqs=4, num_preallocate_tokens=0, num_host_blocks=9
     )
@@ -762,7 +762,7 @@ def test_row_with_zero_tokens_gets_no_blocks():
     check_invariants(manager)
     for rows, tokens, message in (
         ([0], [-1], "num_tokens is -1: expected 0 to 2147483647"),
-        ([0, 0], [0, 0], "rows names row 0 twice"),
+        ([0, 0], [0, 0], "rows contains row 0 twice"),
         ([0], [0], None),
     ):
         if message is None:
@@ -825,7 +825,7 @@ def test_a_plan_is_applied_after_one_of_its_fields_was_deleted():
     assert content(w.tables)[0] == [1, 2, 3]
 
 
-def test_fields_of_a_plan_are_found_under_names_that_are_not_interned():
+def test_fields_of_a_plan_are_found_by_names_that_are_not_interned():
     manager, _ = planes(max_num_reqs=4)
     for name in ("rows zero " + CHANGES).split():
         assert getattr(manager.step(), name) is not None
@@ -833,7 +833,7 @@ def test_fields_of_a_plan_are_found_under_names_that_are_not_interned():
 
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 40])
-def test_page_moves_that_were_assigned_to_a_plan_are_carried_out(num_tokens, is_read):
+def test_page_moves_assigned_to_a_plan_are_executed(num_tokens, is_read):
     manager, w = planes(max_num_reqs=4)
     keys = w.storages[0].key_cache(0).fill_(7.0)
     given = manager.step(new=[Request("a", range(num_tokens))] if num_tokens else [])
@@ -869,7 +869,7 @@ def test_a_plan_that_a_signal_handler_applies_during_apply_is_applied_once():
     w.apply(manager.step([0], [1]))
 
 
-def test_a_plan_is_read_after_the_number_of_blocks():
+def test_apply_reads_the_plan_after_the_number_of_blocks():
     manager, w = planes(max_num_reqs=4)
     given = manager.step(new=[Request("a", range(40))])
 

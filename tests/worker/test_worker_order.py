@@ -170,20 +170,16 @@ def swap_streams_without(which, name):
 
 
 MISSING = {
-    "before a page that is appended": taken_without("appended"),
-    "before a page that replaces": taken_without("replaced"),
+    "before a write to an appended page": taken_without("appended"),
+    "before a write to a replacement page": taken_without("replaced"),
     "before a copy": taken_without("copy"),
     "before clearing": taken_without("zero"),
     "before any write": without(SwapEngine, "before_write"),
     "before a read": without(SwapEngine, "before_read"),
-    "a swap-in behind a swap-out that reads its target": swap_streams_without(
-        "out", "last_reading"
-    ),
-    "a swap-in behind a swap-out that fills its source": swap_streams_without(
-        "out", "last_writing"
-    ),
-    "a swap-out behind a swap-in that fills its source": swap_streams_without("in", "last_writing"),
-    "a swap-out behind a swap-in that reads its target": swap_streams_without("in", "last_reading"),
+    "a swap-in after a swap-out that reads its target": swap_streams_without("out", "last_reading"),
+    "a swap-in after a swap-out that fills its source": swap_streams_without("out", "last_writing"),
+    "a swap-out after a swap-in that fills its source": swap_streams_without("in", "last_writing"),
+    "a swap-out after a swap-in that reads its target": swap_streams_without("in", "last_reading"),
 }
 # A worker waits for a swap-in before it continues, which also orders the next plan's swap-outs.
 # These two defects only show if the engine is used without a worker.

@@ -117,7 +117,7 @@ class EvictionPolicy {
   // are none. `learn` replaces the statistics; the caller checks their number.
   virtual std::vector<double> learned() const { return {}; }
   virtual void learn(const std::vector<double>&) {}
-  // Whether a learning policy currently evicts in the order of LRU, because it had fewer hits.
+  // Whether a learning policy currently evicts in LRU order because it had fewer hits than LRU.
   virtual bool falls_back() const { return false; }
   virtual size_t num_bytes() const { return 0; }
 };

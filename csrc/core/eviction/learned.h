@@ -147,7 +147,7 @@ class Learned : public EvictionPolicy {
  private:
   static constexpr int32_t kNone = Segments::kNone;
   static constexpr int64_t kPrefetchBlocks = 8;
-  // Loose blocks are sampled like blocks of a segment of this size, as there are many.
+  // Loose blocks are numerous, so they are sampled like blocks of a segment of this size.
   static constexpr int64_t kLooseBlocks = 4'096;
   struct Released {  // a block with a hash
     int64_t prefix_tokens;
@@ -197,7 +197,7 @@ class Learned : public EvictionPolicy {
     const int32_t s = level.segments.of(chain_[num_to_fork - 1].id);
     const Segments::Segment before = level.segments[s];
     const int64_t num_shared = release_shared(num_to_fork, features);
-    // While the policy must follow LRU, blocks that nobody released keep their place.
+    // While the policy must follow LRU, blocks that no request released keep their place.
     const bool is_left = s != kNone && !model_->guard().falls_back() &&
                          ReuseClass::is_later_turn(before.reuse_class) &&
                          level.segments[s].number == before.number &&

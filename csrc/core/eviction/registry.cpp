@@ -112,7 +112,7 @@ const Entry& entry_of(const Target& target, const std::string& name) {
   for (const std::string& each : names_for(target)) names += (names.empty() ? "" : ", ") + each;
   throw std::invalid_argument(
       std::string(target.argument) + " is '" + name + "': expected one of " + names +
-      (is_known ? ", as the host tier is notified of no accesses and priorities" : ""));
+      (is_known ? " (the host tier tracks neither accesses nor priorities)" : ""));
 }
 
 void check_option(const Target& target, const Entry& entry, const std::string& name, double value) {
@@ -125,7 +125,7 @@ void check_option(const Target& target, const Entry& entry, const std::string& n
   const auto option = std::find_if(entry.options.begin(), entry.options.end(),
                                    [&](const Option& each) { return name == each.name; });
   if (option == entry.options.end()) {
-    text << "no option but ";
+    text << "one of the options ";
     for (const Option& each : entry.options) {
       text << (&each == &entry.options.front() ? "'" : ", '") << each.name << "'";
     }
@@ -177,7 +177,7 @@ void check_host_eviction_beside(const std::string& host, const std::string& devi
   if (entry.make_beside == nullptr || host == device) return;
   throw std::invalid_argument("host_eviction is '" + host + "', and eviction is '" + device +
                               "': expected '" + host +
-                              "' for both, as the host learns from releases of the device");
+                              "' for both, because the host learns from releases on the device");
 }
 
 std::unique_ptr<EvictionPolicy> make_host_eviction_policy(

@@ -6,8 +6,9 @@
 // the last `num_blocks` hashes that left the small queue. Hits are counted up to 3. While the small
 // queue has reached its share of the pool, its oldest candidate is evicted, or moved to the main
 // queue if it was hit at least twice. Otherwise, the oldest candidate of the main queue is evicted,
-// or reinserted with one hit less if it was hit. If the chosen queue has no candidate, the other
-// queue is used. Blocks that are held or have cached children keep their places.
+// or reinserted with its hit count reduced by one if it was hit. If the chosen queue has no
+// candidate, the other queue is used. Blocks that are held or have cached children keep their
+// places.
 #pragma once
 
 #include <algorithm>

@@ -51,7 +51,7 @@ struct CacheGroup {
   int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends) const {
     return first_retained(num_tokens, ends, retained_every);
   }
-  // The same if hits at the multiples of `every` tokens are retained; 0: only at `ends`.
+  // The same, with hits retained at multiples of `every` tokens; 0: only at `ends`.
   static int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends, int64_t every) {
     int64_t first = every == 0 ? kUnbounded : ceil_div(num_tokens, every) * every;
     for (int64_t end : ends) {

@@ -45,7 +45,7 @@ struct RowBlocks {
   void lower_hits(int64_t n) { num_hits = static_cast<int32_t>(std::min<int64_t>(num_hits, n)); }
   void resize(int64_t size) { blocks.resize(static_cast<size_t>(size), kNullBlock); }
 
-  // Appends blocks. A full row gets twice its size, at most `most` blocks, so that the first blocks
+  // Appends blocks. A full row doubles its capacity, up to `most` blocks, so that the first blocks
   // after a long prompt do not copy the row.
   void append(const BlockId* ids, int64_t n, int64_t most) {
     const auto needed = blocks.size() + static_cast<size_t>(n);

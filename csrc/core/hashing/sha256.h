@@ -12,7 +12,8 @@ struct Sha256Implementation {
   const char* name;  // "sha_ni", "armv8" or "portable"
   // Writes the 32-byte digest of padded data, which consists of chunks of 64 bytes.
   void (*digest)(const uint8_t* chunks, size_t num_chunks, uint8_t* out);
-  // Does the same for two messages of num_chunks chunks each. Null: not faster than two calls.
+  // Writes the digests of two messages of num_chunks chunks each. Null if this is not faster than
+  // two calls of `digest`.
   void (*digest_two)(const uint8_t* const* chunks, size_t num_chunks, uint8_t* const* out);
 };
 
@@ -25,7 +26,7 @@ void sha256(const uint8_t* data, size_t size, uint8_t* out,
 
 // Number of bytes after the end of the data that the padding overwrites.
 inline constexpr size_t kSha256Padding = 72;
-// The same for data that the caller no longer needs. The data is padded in place.
+// Like sha256, for data that the caller no longer needs. The data is padded in place.
 void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
                      const Sha256Implementation& implementation = sha256_implementations().front());
 // Pads data in place, and returns its number of chunks.

@@ -16,8 +16,8 @@ namespace kvcache {
 void TokenIds::append_any(const int32_t* tokens, int64_t n) {
   if (num_hashing_ > 0) {
     throw std::runtime_error(
-        "token_ids came while blocks of the same request are being hashed: "
-        "append them when that call has returned");
+        "token_ids were appended while blocks of the same request are being hashed: "
+        "append them after that call has returned");
   }
   if (ids_.capacity() == 0) reserve(static_cast<size_t>(n));
   if (tokens == nullptr) {
@@ -111,7 +111,7 @@ class TokenChain::Hashing {
     if (chain->is_hashing_) {
       throw std::runtime_error(
           "the blocks of this request are being hashed by a call that has not returned: "
-          "a request serves one call at a time");
+          "use a request in one call at a time");
     }
     // The hashes grow with the capacity of the tokens, so that most generated blocks cause no copy.
     chain->hashes_.reserve(static_cast<size_t>(chain->tokens_->capacity() / chain->block_size_));

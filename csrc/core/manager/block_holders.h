@@ -18,7 +18,7 @@ class BlockHolders {
                const PlanBuilder* plan)
       : pool_(pool), frees_(frees), host_(host), plan_(plan) {}
 
-  // The number of rows that hold the block. Blocks kept for connectors and onboards do not count.
+  // The number of rows that hold the block. References of connectors and onboards do not count.
   int64_t num_rows(BlockId id) const { return num_users(id) - frees_->num_kept_of(id); }
 
   // Whether the block is held by several rows, or by a row and a connector that may still read it.

@@ -13,7 +13,7 @@ struct HitCount {
   int64_t num_requests = 0;     // admitted requests that read the cache
   int64_t query_tokens = 0;     // tokens of these requests
   int64_t hit_tokens = 0;       // tokens found in the cache
-  int64_t host_hit_tokens = 0;  // part of hit_tokens from the first host block on
+  int64_t host_hit_tokens = 0;  // the hit_tokens from the first block on the host onwards
 };
 
 // Pages that moved between the tiers.

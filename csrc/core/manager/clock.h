@@ -27,9 +27,9 @@ class Clock {
   // without any change, if time would decrease.
   void set(int64_t ms) {
     if (ms < now_ms_) {
-      throw std::invalid_argument("the clock is set to " + std::to_string(ms) + " ms: expected " +
-                                  std::to_string(now_ms_) +
-                                  " or more, it does not go back (set it before the first call)");
+      throw std::invalid_argument(
+          "the clock is set to " + std::to_string(ms) + " ms: expected " + std::to_string(now_ms_) +
+          " or more, because it cannot go back (set it before the first call)");
     }
     is_set_ = true;
     now_ms_ = ms;

@@ -174,7 +174,7 @@ std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
   }
   if (asked.num_external > 0) {
     throw std::invalid_argument(
-        "external.num_tokens is " + std::to_string(asked.num_external) + " behind a hit of " +
+        "external.num_tokens is " + std::to_string(asked.num_external) + " after a hit of " +
         std::to_string(hit.num_tokens) +
         " tokens that ends inside a block: expected computed_blocks of whole blocks "
         "(whole_blocks=True)");
@@ -186,7 +186,8 @@ Status Manager::would_fit(const NewRow& asked, bool whole) {
   const Call call(this);
   checks_.check_counts(asked);
   if (whole && asked.receives) {
-    throw std::invalid_argument("whole with external.delayed: expected one of them");
+    throw std::invalid_argument(
+        "whole and external.delayed are both set: expected at most one of them");
   }
   checks_.check_new(*asked.chain);
   if (asked.num_external == 0) checks_.check_new_places(asked, /*start=*/0);
@@ -495,7 +496,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
 
 Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
-  // A copy, because a signal handler may modify the caller's array while rows are hashed.
+  // Makes a copy, because a signal handler may modify the caller's array while rows are hashed.
   const std::vector<BlockId> invalid(ids, ids + n);
   checks_.check_ids(invalid, "ids");
   intake_.hash_rows();

@@ -99,8 +99,8 @@ class Manager {
   // published.
   const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
 
-  // Returns why tokens of a request are not found in the cache: when it was admitted as this row,
-  // or if it were admitted now (row -1). Throws std::invalid_argument without
+  // Returns why tokens of a request were not found in the cache when it was admitted as this row,
+  // or would not be found if it were admitted now (row -1). Throws std::invalid_argument without
   // `ManagerOptions::explain_misses`. `misses` is null without it.
   MissReport explain(const std::shared_ptr<TokenChain>& chain, int32_t row);
   const MissReasons* misses() const { return misses_.get(); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds out why tokens of a request were not found in the cache (`CacheOptions.explain_misses`).
 //
-// The tokens behind a request's hit are divided into ranges with one reason each, so the counts
+// The tokens after a request's hit are divided into ranges with one reason each, so the counts
 // always add up to the missed tokens.
 #pragma once
 
@@ -22,19 +22,19 @@
 
 namespace kvcache {
 
-// In the order in which their ranges follow each other in a request, except kNotRead.
+// Except for kNotRead, listed in the order of their ranges in a request.
 enum class MissReason : uint8_t {
   kNotRead,    // the request or the manager does not use the cache
   kExternal,   // the KV came from another source (`NewRow::num_external`)
   kNotTaken,   // cached, but the request took a shorter hit, because the longer one did not fit
   kNotLoaded,  // on the host, but not loaded
-  kBoundary,   // cached, but another block, window or state that the hit needs is not
+  kBoundary,   // cached, but not every other block, window or state that the hit needs
   kEvicted,    // evicted to make room
   kRemoved,    // removed by a reset, an invalidation or a call of `evict`
   kInFlight,   // a running request has not computed the block yet
   kOtherKeys,  // a recent request had the same tokens with another salt, adapter or item
-  kNew,        // never seen, or not remembered
-  kTail,       // behind the last position at which a hit can end
+  kNew,        // never seen, or forgotten
+  kTail,       // after the last position at which a hit can end
 };
 inline constexpr size_t kNumMissReasons = 11;
 
@@ -44,13 +44,13 @@ struct MissReport {
   int64_t num_tokens = 0;  // known tokens at admission
   int64_t num_hit = 0;
   Counts missed{};  // tokens by reason
-  // How the first block that has left the cache did, if it is known.
+  // How the first block that is no longer cached left the cache, if this is known.
   std::optional<LostBlocks::Loss> lost;
-  // The recent request with the longest equal prefix, in tokens, including its generated tokens; -1
-  // without any.
+  // The length of the longest prefix shared with a recent request, including its generated tokens;
+  // -1 if there is none.
   int64_t num_alike = -1;
-  std::string alike;            // its name
-  const char* differs_in = "";  // the first extra key in which it differs; empty: none
+  std::string alike;            // name of that request
+  const char* differs_in = "";  // the first extra key that differs; empty: none
 };
 
 class MissReasons {
@@ -67,13 +67,13 @@ class MissReasons {
   // Records one of `one_of` blocks that leave the cache.
   MissReasons(const Parts& parts, int64_t one_of);
 
-  // Both pools must record the blocks that leave the cache here.
+  // The record to which both pools must report the blocks that leave the cache.
   LostBlocks* lost() { return &lost_; }
 
   // The hits that a lookup found, before the request took one of them.
   struct Found {
-    int64_t num_tokens = 0;         // of the tiers that the request reads
-    int64_t num_with_host = 0;      // of both tiers
+    int64_t num_tokens = 0;         // on the tiers that the request reads
+    int64_t num_with_host = 0;      // on both tiers
     int64_t num_shared_tokens = 0;  // see PrefixHit
   };
   struct Asked {
@@ -87,22 +87,22 @@ class MissReasons {
   // Releases requests that are no longer recent, which may run Python code. Called before a call
   // changes anything.
   void release_dropped() { dropped_.clear(); }
-  // The request becomes this row. Called before blocks are evicted for it.
+  // Records that the request becomes this row. Called before blocks are evicted for it.
   void note(int32_t row, const Asked& asked, const Found& found);
-  // The row is a fork, which has no misses.
+  // Records that the row is a fork, which has no misses.
   void note_fork(int32_t row, const TokenChain& chain);
   void set_taker(Taker taker) { lost_.set_taker(taker); }
 
-  // The report of the admission of this row.
+  // Returns the report for the admission of this row.
   MissReport of_row(int32_t row) const;
-  // The report of a request if it were admitted now.
+  // Returns the report that the request would get if it were admitted now.
   MissReport of_new(const Asked& asked, const Found& found) const;
 
   const MissReport::Counts& total() const { return total_; }
   void clear() { total_ = {}; }
 
  private:
-  // Compared with those of recent requests before their chains are read.
+  // A summary of a request. Summaries are compared before the chains of recent requests are read.
   struct Sign {
     uint64_t fingerprint = 0;  // of the first tokens
     uint64_t keys = 0;         // digest of the extra keys
@@ -119,7 +119,7 @@ class MissReasons {
   };
   static constexpr size_t kMostRecent = 64;
   static constexpr int64_t kMostRecentTokens = int64_t{1} << 22;
-  static constexpr int64_t kFingerprintTokens = 16;  // or one hash block, if that is shorter
+  static constexpr int64_t kFingerprintTokens = 16;  // or one hash block if it is shorter
   static constexpr size_t kMostNameBytes = 256;
   // The search for lost blocks ends after this number of sampled blocks that were never seen.
   static constexpr int kMostUnknown = 3;

@@ -30,7 +30,7 @@ void check_optional(const ManagerOptions& options) {
     checked_size("num_host_blocks", options.num_host_blocks, 2, " (the null block is counted)");
   } else if (options.host_eviction.policy != Eviction{}.policy) {
     throw std::invalid_argument("host_eviction is '" + options.host_eviction.policy +
-                                "': expected only with a host tier, num_host_blocks of 2 or more");
+                                "': expected only with a host tier (num_host_blocks of 2 or more)");
   }
   check_host_eviction_beside(options.host_eviction.policy, options.eviction.policy);
   checked_size("num_hits_to_write", options.num_hits_to_write, 1);
@@ -56,13 +56,14 @@ ManagerOptions checked(const ManagerOptions& options) {
     checked_size("block_size", group.block_size, 1);
     if (!group.is_cached && traits.updates_in_place) {
       throw std::invalid_argument(
-          "cached is False for a group of recurrent states: expected True, as its state would be "
-          "missing behind a hit of other groups; enable_caching=False caches nothing");
+          "cached is False for a group of recurrent states: expected True, because its state would "
+          "be "
+          "missing after a hit in other groups; to cache nothing, set enable_caching=False");
     }
     if (!group.drafts || traits.appends) continue;
     throw std::invalid_argument("groups[" + std::to_string(g) +
-                                "] drafts, and its kind keeps no K and V of tokens: expected a "
-                                "drafter's layers in a group of another kind");
+                                "] has drafts=True, but its kind does not store K and V of tokens: "
+                                "expected a drafter's layers in a group of another kind");
   }
   checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
   checked_size("max_model_len", options.max_model_len, 1);
@@ -84,7 +85,7 @@ int64_t hash_block_size_of(const ManagerOptions& options) {
   if (options.hash_block_size == 0) return largest;
   if (largest % options.hash_block_size == 0) return options.hash_block_size;
   throw std::invalid_argument("hash_block_size is " + std::to_string(options.hash_block_size) +
-                              ": expected a divisor of every group's block size, so of " +
+                              ": expected a divisor of every group's block size, that is, of " +
                               std::to_string(largest));
 }
 
@@ -124,7 +125,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
   if (interval > 0 && interval % hit_unit != 0) {
     throw std::invalid_argument("retention_interval is " + std::to_string(interval) +
                                 ": expected None, 0 or a multiple of " + std::to_string(hit_unit) +
-                                ", at which hits end");
+                                ", where hits can end");
   }
   for (CacheGroup& group : groups) {
     group.hit_unit = hit_unit;

@@ -33,39 +33,40 @@ void RequestChecks::check_bound(int64_t start, int64_t num_slots, const char* wh
   for (const CacheGroup& group : c_.setup->groups) {
     if (group.has_places_for(start, stop)) continue;
     const int64_t num_read = start - group.first_needed_token(start);
-    throw std::invalid_argument(std::string(what) + " asks for " + std::to_string(num_slots) +
-                                " slots, lookahead included: expected at most " +
-                                std::to_string(group.num_places - num_read) + ", as group " +
-                                std::to_string(group.id) + " has places for " +
+    throw std::invalid_argument(std::string(what) + " requests " + std::to_string(num_slots) +
+                                " slots including lookahead: expected at most " +
+                                std::to_string(group.num_places - num_read) + ", because group " +
+                                std::to_string(group.id) + " has space for " +
                                 std::to_string(group.num_places) + " tokens and reads " +
                                 std::to_string(num_read) + " of them");
   }
 }
 
 void RequestChecks::fail_driver(int32_t row, bool by_step) {
-  throw std::invalid_argument("row " + std::to_string(row) + " was admitted by " +
-                              (by_step ? "admit: expected extend to serve it"
-                                       : "step: expected its row among the rows of step"));
+  throw std::invalid_argument(
+      "row " + std::to_string(row) + " was admitted by " +
+      (by_step ? "admit: expected extend to serve it" : "step: expected it in the rows of step"));
 }
 
 void RequestChecks::fail_drafts(int32_t row, int64_t num_tokens, int64_t num_sure) const {
-  throw std::invalid_argument(
-      "num_tokens of row " + std::to_string(row) + " is " + std::to_string(num_tokens) +
-      ": expected at most " + std::to_string(num_sure + max_drafts_) + ", " +
-      std::to_string(num_sure) + " that are known or were sampled and " +
-      std::to_string(max_drafts_) + " drafts, as many as num_speculative_blocks");
+  throw std::invalid_argument("num_tokens of row " + std::to_string(row) + " is " +
+                              std::to_string(num_tokens) + ": expected at most " +
+                              std::to_string(num_sure + max_drafts_) + ": " +
+                              std::to_string(num_sure) + " known or sampled tokens and " +
+                              std::to_string(max_drafts_) + " drafts (num_speculative_blocks)");
 }
 
 void RequestChecks::fail_receiving(int32_t row) {
-  throw std::invalid_argument("row " + std::to_string(row) +
-                              " is receiving: expected finish_receiving before it is used");
+  throw std::invalid_argument(
+      "row " + std::to_string(row) +
+      " is receiving external tokens: expected a call of finish_receiving first");
 }
 
 void RequestChecks::check_has_no_state(const char* call) const {
   if (!has_state_) return;
   throw std::invalid_argument(std::string(call) +
-                              " cannot say which state is to be copied where: expected step to "
-                              "drive a manager with a recurrent group");
+                              " cannot return the required copies of states: expected step for a "
+                              "manager with a recurrent group");
 }
 
 void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) const {
@@ -73,8 +74,8 @@ void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) con
   check_length(chain.num_tokens(), "a new request");
   if (chain.block_size() == c_.setup->hash_block_size) return;
   throw std::invalid_argument(
-      "a request hashed for block_size " + std::to_string(chain.block_size()) +
-      " came to a manager with block_size " + std::to_string(c_.setup->hash_block_size));
+      "a request with hashes for block_size " + std::to_string(chain.block_size()) +
+      " was passed to a manager with block_size " + std::to_string(c_.setup->hash_block_size));
 }
 
 void RequestChecks::check_counts(const NewRow& asked) const {
@@ -95,17 +96,16 @@ void RequestChecks::check_counts(const NewRow& asked) const {
   }
   if (asked.num_tokens == 0) return;
   throw std::invalid_argument("num_tokens is " + std::to_string(asked.num_tokens) +
-                              ": expected 0 with external.delayed, as the request computes "
-                              "nothing before its external tokens are there");
+                              ": expected 0 with external.delayed, because the request computes "
+                              "nothing until its external tokens have arrived");
 }
 
 void RequestChecks::check_all_transferred(int64_t num_external) const {
   for (const CacheGroup& group : c_.setup->groups) {
     if (group.is_transferred || !group.is_cached) continue;
     throw std::invalid_argument("external.num_tokens is " + std::to_string(num_external) +
-                                ": expected 0, as group " + std::to_string(group.id) +
-                                " is cached and not transferred, so their KV in it would be "
-                                "missing");
+                                ": expected 0, because group " + std::to_string(group.id) +
+                                " is cached but not transferred, so it would lack their KV");
   }
 }
 
@@ -114,9 +114,9 @@ void RequestChecks::check_external(const NewRow& asked, int64_t num_hit) const {
   if (num_hit + asked.num_external < num_known || asked.num_external == 0) return;
   throw std::invalid_argument("external.num_tokens is " + std::to_string(asked.num_external) +
                               ": expected at most " + std::to_string(num_known - 1 - num_hit) +
-                              ", as the request has " + std::to_string(num_known) + " tokens, " +
-                              std::to_string(num_hit) +
-                              " of them are cached, and the last one must run");
+                              ", because the request has " + std::to_string(num_known) +
+                              " tokens, of which " + std::to_string(num_hit) +
+                              " are cached, and the last token must be computed");
 }
 
 void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
@@ -134,20 +134,22 @@ void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
 
 void RequestChecks::check_departure(int32_t row, const Departure& departure) const {
   if ((*c_.rows)[row].is_receiving && departure.keep_as == nullptr) {
-    throw std::invalid_argument("row " + std::to_string(row) +
-                                " is receiving: expected finish_receiving before, or keep_blocks");
+    throw std::invalid_argument(
+        "row " + std::to_string(row) +
+        " is receiving external tokens: expected a call of finish_receiving "
+        "first, or keep_blocks");
   }
   if (departure.keep_as == nullptr) return;
   check_on_device(row);
   if (!c_.frees->keeps(*departure.keep_as)) return;
   throw std::invalid_argument("blocks of request '" + *departure.keep_as +
-                              "' are already kept: expected release_blocks before");
+                              "' are already kept: expected a call of release_blocks first");
 }
 
 void RequestChecks::check_kept(const std::string& name) const {
   if (c_.frees->keeps(name)) return;
   throw std::invalid_argument("no blocks of request '" + name +
-                              "' are kept: expected one that was freed with keep_blocks");
+                              "' are kept: expected a request that was freed with keep_blocks");
 }
 
 void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
@@ -157,9 +159,10 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
       "num_rejected_tokens of row " + std::to_string(row) + " is " + std::to_string(num_rejected);
   checked_size("num_rejected_tokens", num_rejected, 0);
   if (has_state_ && max_drafts_ == 0) {
-    throw std::invalid_argument(what +
-                                ": expected 0, a recurrent state takes no token back without "
-                                "num_speculative_blocks");
+    throw std::invalid_argument(
+        what +
+        ": expected 0, because a recurrent state cannot undo tokens without "
+        "num_speculative_blocks");
   }
   if (has_state_ && num_rejected > r.num_drafts) {
     throw std::invalid_argument(what + ": expected at most " + std::to_string(r.num_drafts) +
@@ -175,7 +178,7 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   if (r.num_computed - num_rejected >= kept) return;
   throw std::invalid_argument(what + ": expected at most " +
                               std::to_string(std::max<int64_t>(r.num_computed - kept, 0)) +
-                              ", of the tokens of its last step those that are not cached");
+                              ", the number of uncached tokens of its last step");
 }
 
 int64_t RequestChecks::check_computed(const TokenChain& chain,
@@ -199,7 +202,7 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
     throw std::invalid_argument("computed_blocks[" + std::to_string(group.id) + "] covers " +
                                 std::to_string(covered) + " tokens: expected " +
                                 std::to_string(std::max<int64_t>(num_tokens, 0)) +
-                                ", as many as other groups");
+                                ", the same as the other groups");
   }
   if (num_tokens <= 0) return 0;
   const std::string what = "computed_blocks has " + std::to_string(most_blocks) + " blocks";
@@ -212,7 +215,7 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
   if (num_tokens > chain.num_tokens() - 1) {
     const int64_t most = (chain.num_tokens() - 1) / c_.setup->groups[0].block_size;
     throw std::invalid_argument(what + ": expected at most " + std::to_string(most) +
-                                ", since the last token must run");
+                                ", because the last token must be computed");
   }
   const HashList& hashes = chain.known_hashes();
   for (const CacheGroup& group : c_.setup->groups) {
@@ -229,7 +232,7 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
       }
       throw std::invalid_argument("computed_blocks[" + std::to_string(b) + "] is block " +
                                   std::to_string(id) +
-                                  ", which does not (or no longer) hold block " +
+                                  ", which does not, or no longer, contain block " +
                                   std::to_string(b) + " of the request: look up again");
     }
   }
@@ -254,18 +257,18 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
     check_places(r.num_computed - num_rejected, request.num_tokens[i] + request.lookahead_of(i),
                  "a row");
     if (!c_.rows->name(row)) {
-      throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
+      throw std::invalid_argument("rows contains row " + std::to_string(row) + " twice");
     }
   }
-  if (request.num_swap_out_rows > 0) check_has_host("swap_out names rows");
+  if (request.num_swap_out_rows > 0) check_has_host("swap_out contains rows");
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
     check_driver(row, /*by_step=*/true);
     check_on_device(row);
     check_not_receiving(row);
     if (!c_.rows->name(row)) {
-      throw std::invalid_argument("swap_out names row " + std::to_string(row) +
-                                  ", which rows or swap_out names too: expected it once");
+      throw std::invalid_argument("swap_out contains row " + std::to_string(row) +
+                                  ", which rows or swap_out also contains: expected it once");
     }
   }
 }
@@ -354,7 +357,7 @@ void RequestChecks::check_start(const RowAsk& ask) const {
     return std::string(name) + " of row " + std::to_string(row) + " is " + std::to_string(value);
   };
   if (!c_.rows->name(row)) {
-    throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
+    throw std::invalid_argument("rows contains row " + std::to_string(row) + " twice");
   }
   if (start < 0) throw std::invalid_argument(what("start", start) + ": expected at least 0");
   if (start < num_computed) check_rejected(row, num_computed - start);
@@ -364,11 +367,11 @@ void RequestChecks::check_start(const RowAsk& ask) const {
   }
   if (start > num_slots) {
     throw std::invalid_argument(what("start", start) + ": expected at most " +
-                                std::to_string(num_slots) + ", the slots that it has");
+                                std::to_string(num_slots) + ", the number of its slots");
   }
   if (ask.num_tokens > 0) return;
   throw std::invalid_argument(what("stop", start + ask.num_tokens) +
-                              ": expected more than its start, " + std::to_string(start));
+                              ": expected more than the row's start, " + std::to_string(start));
 }
 
 void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {
@@ -381,7 +384,7 @@ void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {
     throw std::invalid_argument(
         "row " + std::to_string(row) + " has " + std::to_string(parent.num_computed) +
         " computed tokens, of which " + std::to_string(num_known) +
-        " are known: expected the others to be appended or rejected before it is forked");
+        " are known: expected the other tokens to be appended or rejected before the fork");
   }
   if (child.begins_like(*parent.chain, parent.num_computed)) return;
   throw std::invalid_argument("the child's tokens or extra keys differ from those of row " +
@@ -411,7 +414,7 @@ void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) c
     }
     check_not_receiving(row);
     if (!c_.rows->name(row)) {
-      throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
+      throw std::invalid_argument("rows contains row " + std::to_string(row) + " twice");
     }
   }
 }
@@ -425,7 +428,7 @@ void RequestChecks::check_leaving(const int32_t* rows, int64_t n,
     check_departure(rows[i], blocks.departure_of(i));
     if (c_.rows->name(rows[i])) continue;
     throw std::invalid_argument("row " + std::to_string(rows[i]) +
-                                " is to be freed twice: expected each row once");
+                                " would be freed twice: expected each row once");
   }
 }
 
@@ -438,7 +441,7 @@ void RequestChecks::check_report(int64_t step_id, bool completed,
                                  const std::vector<BlockId>& failed_on_host) const {
   c_.journal->check_step_id(step_id);
   check_ids(failed, "failed_pages");
-  if (!failed_on_host.empty()) check_has_host("failed_host_pages names pages");
+  if (!failed_on_host.empty()) check_has_host("failed_host_pages contains pages");
   for (BlockId page : failed_on_host) c_.host->check_id(page, "failed_host_pages");
   if (!completed) c_.journal->check_may_abort(step_id);
 }

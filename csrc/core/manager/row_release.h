@@ -22,7 +22,7 @@ struct Departure {
   const std::string* keep_as = nullptr;  // keep the blocks under this name
 };
 
-// The same options for several rows.
+// These options for several rows.
 struct LeavingBlocks {
   int64_t after_step = -1;
   std::vector<std::string> keep_as = {};  // one name per row, or none

@@ -80,16 +80,16 @@ void StepJournal::inherit(int32_t row, const Row& r, int32_t child, const Row& c
 
 void StepJournal::check_step_id(int64_t step_id) const {
   if (step_id >= 0 && step_id < numbers_.num_steps) return;
-  throw std::invalid_argument("step_id is " + std::to_string(step_id) +
-                              (numbers_.num_steps == 0
-                                   ? std::string(": no step has been made")
-                                   : ": expected 0 to " + std::to_string(numbers_.num_steps - 1) +
-                                         ", the steps made so far"));
+  throw std::invalid_argument(
+      "step_id is " + std::to_string(step_id) +
+      (numbers_.num_steps == 0
+           ? std::string(": no step has been made")
+           : ": expected 0 to " + std::to_string(numbers_.num_steps - 1) + ", the steps so far"));
 }
 
 void StepJournal::check_may_abort(int64_t step_id) const {
-  const char* why = step_id < numbers_.num_completed                   ? "it was reported done"
-                    : step_id < numbers_.num_steps - kMaxStepsInFlight ? "it is too long ago"
+  const char* why = step_id < numbers_.num_completed                   ? "it was reported as done"
+                    : step_id < numbers_.num_steps - kMaxStepsInFlight ? "it is too old"
                                                                        : nullptr;
   if (why == nullptr) return;
   throw std::invalid_argument("step_id is " + std::to_string(step_id) +

@@ -20,7 +20,7 @@ struct StepNumbers {
 
   void check_invariants() const {
     if (last_issued < num_steps && num_completed <= num_steps) return;
-    throw std::logic_error("a step that was not made was issued or completed");
+    throw std::logic_error("a step that was never created was issued or completed");
   }
 };
 

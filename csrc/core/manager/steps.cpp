@@ -29,7 +29,7 @@ void Steps::resend_tables(const RowTable& rows) {
 }
 
 void Steps::check_invariants() const {
-  if (plan_.is_step()) throw std::logic_error("a plan was begun and not ended");
+  if (plan_.is_step()) throw std::logic_error("a plan was started but not completed");
   plan_.check_invariants();
   journal_.check_invariants();  // throws if a step in the journal was not issued
 }

@@ -105,7 +105,7 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
       continue;
     }
     for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);
-    fail(ids[i], "not pinned that often: expected a pinned block");
+    fail(ids[i], "pinned fewer times than it is listed: expected a pinned block");
   }
   const Soundness::Change change = this->change("unpin");
   bool is_back = false;
@@ -152,7 +152,7 @@ void BlockPool::notify_policy_release(const BlockId* ids, const int64_t* prefix_
     const Retention& each = features.retention[i];
     const std::string name = "retention[" + std::to_string(i) + "]";
     if (each.first < 0 || each.stop < each.first) {
-      throw std::invalid_argument(name + " is of tokens " + std::to_string(each.first) + " to " +
+      throw std::invalid_argument(name + " covers tokens " + std::to_string(each.first) + " to " +
                                   std::to_string(each.stop) + ": expected 0 <= first <= stop");
     }
     if (each.priority < 0 || each.priority > 100) {

@@ -34,8 +34,8 @@ class LostBlocks {
   };
   static constexpr int64_t kMsPerUnit = 100;
 
-  // Records one of `one_of` blocks of the group, and remembers the last ones: four times as many as
-  // a pool of num_blocks blocks has of them, and at least kLeastRecords.
+  // Samples one of `one_of` blocks of the group, and keeps the latest records: four times as many
+  // as a pool of num_blocks blocks has of them, and at least kLeastRecords.
   LostBlocks(int64_t num_blocks, int64_t one_of, uint8_t group)
       : last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
         group_(group),
@@ -53,7 +53,7 @@ class LostBlocks {
     const uint64_t mixed = LostBlocks::mixed(hash);
     if (is_sampled(mixed) && group == group_) add(mixed, is_evicted);
   }
-  // Loads the record of a block that will leave soon into the processor's cache.
+  // Prefetches the record of a block that will leave the cache soon.
   void prefetch(const Hash& hash) const {
     const uint64_t mixed = LostBlocks::mixed(hash);
     if (is_sampled(mixed)) __builtin_prefetch(&buckets_[index_of(mixed)], 1);

@@ -10,14 +10,14 @@
 
 namespace kvcache {
 
-// A request of which only a sample of the blocks is replayed, or all. Its blocks are consecutive:
+// A request, of which all blocks or only a sample of them are replayed. Its blocks are consecutive:
 // first full blocks, then possibly a partial block, which is never cached.
 struct ReplayedRequest {
   int64_t num_blocks;    // of the whole request
-  int64_t first;         // its first block among those of all requests
+  int64_t first;         // index of its first block among the blocks of all requests
   int64_t num_held;      // blocks of the request
-  int64_t num_full;      // of these, full blocks
-  int64_t num_hittable;  // of these, blocks that can be hits
+  int64_t num_full;      // number of full blocks among them
+  int64_t num_hittable;  // number of blocks among them that can be hits
   int64_t num_output_tokens;
   int64_t start_ms, end_ms;
   int64_t tokens_per_block;  // ReleaseFeatures::tokens_per_block
@@ -28,8 +28,8 @@ struct ReplayedHits {
   int64_t num_hittable = 0;  // of the served requests
 };
 
-// Serves the requests in order. Requests of more than `most_blocks` blocks are rejected. Of a
-// sample that exceeds the pool, the first blocks are replayed. `hashes` and `ends`, the tokens up
+// Serves the requests in order. Requests of more than `most_blocks` blocks are rejected. If a
+// sample exceeds the pool, only its first blocks are replayed. `hashes` and `ends`, the tokens up
 // to the end of a block, have one entry per block. No block of the pool may be held.
 ReplayedHits replay_requests(BlockPool* pool, const ReplayedRequest* requests, int64_t n,
                              const Hash* hashes, const int64_t* ends, int64_t most_blocks);

@@ -37,7 +37,8 @@ class RequestTags {
   int64_t serial(int64_t row) const { return at(row).serial; }
   uint64_t seed(int64_t row) const { return at(row).tags.front(); }
   int64_t num_tokens(int64_t row) const { return static_cast<int64_t>(at(row).tags.size()) - 1; }
-  // Tokens before the first one of a draft tree that does not follow the token at the slot before.
+  // Number of tokens before the first draft-tree token that does not follow the token in the
+  // previous slot.
   int64_t num_in_sequence(int64_t row) const { return at(row).num_in_sequence; }
   int64_t num_rows() const { return static_cast<int64_t>(requests_.size()); }
   int64_t num_tags() const { return num_tags_; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shadow of one memory (the device or the host tier): what its slots hold, who holds its
-// blocks, and the last events of each block.
+// The shadow state of one memory (the device or the host tier): the content of its slots, the
+// holders of its blocks, and the last events of each block.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace kvcache::sanitizer {
 constexpr int64_t kNobody = -1;
 
 struct ShadowSlot {
-  uint64_t tag;    // of the token prefix whose KV the slot holds; 0: never written
+  uint64_t tag;    // tag of the token prefix whose KV the slot holds; 0: never written
   int64_t origin;  // serial number of the request that computed it << 32 | position
 };
 
@@ -26,7 +26,7 @@ struct ShadowBlock {
   int64_t num_events = 0;
   int32_t num_holders = 0;
   int16_t owner = kNobody;  // group whose content the block holds
-  bool is_fresh = false;    // allocated, and neither read nor written since
+  bool is_fresh = false;    // allocated, but not read or written since
 };
 
 // The values of `EventKind` in Python that native code uses.
@@ -65,9 +65,10 @@ class Shadow {
 
   // Drops the content of a block.
   void clear(int64_t block);
-  // Drops what earlier holders left in a block, from the first slot that the new one writes.
+  // Drops the content that earlier holders left in a block, from the first slot that the new holder
+  // writes.
   void drop_stale(int64_t block, int64_t first_offset);
-  // Makes a block hold content of this group, and drops content of another one.
+  // Assigns a block to this group, and drops content of any other group.
   void take_over(int64_t block, int16_t group);
   // Copies single slots of a group, `block * block_size + offset`. All are read before any is
   // written. A slot with content of another group counts as never written.
@@ -76,7 +77,7 @@ class Shadow {
 
   // Appends an event to the history of a block. The oldest event is overwritten.
   void log(int64_t block, const ShadowEvent& event);
-  // Returns the last events of a block, the oldest first.
+  // Returns the last events of a block, oldest first.
   std::vector<ShadowEvent> events(int64_t block) const;
 
   bool tracks_holders = false;  // whether allocations are reported
@@ -86,7 +87,7 @@ class Shadow {
   ZeroedArray<ShadowSlot> slots_;
   std::vector<ShadowBlock> blocks_;
   ZeroedArray<ShadowEvent> ring_;
-  ZeroedArray<int64_t> changed_at_;  // apart from the blocks, because reads scan it
+  ZeroedArray<int64_t> changed_at_;  // stored apart from the blocks, because reads scan it
   int64_t num_changes_ = 0;
 };
 

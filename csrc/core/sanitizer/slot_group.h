@@ -15,8 +15,8 @@
 
 namespace kvcache::sanitizer {
 
-// What a check found. A check sorts its findings in this order. Python reports kHeldByOther (a
-// block is written that only another request holds) and kWrongRead as other kinds.
+// Kinds of findings, in the order in which a check reports them. Python reports kHeldByOther (a
+// write to a block that only another request holds) and kWrongRead under other names.
 enum class FindingKind : int64_t {
   kSlotMismatch,
   kStaleRow,
@@ -32,10 +32,11 @@ enum class FindingKind : int64_t {
 
 struct Finding {
   FindingKind kind;
-  int64_t serial;  // of the request that reads or writes; for stale rows, the index in the batch
+  int64_t
+      serial;  // serial number of the reading or writing request; stale rows: index in the batch
   int64_t position;
   int64_t block, offset;
-  int64_t other;  // the slot expected, another request, the number of tokens or of wrong slots
+  int64_t other;  // expected slot, other request, number of tokens, or number of wrong slots
 };
 
 using Findings = std::vector<Finding>;
@@ -43,7 +44,7 @@ using Findings = std::vector<Finding>;
 // The findings of a check, one per kind, request and block.
 class FindingList {
  public:
-  // Counts a repeated finding in `other` of the first one, if `counts` is set.
+  // If `counts` is set, a repeated finding increments `other` of the first one.
   void add(const Finding& finding, bool counts = false) {
     const auto [it, is_new] =
         places_.try_emplace({finding.kind, finding.serial, finding.block}, findings_.size());
@@ -53,7 +54,7 @@ class FindingList {
       ++findings_[it->second].other;
     }
   }
-  // Returns the findings, those of one kind together, and forgets them.
+  // Returns the findings, sorted by kind, and clears the list.
   Findings take() {
     std::stable_sort(findings_.begin(), findings_.end(),
                      [](const Finding& a, const Finding& b) { return a.kind < b.kind; });
@@ -103,7 +104,7 @@ struct Table {
   int64_t row_stride = 0, column_stride = 0;  // bytes
   bool is_wide = false;
 
-  // Blocks beyond int32, which do not exist, are clamped.
+  // Ids outside the range of int32, which no block has, are clamped.
   int32_t at(int64_t row, int64_t column) const {
     const char* const entry = data + row * row_stride + column * column_stride;
     using Limits = std::numeric_limits<int32_t>;
@@ -113,8 +114,8 @@ struct Table {
     }
     return loaded<int32_t>(entry);
   }
-  // Whether the entries of a row are these from column `begin` on. False if they must be compared
-  // one by one.
+  // Whether the entries of a row from column `begin` on are equal to these. False if they must be
+  // compared one by one.
   bool equals(int64_t row, int64_t begin, const std::vector<int32_t>& entries) const {
     const auto size = static_cast<int64_t>(entries.size());
     return !is_wide && column_stride == sizeof(int32_t) && begin < size &&

@@ -75,7 +75,7 @@ int64_t SlotReads::length(int64_t row, int64_t stop) const {
   return is_cross ? stop : std::min(stop, requests_->num_tokens(row));
 }
 
-// Returns the first token of a row that must be compared, and counts all as checked.
+// Returns the first token of a row that must be compared, and marks all tokens as checked.
 int64_t SlotReads::first_unchecked(int64_t r, int64_t start, int64_t stop, const Table& table,
                                    Row* checked) {
   const int64_t needed = group_.first_needed(start), width = group_.width(stop);
@@ -84,7 +84,7 @@ int64_t SlotReads::first_unchecked(int64_t r, int64_t start, int64_t stop, const
   if (static_cast<int64_t>(checked->table.size()) != width) {
     checked->table.resize(static_cast<size_t>(width), -1);
   }
-  // Columns before the first needed token do not matter: they left the window.
+  // Columns before the first needed token are ignored, because they have left the window.
   int64_t column = needed / group_.block_size;
   if (table.equals(r, column, checked->table) && !has_changes(*checked, column)) column = width;
   for (; column < width; ++column) {

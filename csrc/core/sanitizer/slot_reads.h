@@ -27,8 +27,8 @@ class SlotReads {
     const int64_t* stops;
     int64_t size;
   };
-  // Cuts a table to the columns that ranges with these ends read. Throws std::invalid_argument if
-  // it has fewer.
+  // Limits a table to the columns that ranges with these ends read. Throws std::invalid_argument
+  // if it has fewer columns.
   void cut(Table* table, const int64_t* stops, int64_t size);
   int64_t num_columns() const { return num_columns_; }  // of the last table
   Findings check(const Ranges& ranges, const Table& table);
@@ -39,11 +39,12 @@ class SlotReads {
     num_read_ = num_compared_ = 0;
     return {};
   }
-  // Slots that attention reads according to the last check, and those of them that it compared.
+  // The number of slots that attention reads, and how many of them were compared, both in the last
+  // check.
   int64_t num_read() const { return num_read_; }
   int64_t num_compared() const { return num_compared_; }
 
-  // Checks from a token on are no longer valid.
+  // Discards the checks of all tokens from `start` on.
   void forget(int64_t row, int64_t start);
 
  private:

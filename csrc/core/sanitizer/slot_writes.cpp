@@ -73,7 +73,7 @@ Findings SlotWrites::begin(const SlotGroup& group, const TokenRanges& ranges, co
   return advance();
 }
 
-// Whether a check can have findings, or the block gets a new writer. Most tokens of a decode step
+// Whether a check may find a defect or the block gets a new writer. Most tokens of a decode step
 // continue a block.
 bool SlotWrites::needs_checks(const Token& token) {
   const ShadowBlock& block = shadow_->block(token.block);
@@ -145,7 +145,7 @@ void SlotWrites::check_blocks() {
   }
 }
 
-// Makes the requests the writers of their blocks, and reports blocks with two writers in a step.
+// Records the requests as writers of their blocks, and reports blocks with two writers in a step.
 void SlotWrites::take_blocks() {
   for (Token& token : tokens_) {
     shadow_->take_over(token.block, group_.index);
@@ -165,7 +165,7 @@ void SlotWrites::take_blocks() {
   }
 }
 
-// Reports content of shared blocks that the write replaces by other content.
+// Reports content of shared blocks that the write replaces with other content.
 void SlotWrites::check_content() {
   int64_t before = -1;  // block of the last new writer
   for (Token& token : tokens_) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks writes to slots and follows them in the shadow.
+// Checks writes to slots and records them in the shadow.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@
 namespace kvcache::sanitizer {
 
 // A write runs in stages. `begin...` and `advance` return when a stage has findings, before later
-// stages change the shadow, so that reports show the state that was found. The write is complete
-// when they return no findings. All `begin...` throw std::invalid_argument, without any change, if
-// a table has too few columns. The tokens must be known.
+// stages change the shadow, so that reports show the state at the time of the finding. The write is
+// complete when they return no findings. All `begin...` throw std::invalid_argument, without any
+// change, if a table has too few columns. The tokens must be known.
 class SlotWrites {
  public:
   SlotWrites(std::shared_ptr<Shadow> shadow, std::shared_ptr<const RequestTags> requests)
@@ -25,15 +25,16 @@ class SlotWrites {
   // `slots`: one per token, or -1. `table`: compared with the slots, if given.
   Findings begin(const SlotGroup& group, const TokenRanges& ranges, const int64_t* slots,
                  const Table& table, int64_t step);
-  // States after token `starts` of each range, whose count is 1. `pages`: one per range.
+  // Writes the state after token `starts` of each range; all counts are 1. `pages`: one per range.
   Findings begin_states(const SlotGroup& group, const TokenRanges& ranges, const int64_t* pages,
                         int64_t step);
-  // Content from outside, which is trusted. For states, the table is one page per range.
+  // Writes content from an external source, which is trusted. For states, the table has one page
+  // per range.
   void load(const SlotGroup& group, const TokenRanges& ranges, const Table& table, int64_t step);
   Findings advance();
 
   const RequestTags& requests() const { return *requests_; }
-  // Slots that the last write wrote.
+  // Number of slots in the last write.
   int64_t num_written() const { return static_cast<int64_t>(tokens_.size()); }
 
  private:
@@ -41,7 +42,7 @@ class SlotWrites {
     int64_t serial, position;
     uint64_t tag;
     int64_t block, offset;
-    int64_t writer = kNobody;  // of the block before
+    int64_t writer = kNobody;  // previous writer of the block
     bool overwrites = false;
   };
   using Stage = void (SlotWrites::*)();
@@ -63,7 +64,7 @@ class SlotWrites {
   SlotGroup group_{};
   int64_t step_ = 0;
   std::vector<Token> tokens_;
-  std::vector<Stage> stages_;  // that are left, the last one first
+  std::vector<Stage> stages_;  // remaining stages, in reverse order
   FindingList found_;
 };
 

@@ -258,7 +258,7 @@ def storm(turns: int, seed: int, pause: float, per_turn: int = PER_TURN) -> tupl
         print(f"{name}: median {middle * 1e3:.0f} ms, p99 {figures[name] * 1e3:.0f} ms")
     num_right = honest.num_asked - len(honest.wrong)
     ratio = figures["together"] / figures["alone"]
-    print(f"{num_right} of {honest.num_asked} honest answers right; p99 ratio {ratio:.2f}")
+    print(f"{num_right} of {honest.num_asked} honest answers correct; p99 ratio {ratio:.2f}")
     return ratio, len(honest.wrong)
 
 

@@ -278,7 +278,7 @@ def _cases(name: str, groups: list[GroupSpec], **options: object) -> list[Case]:
 
 
 def manager_families() -> dict[str, Callable[[], list[Case]]]:
-    """Return, by name, functions that make the cases of one kind of manager."""
+    """Return the functions that create the cases of one kind of manager, by name."""
     return {
         "manager of one group": lambda: _cases("one group", [FULL]),
         "manager with a host": lambda: _cases(

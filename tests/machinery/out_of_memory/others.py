@@ -232,7 +232,7 @@ def _moved_trial(call: Callable[[Moved], object]) -> Trial:
 
 
 def other_families() -> dict[str, Callable[[], list[Case]]]:
-    """Return, by name, functions that make the cases."""
+    """Return the functions that create the cases, by name."""
     return {
         "what is made anew": lambda: [
             Case(

@@ -106,7 +106,7 @@ def test_decisions_are_the_same_with_drafts_and_windows(models):
 
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("groups", ["window", "window full", "window window full"])
-def test_decisions_are_the_same_with_windows_and_enough_room(groups, retention, models):
+def test_decisions_are_the_same_with_windows_and_enough_space(groups, retention, models):
     config = engine_config(models["llama"], events=True)
     sides = SideBySide(0, config, tuple(groups.split()), 2_000, retention=retention)
     assert sides.run(60)["hit tokens"] > 0
@@ -121,7 +121,7 @@ def test_decisions_are_the_same_with_chunked_local_attention(retention, models):
 
 
 @pytest.mark.parametrize("retention", RETENTIONS)
-def test_only_the_order_of_a_requests_blocks_differs_in_a_tight_pool(
+def test_in_a_tight_pool_only_the_order_of_a_requests_blocks_differs(
     retention, models, monkeypatch
 ):
     """vLLM releases a request's blocks group by group, so it evicts all blocks of a window before
@@ -142,7 +142,7 @@ def test_only_the_order_of_a_requests_blocks_differs_in_a_tight_pool(
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", ["window", "window full", "chunked full"])
-def test_windows_in_a_tight_pool_end_whole(groups, is_async, models):
+def test_requests_with_windows_complete_in_a_tight_pool(groups, is_async, models):
     """Hits and preemptions differ from vLLM's, because blocks leave windows and are evicted in
     another order. All requests must end and release their blocks.
     """
@@ -160,7 +160,7 @@ def test_windows_in_a_tight_pool_end_whole(groups, is_async, models):
         "mamba align, mamba align, window, full",
     ],
 )
-def test_decisions_are_the_same_with_states_and_enough_room(groups, retention, is_async, models):
+def test_decisions_are_the_same_with_states_and_enough_space(groups, retention, is_async, models):
     config = engine_config(models["llama"], is_async=is_async)
     sides = SideBySide(0, config, tuple(groups.split(", ")), 3_000, retention=retention)
     assert sides.run(60)["hit tokens"] > 0
@@ -169,7 +169,7 @@ def test_decisions_are_the_same_with_states_and_enough_room(groups, retention, i
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [60, 150])
 @pytest.mark.parametrize("mode", MAMBA_MODES)
-def test_states_in_a_tight_pool_are_those_of_their_tokens(mode, num_blocks, is_async, models):
+def test_states_are_correct_in_a_tight_pool(mode, num_blocks, is_async, models):
     config = engine_config(models["llama"], is_async=is_async)
     groups = (f"mamba {mode}", f"mamba {mode}", "full")
     counts = SideBySide(2, config, groups, num_blocks, exact=False, retention=0).run(150)
@@ -178,7 +178,7 @@ def test_states_in_a_tight_pool_are_those_of_their_tokens(mode, num_blocks, is_a
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [150, 3_000])
-def test_states_inside_of_chunks_reach_no_state_in_use(num_blocks, is_async, models):
+def test_states_written_inside_chunks_overwrite_no_state_in_use(num_blocks, is_async, models):
     """Mamba 2 workers write such states by their own rules.
 
     vLLM's scheduler allocates blocks for them.
@@ -208,7 +208,7 @@ def test_decisions_are_the_same_with_sessions(seed, num_blocks, is_async, models
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [60, 3_000])
-def test_decisions_are_the_same_with_slots_of_drafters(num_blocks, is_async, models):
+def test_decisions_are_the_same_with_lookahead_slots_of_drafters(num_blocks, is_async, models):
     """Drafters (EAGLE, MTP) write to slots after each step's tokens, which need blocks earlier."""
     config = engine_config(models["llama"], is_async=is_async, events=True)
     counts = SideBySide(4, config, ("full",), num_blocks, slots=7).run(120)
@@ -217,7 +217,7 @@ def test_decisions_are_the_same_with_slots_of_drafters(num_blocks, is_async, mod
 
 @pytest.mark.skipif(not HAS_LOOKAHEAD, reason="vLLM 0.32 has no lookahead hashes")
 class TestLookahead:
-    """Hashes also cover the tokens after their block. Drafters (EAGLE, MTP) need no last block again."""
+    """Hashes also cover tokens after their block, so drafters (EAGLE, MTP) recompute no block."""
 
     @pytest.mark.parametrize("is_async", [False, True])
     @pytest.mark.parametrize("lookahead", [1, 3])
@@ -252,7 +252,7 @@ class TestLookahead:
 
 
 @pytest.mark.parametrize("seed,num_blocks", [(0, 3_000), (1000, 150), (1014, 150)])
-def test_a_session_goes_on_from_its_own_states(seed, num_blocks, models):
+def test_session_continues_from_its_own_states(seed, num_blocks, models):
     """vLLM sends all blocks of a session again, and the worker copies its last state from them."""
     config = engine_config(models["llama"])
     groups = ("mamba align", "full")
@@ -305,7 +305,7 @@ def with_connector(cls, is_async, models):
     return scheduler
 
 
-def test_blocks_that_a_connector_receives_into_are_not_hits(models):
+def test_blocks_receiving_external_kv_are_not_hits(models):
     found = []
     for cls in PAIRS[False]:
         scheduler = with_connector(cls, True, models)
@@ -323,7 +323,7 @@ def test_blocks_that_a_connector_receives_into_are_not_hits(models):
 
 
 @pytest.mark.parametrize("invalid", [0, 1, 7])
-def test_a_load_in_the_step_that_fails_is_computed_again(invalid, models):
+def test_tokens_of_a_failed_load_within_the_step_are_computed(invalid, models):
     found = []
     for cls in PAIRS[False]:
         scheduler, log = with_connector(cls, False, models), []
@@ -344,7 +344,7 @@ def test_a_load_in_the_step_that_fails_is_computed_again(invalid, models):
     assert found[0] == found[1]
 
 
-def test_a_requests_hashes_are_a_list_elsewhere():
+def test_request_hashes_are_a_list_for_other_readers():
     request = make_request(0, list(range(3, 103)), block_hasher(ours=True), 5)
     hashes = [*request.block_hashes]
     for copied in (pickle.loads(pickle.dumps(request.block_hashes)), copy.deepcopy(request)):
@@ -360,7 +360,7 @@ def test_decisions_are_the_same_with_context_parallelism(num_blocks, models):
     assert counts["hit tokens"] > 0 and (counts["preemptions"] > 0) == (num_blocks == 40)
 
 
-def test_encoders_get_as_many_blocks_as_from_vllm():
+def test_encoders_get_the_same_number_of_blocks_as_in_vllm():
     spec = CrossAttentionSpec(**vllm_schedulers.SHAPE)
     groups = [
         KVCacheGroupSpec(["self"], vllm_schedulers.SPECS["full"]()),
@@ -396,7 +396,7 @@ def test_decisions_are_the_same_without_prefix_caching(num_blocks, groups, model
 
 @pytest.mark.parametrize("lookahead", [0, *([1, 2, 3, 15, 40] if HAS_LOOKAHEAD else [])])
 @pytest.mark.parametrize("name", ["sha256_cbor", "xxhash_cbor", "sha256", "xxhash"])
-def test_hashes_are_vllms_byte_for_byte(name, lookahead):
+def test_hashes_equal_vllms_byte_for_byte(name, lookahead):
     theirs, ours = (block_hasher(name, ours=ours, lookahead=lookahead) for ours in (False, True))
     images = [
         image("cat", 20, 30),
@@ -433,7 +433,7 @@ class TestRefusals:
     change.
     """
 
-    def test_intervals_between_hits(self, models):
+    def test_invalid_retention_interval_is_rejected(self, models):
         config = engine_config(models["llama"])
         with pytest.raises(ValueError, match="retention_interval is 40: expected None, 0 or a"):
             make_scheduler(VllmScheduler, config, ("window", "full"), 100, retention=40)
@@ -455,12 +455,12 @@ class TestRefusals:
             ),
         ],
     )
-    def test_kinds_of_groups(self, spec, message, models, monkeypatch):
+    def test_unsupported_kinds_of_groups_are_rejected(self, spec, message, models, monkeypatch):
         monkeypatch.setitem(vllm_schedulers.SPECS, "other", lambda: spec)
         with pytest.raises(ValueError, match=message):
             make_scheduler(VllmScheduler, engine_config(models["llama"]), ("other", "full"), 100)
 
-    def test_options(self, models):
+    def test_unknown_options_are_rejected(self, models):
         for name in ("evict", "num_host_blocks", "hash_bytes"):
             config = engine_config(models["llama"], additional_config={"kvcache": {name: 1}})
             with pytest.raises(ValueError, match=f"the option '{name}' for kvcache: expected"):
@@ -471,12 +471,12 @@ class TestRefusals:
         ):
             make_scheduler(VllmAsyncScheduler, config, ("full",), 100)
 
-    def test_an_old_version(self, monkeypatch):
+    def test_old_vllm_version_is_rejected(self, monkeypatch):
         monkeypatch.setattr(compatibility, "version", lambda name: "0.20.1")
         with pytest.raises(ImportError, match=r"vLLM is 0.20.1: .* needs 0.32 or later"):
             compatibility.check_version()
 
-    def test_auxiliary_outputs(self, models):
+    def test_auxiliary_outputs_are_rejected(self, models):
         config = engine_config(models["llama"])
         config.aux_output_config.enable_return_routed_experts = True
         with pytest.raises(ValueError, match="aux_output_config is enabled: kvcache's scheduler"):
@@ -528,7 +528,7 @@ class TestLaterVersions:
         ):
             manager.usage_of("r", fast=True)
 
-    def test_a_method_is_adapted_once(self, ours):
+    def test_method_is_adapted_only_once(self, ours):
         def usage_of(self, request_id, fast=False):
             raise NotImplementedError
 
@@ -546,7 +546,7 @@ class TestLaterVersions:
         with pytest.raises(ValueError, match=r"KVCacheManager\.free has the parameter 'reason'"):
             compatibility.accept_new_parameters(ours, self.later(free))
 
-    def test_this_version_has_no_parameter_that_ours_lacks(self):
+    def test_installed_vllm_has_no_parameter_that_ours_lacks(self):
         before = dict(vars(VllmCacheManager))
         compatibility.accept_new_parameters(VllmCacheManager, KVCacheManager)
         assert dict(vars(VllmCacheManager)) == before
@@ -566,7 +566,7 @@ class TestLaterVersions:
             make_scheduler(VllmScheduler, config, ("full",), 99)
 
     @pytest.mark.parametrize("found,is_warned", [("0.33.1", False), ("0.99.0", True)])
-    def test_an_unknown_version_is_a_warning(self, found, is_warned, models, monkeypatch):
+    def test_unknown_vllm_version_gives_a_warning(self, found, is_warned, models, monkeypatch):
         warnings = []
         monkeypatch.setattr(compatibility, "version", lambda name: found)
         monkeypatch.setattr(
@@ -599,7 +599,7 @@ class TestLaterVersions:
             (("full",), no_lookahead_slots),
         ],
     )
-    def test_managers_that_differ_in_rarer_steps_are_noticed(
+    def test_managers_that_differ_in_rare_steps_are_detected(
         self, groups, broken, models, monkeypatch
     ):
         config = engine_config(models["llama"])
@@ -617,13 +617,13 @@ class TestLaterVersions:
             make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
 
 
-def test_the_eviction_policy_is_an_option(models):
+def test_eviction_policy_is_an_option(models):
     config = engine_config(models["llama"], additional_config={"kvcache": {"eviction": "learned"}})
     scheduler = make_scheduler(VllmScheduler, config, ("full",), 100)
     assert scheduler.kv_cache_manager.native.options.eviction == "learned"
 
 
-def test_a_request_of_the_maximum_length_is_not_kept_after_its_end(models):
+def test_request_of_maximum_length_is_released_after_its_end(models):
     scheduler = make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 200)
     request = make_request(0, range(3, LONGEST - 5), block_hasher(), 8)
     scheduler.add_request(request)
@@ -640,7 +640,7 @@ def test_a_request_of_the_maximum_length_is_not_kept_after_its_end(models):
     assert ended() is None
 
 
-def test_counts_do_not_appear_as_loads_in_the_log():
+def test_counts_are_not_logged_as_loads():
     """vLLM logs its own entries of this dictionary if any value is not 0."""
     stats = SchedulerStats()
     metrics.add_counts(stats, {"native_calls": 3, "stored_blocks 1": 5})
@@ -653,7 +653,7 @@ def test_counts_do_not_appear_as_loads_in_the_log():
     assert value_of("kvcache:stored_blocks_total", labels | {"group": "1"}) == 5
 
 
-def test_a_block_whose_last_token_was_not_computed_is_not_cached(models):
+def test_block_whose_last_token_was_not_computed_is_not_cached(models):
     """Regression: found by random_sides(7000063). The drafts of two steps were rejected."""
     config = engine_config(models["llama"])
     manager = make_scheduler(VllmAsyncScheduler, config, ("full",), 40).kv_cache_manager

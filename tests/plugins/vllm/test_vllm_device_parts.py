@@ -105,7 +105,7 @@ class Engine:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gloo", "nixl"])
-def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
+def test_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
     from kvcache.plugins.vllm.disaggregation.steps import TransferMetadata
 
     with nixl_stand_in():
@@ -142,7 +142,7 @@ def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
         sender.worker.close()
 
 
-def test_reads_are_not_merged_over_the_end_of_an_allocation():
+def test_reads_are_not_merged_across_allocations():
     """Layers are adjacent, but in separate allocations on one side or both."""
     from kvcache.plugins.disaggregation.moves import GroupPlan
     from kvcache.plugins.vllm.disaggregation.layout import layout_of_group

@@ -44,12 +44,12 @@ def test_public_models_are_served(name, folder_of, capsys):
     assert "serve with --scheduler-cls kvcache.plugins.vllm.Vllm" in said
 
 
-def test_groups_are_named(folder_of, capsys):
+def test_doctor_lists_the_groups(folder_of, capsys):
     _, said = told(capsys, folder_of("gpt-oss-20b"), "--max-model-len", "4096")
     assert "2 groups (sliding_window of 128 tokens (window 128), full_attention of 128" in said
 
 
-def test_all_options_of_vllm_serve_are_taken(folder_of, capsys):
+def test_doctor_accepts_all_options_of_vllm_serve(folder_of, capsys):
     options = ["--port", "8000", "--host", "0.0.0.0", "--api-key", "secret"]
     options += ["--tensor-parallel-size", "8", "--decode-context-parallel-size", "2"]
     options += ["--max-model-len", "1024"]
@@ -111,12 +111,12 @@ def connector(name, module, **extra):
         (["--no-such-option"], "vLLM rejects them: unrecognized arguments: --no-such-option"),
     ],
 )
-def test_what_is_not_served_is_named(options, message, folder_of, capsys):
+def test_unsupported_configurations_and_requests_are_reported(options, message, folder_of, capsys):
     status, said = told(capsys, folder_of("OLMo-2-7B"), *options)
     assert status == 1 and message in said, said
     assert "conclusion serve with vLLM's own scheduler" in said or "rejects" in said
 
 
-def test_a_missing_model_is_a_usage_error(capsys):
+def test_missing_model_is_a_usage_error(capsys):
     assert main(["doctor", "--vllm"]) == 2
     assert "--vllm: expected a model" in capsys.readouterr().err

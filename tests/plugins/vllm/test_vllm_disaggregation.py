@@ -104,7 +104,7 @@ def alone(engine, prompts, max_tokens=16):
     ],
 )
 @pytest.mark.parametrize("seed", range(2))
-def test_the_same_tokens_as_one_engine(seed, prefill, decode, engines):
+def test_two_engines_generate_the_same_tokens_as_one(seed, prefill, decode, engines):
     prompts = some_prompts(seed)
     wanted = alone(engines[decode], prompts)
     engines[prefill].wait_until_empty()
@@ -131,7 +131,7 @@ def test_locally_cached_blocks_are_not_read(engines):
     prefill.wait_until_empty()
 
 
-def test_an_offer_that_is_not_needed_is_given_back(engines):
+def test_unneeded_offer_is_released_before_its_lease_expires(engines):
     (prompt,) = some_prompts(6, 1, 65, 66)
     prefill, decode = engines["tp1"], engines["tp1 ours"]
     wanted = alone(decode, [prompt])
@@ -141,7 +141,7 @@ def test_an_offer_that_is_not_needed_is_given_back(engines):
     prefill.wait_until_empty(timeout_s=10)  # long before its lease expires
 
 
-def test_many_requests_at_once_in_pools_that_are_too_small(engines):
+def test_many_concurrent_requests_complete_in_small_pools(engines):
     prompts = some_prompts(7, 40, 100, 300)
     for prefill, decode in (("tp1 ours", "tp1"), ("tp1", "tp1 ours")):
         wanted = alone(engines[decode], prompts)
@@ -213,7 +213,7 @@ def test_expired_lease_is_detected_even_if_blocks_hold_other_tokens(engines, vic
     decode.wait_until_empty()
 
 
-def test_a_producer_that_was_killed(engines, victim):
+def test_requests_are_computed_after_the_producer_was_killed(engines, victim):
     prompts = some_prompts(11, 3, 100, 300)
     decode = engines["tp1 ours"]
     wanted = alone(decode, prompts)
@@ -226,7 +226,7 @@ def test_a_producer_that_was_killed(engines, victim):
     decode.wait_until_empty()
 
 
-def test_a_producer_that_sleeps(engines):
+def test_requests_are_computed_while_the_producer_sleeps(engines):
     """vLLM 0.33 unmaps the caches while an engine sleeps. Requests with its offers recompute."""
     prompts = some_prompts(20, 3, 100, 300)
     prefill, decode = engines["tp1"], engines["tp1 ours"]
@@ -247,7 +247,7 @@ def test_a_producer_that_sleeps(engines):
 
 
 @pytest.mark.parametrize("is_connected", [False, True])
-def test_a_producer_that_does_not_answer(is_connected, engines, victim):
+def test_requests_are_computed_if_the_producer_does_not_answer(is_connected, engines, victim):
     prompts = some_prompts(12, 3, 100, 300)
     decode = engines["tp1"]
     wanted = alone(decode, prompts)
@@ -268,7 +268,7 @@ def test_a_producer_that_does_not_answer(is_connected, engines, victim):
     decode.wait_until_empty()
 
 
-def test_a_producer_that_does_not_answer_does_not_hold_up_loads_from_others(engines, victim):
+def test_unresponsive_producer_does_not_delay_loads_from_others(engines, victim):
     prompts = some_prompts(17, 2, 100, 300)
     decode = engines["tp1 ours"]
     wanted = alone(decode, prompts)
@@ -286,7 +286,7 @@ def test_a_producer_that_does_not_answer_does_not_hold_up_loads_from_others(engi
     victim.wait_until_empty()
 
 
-def test_a_producer_that_is_killed_while_it_is_read(engines, victim):
+def test_requests_are_computed_if_the_producer_is_killed_during_a_read(engines, victim):
     prompts = some_prompts(13, 3, 100, 300)
     decode = engines["tp1 ours"]
     wanted = alone(decode, prompts)
@@ -303,7 +303,7 @@ def test_a_producer_that_is_killed_while_it_is_read(engines, victim):
     decode.wait_until_empty()
 
 
-def test_a_request_that_is_aborted_while_it_is_loaded(engines, victim):
+def test_request_can_be_aborted_while_it_is_loaded(engines, victim):
     prompts = some_prompts(14, 3, 100, 300)
     decode = engines["tp1 ours"]
     decode.wait_until_empty()
@@ -322,7 +322,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded(engines, victim):
 
 
 @pytest.mark.parametrize("is_ours", sampled([True, False]))
-def test_windows(is_ours, tmp_path):
+def test_blocks_outside_the_window_are_not_read(is_ours, tmp_path):
     """Gemma 3: blocks outside the window are null and are not read."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS["gemma3"]))
     options = {"load_format": "dummy", "num_gpu_blocks_override": 600}

@@ -55,11 +55,11 @@ def pages(tmp_path_factory):
 
 
 @pytest.mark.parametrize("page,block", BLOCKS)
-def test_the_commands_of_a_page_run_as_pasted(page, block, pages):
+def test_commands_of_a_page_run_as_pasted(page, block, pages):
     pages.check(page, block)
 
 
-def test_blocks_that_are_not_run_are_known():
+def test_code_blocks_without_a_run_marker_are_rejected():
     blocks = [block for page in DOCS for block in blocks_of(page.read_text())]
     assert {block.name for block in blocks if block.kind == "not run"} == NOT_RUN
 
@@ -75,12 +75,12 @@ def test_blocks_that_are_not_run_are_known():
         ("<!-- run: a -->\n```bash\nls\n```\n" * 2, "used twice"),
     ],
 )
-def test_commands_that_would_not_be_found_are_rejected(text, message):
+def test_unmarked_command_blocks_are_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         blocks_of(text)
 
 
-def test_expected_lines_are_compared_up_to_blanks_and_ellipses():
+def test_expected_lines_are_compared_except_for_blanks_and_ellipses():
     assert missing_lines("a …  b\nc", "  xa 1 b\nc") == []
     assert missing_lines("a … b\nc", "a 1\n2 b") == ["a … b", "c"]
 

@@ -38,7 +38,7 @@ DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 def wait_for(condition):
     until = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < until, "it did not come to be"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.005)
 
 
@@ -77,12 +77,12 @@ def through_bytes(events):
     return decode_batch(encode_batch(WireBatch(0.0, events))).events
 
 
-def test_vllm_names_what_we_name():
+def test_media_and_kinds_have_the_same_names_as_in_vllm():
     assert MEDIUM == GPU
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed):
+def test_router_with_vllms_classes_reads_live_messages_and_replays(seed):
     """The router drops messages, requests a replay as vLLM's clients do, and must end up with exactly
     the set of cached blocks.
     """
@@ -154,7 +154,7 @@ def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed)
         asker.close(linger=0)
 
 
-def test_a_snapshot_is_read_by_the_classes_of_vllm():
+def test_snapshot_is_decoded_by_vllms_classes():
     user = CacheUser(random.Random(1))
     with (
         zmq.Context() as context,
@@ -180,7 +180,7 @@ def test_a_snapshot_is_read_by_the_classes_of_vllm():
         asker.close(linger=0)
 
 
-def test_all_optional_fields_are_those_of_vllm():
+def test_optional_event_fields_equal_those_of_vllm():
     manager = KVCacheManager.for_groups(
         [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 4, {"window": 6})],
         60,
@@ -216,7 +216,7 @@ def free_ports(count):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_our_reader_follows_the_publisher_of_vllm(seed):
+def test_our_reader_follows_vllms_publisher(seed):
     """Events use vLLM's own classes and sockets, and some messages are lost."""
     rng = random.Random(seed)
     ports = free_ports(2)

@@ -20,7 +20,7 @@ from kvcache.plugins.vllm.offloading import HostManager, HostTierOptions
 
 
 class PlainTier:
-    """The same manager as plain lists. Evicts in the order of release."""
+    """A model of the manager with plain lists. Evicts in the order of release."""
 
     def __init__(self, num_chunks):
         self.num_chunks = num_chunks
@@ -210,7 +210,7 @@ def test_last_chunks_of_a_request_are_evicted_first():
     assert tier.prepare_store(keys[4:], other).evicted_keys == [keys[3]]
 
 
-def test_blocks_that_one_request_had_are_not_stored_selectively():
+def test_blocks_used_by_only_one_request_are_not_stored_selectively():
     options = HostTierOptions(1, store="selective", num_requests_to_store=2)
     tier = HostManager(4, options, {0: 16})
     key = make_offload_key(bytes(32), 0)

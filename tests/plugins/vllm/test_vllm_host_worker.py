@@ -39,7 +39,7 @@ class TestWorker:
         return {result.job_id: result for result in worker.get_finished()}
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_bytes_come_back(self, seed):
+    def test_loaded_bytes_equal_stored_bytes(self, seed):
         """Groups may start inside a chunk, and the last chunk of a load may be partial."""
         rng = np.random.default_rng(seed)
         worker = self.worker(seed)
@@ -90,7 +90,7 @@ class TestWorker:
         return stored, self.finished(worker)[2]
 
     @pytest.mark.parametrize("what", ["swap_out", "swap_in"])
-    def test_a_swap_that_fails_is_a_load_that_failed(self, what, monkeypatch):
+    def test_failed_swap_is_reported_as_a_failed_load(self, what, monkeypatch):
         def fail(pairs):
             raise RuntimeError("no luck")
 
@@ -104,7 +104,7 @@ class TestWorker:
         assert self.store_and_load(worker, [1, 2, 3], 0, 1)[1].transfer_size == 3 * 256
         assert worker.take_failed_loads() == set()
 
-    def test_a_job_that_fails_later(self, monkeypatch):
+    def test_job_that_fails_later_is_reported(self, monkeypatch):
         worker = self.worker(0)
         swap_in = worker.swap.swap_in
 
@@ -126,7 +126,7 @@ class TestWorker:
         assert stored.transfer_size == 0
         assert loaded.transfer_size is None and worker.take_failed_loads() == {2}
 
-    def test_a_page_before_the_window_was_not_stored(self):
+    def test_page_before_the_window_is_not_stored(self):
         worker = self.worker(0)
         host = HostChunks(np.array([1], np.int32), [1])
         worker.submit_store(1, self.spec([([5, 6], 1)]), host)
@@ -137,7 +137,7 @@ class TestWorker:
         assert worker.take_failed_loads() == {2}
         assert self.page(7) == self.page(5) and self.page(8) == self.page(6)
 
-    def test_a_store_that_was_overtaken_fills_nothing(self, monkeypatch):
+    def test_outdated_store_does_not_fill_a_reassigned_chunk(self, monkeypatch):
         """After a reset, vLLM reassigns a chunk whose store is still in flight."""
         worker = self.worker(0)
         host = HostChunks(np.array([1], np.int32), [1])

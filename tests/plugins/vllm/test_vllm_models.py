@@ -78,7 +78,7 @@ def has_prefix_cache(model):
     return model != "deepseek_v3"
 
 
-def test_in_a_roomy_pool(case):
+def test_answers_in_a_large_pool_equal_vllms(case):
     model, _, found, own = case
     first, second = found["roomy"]["answers"]
     assert first == second == own["roomy"]["answers"][0]
@@ -87,7 +87,7 @@ def test_in_a_roomy_pool(case):
     assert (found["roomy"]["hits"] > 0) == has_prefix_cache(model)
 
 
-def test_in_a_tight_pool(case):
+def test_answers_in_a_tight_pool_equal_vllms(case):
     model, engine, found, own = case
     assert found["tight"]["answers"] == own["tight"]["answers"]
     assert found["tight"]["preemptions"] > 0
@@ -96,7 +96,7 @@ def test_in_a_tight_pool(case):
         assert 0 < found["tight"]["accepted"] < found["tight"]["drafts"]
 
 
-def test_several_samples_of_a_prompt(long_case):
+def test_several_samples_of_a_prompt_equal_vllms(long_case):
     _, engine, found, own = long_case
     if "drafts" in engine:
         return  # sampling depends on the drafts
@@ -105,7 +105,7 @@ def test_several_samples_of_a_prompt(long_case):
     assert all(len({tuple(each) for each in of_prompt}) == 3 for of_prompt in samples)
 
 
-def test_aborts_in_every_phase(long_case):
+def test_requests_can_be_aborted_in_every_phase(long_case):
     model, engine, found, own = long_case
     phases = {"waiting", "running"}
     if has_prefix_cache(model):
@@ -117,7 +117,7 @@ def test_aborts_in_every_phase(long_case):
     check_tokens(model, found, own, "aborts")
 
 
-def test_the_prefix_cache_is_reset_as_requests_run(long_case):
+def test_prefix_cache_can_be_reset_while_requests_run(long_case):
     model, _, found, own = long_case
     resets = found["resets"]
     assert resets["answers"] == [False, True, True, True, True]
@@ -126,7 +126,7 @@ def test_the_prefix_cache_is_reset_as_requests_run(long_case):
     assert resets["again"]["answers"] == own["resets"]["again"]["answers"]
 
 
-def test_the_pool_ends_empty(case):
+def test_pool_is_empty_at_the_end(case):
     _, _, found, _ = case
     assert found["usage"] < 1e-9 and found["is_reset"]
 

@@ -92,7 +92,7 @@ def test_chats_have_the_same_output_and_hits(name, scheduler, served):
 
 @pytest.mark.parametrize("scheduler", ["vllm", "ours"])
 @pytest.mark.parametrize("name", sampled(SIZES))
-def test_swaps_that_fail_are_misses(name, scheduler, served):
+def test_failed_swaps_are_misses(name, scheduler, served):
     found, expected = served(name, f"{scheduler} failing")
     assert found["answers"] == expected["answers"]
     assert found["failed"] > 5 and found["hits"][2] > 0 and found["usage"] == 0
@@ -100,7 +100,7 @@ def test_swaps_that_fail_are_misses(name, scheduler, served):
 
 
 @pytest.mark.parametrize("name", sampled(SIZES))
-def test_several_blocks_a_chunk_and_a_small_host(name, served):
+def test_chunks_of_several_blocks_fit_a_small_host(name, served):
     """Chunks that do not fit on the host are evicted and recomputed."""
     found, expected = served(name, "small host")
     assert found["answers"] == expected["answers"] and found["hits"][2] > 0
@@ -150,7 +150,7 @@ class TestRefusals:
             ({"blocks": 4}, ValueError, "has 'blocks': expected one of cpu_bytes_to_use"),
         ],
     )
-    def test_options(self, options, error, message):
+    def test_invalid_options_are_rejected_with_the_expected_values(self, options, error, message):
         own = {"cpu_bytes_to_use": 1 << 20} | options if options else {}
         with pytest.raises(error, match=message):
             HostTierOptions.of(own)
@@ -166,5 +166,5 @@ class TestRefusals:
             ("another spec", "spec_name is 'CPUOffloadingSpec'"),
         ],
     )
-    def test_at_the_start_of_the_engine(self, shown, message, chats_of):
+    def test_invalid_options_stop_the_engine_at_startup(self, shown, message, chats_of):
         assert message in chats_of("llama")[shown]["error"]

@@ -47,7 +47,7 @@ def test_each_planted_defect_is_found(model, engine):
         assert each["slots_read"] and each.get("broken") != "reports", each
 
 
-def test_the_plug_in_does_nothing_without_the_variable(monkeypatch):
+def test_plug_in_does_nothing_without_the_variable(monkeypatch):
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     monkeypatch.setattr(WorkerWrapperBase, "initialize_from_config", lambda *arguments: None)
@@ -61,7 +61,7 @@ def test_the_plug_in_does_nothing_without_the_variable(monkeypatch):
     assert WorkerWrapperBase.initialize_from_config.__wrapped__ is before
 
 
-def test_unknown_model_runners_are_refused_and_the_engine_continues(monkeypatch, caplog):
+def test_unknown_model_runners_are_rejected_and_the_engine_continues(monkeypatch, caplog):
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     monkeypatch.setattr(WorkerWrapperBase, "initialize_from_config", lambda *arguments: "done")
@@ -95,7 +95,7 @@ class Pool:
         return self.sanitizer._blocks.device.blocks["num_holders"][list(blocks)].tolist()
 
 
-def test_hits_have_several_holders():
+def test_hit_blocks_have_several_holders():
     pool = Pool()
     pool.holds.scheduled = {"a", "b"}
     pool.holds.take("a", ([1, 2], [3, 4]), 0)

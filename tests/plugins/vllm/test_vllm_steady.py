@@ -49,14 +49,14 @@ def test_steady_steps_with_other_groups(groups, is_async, llama):
     assert counts["steady"] > counts["steps"] / 3
 
 
-def test_the_sources_of_tested_versions_are_known():
+def test_sources_of_tested_versions_are_recognized():
     assert [each.rpartition(".")[0] for each in known_sources.KNOWN_SOURCES] == list(TESTED)
     for scheduler in (VllmScheduler, VllmAsyncScheduler):
         assert known_sources.has_known_sources(scheduler, ours_scheduler._WithManager)
 
 
 @pytest.mark.parametrize("name", ["_update_after_schedule", "_free_request"])
-def test_a_changed_method_ends_steady_steps(name, llama):
+def test_changed_method_disables_steady_steps(name, llama):
     class Changed(VllmScheduler):
         pass
 

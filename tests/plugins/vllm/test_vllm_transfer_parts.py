@@ -90,11 +90,11 @@ class TestOffers:
             *({"head_size": 4}, (layout,), ((3, 4, 5),), tuple(ranks), Lease(7, 99, 1.5)),
         )
 
-    def test_go_through_json_and_back(self):
+    def test_offers_round_trip_through_json(self):
         offer = self.offer()
         assert offer_in(json.loads(json.dumps(params_of(offer)))) == offer
 
-    def test_a_request_without_one_is_computed(self):
+    def test_request_without_an_offer_is_computed(self):
         for params in (None, {}, {"do_remote_decode": True}):
             assert offer_in(params) is None
 
@@ -121,7 +121,7 @@ class TestOffers:
             (("digest",), None, "digest is None: expected text"),
         ],
     )
-    def test_values_that_no_producer_makes_are_rejected_in_one_line(self, path, value, message):
+    def test_malformed_offers_are_rejected_in_one_line(self, path, value, message):
         params = json.loads(json.dumps(params_of(self.offer())))
         at = params["kvcache"]
         for key in path[:-1]:
@@ -131,7 +131,7 @@ class TestOffers:
             offer_in(params)
         assert "\n" not in str(raised.value)
 
-    def test_every_field_is_needed(self):
+    def test_offer_without_one_of_its_fields_is_rejected(self):
         for name in params_of(self.offer())["kvcache"]:
             params = json.loads(json.dumps(params_of(self.offer())))
             del params["kvcache"][name]
@@ -184,7 +184,7 @@ class TestOffers:
 
 
 class TestWindows:
-    def test_the_first_token_that_is_read(self):
+    def test_first_token_to_read_depends_on_the_window(self):
         specs = {name: make() for name, make in vllm_schedulers.SPECS.items()}
         assert first_needed(specs["full"], 150) == 0
         assert first_needed(specs["window"], 150) == 51  # the last 100, including the token itself
@@ -230,13 +230,13 @@ class TestRefusalsAtTheStart:
         transfer = self.connector(folder)._vllm_config.kv_transfer_config
         assert KVConnectorFactory.get_connector_class(transfer).supports_sleep_mode(transfer)
 
-    def test_a_kind_of_group(self, folder, monkeypatch):
+    def test_unsupported_kind_of_group_is_rejected(self, folder, monkeypatch):
         mamba = MambaSpec(block_size=16, shapes=((4,),), dtypes=(vllm_schedulers.torch.float32,))
         monkeypatch.setitem(vllm_schedulers.SPECS, "mamba", lambda: mamba)
         with pytest.raises(ValueError, match="a KV cache group of MambaSpec: this connector"):
             self.connector(folder, groups=("full", "mamba"))
 
-    def test_a_seed_that_is_drawn_at_random(self, folder, monkeypatch):
+    def test_random_hash_seed_is_rejected(self, folder, monkeypatch):
         monkeypatch.delenv("PYTHONHASHSEED", raising=False)
         with pytest.raises(ValueError, match="set PYTHONHASHSEED to the same value in all engines"):
             self.connector(folder, prefix_caching_hash_algo="xxhash_cbor")
@@ -258,10 +258,10 @@ class TestRefusalsAtTheStart:
             ({"on_failure": "retry"}, "on_failure is 'retry': expected 'recompute' or 'fail'"),
         ],
     )
-    def test_an_option(self, extra, message):
+    def test_invalid_option_is_rejected_by_name(self, extra, message):
         with pytest.raises((ValueError, TypeError), match=message):
             Options.from_config(extra, "kv_connector_extra_config")
 
-    def test_pipeline_stages(self, folder):
+    def test_pipeline_parallelism_is_rejected(self, folder):
         with pytest.raises(ValueError, match="pipeline_parallel_size is 2: this connector needs 1"):
             self.connector(folder, pipeline_parallel_size=2, distributed_executor_backend="mp")

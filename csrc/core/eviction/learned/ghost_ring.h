@@ -16,7 +16,7 @@ namespace kvcache {
 // the later record.
 class GhostRing {
  public:
-  static constexpr int kMostTurn = 3;    // later turns are recorded as this one
+  static constexpr int kMostTurn = 3;    // higher turn numbers are recorded as this one
   static constexpr uint32_t kDone = 31;  // bucket of records that are not sampled or were used
   struct Record {
     uint32_t key;             // even

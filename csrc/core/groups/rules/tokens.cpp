@@ -92,7 +92,7 @@ PageRules::ChunkDemand TokenRules::chunk_demand(const CacheGroup& group, const R
 bool TokenRules::can_resume(const CacheGroup& group, const RowBlocks& held,
                             const AdmissionInfo& info, int64_t num_tokens) const {
   const int64_t first = group.first_needed_token(num_tokens);
-  // Some blocks inside the hit would be read only by shorter hits. They were never loaded, even if
+  // Blocks inside the hit that only shorter hits would read were never loaded, even if
   // the row holds a block in their column.
   if (group.is_cached && num_tokens < info.hit_end &&
       first < std::min(num_tokens, group.first_needed_token(info.hit_end))) {
