@@ -127,13 +127,13 @@ class Model(RuleBasedStateMachine):
         if held and not off:
             held[2].add(peer)
             if len(held[2]) >= readers:
-                held[1] = 0.0
+                held[1] = min(held[1], 0.0)
 
     @rule(number=st.integers(0, 5))
     def end(self, number):
         self.leases.end(f"r{number}")
         if f"r{number}" in self.held:
-            self.held[f"r{number}"][1] = 0.0
+            self.held[f"r{number}"][1] = -1.0  # readers see it now
 
     @rule(seconds=st.floats(0, 5))
     def wait(self, seconds):
@@ -149,9 +149,9 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def readers_believe_what_is_kept_and_nothing_else(self):
-        for lease, _, _, progress in self.held.values():
+        for lease, end, _, progress in self.held.values():
             found = read_slot(self.leases.slots[lease.slot], lease.generation)
-            assert found == (False, progress)
+            assert found == (end < 0, progress)
         for lease in self.over:
             assert read_slot(self.leases.slots[lease.slot], lease.generation).is_over is True
             later = read_slot(self.leases.slots[lease.slot], lease.generation + 10**6)
