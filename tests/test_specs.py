@@ -70,7 +70,7 @@ def test_block_of_a_sharded_group_covers_the_tokens_of_all_ranks(replicated, tok
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"kind": ""}, ValueError, "kind is '': expected a name that is not empty"),
+        ({"kind": ""}, ValueError, "kind is '': expected a non-empty name"),
         ({"kind": 3}, TypeError, "kind is 3: expected a string"),
         ({"block_size": 0}, ValueError, "block_size is 0: expected 1 to 2147483647"),
         ({"block_size": 2**31}, ValueError, "block_size is 2147483648: expected 1 to 2147483647"),
@@ -146,7 +146,7 @@ def test_a_layer_is_a_value():
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"name": ""}, ValueError, "name is '': expected a name that is not empty"),
+        ({"name": ""}, ValueError, "name is '': expected a non-empty name"),
         ({"kind": None}, TypeError, "kind is None: expected a string"),
         ({"block_size": -1}, ValueError, "block_size is -1: expected 1 to 2147483647"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads is 0: expected 1 to 2147483647"),

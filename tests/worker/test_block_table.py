@@ -967,7 +967,7 @@ def test_circular_group_columns_wrap_around():
         with pytest.raises((ValueError, RuntimeError), match=r"positions\[0\] is -1"):
             tables[1].compute_slot_mapping(np.array([1]), np.array([-1]))
         assert AttentionMetadataBuilder(tables).groups == [0]
-        with pytest.raises(ValueError, match=r"expected none of the circular ones \[1\]"):
+        with pytest.raises(ValueError, match=r"expected no circular groups \(\[1\]\)"):
             AttentionMetadataBuilder(tables, groups=[0, 1])
 
 
