@@ -62,7 +62,8 @@ def kv_tensors(*shape, order=(0, 1, 2, 3, 4)):
 def test_raw_pages_are_rejected_by_name():
     for pages in (Pages.allocate(9, [[64]]), Pages.over([torch.zeros(9, 16, 2, 8)])):
         with pytest.raises(
-            ValueError, match="contents is None, and the pages are plain bytes: expected"
+            ValueError,
+            match="contents is None, but the contents of the pages are unknown: expected",
         ):
             StoreTier(manager_of(), pages, MemoryStore(), model="m")
 

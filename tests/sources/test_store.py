@@ -201,7 +201,7 @@ def test_an_epoch_of_the_manager_alone_is_noticed():
     user.manager.cache.start_epoch()
     with pytest.raises(
         RuntimeError,
-        match=r"start_epoch was called of the manager.s cache: expected StoreTier.start_epoch",
+        match=r"start_epoch of the manager.s cache was called: call StoreTier.start_epoch",
     ):
         user.tier.match(Request("x", LONG))
     user.tier.start_epoch("newer")
@@ -793,7 +793,7 @@ def test_a_request_that_is_not_receiving_is_not_loaded():
     user = a_user()
     request = Request("a", range(20))
     user.manager.step(new=[request])
-    with pytest.raises(ValueError, match="'a' has no load to begin: expected match"):
+    with pytest.raises(ValueError, match="'a' has no load to begin: call match"):
         user.tier.begin(request)
     user.tier.cancel(request)
     user.end()

@@ -105,8 +105,8 @@ def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> N
         check_same_content(mine.description, theirs.description)
         if mine.interior != theirs.interior:
             raise ValueError(
-                f"the local engine's kernels order a block as {mine.interior!r}, but the remote "
-                f"engine's order it as {theirs.interior!r}: expected the same order; run both engines "
+                f"the local engine's kernels arrange a block as {mine.interior!r}, but the remote "
+                f"engine's kernels use {theirs.interior!r}: expected the same order; run both engines "
                 "on machines of the same kind"
             )
         is_same_size = mine.description.block_size == theirs.description.block_size

@@ -52,7 +52,7 @@ class StoredPrefixes:
                 )
         self._groups = [g for g, spec in enumerate(manager.groups) if spec.cached]
         if not self._groups or not manager.options.enable_caching:
-            raise ValueError("manager caches nothing: expected a group that is cached")
+            raise ValueError("the manager caches no blocks: expected at least one cached group")
         self._step = math.lcm(*(manager.block_sizes[g] for g in self._groups))
         self._drafts = any(spec.drafts for spec in manager.groups)
 

@@ -207,9 +207,9 @@ def test_expired_lease_is_detected_even_if_blocks_hold_other_tokens(engines, vic
     time.sleep(1.2)
     victim.wait_until_empty()  # released when the lease expires
     victim.run(some_prompts(10, 16, 250, 300), 4)  # writes to all of its blocks
-    before = decode.said("is over: set a longer lease_s")
+    before = decode.said("has ended: set a longer lease_s")
     tokens, _ = decode.decode(prompts, offers)
-    assert tokens == wanted and decode.said("is over: set a longer lease_s") - before == 3
+    assert tokens == wanted and decode.said("has ended: set a longer lease_s") - before == 3
     decode.wait_until_empty()
 
 

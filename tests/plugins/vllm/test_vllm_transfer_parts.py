@@ -237,7 +237,7 @@ class TestRefusalsAtTheStart:
             ({"timeout_s": "1"}, "timeout_s is '1': expected a number"),
             ({"port": 70_000}, "port is 70000"),
             ({"host": ""}, "host is ''"),
-            ({"transport": 3}, "transport is 3: expected a name, or null"),
+            ({"transport": 3}, "transport is 3: expected a name, or None"),
             ({"on_failure": "retry"}, "on_failure is 'retry': expected 'recompute' or 'fail'"),
         ],
     )
