@@ -51,7 +51,7 @@ from tests.machinery.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memor
         ),
         (
             of(dtype="uint8", v_head_size=0, v_scale=[[1.0], [1.0]]),
-            "v_scale is given: expected None where there is no V",
+            "v_scale is given: expected None, because there is no V",
         ),
         (
             of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=255),
@@ -207,7 +207,7 @@ def test_a_group_of_a_plan_is_described_unless_it_is_not_transferred():
         ValueError, match="layer 'state' keeps a state: expected a group of K and V"
     ):
         described("state")
-    with pytest.raises(ValueError, match=r"of which \['x'\] are not among layers"):
+    with pytest.raises(ValueError, match=r"but layers lacks \['x'\]"):
         CacheDescription.of_group(
             replace(plan.groups[0], layers=("x",)), plan.layers, engine_id="a"
         )

@@ -134,7 +134,7 @@ class Spans:
         num_bases, num_runs = values[:_NUM_HEADER].tolist()
         if min(num_bases, num_runs) < 0 or _NUM_HEADER + num_bases + 2 * num_runs != len(values):
             raise ValueError(
-                f"spans say {num_bases} bases and {num_runs} runs, and have {len(values)} numbers"
+                f"spans announce {num_bases} bases and {num_runs} runs, but have {len(values)} numbers"
             )
         columns = np.split(values[_NUM_HEADER:], [num_bases, num_bases + num_runs])
         return cls(*columns).checked("spans")
