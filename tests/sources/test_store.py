@@ -187,7 +187,7 @@ def test_an_epoch_needs_another_model_text():
     user.run(*prompts(LONG))
     user.settle()
     epoch = user.manager.cache.epoch
-    with pytest.raises(ValueError, match=r"^model is 'tiny': expected a new text"):
+    with pytest.raises(ValueError, match=r"^model is 'tiny': expected a new string"):
         user.tier.start_epoch("tiny")
     assert user.manager.cache.epoch == epoch
     assert user.manager.cache.reset() and match_of(user, LONG) == 28
@@ -768,7 +768,7 @@ def test_groups_that_a_store_cannot_fill_are_rejected_by_name(groups, message):
     ("manager", "options", "error", "message"),
     [
         ({"enable_events": False}, {}, ValueError, "manager has enable_events=False: expected True"),
-        ({"enable_caching": False}, {}, ValueError, "manager caches nothing"),
+        ({"enable_caching": False}, {}, ValueError, "the manager caches no blocks"),
         ({}, {"model": 3}, TypeError, "model is 3: expected"),
         ({}, {"write_from": "disk"}, ValueError, "write_from is 'disk': expected 'auto', 'device'"),
         ({}, {"write_from": "host"}, ValueError, "expected a manager with num_host_blocks, and host_"),

@@ -600,7 +600,7 @@ def test_excess_transfers_are_rejected_individually(kind, monkeypatch):
         transfers = [getattr(side.transport, kind)(peer, *at) for _ in range(6)]
         for each in transfers[4:]:
             with pytest.raises(
-                TransferError, match="the peer refused: 4 requests of its kind wait"
+                TransferError, match="the peer refused: 4 requests of this kind are waiting"
             ):
                 each.wait(20)
         assert side.transport.peers() == [peer]
@@ -1091,10 +1091,10 @@ def test_unresponsive_address_raises_within_deadline(side):
 def test_duplicate_peer_name_is_rejected_in_both_directions(side, name):
     with Peer(name) as peer, Peer(name, seed=2) as other:
         side.transport.connect(peer.metadata)
-        with pytest.raises(ValueError, match="agent 'peer' is connected, from"):
+        with pytest.raises(ValueError, match="agent 'peer' is connected from"):
             side.transport.connect(other.metadata)
         answer = other.ask("connect", metadata=side.transport.metadata().decode())
-        assert "agent 'peer' is connected already" in answer["error"]
+        assert "agent 'peer' is already connected" in answer["error"]
         side.read(peer, 0, 0, SMALL).wait(20)
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
 

@@ -69,8 +69,8 @@ def test_a_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "holds no calibration"),
-        ("[1]", "holds no calibration"),
+        ("{", "is not a valid calibration"),
+        ("[1]", "is not a valid calibration"),
         ('{"version": 2, "machine": "a"}', "is not a valid calibration: .*missing"),
         (
             '{"version": 2, "machine": "a", "out": [[0, [[0, "dma"]]]], "in_": [[0, [[0, "kernel"]]]]}',
@@ -171,7 +171,7 @@ def test_requested_calibration_must_match_this_machine(tmp_path, monkeypatch):
     monkeypatch.delenv("KVCACHE_CALIBRATION", raising=False)
     assert calibration_of(torch.device("cuda")) is DEFAULT
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "mine.json"))
-    with pytest.raises(ValueError, match=r"mine.json holds no calibration"):
+    with pytest.raises(ValueError, match=r"mine.json is not a valid calibration"):
         calibration_of(torch.device("cuda"))
     Calibration("NVIDIA L4", KERNEL_ALWAYS, KERNEL_ALWAYS).save(tmp_path / "mine.json")
     with pytest.warns(
