@@ -354,7 +354,8 @@ def test_states_have_an_interval_of_their_own():
             recurrent(1, 100, block_size=6) + recurrent(1, 100, block_size=8, prefix="other"),
             512,
             ValueError,
-            "state_interval is 512: expected a multiple of 24, of the block_size of every layer that "
+            "state_interval is 512: expected a multiple of 24, and so of the block_size of every "
+            "layer that "
             "keeps a state",
         ),
         (
@@ -805,7 +806,8 @@ def test_more_kinds_of_layers_than_groups():
         (
             {"layer_page_bytes": 65537},
             ValueError,
-            "layer_page_bytes is 65537: expected a multiple of 2, of whole elements of every "
+            "layer_page_bytes is 65537: expected a multiple of 2, so that it holds whole elements of "
+            "every "
             "layer's dtype",
         ),
         (
@@ -867,7 +869,7 @@ def test_a_buffer_must_hold_the_window_and_a_step():
     assert plan.pages_per_request(1024) == 10 and plan.pages_per_request(40) == 3
     says = (
         r"^options of CircularWindow have buffer 144: expected 160 or more, "
-        r"window - 1 and the 61 tokens of a step$"
+        r"window - 1 plus the 61 tokens of a step$"
     )
     with pytest.raises(KindError, match=says):
         planned(144, 61)

@@ -132,7 +132,9 @@ def test_context_parallelism_needs_an_interleave():
     cache = build(plan, max_num_reqs=2, cp_kv_cache_interleave_size=4)
     given = fingerprint(manager, pages, model="m", cp_kv_cache_interleave_size=4)
     assert given == fingerprint(cache.manager, cache.pages, model="m")
-    with pytest.raises(ValueError, match="cp_kv_cache_interleave_size is 2: expected 4, that of"):
+    with pytest.raises(
+        ValueError, match="cp_kv_cache_interleave_size is 2: expected 4, as in the pages"
+    ):
         fingerprint(cache.manager, cache.pages, model="m", cp_kv_cache_interleave_size=2)
 
 

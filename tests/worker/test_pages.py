@@ -410,7 +410,7 @@ def two(shape, *others):
         (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 to"),
         (
             lambda: storage("heads first", "HND", scale_bytes_per_token=4),
-            "scale_bytes_per_token is 4: expected 0 with the memory order .* do not lie together",
+            "scale_bytes_per_token is 4: expected 0 with the memory order .* not contiguous",
         ),
         (
             lambda: storage("apart", "NHD", backend="SHARED"),

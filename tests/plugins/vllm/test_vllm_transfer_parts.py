@@ -246,5 +246,7 @@ class TestRefusalsAtTheStart:
             Options.from_config(extra)
 
     def test_pipeline_stages(self, folder):
-        with pytest.raises(ValueError, match="pipeline_parallel_size is 2: this connector needs 1"):
+        with pytest.raises(
+            ValueError, match="pipeline_parallel_size is 2: this connector supports only 1"
+        ):
             self.connector(folder, pipeline_parallel_size=2, distributed_executor_backend="mp")
