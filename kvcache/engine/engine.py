@@ -562,8 +562,8 @@ class Engine:
         most = self.cache.plan.max_model_len
         if len(tokens) + params.max_tokens > most:
             raise ValueError(
-                f"{name} has {len(tokens)} tokens and max_tokens is {params.max_tokens}: expected a sum "
-                f"of at most max_model_len, {most}"
+                f"{name} has {len(tokens)} tokens and max_tokens is {params.max_tokens}: expected at "
+                f"most {most} in total, max_model_len"
             )
         num_rows = self.scheduler.max_num_rows
         for option in ("n", "beam_width"):

@@ -131,7 +131,7 @@ class EventSubscriber:
             ValueError: There is no replay endpoint.
         """
         if self._replay_endpoint is None:
-            raise ValueError("replay_endpoint is None: expected one, to catch up")
+            raise ValueError("replay_endpoint is None: expected an endpoint, to catch up")
         self._note_connections()
         self._must_catch_up, self._retry_at = True, 0.0
         self._try_to_catch_up()
@@ -292,7 +292,7 @@ class EventSubscriber:
 
     def _apply_replayed(self, seq: int, payload: bytes) -> None:
         if seq < self.next_seq:
-            raise WireError(f"replay has batch {seq}: expected {self.next_seq} or a later one")
+            raise WireError(f"replay has batch {seq}: expected {self.next_seq} or later")
         try:
             self._apply(seq, decode_batch(payload), payload)
         except WireError as error:  # another replay would fail in the same way

@@ -277,7 +277,7 @@ class EngineLoop:
             try:
                 work(self.engine)
             except Exception:
-                _log.exception("a call of the engine failed")
+                _log.exception("a call to the engine failed")
 
     def _step(self) -> None:
         try:
@@ -300,7 +300,7 @@ class EngineLoop:
         try:
             self._publisher.publish(events)
         except RuntimeError:  # a failure to publish events must not end requests
-            _log.exception("cache events are not published any more")
+            _log.exception("cache events are no longer published")
             self._publisher = None
 
     def _tell(self, deltas: list[Delta]) -> None:

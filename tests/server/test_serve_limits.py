@@ -233,7 +233,7 @@ class TestFields:
                 "stream_options.x is 1: not served here",
             ),
             ({"stream": True, "stream_options": 5}, "stream_options is 5: expected an object"),
-            ({"stream_options": {}}, "stream_options is given: expected it only where stream"),
+            ({"stream_options": {}}, "stream_options is given: expected it only if stream"),
             ({"stop": 5}, "stop: Input should be a text or a list of texts"),
             ({"stop": ["a", 5]}, "stop[1]: Input should be"),
             ({"model": None}, "model: Input should be"),

@@ -648,7 +648,7 @@ def test_a_lease_that_is_withdrawn(engines):
     assert sender.drained()
     request = Request("r", range(51))
     assert receiver.admit(request, offer)
-    assert "is over" in receiver.loaded(request).error
+    assert "has ended" in receiver.loaded(request).error
 
 
 @pytest.mark.parametrize(
@@ -902,7 +902,7 @@ def test_a_prefill_that_is_withdrawn_in_the_midst(engines):
     until(lambda: here(receiver, again, "full", 0, 100))
     sender.connector.withdraw(request)
     loaded = receiver.loaded(again)
-    assert "is over" in loaded.error
+    assert "has ended" in loaded.error
     receiver.recompute(again, loaded)
     assert receiver.wrong(again, 101) is None
     receiver.manager.free(again)
@@ -999,7 +999,7 @@ def test_a_load_that_cannot_begin_fails_alone(engines, monkeypatch):
         patch.setattr(receiver.ranks[0], "_begin_load", lambda load: 1 / 0)
         request = Request("r", range(51))
         assert receiver.admit(request, send(sender, "r", range(50)))
-        assert "not begun: ZeroDivisionError" in receiver.loaded(request).error
+        assert "did not begin: ZeroDivisionError" in receiver.loaded(request).error
         receiver.manager.free(request)
     check_load(receiver, Request("s", range(51)), send(sender, "s", range(50)), 50)
 

@@ -980,9 +980,9 @@ def test_relayed_proof_is_rejected(name, own):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_wildcard_host_requires_advertise(name, host, peer):
-    with pytest.raises(ValueError, match=f"host is '{host}'.*expected advertise"):
+    with pytest.raises(ValueError, match=f"host is '{host}'.*set advertise"):
         Side(name, host=host)
-    with pytest.raises(ValueError, match=r"advertise is '0\.0\.0\.0'.*expected advertise"):
+    with pytest.raises(ValueError, match=r"advertise is '0\.0\.0\.0'.*set advertise"):
         Side(name, host=host, advertise="0.0.0.0")
     if host != "0.0.0.0":
         return

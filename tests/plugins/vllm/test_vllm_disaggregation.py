@@ -178,7 +178,7 @@ WRONG = {
     "a transport": (("ranks", 0, "transport"), "nixl", "expected the same transport in both"),
     "addresses": (("ranks", 0, "addresses", 0, 0), 4096, "expected bytes of one registered region"),
     "leases": (("ranks", 0, "leases"), 4096, "expected bytes of one registered region"),
-    "a lease that is over": (("lease", "generation"), 1, "is over"),
+    "a lease that has ended": (("lease", "generation"), 1, "has ended"),
 }
 
 
