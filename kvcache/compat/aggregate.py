@@ -196,7 +196,7 @@ class KVOutputAggregator:
         - Statistics are summed by type: `kv_connector_stats` is the sum, or `{type: sum}` for several
           types. `kv_connector_worker_meta` is the sum over all workers.
         - Events are kept per worker. A worker whose `kv_cache_events` is None does not count as a worker
-          of the events. A worker with an empty list counts, and then no event is common to all
+          of the events. A worker with an empty list counts as a worker, so no event is common to all
           workers.
         - `invalid_block_ids` is the union over all workers.
         - Other attributes are merged by their rules (`register_rule`).

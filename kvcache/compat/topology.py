@@ -461,8 +461,8 @@ class KVTopology:
     ) -> dict[int, int]:
         """Return how many workers of this engine read from each target.
 
-        A receiving worker can send these numbers to its targets if they do not know the sizes of
-        this engine.
+        A receiving worker can send these numbers to targets that were not configured with the sizes
+        of this engine.
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.

@@ -454,8 +454,8 @@ class Scheduler:
         """Return the sequences that decode, the other sequences with blocks on the device and their
         requested tokens, and the number of tokens that the step can still compute.
 
-        If any sequence has drafts, all sequences are in the second list. Those that have one known
-        token to compute come first in it.
+        If any sequence has drafts, all sequences are in the second list, beginning with the sequences
+        that have one known token to compute.
         """
         if leaving or not self._is_current():
             self._collect(leaving)

@@ -114,7 +114,9 @@ class EventSubscriber:
         wait_ms = int(min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS) * 1000)
         self._note_connections()
         self._try_to_catch_up()
-        for _ in range(_MOST_MESSAGES):  # a publisher may be faster than this loop
+        for _ in range(
+            _MOST_MESSAGES
+        ):  # so that the loop ends even if batches arrive faster than it reads
             if not self._socket.poll(wait_ms if self._num_batches == before else 0):
                 break
             self._take(self._socket.recv_multipart())

@@ -171,7 +171,7 @@ class Sanitizer:
         images: Sequence[tuple[int, int, object]] = (),
         encoder: object = None,
     ) -> None:
-        """Begin a request, or replace all tokens of a known one.
+        """Begin a request, or replace all tokens of a known request.
 
         Args:
             request_id: Name of the request.

@@ -193,7 +193,7 @@ class TestFields:
     def test_best_of_must_equal_the_number_of_returned_samples(self):
         for n, best_of in ((3, 1), (1, 3)):
             message = self.refusal(BODY | {"n": n, "best_of": best_of})
-            assert message == f"best_of is {best_of}: expected {n}, as n"
+            assert message == f"best_of is {best_of}: expected {n}, the value of n"
         assert parsed(json.dumps(BODY | {"n": 3, "best_of": 3}).encode(), AskedCompletion).n == 3
 
     @pytest.mark.parametrize(

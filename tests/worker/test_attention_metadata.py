@@ -468,7 +468,7 @@ def test_host_lengths_are_rejected_during_capture():
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match=r"capture.*: give int32 tensors on the device"):
+        with pytest.raises(RuntimeError, match=r"capture.*: pass int32 tensors on the device"):
             builder.build([0], [1], [16])
         builder.build(*lengths)  # the capture continues
     for _ in range(3):

@@ -1031,7 +1031,9 @@ def test_default_device_does_not_move_tables():
 def test_groups_of_tables_share_context_parallelism():
     split = TableShape(16, 4, context_parallel=ContextParallel(dcp_world_size=2))
     sizes = {"max_num_reqs": 4, "max_num_tokens": 32}
-    with pytest.raises(ValueError, match=r"shapes\[1\] has ContextParallel.*expected that of"):
+    with pytest.raises(
+        ValueError, match=r"shapes\[1\] has ContextParallel.*expected the context_parallel of"
+    ):
         BlockTables([split, TableShape(16, 4)], **sizes)
     with pytest.raises(ValueError, match="shapes is empty: expected one TableShape per group"):
         BlockTables([], **sizes)

@@ -418,7 +418,7 @@ def two(shape, *others):
         ),
         (
             lambda: KVStorage.over(Pages.allocate(3, [[512]]), 4, 1, 8, backend="FLASH_ATTN"),
-            "backend is 'FLASH_ATTN': expected one that keeps K and V of a block together",
+            "backend is 'FLASH_ATTN': expected a backend that keeps K and V of a block together",
         ),
         (
             lambda: KVStorage.from_tensors(

@@ -39,9 +39,9 @@ class VllmEventTranslator:
         self._discarded: dict[bytes, list[int]] = {}
 
     def follow(self, hashes: Sequence[bytes]) -> None:
-        """Make a session's list of hashes record covered tokens that the session discards.
+        """Record the tokens that a session discards although a hash in its list covers them.
 
-        vLLM keeps such a hash, because KV of drafters depends on the tokens.
+        vLLM keeps the hash in this case, because a drafter's KV depends on these tokens.
         """
         if isinstance(hashes, RequestHashes):
             hashes.discarded = self._discarded

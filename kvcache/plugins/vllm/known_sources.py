@@ -59,8 +59,7 @@ _OTHERS = (
 def sources_digest(scheduler: type, without: type) -> str:
     """Return the digest of the repeated methods, as resolved by the class `scheduler`.
 
-    `without`: the class that calls the repeated code. Its methods are ignored, unlike those of
-    other subclasses.
+    `without`: the class that calls the repeated code. Its own methods are ignored.
     """
     classes = [each for each in scheduler.__mro__ if each is not without]
     found = [vars(each)[name] for name in _METHODS for each in classes if name in vars(each)]

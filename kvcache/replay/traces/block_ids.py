@@ -49,8 +49,8 @@ class BlockIdRequest(NamedTuple):
 def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:
     """Return the tokens int32[k, num_tokens] of blocks int64[k], all below `VOCABULARY`.
 
-    The first two tokens encode the id, so different ids always give different blocks, in every allocation
-    block that starts at the same token. The other tokens are a mix of id and offset.
+    The first two tokens encode the id, so blocks with different ids always have different tokens.
+    The other tokens are a mix of id and offset.
     """
     mixed = mix64(ids.astype(np.uint64))[:, None] ^ _mixed_offsets(num_tokens)
     mixed *= np.uint64(0x9E3779B97F4A7C15)

@@ -69,7 +69,7 @@ class GroupLayout:
         """Create a layout from `to_dict`. Raises TypeError or ValueError for any other value."""
         instance(values, Mapping, "values")
         if missing := [each.name for each in fields(cls) if each.name not in values]:
-            raise ValueError(f"values lacks {missing}: expected those of to_dict")
+            raise ValueError(f"values lacks {missing}: expected the fields of to_dict")
         layers, interior = values["layers"], values["interior"]
         if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
             raise TypeError(f"layers is {shown(layers)}: expected a list of names")

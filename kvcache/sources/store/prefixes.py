@@ -42,8 +42,8 @@ class StoredPrefixes:
         for g, (spec, kind) in enumerate(zip(manager.groups, self._kinds)):
             if not kind.pages.is_transferable and spec.transferred:
                 raise ValueError(
-                    f"group {g} has kind {spec.kind!r}: expected kinds whose blocks are cached, or "
-                    "transferred=False, because a store has none of its blocks"
+                    f"group {g} has kind {spec.kind!r}: expected transferred=False, or a kind whose "
+                    "blocks are cached, because a store contains only cached blocks"
                 )
             if spec.cached != spec.transferred:
                 raise ValueError(

@@ -224,8 +224,8 @@ class StoreTier:
             )
         if pages.num_blocks < manager.pool.num_blocks:
             raise ValueError(
-                f"pages has {pages.num_blocks} pages: expected {manager.pool.num_blocks}, those of the "
-                "manager"
+                f"pages has {pages.num_blocks} pages: expected {manager.pool.num_blocks}, as in the "
+                "manager's pool"
             )
         if write_from != "host":
             return
@@ -237,7 +237,7 @@ class StoreTier:
         if host_pages.num_blocks < manager.host_pool.num_blocks:
             raise ValueError(
                 f"host_pages has {host_pages.num_blocks} pages: expected {manager.host_pool.num_blocks}, "
-                "those of the manager's host tier"
+                "as in the manager's host tier"
             )
 
     # Reads -----------------------------------------------------------------------------------------

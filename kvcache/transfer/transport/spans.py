@@ -91,7 +91,7 @@ class Spans:
     def addresses(self) -> np.ndarray:
         """Return the start of each fragment, ordered by base: int64[d * m].
 
-        The result is long, so call this only for tiles.
+        The result has one entry per fragment, so call this only for small parts (`tiles`).
         """
         return np.add.outer(self.bases, self.offsets).ravel()
 

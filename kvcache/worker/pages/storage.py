@@ -70,8 +70,8 @@ class KVStorage:
             which move together with their page. For one fp8 scale per layer or head, use `set_scales`.
 
     Raises:
-        ValueError: The memory order has no pages of blocks (`kvcache.placement.check_memory_order`), or
-            the backend does not support the sizes.
+        ValueError: The memory order is not valid for pages that consist of blocks
+            (`kvcache.placement.check_memory_order`), or the backend does not support the sizes.
 
     Example:
         >>> storage = KVStorage(num_blocks=4, block_size=16, num_kv_heads=2, head_size=8, layout="HND")
@@ -187,8 +187,8 @@ class KVStorage:
         placed = self._place(1, scale_bytes_per_token)
         if not placed.has_kv_together:
             raise ValueError(
-                f"backend is {shown(self.backend.name)}: expected one that keeps K and V of a block "
-                "together"
+                f"backend is {shown(self.backend.name)}: expected a backend that keeps K and V of "
+                "a block together"
             )
         self.pages = pages
         num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize

@@ -144,7 +144,9 @@ class SwapEngine:
             if self._may_stage(direction):
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
-        self._begun: str | None = None  # name of the job in launch, or interrupted in it
+        self._begun: str | None = (
+            None  # name of the job whose launch is in progress or was interrupted
+        )
 
     @property
     def is_idle(self) -> bool:

@@ -340,7 +340,7 @@ class AttentionMetadataBuilder:
         if on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "the lengths are on the host while a CUDA graph is captured: "
-                "give int32 tensors on the device"
+                "pass int32 tensors on the device"
             )
         self._tables.require_committed(self.groups)
         # This also runs if the device is a GPU, to check all values before anything is launched.
