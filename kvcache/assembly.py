@@ -101,8 +101,8 @@ class KVCache:
         most = _num_slots(table)
         if num_tokens > most:
             raise ValueError(
-                f"{what}: expected at most {most}, the tokens of layer {layer_name!r} whose slots "
-                "compute_slot_mapping and commit_slot_mapping have left"
+                f"{what}: expected at most {most}, the number of tokens for which the last "
+                f"compute_slot_mapping or commit_slot_mapping prepared slots of layer {layer_name!r}"
             )
         return table.slot_mapping.gpu[:num_tokens]
 
@@ -136,8 +136,8 @@ class KVCache:
             num_computed = self.tables[group].num_computed_slots
             if num_computed is not None and num_tokens < num_computed:
                 raise ValueError(
-                    f"key has {num_tokens} tokens: expected {num_computed}, for which "
-                    f"compute_slot_mapping prepared slots of layer {layer_name!r}; or pass `slots`"
+                    f"key has {num_tokens} tokens: expected {num_computed}, because compute_slot_mapping "
+                    f"prepared so many slots of layer {layer_name!r}; alternatively, pass `slots`"
                 )
         self.storages[group].write(index, key, value, slots)
 
@@ -272,18 +272,18 @@ def build(
         torch.Size([256, 2, 16, 2, 64])
     """
     if not isinstance(plan, CachePlan):
-        raise TypeError(f"plan is {shown(plan)}: expected a CachePlan, as plan_cache makes it")
+        raise TypeError(f"plan is {shown(plan)}: expected a CachePlan, as returned by plan_cache")
     for name in _GIVEN_BY_PLAN:
         if name in options:
             raise TypeError(
-                f"{name} is {shown(options[name])}: expected no {name}, the plan sets it"
+                f"{name} is {shown(options[name])}: expected no {name}, because the plan sets it"
             )
     CacheOptions.check_names("kvcache.build", options)
     swap_options = _checked_swap_options(swap_options)
     if str(device).startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
-            f"device is {shown(str(device))}: expected cpu, torch {torch.__version__} finds no CUDA "
-            "device"
+            f"device is {shown(str(device))}: expected cpu, because torch {torch.__version__} finds no "
+            "CUDA device"
         )
     manager = KVCacheManager.for_groups(
         plan.groups,
@@ -354,9 +354,9 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
         return storage
     if plan.layer_page_bytes % (ratio * storage.dtype.itemsize):
         raise ValueError(
-            f"kernel_sizes cut a block of group {group} into {ratio}, and a layer has "
-            f"{plan.layer_page_bytes} bytes of a page: expected a multiple of {ratio} elements of "
-            f"{storage.dtype.itemsize} bytes, so kernel_sizes with other candidates"
+            f"kernel_sizes split a block of group {group} into {ratio} kernel blocks, but a layer has "
+            f"{plan.layer_page_bytes} bytes per page: expected a multiple of {ratio} elements of "
+            f"{storage.dtype.itemsize} bytes; pass other kernel_sizes"
         )
     names = plan.groups[group].layers
     parts = [

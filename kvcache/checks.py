@@ -247,7 +247,7 @@ def check_name(value: str, name: str) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string")
     if not value:
-        raise ValueError(f"{name} is {shown(value)}: expected a name that is not empty")
+        raise ValueError(f"{name} is {shown(value)}: expected a non-empty name")
 
 
 def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:

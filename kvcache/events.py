@@ -19,7 +19,7 @@ class BlockStored:
 
     - `block_hashes`: uint8[n, hash_bytes].
     - `parent_hash`: the hash of the block that precedes the first block. For the first block of a
-      sequence, this is the hash of the seed, or None if only the engine knows the algorithm.
+      sequence, this is the hash of the seed, or None with an algorithm "engine:NAME".
     - `token_ids`: int32[n * block_size].
     - `block_size`: tokens per block.
     - `group`: the index of the cache group. `group_kind` is its attention kind, and `window` its

@@ -18,7 +18,7 @@ def load_extensions() -> None:
 
     An extension registers attention kinds, attention backends, trace formats or stores when it is
     imported. It is imported when a name is looked up that is not built in, or when the names are
-    listed. An extension that fails is logged as a warning and left out.
+    listed. An extension that fails to import is skipped with a logged warning.
 
     Example:
         In the `pyproject.toml` of another package:
@@ -40,6 +40,6 @@ def load_extensions() -> None:
                 package = each.dist.name if each.dist else "an unknown package"
                 reason = f"{type(error).__name__}: {error}"
                 _log.warning(
-                    "extension %s = %s of %s is left out: %s",
+                    "extension %s = %s of %s is skipped: %s",
                     *(each.name, each.value, package, reason),
                 )

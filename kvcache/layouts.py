@@ -85,8 +85,8 @@ class AttentionBackend:
         dims = _roles(self.dims, "dims")
         if len(set(dims)) != len(dims) or not NEEDED_ROLES <= set(dims) <= set(ROLES):
             raise ValueError(
-                f"dims is {dims}: expected each at most once of {', '.join(ROLES)}, "
-                f"with {', '.join(sorted(NEEDED_ROLES))} among them"
+                f"dims is {dims}: expected some of {', '.join(ROLES)}, each at most once, "
+                f"including {', '.join(sorted(NEEDED_ROLES))}"
             )
         if self.unequal_head_sizes and "kv" in dims:
             raise ValueError(f"dims is {dims}: expected no 'kv' with unequal_head_sizes")
@@ -147,8 +147,8 @@ class AttentionBackend:
         if None in dims:
             raise ValueError(
                 f"backend gives the shape {shape} for {_PROBE['block']} blocks of {_PROBE['token']} "
-                f"tokens, {_PROBE['head']} heads and head_size {head_size}: expected no dimension but "
-                "these, twice head_size, and 2 for K and V"
+                f"tokens, {_PROBE['head']} heads and head_size {head_size}: expected only dimensions of "
+                "these sizes, of twice head_size, and of 2 (K and V)"
             )
         own, packed = (engine_order(backend, dims, cross_layers=each) for each in (False, True))
         name = getattr(backend, "get_name", None)
@@ -216,7 +216,7 @@ class AttentionBackend:
         elif v_size != head_size:
             raise ValueError(
                 f"head_size is {head_size}, v_head_size is {v_head_size}: "
-                f"expected equal ones for backend {self.name!r}"
+                f"expected equal sizes for backend {self.name!r}"
             )
         return tuple(sizes[dim] for dim in self.dims)
 
@@ -274,8 +274,8 @@ class AttentionBackend:
         )
         if order is None:
             raise ValueError(
-                f"layout is {layout!r} with cross_layers: backend {self.name!r} has no order for it, "
-                "expected one that packs layers together"
+                f"layout is {layout!r} with cross_layers: expected a backend that packs layers together, "
+                f"but backend {self.name!r} has no order for it"
             )
         return order
 
@@ -454,7 +454,8 @@ def engine_order(
         return dims
     if sorted(order) != list(range(len(dims))):
         raise ValueError(
-            f"backend gives the stride order {tuple(order)}: expected one of 0 to {len(dims) - 1}"
+            f"backend gives the stride order {tuple(order)}: expected a permutation of 0 to "
+            f"{len(dims) - 1}"
         )
     return tuple(dims[i] for i in order)
 
@@ -472,11 +473,11 @@ def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
     if len(shape) != 5 or 2 not in shape[:2]:
         raise ValueError(
             f"{name} has shape {shape}: expected [2, num_blocks, block_size, num_kv_heads, head_size], "
-            "[num_blocks, 2, ...], [num_blocks, block_size, head_size], or a backend that says what "
-            "its dimensions are"
+            "[num_blocks, 2, ...], [num_blocks, block_size, head_size], or a backend that defines the "
+            "dimensions"
         )
     if shape[:2] == [2, 2]:
-        raise ValueError(f"{name} has shape {shape}, which is ambiguous: expected a backend")
+        raise ValueError(f"{name} has shape {shape}, which is ambiguous: pass a backend")
     return backend("FLASH_ATTN" if shape[0] == 2 else "FLASHINFER")
 
 
@@ -572,7 +573,7 @@ def choose_layout(required: str | None | Iterable[str | None] | Mapping[str, str
 
 @functools.cache
 def _log_default() -> None:
-    _log.info("no connector requires a cache layout: taking NHD")
+    _log.info("no connector requires a cache layout: using NHD")
 
 
 def check_layout(layout: str, name: str) -> None:

@@ -329,8 +329,8 @@ def _checked_layer_page(layer_page_bytes: int, least: int, layers: Iterable[Laye
     item = _common_element_bytes(layers)
     if value % item:
         raise ValueError(
-            f"layer_page_bytes is {value}: expected a multiple of {item}, of whole elements of every "
-            "layer's dtype"
+            f"layer_page_bytes is {value}: expected a multiple of {item}, so that it holds whole "
+            "elements of every layer's dtype"
         )
     return value
 
@@ -350,8 +350,8 @@ def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -
     interval, common = integer(state_interval, "state_interval", 1), math.lcm(*steps)
     if interval % common:
         raise ValueError(
-            f"state_interval is {interval}: expected a multiple of {common}, of the block_size of every "
-            "layer that keeps a state"
+            f"state_interval is {interval}: expected a multiple of {common}, and so of the block_size of "
+            "every layer that keeps a state"
         )
     return interval
 

@@ -170,8 +170,8 @@ def gather_block_tables(
     """Copy rows of all groups' tables into batch order, in one launch.
 
     Args:
-        tables: As for `slot_mapping`.
-        groups: As for `slot_mapping`.
+        tables: See `slot_mapping`.
+        groups: See `slot_mapping`.
         num_rows: Number of rows per table.
         idx_mapping: int32[n]. Row of each request. -1 marks a padding request, whose row becomes null.
         num_computed_tokens: int32[n]. Number of tokens that precede each request's first query.
@@ -207,13 +207,13 @@ def attention_metadata(
     outside the checked mode, it becomes a padding request that keeps its queries.
 
     Args:
-        tables: As for `slot_mapping`.
-        groups: As for `slot_mapping`.
+        tables: See `slot_mapping`.
+        groups: See `slot_mapping`.
         num_rows: Number of rows per table.
         rows: int32[n]. Row of each request, or -1 for a padding request.
         query_lens: int32[n]. Tokens of each request in this step.
         seq_lens: int32[n]. Tokens of each request after this step. Ignored for padding requests.
-        num_blocks_per_row: As for `slot_mapping`.
+        num_blocks_per_row: See `slot_mapping`.
         max_num_tokens: Upper bound of `seq_lens`. Columns past this number of tokens are not
             written.
         query_start_loc: int32[N + 1] with N >= n. Requests n to N - 1 are padding without tokens.
@@ -307,8 +307,8 @@ def gather_kv(
         slot_mapping: int64[n].
         key: [n, num_kv_heads, head_size]. Output.
         value: [n, num_kv_heads, v_head_size]. Output.
-        k_scale: As for `write_kv`.
-        v_scale: As for `write_kv`.
+        k_scale: See `write_kv`.
+        v_scale: See `write_kv`.
 
     Example:
         >>> tables = torch.tensor([3, 1, 2, 0], dtype=torch.int32)  # two requests, two blocks of 4 each

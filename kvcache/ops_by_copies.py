@@ -98,7 +98,7 @@ class _MirroredCall:
                 raise RuntimeError(f"{name} is on {at}: expected cpu")
             first = first or (name, at)
             if at != first[1]:
-                raise RuntimeError(f"{name} is on {at}: expected {first[1]}, where {first[0]} is")
+                raise RuntimeError(f"{name} is on {at}: expected {first[1]}, as for {first[0]}")
         for tensor in self.tensors().values():
             if tensor.device.type != "cpu":
                 memory = tensor.untyped_storage()
@@ -288,9 +288,9 @@ class _Fragments:
         found = call.storage_at(side, offset, last + size)
         if found is None or size < 0 or stride < 0:
             raise RuntimeError(
-                f"regions[{i}] has pages of {size} bytes from {offset} of {side} on, {stride} apart, and "
-                f"not all lie in the memory of the call's tensors: expected this on {call.home}, where "
-                "the op cannot access addresses"
+                f"regions[{i}] has pages of {size} bytes starting at byte {offset} of {side}, {stride} "
+                "bytes apart, but not all of them are in the memory of the call's tensors: expected "
+                f"them there, because the op cannot access other memory on {call.home}"
             )
         self._storage, self._shift = found
         self._stride, self._size = stride, size
@@ -381,8 +381,8 @@ def _layer(call: _MirroredCall, cache: torch.Tensor, offset: int) -> torch.Tenso
     found = call.storage_at("cache", offset, offset + span * item)
     if found is None or found[1] % item:
         raise RuntimeError(
-            f"offsets has {offset}: expected a layer in the memory of the call's tensors on {call.home}, "
-            "where the op cannot access addresses"
+            f"offsets has {offset}: expected a layer in the memory of the call's tensors, because the op "
+            f"cannot access other memory on {call.home}"
         )
     place = torch.empty(0, dtype=cache.dtype, device=cache.device)
     return place.set_(found[0], found[1] // item, cache.shape, cache.stride())

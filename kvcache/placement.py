@@ -147,12 +147,12 @@ def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tupl
     known = {"layer", *ROLES}
     if len(set(order)) != len(order) or not NEEDED_ROLES <= set(order) <= known:
         raise ValueError(
-            f"{name} is {order}: expected each at most once of layer, {', '.join(ROLES)}, "
-            f"with {', '.join(sorted(NEEDED_ROLES))} among them"
+            f"{name} is {order}: expected some of layer, {', '.join(ROLES)}, each at most once, "
+            f"including {', '.join(sorted(NEEDED_ROLES))}"
         )
     if order[-1] != "element" or not set(order[: order.index("block")]) <= {"layer", "kv", "head"}:
         raise ValueError(
-            f"{name} is {order}: expected element last, and no role but layer, kv and head before block"
+            f"{name} is {order}: expected element last, and only layer, kv and head before block"
         )
     return order
 
@@ -219,7 +219,7 @@ def place_elements(
 
     Raises:
         ValueError: The order has no blocks of tokens, it lacks "head" although there are several heads,
-            or there are scales although a layer's K and V in a page are not together.
+            or there are scales although a layer's K and V in a page are in separate regions.
 
     Example:
         >>> sizes = dict(num_layers=2, block_size=4, num_kv_heads=2, head_size=8, v_head_size=8)
@@ -248,7 +248,7 @@ def place_elements(
     if scale_bytes and "head" in outer:
         raise ValueError(
             f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with the memory order "
-            f"{order}, in which the heads of a token do not lie together"
+            f"{order}, in which the heads of a token are in separate regions"
         )
     for n, role in reversed(list(enumerate(inner))):
         if role == "kv":
@@ -258,7 +258,7 @@ def place_elements(
             if n > 0 or not kv_inside:
                 raise ValueError(
                     f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with the memory "
-                    f"order {order}, in which a layer's K and V of a page do not lie together"
+                    f"order {order}, in which K and V of a layer's page are not contiguous"
                 )
             scale_start, volume = int(volume[0]), volume + scale_bytes
             strides[role], volume = volume, volume * num_layers

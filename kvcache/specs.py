@@ -215,8 +215,8 @@ class LayerSpec:
             _set_flag(self, name)
         if not pages.has_slots and not self.cached:
             raise ValueError(
-                f"cached is False: expected True for kind {self.kind!r}, whose state behind a hit of "
-                "other layers would be missing"
+                f"cached is False: expected True for kind {self.kind!r}, whose state would be missing "
+                "after a hit of other layers"
             )
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         if self.drafts and not (pages.has_slots and pages.is_transferable):

@@ -125,7 +125,7 @@ class StepPlan(_HeldArrays):
     first row reads (with `in_step_hits="share"`). The worker either computes both in one pass that
     writes a layer's K and V before attention, or computes the second row first.
 
-    `page_bytes`: bytes per page, or 0 if the manager does not know.
+    `page_bytes`: bytes per page, or 0 if unknown.
     """
 
     step_id: int

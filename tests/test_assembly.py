@@ -335,7 +335,7 @@ def test_encoder_has_its_own_metadata():
     encoder = next(g for g, each in enumerate(tables.block_tables) if each.shape.encoder)
     assert AttentionMetadataBuilder(tables).groups == [1 - encoder]
     assert AttentionMetadataBuilder(tables, groups=[encoder]).groups == [encoder]
-    with pytest.raises(ValueError, match=r"groups is \[0, 1\]: expected a builder of their own"):
+    with pytest.raises(ValueError, match=r"groups is \[0, 1\]: expected a separate builder"):
         AttentionMetadataBuilder(tables, groups=[0, 1])
 
 
@@ -391,7 +391,7 @@ def test_tokens_without_slots_are_not_dropped():
     cache.worker.apply(step)
     key, value = torch.rand(2, 24, 2, 8)
     with pytest.raises(
-        ValueError, match="key has 20 tokens: expected at most 0, the tokens of layer"
+        ValueError, match="key has 20 tokens: expected at most 0, the number of tokens"
     ):
         cache.write("full.0", key[:20], value[:20])
     cache.tables.compute_slot_mapping(np.full(20, step.rows[0]), np.arange(20))
@@ -428,7 +428,7 @@ def test_invalid_calls_are_reported():
         (lambda: kvcache.build(plan, max_num_reqs=1, num_host_blocks=-1), ValueError, "num_host_blocks"),
         *(
             (lambda name=name: kvcache.build(plan, max_num_reqs=1, **{name: 2}), TypeError,
-             f"{name} is 2: expected no {name}, the plan sets it")
+             f"{name} is 2: expected no {name}, because the plan sets it")
             for name in ("page_bytes", "context_parallel", "num_gpu_blocks", "max_model_len",
                          "max_num_batched_tokens", "max_encoder_tokens", "groups")
         ),
@@ -476,7 +476,7 @@ def test_invalid_calls_are_reported():
         kvcache.build(odd, max_num_reqs=1, kernel_sizes=[4])
     padded = replace(odd, layer_page_bytes=13, page_bytes=13)
     with pytest.raises(
-        ValueError, match=r"kernel_sizes .* has 13 bytes of a page: expected a multiple of 3"
+        ValueError, match=r"kernel_sizes .* has 13 bytes per page: expected a multiple of 3"
     ):
         kvcache.build(padded, max_num_reqs=1, kernel_sizes=[2])
     cache = kvcache.build(plan_of([*FULL[:1], *STATES]), max_num_reqs=1)

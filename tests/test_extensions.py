@@ -112,7 +112,7 @@ def test_stores_of_other_packages_are_selected_by_the_scheme_of_a_url(run):
 
 def test_failing_extension_is_reported_and_skipped(run):
     _, warned = run("from kvcache.kinds import kind_names\nassert 'segments' in kind_names()")
-    assert "extension ours = broken_package of broken_package is left out" in warned
+    assert "extension ours = broken_package of broken_package is skipped" in warned
     assert "RuntimeError: no such accelerator" in warned
 
 

@@ -139,7 +139,9 @@ def test_custom_backend_can_be_registered(registry):
     assert mine.shape(NB, BS, H, D) == (NB, BS, 2, H, D)
     assert mine.stride_order("HND") == (3, 0, 2, 1, 4)
     assert mine.stride_order("NHD", cross_layers=True) == (0, 1, 2, 3, 4, 5)
-    with pytest.raises(ValueError, match="'HND' with cross_layers: backend 'MINE' has no order"):
+    with pytest.raises(
+        ValueError, match=r"'HND' with cross_layers: .* backend 'MINE' has no order"
+    ):
         mine.stride_order("HND", cross_layers=True)
 
 
@@ -264,11 +266,12 @@ def test_engine_class_without_layers_argument():
     ("engine", "message"),
     [
         (version(dims=("kv", "token", "head", "element")), "expected one dimension of each"),
-        (version(orders={"HND": (0, 1, 2, 3, 3)}), r"stride order \(0, 1, 2, 3, 3\): expected one of"),
+        (version(orders={"HND": (0, 1, 2, 3, 3)}), r"stride order \(0, 1, 2, 3, 3\): expected a perm"),
         (
             version(get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size:
                     (num_blocks, block_size, num_kv_heads, head_size + 16)),
-            r"the shape \(7919, 4096, 11, 592\) for 7919 blocks .*expected no dimension but these",
+            r"the shape \(7919, 4096, 11, 592\) for 7919 blocks .*expected only dimensions of these "
+            r"sizes",
         ),
     ],
 )  # fmt: skip
@@ -360,4 +363,4 @@ def test_missing_requirement_is_logged_once_per_process():
     done = subprocess.run(
         [sys.executable, "-c", ASKS_OFTEN], capture_output=True, text=True, check=True
     )
-    assert done.stderr == "kvcache no connector requires a cache layout: taking NHD\n"
+    assert done.stderr == "kvcache no connector requires a cache layout: using NHD\n"

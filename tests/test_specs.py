@@ -70,7 +70,7 @@ def test_block_of_a_sharded_group_covers_the_tokens_of_all_ranks(replicated, tok
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"kind": ""}, ValueError, "kind is '': expected a name that is not empty"),
+        ({"kind": ""}, ValueError, "kind is '': expected a non-empty name"),
         ({"kind": 3}, TypeError, "kind is 3: expected a string"),
         ({"block_size": 0}, ValueError, "block_size is 0: expected 1 to 2147483647"),
         ({"block_size": 2**31}, ValueError, "block_size is 2147483648: expected 1 to 2147483647"),
@@ -146,7 +146,7 @@ def test_layer_specs_are_compared_by_value():
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"name": ""}, ValueError, "name is '': expected a name that is not empty"),
+        ({"name": ""}, ValueError, "name is '': expected a non-empty name"),
         ({"kind": None}, TypeError, "kind is None: expected a string"),
         ({"block_size": -1}, ValueError, "block_size is -1: expected 1 to 2147483647"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads is 0: expected 1 to 2147483647"),
@@ -354,7 +354,8 @@ def test_states_may_have_a_separate_interval():
             recurrent(1, 100, block_size=6) + recurrent(1, 100, block_size=8, prefix="other"),
             512,
             ValueError,
-            "state_interval is 512: expected a multiple of 24, of the block_size of every layer that "
+            "state_interval is 512: expected a multiple of 24, and so of the block_size of every "
+            "layer that "
             "keeps a state",
         ),
         (
@@ -805,7 +806,8 @@ def test_more_different_layer_specs_than_groups_are_rejected():
         (
             {"layer_page_bytes": 65537},
             ValueError,
-            "layer_page_bytes is 65537: expected a multiple of 2, of whole elements of every "
+            "layer_page_bytes is 65537: expected a multiple of 2, so that it holds whole elements of "
+            "every "
             "layer's dtype",
         ),
         (
@@ -867,7 +869,7 @@ def test_circular_buffer_must_hold_the_window_and_a_step():
     assert plan.pages_per_request(1024) == 10 and plan.pages_per_request(40) == 3
     says = (
         r"^options of CircularWindow have buffer 144: expected 160 or more, "
-        r"window - 1 and the 61 tokens of a step$"
+        r"window - 1 plus the 61 tokens of a step$"
     )
     with pytest.raises(KindError, match=says):
         planned(144, 61)

@@ -47,10 +47,10 @@ class Admit(NamedTuple):
             Requests with encoder tokens never use cached blocks.
         num_prompt_tokens: Number of prompt tokens, at most the known tokens, if the request also
             has generated tokens because it was preempted. `CacheOptions.retention_interval` keeps
-            the end of the prompt. None: all known tokens.
-        num_shared_tokens: For `KVCacheManager.admit`: `CachedPrefix.num_shared_tokens` of the lookup
-            that found the hit, whose end `CacheOptions.retention_interval` keeps. `step` performs
-            the lookup itself.
+            the end of the prompt cached. None: all known tokens.
+        num_shared_tokens: Used only by `KVCacheManager.admit`. Pass `CachedPrefix.num_shared_tokens`
+            of the lookup that found the hit. `CacheOptions.retention_interval` keeps the end of
+            these tokens cached. `step` performs the lookup itself.
 
     >>> Admit(Request("r1", range(40)), num_tokens=8).external is None
     True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combines the native log's events, one per block, into the events that a manager emits."""
+"""Combines the events of the native log, which has one event per block, into a manager's events."""
 
 from __future__ import annotations
 

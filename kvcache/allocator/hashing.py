@@ -20,7 +20,7 @@ from kvcache.native.load import core
 DEFAULT_SEED = "vllm-none-hash"
 """Default seed of the first block's hash, as in vLLM."""
 DEFAULT_ALGORITHM = "sha256_cbor"
-_ENGINE = "engine:"  # prefix for algorithms that only the engine knows
+_ENGINE = "engine:"  # prefix for algorithms that the engine implements
 _MOST_BYTES = 32
 
 
@@ -81,14 +81,14 @@ class HashKey(NamedTuple):
 
     @property
     def is_given(self) -> bool:
-        """Whether only the engine knows the algorithm, so that requests must carry their hashes."""
+        """Whether the engine computes the hashes, so that requests must contain them."""
         return self.algorithm.startswith(_ENGINE)
 
 
 def hash_key(
     block_size: int, seed: str, algorithm: str, hash_bytes: int | None, num_lookahead: int = 0
 ) -> HashKey:
-    """Check the options, and create the key of a manager's hashes."""
+    """Check the options, and create the hash parameters of a manager."""
     num_bytes = hash_bytes_of(algorithm, hash_bytes)
     if algorithm.startswith(_ENGINE):
         return HashKey(block_size, bytes(num_bytes), algorithm, num_lookahead)
@@ -127,7 +127,7 @@ def hash_bytes_of(
             _MOST_BYTES if hash_bytes is None else hash_bytes, "hash_bytes", 1, _MOST_BYTES
         )
     if algorithm not in known:
-        given = ", or engine:NAME for hashes that the engine gives" if engines else ""
+        given = ", or engine:NAME for hashes computed by the engine" if engines else ""
         raise ValueError(f"{name} is {shown(algorithm)}: expected one of {', '.join(known)}{given}")
     size = core.digest_bytes(algorithm)
     if hash_bytes is not None and integer(hash_bytes, "hash_bytes") != size:

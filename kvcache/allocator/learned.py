@@ -48,7 +48,7 @@ class LearnedReuse:
     unlikely hits read (ends of chunks), 294 those that were cached for a repeated prompt or a shared
     prefix, and 295 to 297 those that were hit once, twice, or more often.
 
-    Column k counts blocks by age. It covers 2 * 2**(k / 2) seconds.
+    Column k is a range of ages that is 2 * 2**(k / 2) seconds wide. The ranges follow each other.
 
     Raises:
         ValueError: An array has the wrong shape, or an entry is not a valid count.
@@ -64,7 +64,7 @@ class LearnedReuse:
             except (TypeError, ValueError, OverflowError):
                 raise ValueError(
                     f"{name} is not an array of numbers ({shown(getattr(self, name))}): expected "
-                    f"[{NUM_CLASSES}, {NUM_AGES}] that floats can hold"
+                    f"[{NUM_CLASSES}, {NUM_AGES}] numbers that fit in a float"
                 ) from None
             if counts.shape != (NUM_CLASSES, NUM_AGES):
                 raise ValueError(

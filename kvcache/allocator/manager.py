@@ -207,7 +207,7 @@ class KVCacheManager:
         except MemoryError:
             raise MemoryError(
                 f"num_gpu_blocks is {num_gpu_blocks}, num_host_blocks is {options.num_host_blocks}: "
-                "expected no more blocks than the system gives memory for, about 100 bytes each"
+                "expected numbers of blocks for which the system has memory, about 100 bytes per block"
             ) from None
         self._pool = DevicePoolView(self._native)
         self._host_pool = None
@@ -561,18 +561,19 @@ class KVCacheManager:
         return None if ids is None else by_group(ids)
 
     def finish_receiving(self, request: Request, num_tokens: int | None = None) -> int:
-        """End the wait of a request that was admitted with `External.delayed`.
+        """Resume a request that was admitted with `External.delayed`.
 
         After this call, the transfer must no longer write to the blocks. Blocks that are full of
         arrived tokens become available for hits. The request continues after its hit and the
         arrived tokens, with three exceptions:
 
-        - Later: if another request has cached a longer prefix in the meantime, the request uses
-          that prefix. For example, the method may return 8 although no tokens arrived and the
-          request had no hit.
-        - Earlier: if an abort or an invalidation removed tokens that precede the arrived tokens.
-        - At the cached prefix: if the request's blocks do not contain the window or state that its
-          next token reads.
+        - If another request has cached a longer prefix in the meantime, the request uses that
+          prefix. For example, the method may return 8 although no tokens arrived and the request
+          had no hit.
+        - If an abort or an invalidation removed tokens that precede the arrived tokens, the request
+          continues at the first removed token.
+        - If the request's blocks do not contain the window or state that its next token reads, the
+          request continues after its cached prefix.
 
         Args:
             request: The request.
@@ -705,7 +706,9 @@ class KVCacheManager:
         """
         keep_blocks = flag(keep_blocks, "keep_blocks")
         if keep_blocks and after_step is not None:
-            raise ValueError(f"after_step is {after_step} with keep_blocks: expected one of them")
+            raise ValueError(
+                f"after_step is {after_step} with keep_blocks: expected only one of the two"
+            )
         has_types = type(turn) is type(request_class) is int and type(retention) is tuple
         is_plain = has_types and turn == 0 and request_class == -1 and not retention
         is_plain = is_plain and num_output_tokens is None

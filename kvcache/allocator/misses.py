@@ -5,31 +5,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The order of MissReason in csrc/core/manager/miss_reasons.h.
+# In the same order as MissReason in csrc/core/manager/miss_reasons.h.
 MISS_REASONS = {
     "not_read": "not looked up, because the request or the manager does not use the cache",
     "external": "received from another source",
     "not_taken": "cached, but not used, because a shorter hit was taken",
     "not_loaded": "cached on the host, but not loaded",
-    "boundary": "cached, but another block, window or state that the hit needs is not",
+    "boundary": "cached, but the hit also needs a block, window or state that is not cached",
     "evicted": "evicted",
-    "removed": "removed by a reset, an invalidation or a call of evict",
+    "removed": "removed by a reset, an invalidation or a call to evict",
     "in_flight": "being computed by another request",
     "other_keys": "cached or seen only with another salt, adapter or image",
     "new": "not seen before",
     "tail": "at the end of the prompt",
 }
-"""Reasons of misses, and their descriptions.
+"""Reasons for misses, and their descriptions.
 
-- `external`: KV from `Admit.external`.
+- `external`: the KV came from `Admit.external`.
 - `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
 - `not_loaded`: the hit has more host blocks than `Admit.max_host_blocks`.
-- `evicted`, `removed`: up to the last block of the request that has left the cache.
+- `evicted`, `removed`: all tokens up to the request's last block that has left the cache.
 - `in_flight`: a running request holds blocks with the same content that are not computed yet. Only the
   64 most recent requests are compared.
 - `other_keys`: one of the 64 most recent requests had the same tokens with other extra keys.
-- `new`: also blocks that left the cache too long ago to be remembered.
-- `tail`: behind the last position at which a hit can end. The last token is always computed.
+- `new`: includes blocks that left the cache so long ago that their record was dropped.
+- `tail`: tokens after the last position at which a hit can end. The last token is always computed.
 """
 
 _TAKERS = {
@@ -48,12 +48,12 @@ class MissReport:
         request_id: The request.
         num_tokens: Its known tokens when it was admitted.
         hit_tokens: Tokens that were found and used.
-        missed_tokens: The other tokens by reason, without reasons of 0 tokens. The values add up to
-            `num_tokens - hit_tokens`.
+        missed_tokens: The other tokens by reason. Reasons without tokens are omitted. The values add up
+            to `num_tokens - hit_tokens`.
         lost_seconds_ago: Seconds since the first block that is recorded as evicted or removed left the
             cache. None if there is no such block.
         evicted_by: The eviction policy, if that block was evicted.
-        evicted_for: For whom the block was evicted, as text.
+        evicted_for: What the block was evicted for, such as "a new request without a hit".
         nearest_id: ID of the recent request with the longest equal prefix of tokens. None if none of the
             64 most recent requests starts with the same 16 tokens (or one hash block, if that is
             shorter).
@@ -74,7 +74,7 @@ class MissReport:
     differs_in: str | None = None
 
     def __str__(self) -> str:
-        """One line for a log."""
+        """Format the report as one line for a log."""
         text = f"{self.request_id}: {self.hit_tokens:,} of {self.num_tokens:,} prompt tokens were cached"
         missed = self.num_tokens - self.hit_tokens
         if not missed:

@@ -163,10 +163,11 @@ class CacheOptions:
     """Number of requests that `stats.recent` covers, at least 1."""
 
     explain_misses: int | None = None
-    """Whether to find out why tokens of a request are not found in the cache
-    (`PrefixCache.explain`, `PrefixCacheStats.missed_tokens`). N: one of N blocks that leave the
-    cache is recorded, selected by hash; 1: all blocks. The last records are kept: at least 262,144,
-    and four times the blocks of the pools divided by N. A record takes 8 bytes. None: off.
+    """Whether to record why tokens of a request are not found in the cache
+    (`PrefixCache.explain`, `PrefixCacheStats.missed_tokens`). N: one in N blocks that leave the
+    cache is recorded, selected by hash. 1: all blocks are recorded. At least the last 262,144
+    records are kept, and at least four times the blocks of the pools divided by N. A record takes 8
+    bytes. None: nothing is recorded.
     """
 
     hash_seed: str = DEFAULT_SEED
@@ -175,8 +176,8 @@ class CacheOptions:
     hash_algorithm: str = DEFAULT_ALGORITHM
     """Hash algorithm, which is also reported in events. "sha256_cbor", or "xxh3_128_cbor", which is
     faster but not cryptographic: a client that chooses tokens can construct two prompts with the
-    same hash. "engine:NAME" is an algorithm that only the engine knows, so every request must carry
-    its hashes (`Request.block_hashes`).
+    same hash. With "engine:NAME", the engine computes the hashes, and every request must contain
+    them (`Request.block_hashes`).
     """
 
     hash_bytes: int | None = None
@@ -340,9 +341,9 @@ def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
 
 def checked_watermark(watermark: float) -> float:
     """Return a fraction from 0 to 1 as a float. Raises TypeError or ValueError."""
-    share = number(watermark, "watermark", "a share of 0 to 1")
+    share = number(watermark, "watermark", "a fraction from 0 to 1")
     if not 0 <= share <= 1:
-        raise ValueError(f"watermark is {shown(watermark)}: expected a share of 0 to 1")
+        raise ValueError(f"watermark is {shown(watermark)}: expected a fraction from 0 to 1")
     return share
 
 

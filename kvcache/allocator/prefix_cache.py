@@ -24,8 +24,8 @@ Ids = np.ndarray | Sequence[int]
 
 
 class CachedTokens(NamedTuple):
-    """Numbers of cached tokens of a request, on the device and including the host tier, and the
-    cost of loading them.
+    """The number of a request's cached tokens on the device, the number including the host tier, and
+    the cost of loading the host blocks.
     """
 
     on_device: int
@@ -238,7 +238,7 @@ class PrefixCache:
         return CachedPrefix(by_group(ids), num_tokens, num_shared_tokens)
 
     def explain(self, request: Request) -> MissReport:
-        """Return why tokens of a request are not found in the cache.
+        """Report why tokens of a request were not found in the cache.
 
         Requires `CacheOptions.explain_misses`. For an admitted request, the report describes its
         last admission. For any other request, it describes what would happen if it were admitted
@@ -281,9 +281,7 @@ class PrefixCache:
         return self._native.pin(checked_session(session), self._chain(request))
 
     def unpin(self, session: str) -> int:
-        """Remove the pins of a session, and return the number of its pinned blocks that were
-        evicted.
-        """
+        """Remove the pins of a session, and return how many of its pinned blocks were evicted."""
         return self._native.unpin(checked_session(session))
 
     def set_now(self, seconds: float) -> None:

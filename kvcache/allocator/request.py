@@ -58,12 +58,12 @@ class Request:
             request with encoder tokens does not use cached blocks and is not cached.
         block_hashes: Hashes computed by the engine, one per full block (of `hash_block_size`
             tokens) of the known tokens, each with the manager's `hash_bytes` bytes. With
-            `num_hash_lookahead_tokens`, a block counts as full once so many tokens after it are
-            known. kvcache then computes no hashes. The list is not copied. Extend it before you
-            append the tokens of another block, and do not change entries. When the request is first
-            passed to a manager, the number of entries must equal the number of full blocks.
-            Afterwards, it must be at least the number of full blocks. Otherwise the call (`step`,
-            `append_tokens`) raises ValueError and changes nothing.
+            `num_hash_lookahead_tokens`, a block counts as full once that many tokens after it are
+            known. kvcache does not compute hashes for this request. The list is not copied. Extend
+            it before you append the tokens of another block, and do not change entries. When the
+            request is first passed to a manager, the number of entries must equal the number of
+            full blocks. Afterwards, it must be at least the number of full blocks. Otherwise the
+            call (`step`, `append_tokens`) raises ValueError and changes nothing.
         session: Name of the session, reported in events.
 
     Raises:

@@ -139,13 +139,13 @@ class KVOutputAggregator:
         left = state.remaining_recving.get(request_id)
         if left is not None:
             raise ValueError(
-                f"request {request_id!r} is being received, and {left} reports are missing: expected "
-                "finished_recving of an earlier use first"
+                f"request {request_id!r} is being received, and {left} reports are missing: wait for "
+                "finished_recving of the earlier use"
             )
         if state.pending is not None and request_id in state.pending.recving:
             raise ValueError(
-                f"request {request_id!r} was received, and no output has reported it yet: expected "
-                "another call of aggregate first"
+                f"request {request_id!r} was received, but no output has reported it yet: call "
+                "aggregate again first"
             )
         self._state = replace(state, failed_recving=state.failed_recving - {request_id})
 
@@ -174,10 +174,12 @@ class KVOutputAggregator:
         if not isinstance(name, str):
             raise TypeError(f"name is {shown(name)}: expected the name of an attribute")
         if not callable(rule):
-            raise TypeError(f"rule is {shown(rule)}: expected a function of two values")
+            raise TypeError(f"rule is {shown(rule)}: expected a function that takes two values")
         if name in _KNOWN or name in self._rules:
             kind = "built in" if name in _KNOWN else repr(self._rules[name])
-            raise ValueError(f"name is {name!r}, which has a rule ({kind}): expected one without")
+            raise ValueError(
+                f"name is {name!r}, which has a rule ({kind}): expected a name without a rule"
+            )
         self._rules[name] = rule
 
     def aggregate(self, outputs: Sequence[object], output_rank: int = 0) -> object | None:
@@ -194,7 +196,7 @@ class KVOutputAggregator:
         - Statistics are summed by type: `kv_connector_stats` is the sum, or `{type: sum}` for several
           types. `kv_connector_worker_meta` is the sum over all workers.
         - Events are kept per worker. A worker whose `kv_cache_events` is None does not count as a worker
-          of the events. A worker with an empty list counts, and then no event is common to all
+          of the events. A worker with an empty list counts as a worker, so no event is common to all
           workers.
         - `invalid_block_ids` is the union over all workers.
         - Other attributes are merged by their rules (`register_rule`).
@@ -311,7 +313,7 @@ class _Merged:
             elif not _says_nothing(report, name):
                 raise ValueError(
                     f"{name} of worker {worker} is {value!r}: expected an attribute of "
-                    "KVConnectorOutput, or a rule to merge it, given to register_rule"
+                    "KVConnectorOutput; register a rule to merge it (register_rule)"
                 )
 
     def add_events(self, events: object | None, worker: int) -> None:
@@ -388,7 +390,7 @@ def _reports(outputs: Sequence[object], output_rank: int) -> list[tuple[int, obj
             is_wrong = True
         if is_wrong:
             raise ValueError(
-                f"the output of worker {worker} is {shown(output)}: expected one with "
+                f"the output of worker {worker} is {shown(output)}: expected an object with "
                 "kv_connector_output"
             )
         report = getattr(output, "kv_connector_output", None)
@@ -413,7 +415,7 @@ def _ids(report: object, name: str, worker: int) -> set:
         return set(ids)
     except TypeError as error:
         raise ValueError(
-            f"{name} of worker {worker} is {shown(ids)}: expected a set of ids, each of which hashes"
+            f"{name} of worker {worker} is {shown(ids)}: expected a set of ids, which must be hashable"
         ) from error
 
 

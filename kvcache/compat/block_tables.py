@@ -226,7 +226,7 @@ def _check_by_keyword(others: tuple[object, ...], most: int, names: str) -> None
     if others:
         raise TypeError(
             f"{most + len(others)} positional arguments, the last {shown(others[-1])}: expected at most "
-            f"{most}; pass {names} and what follows by keyword"
+            f"{most}; pass {names} and later arguments by keyword"
         )
 
 

@@ -68,7 +68,9 @@ def copy_kv_blocks(
         for layer, tensor in caches.items():
             instance(tensor, torch.Tensor, f"{name}[{layer!r}]")
             if tensor.ndim == 0:
-                raise ValueError(f"{name}[{layer!r}] has no dimensions: expected one of blocks")
+                raise ValueError(
+                    f"{name}[{layer!r}] has no dimensions: expected a dimension of blocks"
+                )
     if not isinstance(direction, str) or direction not in ("h2d", "d2h"):
         raise ValueError(f"direction is {shown(direction)}: expected 'h2d' or 'd2h'")
     src_ids, dst_ids = _ids(src_block_ids, "src_block_ids"), _ids(dst_block_ids, "dst_block_ids")
@@ -175,7 +177,7 @@ def _check_layers(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tenso
         unknown = [layer for layer in mine if layer not in others]
         if unknown:
             raise ValueError(
-                f"{name} has layer {shown(unknown[0])}: expected one that {other} has too"
+                f"{name} has layer {shown(unknown[0])}: expected a layer that {other} also has"
             )
 
 
@@ -200,7 +202,8 @@ def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int
     if mine != other:
         raise ValueError(
             f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, "
-            f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected them to differ only in blocks"
+            f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected shapes that differ only in the "
+            "number of blocks"
         )
 
 

@@ -98,7 +98,7 @@ def _remote_block_size(layer: torch.Tensor, ratio: int) -> int:
     if isinstance(ratio, bool) or not isinstance(ratio, int | np.integer) or ratio == 0:
         raise ValueError(
             f"block_size_ratio is {shown(ratio)}: expected the number of remote blocks in a local block, "
-            "or -k where a remote block fills k local ones"
+            "or -k if a remote block fills k local blocks"
         )
     block_size = layer.shape[1]
     if ratio > 0 and block_size % ratio:

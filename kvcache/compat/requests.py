@@ -70,7 +70,7 @@ def _transferred(block_ids: Sequence | None, groups: Sequence[GroupSpec]) -> tup
         return None
     if len(block_ids) != len(groups):
         raise ValueError(
-            f"a request has block ids of {len(block_ids)} groups: expected {len(groups)}, as many as "
-            "groups has"
+            f"a request has block ids of {len(block_ids)} groups: expected {len(groups)}, one per "
+            "entry of groups"
         )
     return tuple(ids if group.transferred else [] for ids, group in zip(block_ids, groups))

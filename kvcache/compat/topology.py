@@ -183,7 +183,7 @@ class KVTopology:
         if isinstance(described, AttentionBackend) and described.is_mla != self.is_mla:
             raise ValueError(
                 f"is_mla is {self.is_mla}, backend {described.name!r} has is_mla {described.is_mla}: "
-                "expected them to agree"
+                "expected equal values"
             )
         own = isinstance(described, AttentionBackend)
         dims = described.dims if own else engine_dims(described)[0]
@@ -194,8 +194,8 @@ class KVTopology:
             self._set("tensor_shape", shape)
             if len(shape) not in (len(dims), len(dims) + 1):
                 raise ValueError(
-                    f"tensor_shape is {shape}, of {len(shape)} dimensions: expected {len(dims)} as the "
-                    f"backend's shape has, or {len(dims) + 1} with layers packed together"
+                    f"tensor_shape is {shape}, with {len(shape)} dimensions: expected {len(dims)}, as in "
+                    f"the backend's shape, or {len(dims) + 1} if layers are packed together"
                 )
             packed = len(shape) == len(dims) + 1
         order = dims
@@ -217,8 +217,8 @@ class KVTopology:
             )
         if stages[self.pp_rank].tp_size != self.tp_size:
             raise ValueError(
-                f"tp_size is {self.tp_size}: expected {stages[self.pp_rank].tp_size}, that of stage "
-                f"{self.pp_rank}, the worker's"
+                f"tp_size is {self.tp_size}: expected {stages[self.pp_rank].tp_size}, the tp_size of "
+                f"the worker's stage, {self.pp_rank}"
             )
         for stage in stages:
             heads_of_rank(self._num_heads, stage.tp_size, 0)
@@ -375,11 +375,11 @@ class KVTopology:
             4
         """
         if self.stages is not None:
-            raise ValueError("this engine has stages: expected a call of get_target_remote_ranks")
+            raise ValueError("this engine has stages: call get_target_remote_ranks instead")
         mine, theirs = self._stages_of_both(_sized(remote_tp_size, remote_pp_size))
         head = integer(head, "head")
         if head not in self.heads:
-            raise ValueError(f"head is {head}: expected one of {self.heads}, which tp_rank holds")
+            raise ValueError(f"head is {head}: expected one of {self.heads}, the heads of tp_rank")
         # The readers of this head from one remote pipeline stage are the local tensor-parallel ranks
         # that hold it, times the local pipeline ranks with layers of that stage.
         within = max(1, len(mine) // len(theirs))
@@ -461,8 +461,8 @@ class KVTopology:
     ) -> dict[int, int]:
         """Return how many workers of this engine read from each target.
 
-        A receiving worker can send these numbers to its targets if they do not know the sizes of
-        this engine.
+        A receiving worker can send these numbers to targets that were not configured with the sizes
+        of this engine.
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.
@@ -540,7 +540,7 @@ class KVTopology:
                 f"remotes[{shown(engine_id)}] is {shown(remote)}: expected a RemoteEngine"
             )
         if engine_id == self.engine_id:
-            raise ValueError(f"engine {engine_id!r} is the local engine: expected remote ones")
+            raise ValueError(f"engine {engine_id!r} is the local engine: expected remote engines")
         for tp_size in remote.tp_sizes:
             self._of_sides(engine_id, lambda: self._check_remote_heads(tp_size))  # noqa: B023
 
@@ -575,7 +575,9 @@ def _sized(remote_tp_size: int, remote_pp_size: int) -> RemoteEngine:
 def _one_tp_size(remote: RemoteEngine) -> int:
     sizes = set(remote.tp_sizes)
     if len(sizes) > 1:
-        raise ValueError(f"stages have tp_size {sorted(sizes)}: expected one for all stages")
+        raise ValueError(
+            f"stages have tp_size {sorted(sizes)}: expected the same tp_size for all stages"
+        )
     return sizes.pop()
 
 

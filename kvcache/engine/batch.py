@@ -92,7 +92,9 @@ class Batch:
         if not is_array:
             token_ids = listed(token_ids, "token_ids", "a list of the tokens of each request")
         if len(token_ids) != n or n == 0:
-            raise ValueError(f"token_ids has {len(token_ids)} entries: expected {n}, 1 or more")
+            raise ValueError(
+                f"token_ids has {len(token_ids)} entries: expected {n}, and at least one"
+            )
         check_range("rows", "is", rows, 0, cache.manager.options.max_num_reqs or MAX_INT32)
         self.rows = rows.astype(np.int32)
         if is_array:

@@ -115,7 +115,9 @@ class Engine:
         self.model, self.cache, self.drafter = model, model.cache, drafter
         integer(model.vocab_size, "model.vocab_size", least=1)
         if drafter is not None and not callable(drafter):
-            raise TypeError(f"drafter is {shown(drafter)}: expected a function of a request")
+            raise TypeError(
+                f"drafter is {shown(drafter)}: expected a function that takes a request"
+            )
         planned = self.cache.plan.max_num_batched_tokens
         most = planned if max_num_batched_tokens is None else max_num_batched_tokens
         # The cache was planned for this number of tokens per step.
@@ -131,7 +133,8 @@ class Engine:
         taps = [source for source in self.sources if hasattr(source, "drain_events")]
         if len(taps) > 1:
             raise ValueError(
-                f"sources has {len(taps)} stores: expected at most one, which takes the cache's events"
+                f"sources has {len(taps)} stores: expected at most one, because a store drains the "
+                "cache's events"
             )
         self._event_tap = taps[0] if taps else self.cache.manager.cache
         self._last_report: StepReport | None = None
@@ -245,7 +248,7 @@ class Engine:
         if free is not None and (params.n > 1 or params.beam_width > 1 or not callable(free)):
             raise ValueError(
                 f"free is {shown(free)}, n is {params.n}, beam_width is {params.beam_width}: expected a "
-                "function of a request, and one sample"
+                "function that takes a request, and a single sample"
             )
         generation = Generation(request_id, tokens, params, rank, cache_salt, free)
         num_rows = max(params.n, params.beam_width)
@@ -522,7 +525,7 @@ class Engine:
         check_name(request_id, "request_id")
         if text(request_id, "request_id") in self._outputs.generations:
             raise ValueError(
-                f"request_id is {shown(request_id)}: expected one that is not being served"
+                f"request_id is {shown(request_id)}: expected an ID that no unfinished request uses"
             )
         return request_id
 
@@ -554,19 +557,19 @@ class Engine:
         if tokens.min() < 0 or tokens.max() >= self.model.vocab_size:
             raise ValueError(
                 f"{name} has tokens from {tokens.min()} to {tokens.max()}: expected 0 to "
-                f"{self.model.vocab_size - 1}, those of the model"
+                f"{self.model.vocab_size - 1}, the model's token IDs"
             )
         most = self.cache.plan.max_model_len
         if len(tokens) + params.max_tokens > most:
             raise ValueError(
                 f"{name} has {len(tokens)} tokens and max_tokens is {params.max_tokens}: expected at "
-                f"most {most} together, max_model_len"
+                f"most {most} in total, max_model_len"
             )
         num_rows = self.scheduler.max_num_rows
         for option in ("n", "beam_width"):
             if getattr(params, option) > num_rows:
                 raise ValueError(
                     f"{option} is {getattr(params, option)}: expected at most {num_rows}, "
-                    "max_num_reqs of the manager"
+                    "the manager's max_num_reqs"
                 )
         return tokens.astype(np.int32)

@@ -33,7 +33,7 @@ _FINISH_REASON = attrgetter("finish_reason")
 
 @dataclass(slots=True)
 class _Columns:
-    """What `OutputProcessor` needs of samples that decode together, collected once for many steps.
+    """Data of samples that decode together, collected once for many steps of `OutputProcessor`.
 
     - `are_individual`: whether a sample is a beam, other samples are yet to be forked from it, its
       `free` may change other requests, or it needs its logits (log probabilities, penalty).

@@ -34,8 +34,8 @@ class SamplingParams:
     - `repetition_penalty`: if above 1, tokens of the prompt and the answer become less likely; below
       1, more likely. Positive logits are divided by it, and negative ones multiplied (CTRL, Keskar
       et al., 2019). Incompatible with beam search.
-    - `logprobs`: return the log probability of each token, and of this number of most likely tokens.
-      They are the model's own, before penalty and temperature. None: no log probabilities.
+    - `logprobs`: return the log probability of each token, and of this number of most likely tokens,
+      computed before the penalty and the temperature are applied. None: no log probabilities.
       Incompatible with beam search.
     """
 
@@ -57,10 +57,12 @@ class SamplingParams:
             keep(name, integer(getattr(self, name), name, least=1))
         keep("temperature", number(self.temperature, "temperature"))
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: expected 0 or more, finite")
+            raise ValueError(
+                f"temperature is {self.temperature}: expected a finite number, at least 0"
+            )
         keep("top_p", number(self.top_p, "top_p"))
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: expected above 0, at most 1")
+            raise ValueError(f"top_p is {self.top_p}: expected a number above 0 and at most 1")
         if self.top_k is not None:
             keep("top_k", integer(self.top_k, "top_k", least=1))
         if self.seed is not None:
@@ -73,7 +75,7 @@ class SamplingParams:
         keep("repetition_penalty", number(self.repetition_penalty, "repetition_penalty"))
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}: expected above 0, finite"
+                f"repetition_penalty is {self.repetition_penalty}: expected a finite number above 0"
             )
         if self.logprobs is not None:
             keep("logprobs", integer(self.logprobs, "logprobs", most=MAX_INT32))

@@ -30,7 +30,7 @@ _KINDS = {
 def observer_of(
     cache: KVCache, scheduler: Scheduler, sanitizer: Sanitizer | str | None
 ) -> EngineObserver | None:
-    """Return the observer of an engine, or None if nothing asks for one.
+    """Return the observer of an engine, or None if no sanitizer is enabled.
 
     Args:
         cache: The engine's cache.
@@ -282,7 +282,7 @@ class EngineObserver:
         return name
 
     def _known(self, sequence: Sequence, num_tokens: int) -> str:
-        """Return the name of a sequence, of which the sanitizer knows this number of tokens."""
+        """Pass at least `num_tokens` of a sequence's tokens to the sanitizer, and return its name."""
         name, request = self._name(sequence), sequence.request
         if self.sanitizer.num_tokens(name) < num_tokens:
             self.sanitizer.observe_request(name, request.token_ids, salt=request.cache_salt)

@@ -179,12 +179,13 @@ class Scheduler:
         instance(sequence, Sequence, "sequence")
         if sequence.state is not State.WAITING or sequence in self.waiting:
             raise ValueError(
-                f"sequence {sequence.request.request_id!r} is {sequence.state.value}: expected a new one"
+                f"sequence {sequence.request.request_id!r} is {sequence.state.value}: expected a new "
+                "sequence"
             )
         if sequence.num_rows > self.max_num_rows:
             raise ValueError(
                 f"sequence {sequence.request.request_id!r} needs {sequence.num_rows} rows: expected at "
-                f"most {self.max_num_rows}, max_num_reqs of the manager"
+                f"most {self.max_num_rows}, the manager's max_num_reqs"
             )
         self._insert(self.waiting, sequence)
 
@@ -216,7 +217,7 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise RuntimeError(
-                f"step {self._in_flight.plan.step_id} is under way: expected complete or fail first"
+                f"step {self._in_flight.plan.step_id} is in progress: call complete or fail first"
             )
         if self.sources:
             self._poll()
@@ -238,7 +239,7 @@ class Scheduler:
             if self.num_unfinished:
                 raise RuntimeError(
                     f"none of the {self.num_unfinished} unfinished sequences has tokens to compute "
-                    "or can get a row: expected a call of accept() or finish() first"
+                    "or can get a row: call accept() or finish() first"
                 )
             return None
         manager = self.manager
@@ -262,7 +263,7 @@ class Scheduler:
                 swap_out=[manager.row(sequence.request) for sequence in leaving],
             )
         except BaseException:
-            self._decoding = None  # a sequence that was to leave is still running
+            self._decoding = None  # a sequence to preempt is still running
             raise
         return self._answered(plan, decoding, asked, leaving, new)
 
@@ -326,7 +327,7 @@ class Scheduler:
         """
         instance(sequence, Sequence, "sequence")
         if sequence.state is State.FINISHED:
-            raise ValueError("sequence is finished: expected one that is being served")
+            raise ValueError("sequence is finished: expected an unfinished sequence")
         if type(token_ids) is not list:
             token_ids = integers(token_ids, "token_ids", ()).tolist()
         for token in token_ids:
@@ -387,7 +388,9 @@ class Scheduler:
         if sequence.state is State.FINISHED:
             return
         if not self._knows(sequence):
-            raise ValueError(f"sequence is {sequence.state.value}: expected one that was added")
+            raise ValueError(
+                f"sequence is {sequence.state.value}: expected a sequence that was added"
+            )
         if sequence.state is State.RUNNING and free is not None:
             free(sequence.request)
         elif sequence.state is not State.LOADING:
@@ -401,7 +404,9 @@ class Scheduler:
     def _check_in_flight(self, step: ScheduledStep) -> None:
         instance(step, ScheduledStep, "step")
         if step is not self._in_flight:
-            raise ValueError("step is not under way: expected the one that schedule returned last")
+            raise ValueError(
+                "step is not in progress: expected the last step that schedule returned"
+            )
 
     def _knows(self, sequence: Sequence) -> bool:
         """Return whether the sequence is in the queue that matches its state."""
@@ -449,8 +454,8 @@ class Scheduler:
         """Return the sequences that decode, the other sequences with blocks on the device and their
         requested tokens, and the number of tokens that the step can still compute.
 
-        If any sequence has drafts, all sequences are in the second list. Those that have one known
-        token to compute come first in it.
+        If any sequence has drafts, all sequences are in the second list, beginning with the sequences
+        that have one known token to compute.
         """
         if leaving or not self._is_current():
             self._collect(leaving)
@@ -629,7 +634,9 @@ class Scheduler:
                 elif status == Status.SERVED:
                     entries.append((sequence, row, start, count))
                 elif status == Status.NEVER and external:  # may fit without these tokens
-                    self._loading.give_up(sequence, "it does not fit with the source's tokens")
+                    self._loading.give_up(
+                        sequence, "it does not fit if the source's tokens are loaded"
+                    )
                 elif status == Status.NEVER:
                     refused.append(sequence)
                 else:
@@ -669,7 +676,7 @@ class Scheduler:
         return step
 
     def _explain_misses(self, sequence: Sequence) -> None:
-        """Log why prompt tokens were not found in the cache, if the manager finds out."""
+        """Log why prompt tokens were not found in the cache, if the manager records the reasons."""
         if self.manager.options.explain_misses is not None and _log.isEnabledFor(logging.INFO):
             _log.info("%s", self.manager.cache.explain(sequence.request))
 

@@ -46,7 +46,7 @@ class Sequence:
     num_rows: int = 1
     drafts: list[int] = field(default_factory=list)
     state: State = State.WAITING
-    has_begun: bool = False  # was admitted or forked before; precedes sequences that never were
+    has_begun: bool = False  # was admitted or forked before; admitted before new sequences
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # tokens of the prefix hit at first admission; None before
     num_loaded_tokens: int = 0  # tokens loaded from sources

@@ -46,7 +46,7 @@ class KindProperties:
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
         """Return an upper bound on the number of a request's tokens that one step needs.
 
-        These are the tokens from the first that the step reads to the last that it computes.
+        These are the tokens from the first one that the step reads to the last one that it computes.
 
         Args:
             num_tokens: Tokens of the request.

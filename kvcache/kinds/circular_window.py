@@ -61,6 +61,6 @@ class CircularWindow(KindProperties, core.CircularWindow):
         if needed > -(-self._buffer // tokens_per_page) * tokens_per_page:
             raise KindError(
                 f"options of {type(self).__name__} have buffer {self._buffer}: expected {needed} "
-                f"or more, window - 1 and the {step_tokens} tokens of a step"
+                f"or more, window - 1 plus the {step_tokens} tokens of a step"
             )
         return -(-min(num_tokens, self._buffer) // tokens_per_page)

@@ -50,6 +50,6 @@ class Recurrent(KindProperties, core.RecurrentState):
         return num_states + -(-num_states // tokens_per_page)
 
     def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
-        """Return the pages of a state that continues in a new page, and of draft states."""
+        """Return the number of pages of a state while it moves to a new page, and of draft states."""
         num_drafts = min(self._num_speculative_blocks, num_tokens - 1)
         return min(-(-num_tokens // tokens_per_page), 2) + num_drafts

@@ -109,13 +109,15 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
     for parameter in _parameters(kind):
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise TypeError(
-                f"the constructor of kind {name!r} takes {parameter}: expected arguments with names"
+                f"the constructor of kind {name!r} takes {parameter}: expected named arguments"
             )
     if base is AttentionKind:
         if kind.pages is not TOKENS:  # the native manager treats the kind as one with token pages
             raise ValueError(f"pages of kind {name!r} is {shown(kind.pages)}: expected 'tokens'")
         if kind.first_needed_token is AttentionKind.first_needed_token:
-            raise TypeError(f"kind {name!r} has no first_needed_token: expected one of its own")
+            raise TypeError(
+                f"kind {name!r} does not define first_needed_token: expected this method"
+            )
         return
     added = kind.__mro__[: kind.__mro__.index(base)]
     for method in ("first_needed_token", "pages", "window"):

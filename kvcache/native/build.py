@@ -74,7 +74,7 @@ def check_torch() -> None:
     """Check that torch is installed and not too old.
 
     Raises:
-        RuntimeError: It is not.
+        RuntimeError: torch is missing or too old.
     """
     torch_dir()
     with contextlib.suppress(PackageNotFoundError):  # torch was built from source without metadata

@@ -239,7 +239,8 @@ def _check_private(folder: Path) -> None:
         )
     if found.st_mode & 0o022:
         raise BuildError(
-            f"{folder} has mode {found.st_mode & 0o777:o}: expected one that only its owner may write, "
+            f"{folder} has mode {found.st_mode & 0o777:o}: expected a mode in which only its owner "
+            "may write, "
             f"because its files are executed; `chmod go-w {folder}`, or set KVCACHE_JIT_DIR"
         )
 

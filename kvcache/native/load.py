@@ -101,8 +101,8 @@ def _advice(error: str) -> str:
 
     if "undefined symbol: cu" in error or "libcudart" in error:
         return (
-            f" (compiled with another CUDA than torch {torch.__version__} brings: build it again with "
-            f"a toolkit of CUDA {torch.version.cuda}, in a checkout by `{build.INSTALL_HINT}`, or at "
+            f" (compiled with a different CUDA version than torch {torch.__version__}: rebuild it with "
+            f"a CUDA {torch.version.cuda} toolkit, in a checkout by `{build.INSTALL_HINT}`, or at "
             "first use with KVCACHE_JIT=1)"
         )
     return ""
@@ -114,9 +114,9 @@ def _driver_problem(compiled: int, driver: int) -> str | None:
     if driver == 0 or driver // 1000 >= compiled // 1000:
         return None
     return (
-        f"not usable: compiled with CUDA {_dotted(compiled)}, but the driver knows CUDA "
-        f"{_dotted(driver)} at most: update the driver, or build with a toolkit of CUDA "
-        f"{driver // 1000} (CUDA_HOME)"
+        f"not usable: compiled with CUDA {_dotted(compiled)}, but the driver supports CUDA "
+        f"{_dotted(driver)} at most: update the driver, or build with a CUDA {driver // 1000} "
+        "toolkit (CUDA_HOME)"
     )
 
 
@@ -169,7 +169,7 @@ def cuda_versions() -> str | None:
     if not hasattr(torch.ops.kvcache, "_driver_version"):
         return None
     compiled, driver = torch.ops.kvcache._compiled_version(), torch.ops.kvcache._driver_version()
-    known = f"knows CUDA {_dotted(driver)}" if driver else "is missing"
+    known = f"supports CUDA {_dotted(driver)}" if driver else "is missing"
     return f"{known}; the CUDA ops are compiled with {_dotted(compiled)}"
 
 

@@ -66,8 +66,8 @@ class Comparison:
         rates = self.token_hit_rates
         if not any(map(any, rates.values())):
             return (
-                "none: no policy has a hit at any of these sizes; a block size below "
-                f"{self.block_size} may have some"
+                "none: no policy has a hit at any of these sizes; try a block size below "
+                f"{self.block_size}"
             )
         best = [max(at_size) for at_size in zip(*rates.values(), strict=True)]
         behind = {
@@ -77,12 +77,12 @@ class Comparison:
             for name, each in rates.items()
         }
         if "lru" in rates and max(behind["lru"]) < _CLOSE:
-            return f"lru: no other has {_CLOSE:.0%} more hits at any of these sizes, and it costs least"
+            return f"lru: no other policy has {_CLOSE:.0%} more hits at any of these sizes"
         name = min(rates, key=lambda each: sum(behind[each]))
         num_best = sum(share == 0 for share in behind[name])
         text = f"{name}: most hits at {num_best} of {len(best)} sizes"
         if num_best < len(best):
-            text += f", elsewhere at most {100 * max(behind[name]):.1f} % fewer than another"
+            text += f", at the others at most {100 * max(behind[name]):.1f} % fewer than the best policy"
         gains = [
             mine / other - 1 for mine, other in zip(rates[name], rates.get("lru", [])) if other
         ]

@@ -60,8 +60,8 @@ class HitRateCurve:
             checked_rates(self.exact, "exact", num_sizes)
             if [*self.exact] != [*self.token_hit_rates]:
                 raise ValueError(
-                    f"exact has the policies {', '.join(self.exact)}: expected those of "
-                    f"token_hit_rates, {', '.join(self.token_hit_rates)}"
+                    f"exact has the policies {', '.join(self.exact)}: expected the policies "
+                    f"of token_hit_rates, {', '.join(self.token_hit_rates)}"
                 )
 
     def with_exact(self, comparison: Comparison) -> HitRateCurve:
@@ -109,9 +109,9 @@ def hit_rate_curve(
 
     A sample of the blocks, selected by hash, is replayed at each size with each policy, in a pool that
     is smaller by the same factor (SHARDS, Waldspurger et al., FAST'15; miniature simulation, USENIX
-    ATC'17). The rates are those of `Replayer` with one full-attention group and one request at a time.
-    With `rate=1`, they are exact, except that `learned` also samples by hash, and hashes differ from
-    those of a manager.
+    ATC'17). The results estimate the hit rates of `Replayer` with one full-attention group and one
+    request at a time. With `rate=1`, they are exact, except that `learned` also samples by hash, and
+    the hashes differ from a manager's hashes.
 
     Args:
         workload: The requests, e.g. from `read_trace` or, faster, `read_block_ids`. They are read once,
@@ -152,7 +152,8 @@ def hit_rate_curve(
     sample = sampled(workload, block_size, rate, on_request)
     if rate is not None and len(sample.keys) == 0 and sample.num_blocks > 0:
         raise ValueError(
-            f"rate is {rate}: expected more, because none of the {sample.num_blocks} blocks is sampled"
+            f"rate is {rate}: expected a higher rate, because none of the {sample.num_blocks} blocks is "
+            "sampled"
         )
     sizes = default_sizes(sample) if sizes is None else sizes
     miniature = Miniature(sample)

@@ -82,7 +82,8 @@ class Disaggregation:
             name, _, value = option.partition("=")
             if name not in known or name in values:
                 raise ValueError(
-                    f"text has {shown(option)}: expected one of {', '.join(known)}, once, =number"
+                    f"text has {shown(option)}: expected one of {', '.join(known)}, once, as "
+                    "option=number"
                 )
             try:
                 values[name] = float(value)
@@ -213,7 +214,7 @@ class _SimulatedRank:
             del self._loads[request_id]
             slot = self.sender.leases.slots[offer.lease.slot]
             if read_slot(slot, offer.lease.generation).is_over:
-                results.failed[request_id] = "the lease is over"
+                results.failed[request_id] = "the lease has ended"
                 results.released.add(request_id)
             else:
                 results.received.add(request_id)

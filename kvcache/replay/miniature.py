@@ -17,7 +17,7 @@ from kvcache.native.load import core
 from kvcache.replay.content import mix64
 from kvcache.replay.sampling import BlockSample
 
-_SALT = np.uint64(0x5851F42D4C957F2D)  # the policy must not sample by the hash of the sampler
+_SALT = np.uint64(0x5851F42D4C957F2D)  # the policy must not sample by the same hash as the sampler
 
 
 class Miniature:
@@ -77,7 +77,7 @@ class Miniature:
         return np.ascontiguousarray(np.stack(fields, axis=1).astype(np.int64))
 
     def _tokens_per_added_block(self, num_full: np.ndarray) -> np.ndarray:
-        """Return for each request the tokens that it added per sampled block that it added.
+        """Return, for each request, the number of tokens that it added per sampled block that it added.
 
         A policy that counts the added blocks then sees the tokens that the whole prompt added to the
         earlier request that it continues, or to the fork. The average, `block_size / rate`, would be
@@ -88,7 +88,7 @@ class Miniature:
             return np.full(len(num_full), size)
         lengths = (sample.num_tokens // size).tolist()
         columns, keys = sample.columns.tolist(), sample.keys.tolist()
-        ended: dict[int, int] = {}  # by block: full blocks of the request that it ended, or 0
+        ended: dict[int, int] = {}  # last block -> its request's full blocks
         found = []
         for length, start, num in zip(
             lengths, sample.starts[:-1].tolist(), num_full.tolist(), strict=True

@@ -89,7 +89,7 @@ def draw_disaggregation(
 def _figure(
     title: str, num_panels: int, times: np.ndarray, label: str, path: str | os.PathLike
 ) -> Iterator[Sequence[Axes]]:
-    """Yield panels above one another that share their time axis, then write the figure."""
+    """Yield vertically stacked panels with a shared time axis, then write the figure."""
     import matplotlib
 
     matplotlib.use("Agg")  # writes files only, so it works without a display

@@ -51,18 +51,19 @@ class Series:
 class Replayer:
     """Replay prompts through `KVCacheManager.step` and `free`, like a scheduler.
 
-    When a request needs a place or blocks, the oldest running request finishes. A request that does not
-    fit even then is rejected. With a host tier, each step is reported as completed before the
-    next step, so later steps can hit all loaded blocks. Nothing is preallocated.
+    If `concurrency` requests are running or the blocks of a new request do not fit, the oldest running
+    request finishes. A request that does not fit into an empty pool is rejected. With a host tier,
+    each step is reported as completed before the next step, so later steps can hit all loaded
+    blocks. Nothing is preallocated.
 
     A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute chunks of
     all other unfinished prompts. With recurrent states, chunks end where states are kept
     (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit, the oldest computed request finishes;
     if there is none, the request of the chunk is rejected.
 
-    With a `service`, requests arrive at the times of the workload, wait for a place and blocks, and hold
-    the blocks of their prompts until they end. The request with the earliest end finishes first. Answers
-    take no blocks.
+    With a `service`, requests arrive at the times of the workload and wait until fewer than
+    `concurrency` requests are running and their blocks fit. They hold the blocks of their prompts until
+    they end. The request with the earliest end finishes first. Answers take no blocks.
 
     Args:
         block_size: Tokens per block of one full-attention group. Alternative to `groups`.
@@ -180,7 +181,7 @@ class Replayer:
         if self._clock is not None:
             if item.arrival_ms < self._last_arrival_ms:
                 raise ValueError(
-                    f"request {item.index} arrives at {item.arrival_ms} ms, the request before it at "
+                    f"request {item.index} arrives at {item.arrival_ms} ms, but the previous request at "
                     f"{self._last_arrival_ms} ms: expected a timed trace in order of arrival"
                 )
             if self._first_arrival_ms is None:

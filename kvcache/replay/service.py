@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the requests of a timed replay run: a simple model of an engine."""
+"""A simple model of an engine, which determines how long the requests of a timed replay run."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def overload(
         )
     if last_wait_ms > max(_LONG_WAIT_MS, _LONG_WAIT_SHARE * span_ms):
         return (
-            f"requests arrive within {span_ms / 1000:,.0f} s, and the last waited "
-            f"{last_wait_ms / 1000:,.0f} s for room"
+            f"requests arrive within {span_ms / 1000:,.0f} s, and the last request "
+            f"waited {last_wait_ms / 1000:,.0f} s for its prefill"
         )
     return None
 

@@ -217,5 +217,5 @@ def _check_memory(num_bytes: int, device: str) -> None:
     if num_bytes > available:
         raise MemoryError(
             f"verification needs {num_bytes / 2**30:,.1f} GiB on {device}: "
-            f"expected at most the {available / 2**30:,.1f} GiB there are"
+            f"expected at most the {available / 2**30:,.1f} GiB that are available"
         )

@@ -26,8 +26,8 @@ def checked_endpoint(endpoint: str, name: str, allow_remote: bool) -> str:
         )
     if transport == "tcp" and not allow_remote and not _is_loopback(place):
         raise ValueError(
-            f"{name} is {shown(endpoint)}: expected a loopback address as 127.0.0.1; readers on other "
-            "machines need allow_remote=True"
+            f"{name} is {shown(endpoint)}: expected a loopback address such as 127.0.0.1; readers on "
+            "other machines need allow_remote=True"
         )
     return endpoint
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks the blocks that the readers of an event stream know, with their published attributes."""
+"""Tracks the blocks that were published to the readers of an event stream, with their attributes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class GroupBlocks:
         self._removed.clear()
 
     def everything(self, medium: str) -> Iterator[WireStored]:
-        """Yield events for all blocks of a medium, for a reader that does not know any blocks."""
+        """Yield events for all blocks of a medium, for a reader with an empty view."""
         yield from self._stored(self.hashes(medium), medium)
 
     def _stored(self, hashes: list[WireHash], medium: str) -> Iterator[WireStored]:

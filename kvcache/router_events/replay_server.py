@@ -130,7 +130,7 @@ class ReplayServer:
         try:
             if prefix not in ([], [b""]) or not request:
                 raise WireError(
-                    f"request has {len(request)} frames: expected an empty one and 8 bytes"
+                    f"request has {len(request)} frames: expected an empty frame and a frame of 8 bytes"
                 )
             first = decode_sequence(request[-1])
         except WireError:

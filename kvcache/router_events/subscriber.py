@@ -114,7 +114,9 @@ class EventSubscriber:
         wait_ms = int(min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS) * 1000)
         self._note_connections()
         self._try_to_catch_up()
-        for _ in range(_MOST_MESSAGES):  # a publisher may be faster than this loop
+        for _ in range(
+            _MOST_MESSAGES
+        ):  # so that the loop ends even if batches arrive faster than it reads
             if not self._socket.poll(wait_ms if self._num_batches == before else 0):
                 break
             self._take(self._socket.recv_multipart())
@@ -131,7 +133,7 @@ class EventSubscriber:
             ValueError: There is no replay endpoint.
         """
         if self._replay_endpoint is None:
-            raise ValueError("replay_endpoint is None: expected one, to catch up")
+            raise ValueError("replay_endpoint is None: expected an endpoint, to catch up")
         self._note_connections()
         self._must_catch_up, self._retry_at = True, 0.0
         self._try_to_catch_up()
@@ -292,7 +294,7 @@ class EventSubscriber:
 
     def _apply_replayed(self, seq: int, payload: bytes) -> None:
         if seq < self.next_seq:
-            raise WireError(f"replay has batch {seq}: expected {self.next_seq} or a later one")
+            raise WireError(f"replay has batch {seq}: expected {self.next_seq} or later")
         try:
             self._apply(seq, decode_batch(payload), payload)
         except WireError as error:  # another replay would fail in the same way

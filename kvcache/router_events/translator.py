@@ -30,7 +30,7 @@ _ENGINE = "engine:"  # algorithms of the engine; their first blocks have no pare
 
 
 class EventTranslator:
-    """Translates one manager's events in order, and tracks the blocks that its readers know.
+    """Translates one manager's events in order, and tracks the blocks that were published.
 
     Events of the host tier, and of blocks that a store already had (medium "storage"), contain only
     hashes. The translator adds the parents and tokens from the device's events, because every host block

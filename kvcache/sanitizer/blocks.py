@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to blocks apart from writes and reads: allocations, frees, evictions, copies, clears."""
+"""Records block events other than writes and reads: allocations, frees, evictions, copies, clears."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ObservedBlocks:
         self._record("allocation", [request_id], group, blocks)
 
     def free(self, request_id: str, serial: int, blocks: np.ndarray, group: int, step: int) -> None:
-        """Remove a holder of blocks, whose content stays."""
+        """Remove a holder of blocks. Their content is kept."""
         shadow, held = self.device, self.device.blocks
         held["num_holders"][blocks] = np.maximum(held["num_holders"][blocks] - 1, 0)
         held["holder"][blocks[held["holder"][blocks] == serial]] = NOBODY

@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections import OrderedDict
 
 _MAX_CONTENTS = 1 << 18
-_MAX_DIGESTS = 32  # of one content, which steps of other shapes compute with other roundings
+_MAX_DIGESTS = 32  # per content, because steps of different shapes may round differently
 
 
 class ContentDigests:
-    """The digests that were seen for each content.
+    """The observed digests of each content.
 
-    The contents seen longest ago are forgotten. A content with too many digests stays unchecked.
+    The least recently observed contents are dropped. A content with too many digests is not checked.
     """
 
     def __init__(self) -> None:
         self._digests: OrderedDict[tuple[int, int], list[int] | None] = OrderedDict()
 
     def add(self, group: int, tag: int, digest: int) -> None:
-        """Remember a digest of the block whose last slot has this tag."""
+        """Record a digest of the block whose last slot has this tag."""
         known = self._digests.setdefault((group, tag), [])
         self._digests.move_to_end((group, tag))
         if known is not None and digest not in known:

@@ -15,7 +15,7 @@ _numbers = itertools.count()
 
 
 def options_from_environment() -> dict[str, object] | None:
-    """Return options for `Sanitizer`, or None if no sanitizer is wanted.
+    """Return options for `Sanitizer`, or None if the sanitizer is disabled.
 
     - `KVCACHE_SANITIZE`: "1" or "report", "stop", or "0" for none.
     - `KVCACHE_SANITIZE_EVERY`: N, to check the reads of every Nth step only.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what the native checks find into reports."""
+"""Converts the findings of the native checks into reports."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Findings:
         self._max_reports, self._log = max_reports, log
 
     def reset(self, shadow: core.Shadow) -> None:
-        """Forget what was found. Reports and counts stay."""
+        """Drop the remembered findings. Reports and counts are kept."""
         self._shadow = shadow
         self._seen: set[tuple] = set()
 
@@ -125,7 +125,7 @@ class Findings:
             self._found(
                 *(ReportKind.WRONG_LOAD, group, self._requests.name(origin >> 32), first, block, 0),
                 expected=f"the bytes that tokens {first} to {position} had when they were computed",
-                found="other bytes, which a tier has loaded",
+                found="different bytes, loaded by a tier",
             )
 
     def _texts(
@@ -146,7 +146,7 @@ class Findings:
                 f"a block with {other} holders; the write replaces {self._content(block, offset)}"
             )
             return "a block that no other request holds, or the same content", text
-        return f"{position} tokens, which the request has", f"{other} tokens are read"
+        return f"at most {position} tokens, as in the request", f"{other} tokens are read"
 
     def _wrong_slot(
         self,
@@ -197,7 +197,7 @@ class Findings:
                 kind_of_free = ReportKind.FREED_AND_READ
                 found = "a block that no request holds; "
             if shadow.slots["tag"][block, offset] == 0:
-                found += "never written since the block was given out"
+                found += "never written since the block was allocated"
                 if kind_of_free is kind:
                     kind_of_free = ReportKind.READ_BEFORE_WRITTEN
             else:

@@ -25,7 +25,7 @@ class SanitizedGroup:
     - `block_size`: tokens per block.
     - `window`: number of tokens that a query attends to, including itself.
     - `chunk`: tokens per chunk. A query reads from the start of its chunk.
-    - `columns`: for "circular", the number of table columns, which are used in turn.
+    - `columns`: for "circular", the number of table columns, which form a circular buffer.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -46,7 +46,7 @@ class SanitizedGroup:
         if not isinstance(self.kind, str) or self.kind not in _KINDS:
             raise ValueError(
                 f"kind is {shown(self.kind)}: expected one of {', '.join(map(repr, _KINDS))}; "
-                "the sanitizer does not know what other kinds read"
+                "the sanitizer does not support other kinds"
             )
         object.__setattr__(self, "block_size", integer(self.block_size, "block_size", 1))
         needed = {_KINDS[self.kind]} | ({"columns"} if self.kind == "circular" else set())
@@ -66,7 +66,7 @@ class SanitizedGroup:
         return self._native(0).first_needed(checked_int64(starts, "starts"))
 
     def _native(self, index: int) -> core.SlotGroup:
-        """Return what native code needs of the group with this index."""
+        """Return the arguments with which native code creates the group with this index."""
         return core.SlotGroup(
             index, self.kind, self.block_size, self.window, self.chunk, self.columns
         )

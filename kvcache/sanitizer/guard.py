@@ -28,7 +28,7 @@ class ObserverGuard:
         self.failure: str | None = None
 
     def findings(self) -> dict[str, object]:
-        """Return what was found so far, as plain data: reports as text, counts, totals, `failure`."""
+        """Return the findings so far as plain data: reports as text, counts, totals, `failure`."""
         sanitizer = self._sanitizer
         return {
             "reports": [str(report) for report in sanitizer.reports],
@@ -53,5 +53,5 @@ class ObserverGuard:
             if self._sanitizer.mode == "stop":
                 raise
             _log.exception(
-                "The KV cache sanitizer cannot follow this engine and is off from now on"
+                "The KV cache sanitizer cannot observe this engine and is off from now on"
             )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of a sanitizer's calls, which can be replayed on another machine.
 
-A record is a header of 10 bytes (magic, version) and chunks of 9 bytes (kind, length, CRC-32) plus a
-zlib payload. The first chunk describes the groups, and the last one is empty. Tokens and names of
-requests are not recorded, only their keyed hashes.
+A record consists of a 10-byte header (magic, version) and chunks. A chunk consists of a 9-byte header
+(kind, length, CRC-32) and a zlib payload. The first chunk describes the groups, and the last chunk is
+empty. Only keyed hashes of the requests' tokens and names are recorded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Recorder:
             self._flush()
 
     def close(self) -> None:
-        """Write the rest and the end of the record."""
+        """Write the remaining calls and the end of the record."""
         if not self._file.closed:
             self._flush()
             self._write(END, b"")

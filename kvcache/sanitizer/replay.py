@@ -46,7 +46,7 @@ def replay_record(
     Args:
         record: File that `Sanitizer(record=...)` wrote.
         log: Function that is called with each report.
-        max_bytes: Most memory for the shadow of the slots.
+        max_bytes: Maximum memory for the shadow of the slots.
 
     Returns:
         A sanitizer in the state after the last recorded call.

@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class ReportKind(str, Enum):
-    """What was found.
+    """The kind of a finding.
 
     - `WRONG_CONTENT`: a slot that is read holds KV of other tokens.
     - `READ_BEFORE_WRITTEN`: a slot that is read was never written.
@@ -23,7 +23,7 @@ class ReportKind(str, Enum):
     - `STALE_ROW`: a row of the batch belongs to a request that has ended.
     - `READ_BEYOND_LENGTH`: a row reads more tokens than its request has.
     - `WRONG_STATE`: a recurrent state that is read is not the state after the tokens before the step.
-    - `WRONG_LOAD`: a tier has loaded other bytes than those that the content had.
+    - `WRONG_LOAD`: a tier loaded bytes that differ from those computed for the same content.
     """
 
     WRONG_CONTENT = "wrong-content"
@@ -90,7 +90,7 @@ class BlockEvent:
 class Report:
     """A finding of the sanitizer. `str(report)` is a page of text.
 
-    - `kind`: what was found.
+    - `kind`: the kind of the finding.
     - `step`: the step in which it was found.
     - `request`: the request that reads or writes.
     - `group`, `group_kind`: the cache group.

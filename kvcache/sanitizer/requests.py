@@ -26,7 +26,7 @@ def name_hash(*names: object) -> int:
 class ObservedRequests:
     """The rows of the observed requests, their serial numbers and the tags of their tokens.
 
-    A row is an index that is reused after its request has ended. A serial number is not.
+    A row is an index that is reused after its request has ended. A serial number is never reused.
     """
 
     def __init__(self, record: Callable) -> None:
@@ -39,7 +39,7 @@ class ObservedRequests:
     def reset(self) -> None:
         """Forget all requests. Reports can still show their names."""
         self.tags = core.RequestTags()
-        self.reads: list[core.SlotReads] = []  # of all groups, which remember checks of rows
+        self.reads: list[core.SlotReads] = []  # per group; they remember which rows were checked
         self._rows: dict[str, int] = {}
         self._images: dict[int, list[tuple[int, int, int]]] = {}
         self._forget_last()
@@ -145,7 +145,7 @@ class ObservedRequests:
         self._record("tokens", request_ids, 0, starts, counts, hashes, *tree)
 
     def remember(self, request_ids: list[str], rows: np.ndarray) -> None:
-        """Remember the requests of a step, which its later calls have as well."""
+        """Remember the requests of a step, because its later calls are for the same requests."""
         if not self.remembers(rows):
             self._last = list(request_ids), rows
 

@@ -88,7 +88,7 @@ class Sanitizer:
         self.every = integer(every, "every", 1)
         max_reports = integer(max_reports, "max_reports")
         if log is not None and not callable(log):
-            raise TypeError(f"log is {shown(log)}: expected a function of a Report")
+            raise TypeError(f"log is {shown(log)}: expected a function that takes a Report")
         log = log or (lambda report: _log.error("%s", report))
         history = integer(history, "history", 1, 1024)
         stride = max(group.block_size for group in self.groups)
@@ -110,7 +110,7 @@ class Sanitizer:
 
     @property
     def mode(self) -> str:
-        """What happens at a new finding, "report" or "stop"."""
+        """The reaction to a new finding, "report" or "stop"."""
         return self._findings.mode
 
     @mode.setter
@@ -171,7 +171,7 @@ class Sanitizer:
         images: Sequence[tuple[int, int, object]] = (),
         encoder: object = None,
     ) -> None:
-        """Begin a request, or replace all tokens of a known one.
+        """Begin a request, or replace all tokens of a known request.
 
         Args:
             request_id: Name of the request.
@@ -219,9 +219,9 @@ class Sanitizer:
             token_ids: int[sum(query_lens)]. The new tokens.
             parents: int[sum(query_lens)]. For draft trees: index of each token's parent among its
                 request's new tokens, or -1 for the last token before them. Parents come before
-                their children. Token i of a request is stored at position `start + i`; its depth in
-                the tree counts for its position in the text. After the step, set the accepted tokens
-                by another call. None: each token follows the one before.
+                their children. Token i of a request is stored at position `start + i`, but its depth
+                in the tree determines its position in the text. After the step, set the accepted
+                tokens by another call. None: each token follows the previous token.
 
         Raises:
             TypeError, ValueError: An argument is invalid, or tokens before `starts` are not known.
@@ -271,10 +271,10 @@ class Sanitizer:
     def observe_allocation(
         self, request_id: str, blocks: Sequence[int] | np.ndarray, *, group: int = 0
     ) -> None:
-        """Record that a request got blocks, new ones or shared ones of a prefix hit.
+        """Record that a request received blocks, either new blocks or shared blocks of a prefix hit.
 
-        Optional. With allocations and frees, accesses to free blocks and overwritten shared blocks
-        are found.
+        Optional. If allocations and frees are recorded, the sanitizer also detects accesses to free
+        blocks and overwritten shared blocks.
 
         Args:
             request_id: Name of the request, which need not be known yet.
@@ -295,7 +295,7 @@ class Sanitizer:
     def observe_free(
         self, request_id: str, blocks: Sequence[int] | np.ndarray, *, group: int = 0
     ) -> None:
-        """Record that a request released blocks, whose content stays.
+        """Record that a request released blocks. Their content is kept.
 
         Args:
             request_id: Name of the request.
@@ -311,9 +311,9 @@ class Sanitizer:
         self._blocks.free(request_id, serial, blocks, index, self.step)
 
     def observe_eviction(self, blocks: Sequence[int] | np.ndarray) -> None:
-        """Record that the prefix cache dropped blocks, which can then be given out again.
+        """Record that the prefix cache evicted blocks, which can then be allocated again.
 
-        Optional. The event appears in the history of the blocks. Their content and holders stay.
+        Optional. The event appears in the history of the blocks. Their content and holders are kept.
 
         Args:
             blocks: int[n]. Blocks on the device.
@@ -452,7 +452,7 @@ class Sanitizer:
         blocks: Sequence[int] | np.ndarray,
         digests: Sequence[int] | np.ndarray,
     ) -> None:
-        """Remember digests of the bytes of full blocks, which `check_digests` compares with loads.
+        """Record digests of the bytes of full blocks. `check_digests` compares loaded blocks with them.
 
         Args:
             group: The cache group.
@@ -474,10 +474,10 @@ class Sanitizer:
         blocks: Sequence[int] | np.ndarray,
         digests: Sequence[int] | np.ndarray,
     ) -> int:
-        """Compare the bytes of blocks that were loaded with those of the same content, by digest.
+        """Compare the digests of loaded blocks with the recorded digests of the same content.
 
-        Only for tiers that return the bytes that they got. Another engine computes the same KV with
-        other roundings.
+        Use it only for tiers that return exactly the bytes that they stored. Another engine may
+        compute the same KV with different rounding.
 
         Args:
             group: The cache group.

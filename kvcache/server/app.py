@@ -42,7 +42,7 @@ def make_app(
     connector: Connector | None = None,
     api_key: str | None = None,
 ) -> FastAPI:
-    """Create the application, for `Server` or another ASGI server. It starts and stops `loop`.
+    """Create the application for `Server` or another ASGI server. The application runs `loop`.
 
     Args:
         loop: The engine loop, not started.
@@ -73,7 +73,8 @@ def make_app(
         check_name(api_key, "api_key")
         if connector is not None:
             raise ValueError(
-                "api_key is given with connector: expected one, /prefill checks no key"
+                "api_key is given with connector: expected only one of the two, because /prefill "
+                "checks no key"
             )
 
     @asynccontextmanager

@@ -30,7 +30,7 @@ def refuse_untrusted(asked: BaseModel, names: tuple[str, ...]) -> None:
     for name in names:
         if getattr(asked, name):
             raise AskError(
-                f"{name} is given: expected none, as this server does not trust its clients "
+                f"{name} is given: expected none, because this server does not trust its clients "
                 "(`kvcache serve --trust-clients`)",
                 param=name,
             )

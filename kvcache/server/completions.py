@@ -103,7 +103,7 @@ class Completions:
         if are_several and len(prompt) * asked.n > self._limits.max_choices:
             raise AskError(
                 f"prompt has {len(prompt)} entries, and n is {asked.n}: expected at most "
-                f"{self._limits.max_choices} choices together",
+                f"{self._limits.max_choices} choices in total",
                 param="prompt",
             )
         prompts = [("prompt", prompt)]
@@ -121,16 +121,16 @@ class Completions:
                 )
             elif len(each) > self._max_model_len:
                 raise AskError(
-                    f"{name} has {len(each)} tokens: expected at most {self._max_model_len} with the "
-                    "answer, max_model_len",
+                    f"{name} has {len(each)} tokens: expected at most {self._max_model_len}, "
+                    "max_model_len, including the answer",
                     param=name,
                     code=CONTEXT_CODE,
                 )
             elif not 0 <= min(each) <= max(each) < self._vocab_size:
                 wrong = next(token for token in each if not 0 <= token < self._vocab_size)
                 raise AskError(
-                    f"{name} has the token {shown(wrong)}: expected 0 to {self._vocab_size - 1}, those "
-                    "of the model",
+                    f"{name} has the token {shown(wrong)}: expected 0 to {self._vocab_size - 1}, the "
+                    "model's token IDs",
                     param=name,
                 )
         return prompts
@@ -163,7 +163,7 @@ class Completions:
             for name, prompt in prompts:
                 self._loop.engine.check(prompt, params, name=name)
         except (TypeError, ValueError) as error:
-            # The message starts with the name of the argument, which is that of the field.
+            # The message starts with the name of the argument, which is also the name of the field.
             message = str(error)
             code = CONTEXT_CODE if message.endswith("max_model_len") else None
             raise AskError(message, param=message.partition(" ")[0], code=code) from None

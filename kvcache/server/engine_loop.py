@@ -112,7 +112,7 @@ class EngineLoop:
         # Ensures that no work enters the inbox after the None that stops the thread.
         self._lock = threading.Lock()
         self._is_started = self._is_stopped = False  # whether `start` and `stop` were called
-        self._is_stopping = False  # whether the thread has received the None
+        self._is_stopping = False  # whether the thread has received the None that stops it
         self._refusal: EngineError | None = None  # error for new requests after `end_all`
         self._last_snapshot = 0.0
         self._num_failures = 0
@@ -277,7 +277,7 @@ class EngineLoop:
             try:
                 work(self.engine)
             except Exception:
-                _log.exception("a call of the engine failed")
+                _log.exception("a call to the engine failed")
 
     def _step(self) -> None:
         try:
@@ -300,7 +300,7 @@ class EngineLoop:
         try:
             self._publisher.publish(events)
         except RuntimeError:  # a failure to publish events must not end requests
-            _log.exception("cache events are not published any more")
+            _log.exception("cache events are no longer published")
             self._publisher = None
 
     def _tell(self, deltas: list[Delta]) -> None:

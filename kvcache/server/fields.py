@@ -143,9 +143,11 @@ class Asked(Fields):
     @model_validator(mode="after")
     def _agrees(self) -> Asked:
         if self.best_of not in (None, self.n):
-            refuse(f"best_of is {shown(self.best_of)}: expected {self.n}, as n", "best_of")
+            refuse(
+                f"best_of is {shown(self.best_of)}: expected {self.n}, the value of n", "best_of"
+            )
         if self.stream_options is not None and not self.stream:
-            message = "stream_options is given: expected it only where stream is true"
+            message = "stream_options is given: expected it only if stream is true"
             refuse(message, "stream_options")
         return self
 
@@ -218,13 +220,11 @@ class AskedChat(Asked):
         if None not in limits and limits[0] != limits[1]:
             refuse(
                 f"max_completion_tokens is {limits[0]} and max_tokens is {limits[1]}: expected one of "
-                "them, or the same in both",
+                "them, or equal values",
                 "max_completion_tokens",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            message = (
-                f"top_logprobs is {self.top_logprobs}: expected it only where logprobs is true"
-            )
+            message = f"top_logprobs is {self.top_logprobs}: expected it only if logprobs is true"
             refuse(message, "top_logprobs")
         if self.tools and self.tool_choice is None:
             refuse(

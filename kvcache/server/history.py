@@ -12,7 +12,7 @@ _MOST_POINTS = 1_200  # ten minutes of continuous work
 
 
 class History:
-    """Keeps a point of the state every half a second.
+    """Records the state every half second.
 
     Written by the engine's thread and read by others.
     """

@@ -51,8 +51,8 @@ class PromptReader:
         most = self._max_model_len * self._texts.longest_token
         if size > most:
             raise AskError(
-                f"{name} has {size} characters: expected at most {most}, or {self._max_model_len} tokens "
-                "with the answer, max_model_len",
+                f"{name} has {size} characters: expected at most {most}, because prompt and answer may "
+                f"have {self._max_model_len} tokens (max_model_len)",
                 param=name,
                 code=CONTEXT_CODE,
             )
@@ -65,7 +65,7 @@ class PromptReader:
         try:
             return await apart(size, self._texts.encode_chat, messages)
         except Exception as error:  # a template may reject, for example, an order of roles
-            message = f"messages are refused by the model's template: {error}"
+            message = f"messages are rejected by the model's template: {error}"
             raise AskError(message, param="messages") from None
 
     async def tokenize(self, request: Request, most_bytes: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _TOKENS = tuple(2**i for i in range(20))
 class RequestRecord:
     """One prompt of a request: when it arrived, was admitted, generated tokens and ended.
 
-    Times are those of `time.monotonic`.
+    Times are in seconds of `time.monotonic`.
     """
 
     def __init__(self, num_prompt_tokens: int) -> None:

@@ -29,9 +29,9 @@ class Server(uvicorn.Server):
     """Serves an application created by `make_app`, and enforces its `Limits`.
 
     On a stop request (SIGTERM, Ctrl-C) the server lets answers in progress finish for
-    `grace_seconds`. Until they have, it listens on and answers new requests, and `/health`, with
+    `grace_seconds`. Meanwhile, it keeps listening, and answers new requests and `/health` with
     status 503. It then ends the remaining answers with an error: a 503 response, or the last event
-    of a stream. A second Ctrl-C does so immediately. Accepts the options of `uvicorn.Config`.
+    of a stream. A second Ctrl-C ends them immediately. Accepts the options of `uvicorn.Config`.
     """
 
     def __init__(self, app: FastAPI, **options: object) -> None:
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
 
     def _end_answers(self) -> None:
         error = EngineError(
-            f"the server is shutting down: the answer was cut after {self._limits.grace_seconds} s",
+            f"the server is shutting down: the answer was ended after {self._limits.grace_seconds} s",
             503,
         )
         self._state.admission.close(error)

@@ -81,7 +81,9 @@ class TokenizerTexts:
     def __init__(self, tokenizer: object, end_token_ids: Sequence[int] = ()) -> None:
         for name in ("encode", "decode", "get_vocab", "eos_token_id"):
             if not hasattr(tokenizer, name):
-                raise TypeError(f"tokenizer is {shown(tokenizer)}: expected one of transformers")
+                raise TypeError(
+                    f"tokenizer is {shown(tokenizer)}: expected a transformers tokenizer"
+                )
         self._tokenizer = tokenizer
         ends = set(_checked_tokens(end_token_ids, "end_token_ids"))
         if tokenizer.eos_token_id is not None:

@@ -85,7 +85,7 @@ class KVSource(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` and `save` have remaining work that no request is waiting for."""
+        """Whether `poll` and `save` still have work for which no request is waiting."""
 
     def match(self, request: Request) -> int | None:
         """Return the number of tokens after the local hit that can be loaded.

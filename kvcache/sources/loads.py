@@ -109,14 +109,14 @@ class SourceLoads(Generic[Detail]):
         load = self.matched(request)
         if load is None or not self._is_receiving(request):
             raise ValueError(
-                f"request {request.request_id!r} has no load to begin: expected match, then a step that "
-                "admits it with External.delayed"
+                f"request {request.request_id!r} has no load to begin: call match, then admit it in a "
+                "step with External.delayed"
             )
         if (end := self._manager.num_computed_tokens(request)) != load.end_token:
             raise ValueError(
-                f"request {request.request_id!r} was admitted with {end} tokens, its hit and those to be "
-                f"loaded: expected {load.end_token}, as its hit was {load.first_token}; cancel it, and "
-                "call match immediately before the step"
+                f"request {request.request_id!r} was admitted with {end} tokens (hit and tokens to "
+                f"load): expected {load.end_token}, because its hit was {load.first_token} at match; "
+                "cancel the request, and call match immediately before the step"
             )
         return load
 

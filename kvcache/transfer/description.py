@@ -52,7 +52,7 @@ def check_identity(version: object, engine_id: object) -> None:
     if type(version) is not int or version != DESCRIPTION_VERSION:
         raise ValueError(
             f"version is {shown(version)}, of engine {shown(engine_id)}: "
-            f"expected {DESCRIPTION_VERSION}, that of this library"
+            f"expected {DESCRIPTION_VERSION}, the version of this library"
         )
     if not isinstance(engine_id, str):
         raise TypeError(f"engine_id is {shown(engine_id)}: expected a string")
@@ -129,7 +129,7 @@ class CacheDescription:
             `scale_bytes_per_head` times the heads per rank.
         k_scale: Scales of fp8 values, per layer or per layer and KV head, as in
             `KVStorage.set_scales`. None: all are 1.
-        v_scale: As `k_scale`, for V.
+        v_scale: The scales of V, in the same form as `k_scale`.
         hash_algorithm: Hash algorithm of the engine (`CacheOptions.hash_algorithm`), so that both
             sides know whether their block hashes are comparable.
 
@@ -221,8 +221,8 @@ class CacheDescription:
             return
         if not placements[0].has_kv_together:
             raise ValueError(
-                f"page_stride is {given}: expected None where K and V have regions of "
-                f"their own, as memory_order is {self.memory_order}"
+                f"page_stride is {given}: expected None, because K and V have separate regions "
+                f"with memory_order {self.memory_order}"
             )
         page_bytes = [int(placed.region_bytes[0]) for placed in placements]
         object.__setattr__(self, "page_stride", check_page_stride(given, page_bytes))
@@ -233,7 +233,7 @@ class CacheDescription:
                 f"{name} is given: expected None with dtype {self.dtype!r}, which is not fp8"
             )
         if name == "v_scale" and not self.v_head_size:
-            raise ValueError("v_scale is given: expected None where there is no V")
+            raise ValueError("v_scale is given: expected None, because there is no V")
         values = np.asarray(given, float)
         if values.shape not in ((self.num_layers, 1), (self.num_layers, self.total_num_kv_heads)):
             raise ValueError(
@@ -285,21 +285,21 @@ class CacheDescription:
             >>> CacheDescription.of_group(plan.groups[1], plan.layers, engine_id="x")
             Traceback (most recent call last):
             ...
-            ValueError: group with layers ('b',) has transferred=False: expected one that is transferred
+            ValueError: group with layers ('b',) has transferred=False: expected a transferred group
         """
         instance(group, GroupSpec, "group")
         layers = instances(layers, LayerSpec, "layers")
         if not group.transferred:
             raise ValueError(
-                f"group with layers {group.layers} has transferred=False: expected one that is "
-                "transferred"
+                f"group with layers {group.layers} has transferred=False: expected a "
+                "transferred group"
             )
         by_name = {layer.name: layer for layer in layers}
         missing = [name for name in group.layers if name not in by_name]
         if missing or not group.layers:
             raise ValueError(
-                f"group has layers {group.layers}, of which {missing} are not among layers: expected "
-                "the group and the layers of one plan"
+                f"group has layers {group.layers}, but layers lacks {missing}: expected the group and "
+                "the layers of the same plan"
             )
         layer = by_name[group.layers[0]]
         if layer.state_bytes:
@@ -309,15 +309,15 @@ class CacheDescription:
 
         if kind_class(group.kind).pages.wraps:
             raise ValueError(
-                f"group with layers {group.layers} is circular: its blocks do not hold "
-                "consecutive tokens, and only other groups are transferred"
+                f"group with layers {group.layers} is circular: expected a group whose blocks hold "
+                "consecutive tokens"
             )
         num_layers = len(group.layers)
         if sizes.get("stages") is not None:
             num_layers = sum(stage.num_layers for stage in check_stages(sizes["stages"]))
             if total_num_kv_heads is None and not is_mla:
                 raise ValueError(
-                    "total_num_kv_heads is None with stages: expected the model's number"
+                    "total_num_kv_heads is None with stages: expected the model's number of KV heads"
                 )
         else:
             num_layers *= integer(sizes.get("pp_size", 1), "pp_size", 1)
@@ -349,7 +349,7 @@ class CacheDescription:
             raise ValueError(
                 f"version is {shown(values.get('version'))}, of engine "
                 f"{shown(values.get('engine_id'))}: "
-                f"expected {DESCRIPTION_VERSION}, that of this library"
+                f"expected {DESCRIPTION_VERSION}, the version of this library"
             )
         known = {field.name for field in fields(cls)}
         required = {field.name for field in fields(cls) if field.default is MISSING}
@@ -554,7 +554,7 @@ class CacheDescription:
             np.broadcast_shapes(layer.shape, kv.shape, token.shape, head.shape)
         except ValueError as error:
             raise ValueError(
-                f"{', '.join(names)}: expected shapes that broadcast, {error}"
+                f"{', '.join(names)}: expected shapes that broadcast: {error}"
             ) from None
         within = token * placed.token_strides[kv] + head * placed.head_strides[kv]
         offset = placed.kv_offsets[layer, kv] + within

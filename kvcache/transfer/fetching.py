@@ -87,7 +87,7 @@ class Fetch:
                     )
                     self.transfers.append(read)
         except BaseException as error:
-            self.cancel(f"another part was refused: {error}")
+            self.cancel(f"another part was rejected: {error}")
             if not self.transfers or not isinstance(error, TransferError | ValueError):
                 raise  # `poll` raises later, as transfers in flight may write to pages
 
@@ -228,7 +228,7 @@ def fetch(
                         f"(ranks present: {sorted(known)})"
                     )
         if len(each.permuted) and group.storage is None:
-            raise ValueError(f"storage of group {number_} is None: expected one, for a permutation")
+            raise ValueError(f"storage of group {number_} is None: expected a storage to permute")
     return Fetch(transport, peers, groups, found, notify, timeout_s)
 
 

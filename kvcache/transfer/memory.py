@@ -62,8 +62,9 @@ def region_addresses(
             wanted = int(strides[region])
             if found.setdefault(region, address - offset) != address - offset or stride != wanted:
                 raise ValueError(
-                    f"layer {layer} has a fragment at byte {address - pages.base}, pages {stride} "
-                    f"bytes apart: expected {wanted}, and memory_order {description.memory_order}"
+                    f"layer {layer} has a fragment at byte {address - pages.base}, in pages {stride} "
+                    f"bytes apart: expected pages {wanted} bytes apart, in memory_order "
+                    f"{description.memory_order}"
                 )
     return np.array([found[number] for number in range(len(found))], np.int64)
 
@@ -80,7 +81,7 @@ def permute_pages(
 
     Raises:
         TypeError: The pages are not integers.
-        ValueError: As for `permute_received_blocks`.
+        ValueError: See `permute_received_blocks`.
     """
     instance(storage, KVStorage, "storage")
     if permutation is None:
@@ -106,7 +107,7 @@ def permute_pages(
 
 def _state_addresses(description: StateDescription, pages: Pages, rank: int | None) -> np.ndarray:
     if rank is None and len(set(description.pipeline_stages)) > 1:
-        raise ValueError(f"stages of engine {description.engine_id!r} differ: expected a rank")
+        raise ValueError(f"stages of engine {description.engine_id!r} differ: pass a rank")
     pp_rank = description.coordinates(rank or 0).pp_rank
     num_layers = description.pipeline_stages[pp_rank].num_layers
     least, stride = description.state_bytes(rank or 0), description.stride_of(pp_rank)

@@ -82,7 +82,7 @@ def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
         raise ValueError(f"dims is {shown(dims)}: expected 'NHD' or 'HND'")
     layers = [caches] if isinstance(caches, torch.Tensor) else listed(caches, "caches")
     if not layers:
-        raise ValueError("cache is an empty sequence: expected a layer or more")
+        raise ValueError("cache is an empty sequence: expected at least one layer")
     for i, layer in enumerate(layers):
         if not isinstance(layer, torch.Tensor):
             raise TypeError(f"layer {i} is a {type(layer).__name__}: expected a tensor")
@@ -98,8 +98,8 @@ def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
             what, came, like = next(
                 x for x in zip(_KIND, kind, expected, strict=True) if x[1] != x[2]
             )
-            raise ValueError(f"layer {i} has {what} {came}: expected {like} as layer 0 has")
-    check_memory(first, "layer 0")  # as all others
+            raise ValueError(f"layer {i} has {what} {came}: expected {like}, as in layer 0")
+    check_memory(first, "layer 0")  # all other layers have the same strides
     _check_apart(layers)
     if first.dim() == 3:
         return [layer.unsqueeze(2) for layer in layers]
@@ -145,12 +145,12 @@ def _ids(indices: Indices, group_size: int) -> torch.Tensor:
     if given.ndim not in (1, 2) or per_row != group_size or given.size % group_size:
         raise ValueError(
             f"indices has shape {list(given.shape)}: expected [n, {group_size}] or n * {group_size}, "
-            "the blocks that the bytes of one remote block fill together"
+            f"because each remote block fills {group_size} blocks"
         )
     ids = given.astype(np.int32)
     too_large = given[ids != given]
     if too_large.size:
-        raise ValueError(f"indices holds {too_large[0]}: expected the cache's blocks")
+        raise ValueError(f"indices holds {too_large[0]}: expected blocks of the cache")
     return torch.from_numpy(np.ascontiguousarray(ids).reshape(-1, group_size))
 
 
@@ -163,8 +163,8 @@ def _permute(
     most = first.shape[0] * first.shape[1]
     if remote_block_size > max(most, 1):
         raise ValueError(
-            f"remote_block_size is {shown(remote_block_size)}: expected at most {most}, the cache's "
-            "tokens"
+            f"remote_block_size is {shown(remote_block_size)}: expected at most {most}, the number "
+            "of tokens in the cache"
         )
     ids = _ids(indices, max(1, remote_block_size // max(1, first.shape[1])))
     try:

@@ -158,13 +158,13 @@ class Worker:
             _check_fits(g, each, table)
             if each.pages is not self.pages:
                 raise ValueError(
-                    f"storage of group {g} is not over the pages of the other groups: "
-                    "expected KVStorage.over of the same ones"
+                    f"storage of group {g} does not use the pages of the other groups: "
+                    "expected storages created by KVStorage.over with the same pages"
                 )
         unused = [name for name in swap_options if name != "streams"] if host is None else []
         if unused:
             raise TypeError(
-                f"{unused[0]} is given without host pages, for which it says how to swap"
+                f"{unused[0]} is given without host pages: expected host, or no swap options"
             )
         self.tables = tables
         self._table_set = tables._tables
@@ -306,13 +306,14 @@ class Worker:
     def _check_order(self, plan: StepPlan) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"the worker belongs to process {self._process}, and this is {os.getpid()}: expected one "
-                "made in this process, as a forked one has no use of the device and its threads"
+                f"the worker belongs to process {self._process}, but this is process {os.getpid()}: "
+                "expected a worker created in this process, because a forked process cannot use the "
+                "device or the worker's threads"
             )
         if self._begun is not None:
             raise RuntimeError(
-                "the worker is broken: memory ran out within `start`, a launch failed, or an "
-                f"interrupt came, in the midst of step {self._begun}: make a new one"
+                "the worker is broken: memory ran out within `start`, a launch failed, or an interrupt "
+                f"occurred, during step {self._begun}: create a new worker"
             )
         if type(plan.version) is not int or plan.version != PLAN_VERSION:
             raise ValueError(f"plan has version {shown(plan.version)}: expected {PLAN_VERSION}")
@@ -322,14 +323,14 @@ class Worker:
                 raise TypeError(f"plan has {name} {shown(number)}: expected an int")
         if plan.step_id <= last:
             raise ValueError(
-                f"plan has step_id {plan.step_id}: expected {last + 1} or later, since step {last} was "
+                f"plan has step_id {plan.step_id}: expected {last + 1} or later, because step {last} was "
                 "applied last, and each plan is applied once, in order"
             )
         if previous > last:
             was = f"step {last} was applied last" if last >= 0 else "no plan was applied yet"
             raise ValueError(
-                f"plan has step_id {plan.step_id} and follows step {previous}, but {was}: expected the "
-                f"plans from step {last + 1} to {previous} first, or an abort of these steps"
+                f"plan has step_id {plan.step_id} and follows step {previous}, but {was}: apply the "
+                f"plans of steps {last + 1} to {previous} first, or abort these steps"
             )
 
     def _has_no_moves(self) -> bool:

@@ -482,7 +482,7 @@ def test_invalid_arguments_of_free_are_rejected():
     manager = make(num_host_blocks=9)
     request = Request("a", range(9))
     manager.step(new=[request])
-    with pytest.raises(ValueError, match=r"after_step is 0 with keep_blocks: expected one of them"):
+    with pytest.raises(ValueError, match=r"after_step is 0 with keep_blocks: expected only one"):
         manager.free(request, after_step=0, keep_blocks=True)
     with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps so far"):
         manager.free(request, after_step=1)

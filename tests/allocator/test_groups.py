@@ -135,7 +135,7 @@ class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)
     ("name", "kind", "error", "message"),
     [
         ("recurrent", Keeps, ValueError, "name is 'recurrent': expected a name that is not in use"),
-        ("", Keeps, ValueError, "name is '': expected a name that is not empty"),
+        ("", Keeps, ValueError, "name is '': expected a non-empty name"),
         ("test_x", Keeps(), TypeError, "expected a class derived from AttentionKind"),
         ("test_x", dict, TypeError, "expected a class derived from AttentionKind"),
         # The native manager accepts none of these.
@@ -158,7 +158,12 @@ class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)
             TypeError,
             "OfTwo'>: expected a class derived from AttentionKind, or from one kind of this",
         ),
-        ("test_x", AttentionKind, TypeError, "has no first_needed_token: expected one of its own"),
+        (
+            "test_x",
+            AttentionKind,
+            TypeError,
+            "does not define first_needed_token: expected this method",
+        ),
         ("test_x", InTwoSteps, TypeError, "overrides first_needed_token of SlidingWindow, which"),
         (
             "test_x",
@@ -174,7 +179,7 @@ class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)
             TypeError,
             "overrides window of SlidingWindow, which",
         ),
-        ("test_x", TakesAnything, TypeError, r"takes \*\*options: expected arguments with names"),
+        ("test_x", TakesAnything, TypeError, r"takes \*\*options: expected named arguments"),
         ("test_x", OfStates, ValueError, "pages of kind 'test_x' is 'state': expected 'tokens'"),
     ],
 )
@@ -1099,7 +1104,7 @@ def test_kind_that_calls_back_is_rejected_and_an_inconsistent_one_is_called_once
             ValueError,
             "retention_interval is 6: expected None, 0 or a multiple of 4, where hits can end",
         ),
-        ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a share"),
+        ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a fraction"),
         ([FULL], {"watermark": "x"}, TypeError, "watermark is 'x'"),
         ([FULL], {"watermark": math.nan}, ValueError, "watermark is nan"),
         ([FULL], {"stats_window": 0}, ValueError, "stats_window is 0"),

@@ -158,9 +158,14 @@ def test_error_for_an_unknown_option_lists_the_known_options(make):
         ("stats_window", 0, ValueError, "stats_window is 0: expected 1 to"),
         ("num_preallocate_tokens", -1, ValueError, "num_preallocate_tokens is -1: expected 0 to"),
         ("num_host_blocks", 2**31, ValueError, "num_host_blocks is 2147483648: expected 2 to"),
-        ("watermark", None, TypeError, "watermark is None: expected a share of 0 to 1"),
-        ("watermark", True, TypeError, "watermark is True: expected a share of 0 to 1"),
-        ("watermark", float("nan"), ValueError, "watermark is nan: expected a share of 0 to 1"),
+        ("watermark", None, TypeError, "watermark is None: expected a fraction from 0 to 1"),
+        ("watermark", True, TypeError, "watermark is True: expected a fraction from 0 to 1"),
+        (
+            "watermark",
+            float("nan"),
+            ValueError,
+            "watermark is nan: expected a fraction from 0 to 1",
+        ),
         (
             "num_preallocate_tokens",
             True,

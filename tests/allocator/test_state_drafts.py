@@ -307,9 +307,11 @@ def test_tables_have_columns_for_the_drafts_at_the_longest_sequence():
     assert tables[1].state_pages(np.array([0]), np.array([13]), np.array([0])).tolist() == [
         [pages[0, 0], 0, 0, 0]
     ]
-    with pytest.raises(ValueError, match=r"num_drafts is \[4\]: expected at most 3, num_spec"):
+    with pytest.raises(
+        ValueError, match=r"num_drafts is \[4\]: expected at most num_speculative_blocks \(3\)"
+    ):
         tables[1].state_pages([0], [16], [4])
-    with pytest.raises(ValueError, match=r"has a slot mapping: expected one of recurrent states"):
+    with pytest.raises(ValueError, match=r"has a slot mapping: expected a recurrent group"):
         tables[0].state_pages([0], [16], [3])
 
 

@@ -467,7 +467,7 @@ def test_reused_id_starts_after_its_previous_use():
         aggregator.begin_receiving(7)
     assert state(aggregator) == before
     aggregator.aggregate([None, engine(finished_recving={"a"})])
-    with pytest.raises(ValueError, match="'a' was received, and no output has reported it yet"):
+    with pytest.raises(ValueError, match="'a' was received, but no output has reported it yet"):
         aggregator.begin_receiving("a")
     merged = aggregator.aggregate([engine(), engine()]).kv_connector_output
     assert merged.failed_recving == {"a"}
@@ -523,7 +523,8 @@ def test_nonempty_attribute_without_rule_raises():
     aggregator = KVOutputAggregator(2)
     before = state(aggregator)
     message = re.escape(
-        "loaded of worker 1 is {'a': 1}: expected an attribute of KVConnectorOutput, or a rule to merge"
+        "loaded of worker 1 is {'a': 1}: expected an attribute of KVConnectorOutput; register a rule "
+        "to merge"
     )
     with pytest.raises(ValueError, match=message):
         aggregator.aggregate([engine(finished_sending={"a"}), engine(loaded={"a": 1})])
@@ -542,7 +543,9 @@ def test_registering_a_rule_twice_is_rejected(name):
     before = state(aggregator)
     with pytest.raises(ValueError, match=f"name is '{name}', which has a rule"):
         aggregator.register_rule(name, added)
-    with pytest.raises(TypeError, match="rule is 'union': expected a function of two values"):
+    with pytest.raises(
+        TypeError, match="rule is 'union': expected a function that takes two values"
+    ):
         aggregator.register_rule("other", "union")
     with pytest.raises(TypeError, match="name is 3: expected the name of an attribute"):
         aggregator.register_rule(3, added)
@@ -945,6 +948,6 @@ def test_untransferred_groups_give_connectors_no_blocks():
     ]
     assert list(yield_req_data(step, groups[:1] * 3)) == list(yield_req_data(step))
     with pytest.raises(
-        ValueError, match="has block ids of 3 groups: expected 2, as many as groups"
+        ValueError, match="has block ids of 3 groups: expected 2, one per entry of groups"
     ):
         list(yield_req_data(step, groups[:2]))

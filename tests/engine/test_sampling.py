@@ -193,8 +193,11 @@ class TestRepetitionPenalty:
     @pytest.mark.parametrize(
         "options,expected",
         [
-            ({"repetition_penalty": 0}, "repetition_penalty is 0.0: expected above 0, finite"),
-            ({"repetition_penalty": float("inf")}, "repetition_penalty is inf: expected above 0"),
+            (
+                {"repetition_penalty": 0},
+                "repetition_penalty is 0.0: expected a finite number above 0",
+            ),
+            ({"repetition_penalty": float("inf")}, "repetition_penalty is inf: expected a finite"),
             ({"logprobs": -1}, "logprobs is -1: expected 0 to 2147483647"),
             ({"beam_width": 2, "logprobs": 1}, "beam_width is 2 with repetition_penalty 1.0 and l"),
             ({"beam_width": 2, "repetition_penalty": 2}, "beam_width is 2 with repetition_penalty"),

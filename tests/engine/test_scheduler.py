@@ -213,17 +213,17 @@ class TestErrors:
         course = Course(8)
         course.add(20)
         step = course.scheduler.schedule()
-        with pytest.raises(RuntimeError, match=f"step {step.plan.step_id} is under way"):
+        with pytest.raises(RuntimeError, match=f"step {step.plan.step_id} is in progress"):
             course.scheduler.schedule()
         course.scheduler.fail(step)
-        with pytest.raises(ValueError, match="step is not under way"):
+        with pytest.raises(ValueError, match="step is not in progress"):
             course.scheduler.complete(step)
         assert course.step() == {"r0": 20}
 
     def test_adding_a_sequence_twice_is_rejected(self):
         course = Course(8)
         sequence = course.add(20)
-        with pytest.raises(ValueError, match="sequence 'r0' is waiting: expected a new one"):
+        with pytest.raises(ValueError, match="sequence 'r0' is waiting: expected a new sequence"):
             course.scheduler.add(sequence)
 
     def test_free_must_be_callable(self):

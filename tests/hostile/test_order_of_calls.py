@@ -70,9 +70,7 @@ def test_plan_applied_too_early_is_rejected_and_changes_nothing(order):
     for i in order[:-1]:
         worker.apply(plans[i])
     before = tables_of(worker)
-    with pytest.raises(
-        ValueError, match=r"expected the plans from step \d to \d first, or an abort"
-    ):
+    with pytest.raises(ValueError, match=r"apply the plans of steps \d to \d first, or abort"):
         worker.apply(plans[order[-1]])
     assert (tables_of(worker) == before).all()
 
@@ -219,7 +217,7 @@ def test_a_forked_process_has_no_worker():
     worker, (_, plans) = make_worker(), three_plans()
     worker.apply(plans[0])
     answer = in_child(lambda: worker.apply(plans[1]))
-    assert answer.startswith(f"RuntimeError: the worker belongs to process {os.getpid()}, and this")
+    assert answer.startswith(f"RuntimeError: the worker belongs to process {os.getpid()}, but this")
     worker.apply(plans[1])
 
 

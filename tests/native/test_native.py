@@ -255,7 +255,7 @@ def test_pull_requests_never_run_on_the_gpu_runner():
         (
             13000,
             12040,
-            "not usable: compiled with CUDA 13.0, but the driver knows CUDA 12.4 at most: ",
+            "not usable: compiled with CUDA 13.0, but the driver supports CUDA 12.4 at most: ",
         ),
     ],
 )
@@ -267,7 +267,7 @@ def test_driver_older_than_the_toolkit_is_reported(compiled, driver, problem):
         assert found is None
         return
     assert found.startswith(problem)
-    assert found.endswith("update the driver, or build with a toolkit of CUDA 12 (CUDA_HOME)")
+    assert found.endswith("update the driver, or build with a CUDA 12 toolkit (CUDA_HOME)")
 
 
 OLD_DRIVER = """
@@ -308,5 +308,5 @@ def test_error_of_a_library_for_another_cuda_explains_how_to_rebuild():
         "libkvcache_cuda.so: undefined symbol: cudaMemcpyBatchAsync, version libcudart.so.12",
         "libcudart.so.13: cannot open shared object file: No such file or directory",
     ):
-        assert "build it again with a toolkit of CUDA" in load._advice(error)
+        assert "rebuild it with a CUDA" in load._advice(error)
     assert load._advice("of another kind") == ""

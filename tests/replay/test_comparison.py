@@ -84,10 +84,10 @@ def test_hit_rates_equal_single_replays():
 @pytest.mark.parametrize(
     ("rates", "says"),
     [
-        ({"lru": [0.2, 0.5], "a": [0.2, 0.504]}, "lru: no other has 1% more hits at any"),
+        ({"lru": [0.2, 0.5], "a": [0.2, 0.504]}, "lru: no other policy has 1% more hits at any"),
         (
             {"lru": [0.2, 0.5], "a": [0.3, 0.4]},
-            "a: most hits at 1 of 2 sizes, elsewhere at most 20.0 %",
+            "a: most hits at 1 of 2 sizes, at the others at most 20.0 %",
         ),
         ({"lru": [0.0, 0.0], "a": [0.0, 0.1]}, "a: most hits at 2 of 2 sizes"),
         ({"a": [0.1], "b": [0.2]}, "b: most hits at 1 of 1 sizes"),

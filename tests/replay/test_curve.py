@@ -298,7 +298,7 @@ def test_lists_inside_other_fields_are_ignored(tmp_path):
         ({"rate": "x"}, "rate is 'x'"),
         (
             {"rate": 1e-30, "workload": random_workload(1, 3)},
-            "rate is 1e-30: expected more, because none of the .* blocks is sampled",
+            "rate is 1e-30: expected a higher rate, because none of the .* blocks is sampled",
         ),
         ({"trace": 1}, "trace is 1"),
         ({"on_request": 1}, "on_request is 1: expected a function or None"),
@@ -323,7 +323,7 @@ def test_only_comparisons_of_the_same_replays_are_combined():
         with pytest.raises(ValueError, match=says):
             curve.with_exact(compare(of, ["lru"], sizes, block_size=size, with_optimum=False))
     other = compare(requests, ["s3_fifo"], [10, 20], block_size=BLOCK, with_optimum=False)
-    with pytest.raises(ValueError, match="exact has the policies s3_fifo: expected those of"):
+    with pytest.raises(ValueError, match="exact has the policies s3_fifo: expected the policies"):
         curve.with_exact(other)
 
 
@@ -393,7 +393,10 @@ def test_command_reads_compressed_traces_and_chats(capsys, trace, tmp_path):
         (["--exact"], "--exact is given without --curve"),
         (["--curve", "--rate", "0"], "--rate is '0': expected a number above 0, at most 1"),
         (["--curve", "--rate", "x"], "--rate is 'x': expected a number above 0"),
-        (["--curve", "--rate", "1e-99"], "--rate: rate is 1e-99: expected more, because none of"),
+        (
+            ["--curve", "--rate", "1e-99"],
+            "--rate: rate is 1e-99: expected a higher rate, because none of",
+        ),
         (["--curve", "x"], "--curve has 'x': expected one of last_access"),
         (["--curve", "--sizes", "1"], "--sizes is '1': expected a whole number from 2"),
         *(

@@ -96,7 +96,7 @@ def test_held_blocks_reduce_hits():
 
 def test_unordered_trace_is_rejected():
     with pytest.raises(
-        ValueError, match="request 1 arrives at 50 ms, the request before it at 100"
+        ValueError, match="request 1 arrives at 50 ms, but the previous request at 100"
     ):
         replayed([request(0, 100, 0, 40, 0), request(1, 50, 100, 40, 0)])
 

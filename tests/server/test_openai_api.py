@@ -224,7 +224,7 @@ class TestLogprobs:
         assert logprobs.top_logprobs == [{}] * len(logprobs.tokens)
 
     def test_top_logprobs_need_logprobs(self, served):
-        with pytest.raises(openai.BadRequestError, match="only where logprobs is true") as told:
+        with pytest.raises(openai.BadRequestError, match="only if logprobs is true") as told:
             chat(served, top_logprobs=2)
         assert told.value.param == "top_logprobs"
 

@@ -308,7 +308,7 @@ class TestChat:
             400,
             "prompt has 250 tokens and max_tokens is 12: expected at most 256",
         ),
-        ({"max_tokens": 10**6}, 400, "expected at most 256 together"),
+        ({"max_tokens": 10**6}, 400, "expected at most 256 in total"),
         (
             {"prompt": ["fine", "x" * 250]},
             400,

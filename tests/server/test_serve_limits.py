@@ -193,7 +193,7 @@ class TestFields:
     def test_best_of_must_equal_the_number_of_returned_samples(self):
         for n, best_of in ((3, 1), (1, 3)):
             message = self.refusal(BODY | {"n": n, "best_of": best_of})
-            assert message == f"best_of is {best_of}: expected {n}, as n"
+            assert message == f"best_of is {best_of}: expected {n}, the value of n"
         assert parsed(json.dumps(BODY | {"n": 3, "best_of": 3}).encode(), AskedCompletion).n == 3
 
     @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ class TestFields:
                 "stream_options.x is 1: not served here",
             ),
             ({"stream": True, "stream_options": 5}, "stream_options is 5: expected an object"),
-            ({"stream_options": {}}, "stream_options is given: expected it only where stream"),
+            ({"stream_options": {}}, "stream_options is given: expected it only if stream"),
             ({"stop": 5}, "stop: Input should be a text or a list of texts"),
             ({"stop": ["a", 5]}, "stop[1]: Input should be"),
             ({"model": None}, "model: Input should be"),

@@ -240,7 +240,7 @@ CHANGES = [
     (
         ("groups", 0, "interior"),
         "amx",
-        "order a block as 'by token', but the remote engine's order it as 'amx'",
+        "arrange a block as 'by token', but the remote engine's kernels use 'amx'",
     ),
     (("ranks", 0, "addresses", 0), [1], r"addresses of \[1\] regions: expected \[2\]"),
     (("ranks", 0, "metadata"), 5, "metadata is 5: expected text"),
@@ -393,7 +393,7 @@ def test_digest_includes_everything_besides_tokens_that_kv_depends_on(ours, thei
 def test_offer_with_states_requires_the_next_token(engines):
     sender, receiver = engines("p", kinds=STATES), engines("d", kinds=STATES)
     offer = send(sender, "r", range(40))
-    with pytest.raises(ValueError, match="one more token, the first that the sender sampled"):
+    with pytest.raises(ValueError, match="append the first token that the sender sampled"):
         receiver.connector.match(Request("r", range(40)), offer)
 
 
@@ -418,7 +418,7 @@ def test_engine_description_must_match_its_manager():
         ({"port": 70_000}, "port is 70000"),
         ({"host": ""}, "host is ''"),
         ({"digest": 1}, "digest is 1: expected True or False"),
-        ({"transport": 3}, "transport is 3: expected a name, or null"),
+        ({"transport": 3}, "transport is 3: expected a name, or None"),
     ],
 )
 def test_invalid_option_is_rejected_by_name(options, message):
@@ -573,7 +573,7 @@ def test_load_is_begun_once_and_only_after_admission():
     receiver, *_ = lone()
     request = Request("r", range(71))
     for matched in (False, True):
-        with pytest.raises(ValueError, match="request 'r' has no load to begin: expected"):
+        with pytest.raises(ValueError, match="request 'r' has no load to begin: call match"):
             receiver.begin(request)
         if not matched:
             receiver.match(request, an_offer())
@@ -607,7 +607,7 @@ def test_load_does_not_begin_if_the_hit_grew_before_the_step():
     manager.step(new=[Request("before", range(32))])
     manager.step(new=[Admit(request, external=External(count, delayed=True))])
     with pytest.raises(
-        ValueError, match=r"admitted with 102 tokens.*expected 70, as its hit was 0"
+        ValueError, match=r"admitted with 102 tokens.*expected 70, because its hit was 0"
     ):
         receiver.begin(request)
     assert receiver.num_loading_requests == 0 and rank.steps == []
@@ -632,7 +632,7 @@ def test_expired_lease_fails_the_load_but_not_the_answer(engines):
     request = Request("r", [*tokens, 7])
     assert receiver.admit(request, offer)
     loaded = receiver.loaded(request)
-    assert "the lease of request r is over: set a longer lease_s in engine 'p'" in loaded.error
+    assert "the lease of request r has ended: set a longer lease_s in engine 'p'" in loaded.error
     receiver.recompute(request, loaded)
     assert receiver.wrong(request, 101) is None
     receiver.manager.free(request)
@@ -648,7 +648,7 @@ def test_withdrawn_lease_fails_the_load(engines):
     assert sender.drained()
     request = Request("r", range(51))
     assert receiver.admit(request, offer)
-    assert "is over" in receiver.loaded(request).error
+    assert "has ended" in receiver.loaded(request).error
 
 
 @pytest.mark.parametrize(
@@ -902,7 +902,7 @@ def test_prefill_can_be_withdrawn_during_a_load(engines):
     until(lambda: here(receiver, again, "full", 0, 100))
     sender.connector.withdraw(request)
     loaded = receiver.loaded(again)
-    assert "is over" in loaded.error
+    assert "has ended" in loaded.error
     receiver.recompute(again, loaded)
     assert receiver.wrong(again, 101) is None
     receiver.manager.free(again)
@@ -999,7 +999,7 @@ def test_load_that_cannot_begin_fails_only_its_own_request(engines, monkeypatch)
         patch.setattr(receiver.ranks[0], "_begin_load", lambda load: 1 / 0)
         request = Request("r", range(51))
         assert receiver.admit(request, send(sender, "r", range(50)))
-        assert "not begun: ZeroDivisionError" in receiver.loaded(request).error
+        assert "did not begin: ZeroDivisionError" in receiver.loaded(request).error
         receiver.manager.free(request)
     check_load(receiver, Request("s", range(51)), send(sender, "s", range(50)), 50)
 

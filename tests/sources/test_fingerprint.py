@@ -62,7 +62,8 @@ def kv_tensors(*shape, order=(0, 1, 2, 3, 4)):
 def test_raw_pages_are_rejected_by_name():
     for pages in (Pages.allocate(9, [[64]]), Pages.over([torch.zeros(9, 16, 2, 8)])):
         with pytest.raises(
-            ValueError, match="contents is None, and the pages are plain bytes: expected"
+            ValueError,
+            match="contents is None, but the contents of the pages are unknown: expected",
         ):
             StoreTier(manager_of(), pages, MemoryStore(), model="m")
 
@@ -131,7 +132,9 @@ def test_context_parallelism_needs_an_interleave():
     cache = build(plan, max_num_reqs=2, cp_kv_cache_interleave_size=4)
     given = fingerprint(manager, pages, model="m", cp_kv_cache_interleave_size=4)
     assert given == fingerprint(cache.manager, cache.pages, model="m")
-    with pytest.raises(ValueError, match="cp_kv_cache_interleave_size is 2: expected 4, that of"):
+    with pytest.raises(
+        ValueError, match="cp_kv_cache_interleave_size is 2: expected 4, as in the pages"
+    ):
         fingerprint(cache.manager, cache.pages, model="m", cp_kv_cache_interleave_size=2)
 
 

@@ -187,7 +187,7 @@ def test_new_epoch_requires_another_model_text():
     user.run(*prompts(LONG))
     user.settle()
     epoch = user.manager.cache.epoch
-    with pytest.raises(ValueError, match=r"^model is 'tiny': expected a new text"):
+    with pytest.raises(ValueError, match=r"^model is 'tiny': expected a new string"):
         user.tier.start_epoch("tiny")
     assert user.manager.cache.epoch == epoch
     assert user.manager.cache.reset() and match_of(user, LONG) == 28
@@ -201,7 +201,7 @@ def test_epoch_started_only_in_the_manager_is_detected():
     user.manager.cache.start_epoch()
     with pytest.raises(
         RuntimeError,
-        match=r"start_epoch was called of the manager.s cache: expected StoreTier.start_epoch",
+        match=r"start_epoch of the manager.s cache was called: call StoreTier.start_epoch",
     ):
         user.tier.match(Request("x", LONG))
     user.tier.start_epoch("newer")
@@ -768,7 +768,7 @@ def test_groups_that_a_store_cannot_fill_are_rejected_by_name(groups, message):
     ("manager", "options", "error", "message"),
     [
         ({"enable_events": False}, {}, ValueError, "manager has enable_events=False: expected True"),
-        ({"enable_caching": False}, {}, ValueError, "manager caches nothing"),
+        ({"enable_caching": False}, {}, ValueError, "the manager caches no blocks"),
         ({}, {"model": 3}, TypeError, "model is 3: expected"),
         ({}, {"write_from": "disk"}, ValueError, "write_from is 'disk': expected 'auto', 'device'"),
         ({}, {"write_from": "host"}, ValueError, "expected a manager with num_host_blocks, and host_"),
@@ -793,7 +793,7 @@ def test_load_is_rejected_for_a_request_that_is_not_receiving():
     user = a_user()
     request = Request("a", range(20))
     user.manager.step(new=[request])
-    with pytest.raises(ValueError, match="'a' has no load to begin: expected match"):
+    with pytest.raises(ValueError, match="'a' has no load to begin: call match"):
         user.tier.begin(request)
     user.tier.cancel(request)
     user.end()

@@ -166,7 +166,7 @@ def test_values_of_another_size_replace_earlier_values(tmp_path, caplog):
     opened.store.close()
     other = Opened(DiskStore(tmp_path, "1MiB"), value_bytes=6000)
     assert other.store.keys() == []
-    assert "holds blocks of another form: they are replaced" in caplog.text
+    assert "contains blocks in another format, which are replaced" in caplog.text
     other.store.close()
 
 
@@ -260,11 +260,11 @@ def refused_folder(tmp_path, how):
         ("a link to a folder", "is a link or not a folder: expected a folder"),
         ("a file", "is a link or not a folder: expected a folder"),
         ("a folder of another user", "belongs to user 12345: expected"),
-        ("a folder that others write to", "has mode 1777: expected one that only its owner"),
+        ("a folder that others write to", "has mode 1777: expected a mode in which only its owner"),
         ("a link to a file", "blocks.kv is a link: expected a file"),
         ("a file of another user", "blocks.kv' belongs to user 12345: expected"),
         ("a file that others write to", "blocks.kv' has mode 660: expected one"),
-        ("a file of two names", "or has 2 names: expected a file with one name"),
+        ("a file of two names", "or has 2 hard links: expected a file with one link"),
         ("a pipe", "is not a regular file, or has 1 names"),
     ],
 )

@@ -177,7 +177,7 @@ def test_device_memory_unsupported_by_nixl_is_not_registered(monkeypatch):
     with stand_in():
         side = make_transport("a", "nixl")
         with pytest.raises(
-            RuntimeError, match=r"VRAM for other processes .*, or direct_bytes=None"
+            RuntimeError, match=r"VRAM with other processes .*, or direct_bytes=None"
         ):
             side.register(pages)
         assert side.memory.regions == []

@@ -250,7 +250,7 @@ def test_cache_stored_in_the_other_layout_is_rejected(function, layout, takes_ra
         ([1, 2, 1], "indices, entry 2, is 1 again: expected each block once"),
         ([1, NB], "indices, entry 1, is 11: expected 0 to 10"),
         ([-1], "indices, entry 0, is -1: expected 0 to 10"),
-        ([2, 2**32], "indices holds 4294967296: expected the cache's blocks"),
+        ([2, 2**32], "indices holds 4294967296: expected blocks of the cache"),
         ([1.0], "indices has dtype float64: expected integers"),
         (torch.tensor([1.0]), "indices has dtype torch.float32: expected integers"),
         ([True], "indices has dtype bool: expected integers"),

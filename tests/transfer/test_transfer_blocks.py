@@ -160,10 +160,10 @@ CASES = {
     "src_block_ids has 2 entries, but dst_block_ids has 1: expected equal lengths": lambda a, b: (
         a, b, [1, 2], [2], "h2d",
     ),
-    "src_kv_caches has layer 'layers.2': expected one that dst_kv_caches has too": lambda a, b: (
+    "src_kv_caches has layer 'layers.2': expected a layer that dst_kv_caches also has": lambda a, b: (
         a, without(b, "layers.2"), [1], [2], "h2d",
     ),
-    "dst_kv_caches has layer 'layers.0': expected one that src_kv_caches has too": lambda a, b: (
+    "dst_kv_caches has layer 'layers.0': expected a layer that src_kv_caches also has": lambda a, b: (
         without(a, "layers.0"), b, [1], [2], "h2d",
     ),
     r"src_block_ids\[1\] is 6: expected 0 to 5": lambda a, b: (a, b, [1, 6], [2, 3], "h2d"),
@@ -210,7 +210,7 @@ def test_invalid_arguments_move_nothing(message):
 
 def test_ambiguous_block_dimension_must_be_given():
     here, there = ({"a": torch.randn(2, 2, 4, 1, 8)} for _ in range(2))
-    with pytest.raises(ValueError, match="which is ambiguous: expected a backend"):
+    with pytest.raises(ValueError, match="which is ambiguous: pass a backend"):
         copy_kv_blocks(here, there, [1], [0], "h2d")
     with pytest.raises(ValueError, match=r"shape \[2, 2, 4, 1, 8\]: expected \[block, token, elem"):
         copy_kv_blocks(here, there, [1], [0], "h2d", backend="MLA")

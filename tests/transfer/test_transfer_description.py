@@ -22,8 +22,11 @@ from tests.machinery.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memor
         (of(pp_size=4), "num_layers is 2, pp_size is 4"),
         (of(cp_interleave=3), "cp_interleave is 3: expected a divisor of block_size, 4"),
         (of(block_size=0), "block_size is 0"),
-        (of(memory_order=("kv", "block", "token")), "memory_order is .*token among them"),
-        (of(memory_order=("token", "block", "head", "element")), "no role but layer, kv and head"),
+        (of(memory_order=("kv", "block", "token")), "memory_order is .*including .*token"),
+        (
+            of(memory_order=("token", "block", "head", "element")),
+            "only layer, kv and head before block",
+        ),
         (of(memory_order=("block", "element", "token")), "expected element last"),
         (of(memory_order=("block", "token", "token", "element")), "each at most once"),
         (of(memory_order=("block", "token", "element")), "num_kv_heads is 4: expected 1 with the"),
@@ -51,7 +54,7 @@ from tests.machinery.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memor
         ),
         (
             of(dtype="uint8", v_head_size=0, v_scale=[[1.0], [1.0]]),
-            "v_scale is given: expected None where there is no V",
+            "v_scale is given: expected None, because there is no V",
         ),
         (
             of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=255),
@@ -207,7 +210,7 @@ def test_groups_of_a_plan_are_described_unless_untransferred():
         ValueError, match="layer 'state' keeps a state: expected a group of K and V"
     ):
         described("state")
-    with pytest.raises(ValueError, match=r"of which \['x'\] are not among layers"):
+    with pytest.raises(ValueError, match=r"but layers lacks \['x'\]"):
         CacheDescription.of_group(
             replace(plan.groups[0], layers=("x",)), plan.layers, engine_id="a"
         )

@@ -196,7 +196,7 @@ def test_pages_of_other_states_are_rejected(changes, sizes):
     ):
         region_addresses(described, Pages.allocate(9, sizes))
     unlike = StateDescription(engine_id="e", num_layers=2, tensors=tensors, stages=[(1, 1), (1, 2)])
-    with pytest.raises(ValueError, match="stages of engine 'e' differ: expected a rank"):
+    with pytest.raises(ValueError, match="stages of engine 'e' differ: pass a rank"):
         region_addresses(unlike, Pages.allocate(9, [[32]]))
 
 
@@ -268,7 +268,7 @@ def test_pages_must_match_their_description(description, storage, message):
 
 
 def test_stride_applies_to_k_and_v_regions():
-    with pytest.raises(ValueError, match="page_stride is 4096: expected None where K and V"):
+    with pytest.raises(ValueError, match="page_stride is 4096: expected None, because K and V"):
         side(page_stride=4096)
     with pytest.raises(ValueError, match="page_stride is 511: expected 512 to"):
         side(packing="blocks_first", page_stride=511)

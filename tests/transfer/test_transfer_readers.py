@@ -119,9 +119,7 @@ def test_readers_of_states_equal_the_plans():
     )
     assert source_readers(wide, narrow) == ((0, 1), (2, 3))
     assert source_readers(narrow, wide) == ((0,), (0,), (1,), (1,))
-    with pytest.raises(
-        ValueError, match="num_tokens is 3, first_token is 0: expected none with states"
-    ):
+    with pytest.raises(ValueError, match="num_tokens is 3, first_token is 0: expected None and 0"):
         source_readers(wide, narrow, 3)
     with pytest.raises(
         TypeError, match=r"source is CacheDescription.*: expected a StateDescription"

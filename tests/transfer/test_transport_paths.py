@@ -71,7 +71,7 @@ def test_processes_of_one_machine_report_the_same_machine(monkeypatch, allowed):
 )
 def test_invalid_reach_is_rejected(reach):
     hello = {"slots": [8] * 4, "direct": False, "reach": reach}
-    with pytest.raises(ValueError, match="expected a name of a machine, and true or false"):
+    with pytest.raises(ValueError, match="expected a machine name, and true or false"):
         nixl_lane._check_hello(hello)
 
 

@@ -235,7 +235,7 @@ def test_digests_do_not_change_the_bytes(name, wanted_here):
 def test_bytes_changed_in_transit_raise(name, size, monkeypatch):
     with Side(name, digest=True) as side, Peer(name, lie="corrupt") as peer:
         side.transport.connect(peer.metadata)
-        with pytest.raises(TransferError, match="other bytes arrived than the peer has sent"):
+        with pytest.raises(TransferError, match="the received bytes differ from the sent bytes"):
             side.read(peer, 0, 0, size, notify=b"read").wait(20)
         assert not side.pool.any()
     with Side(name, digest=True) as side, Peer(name) as peer:
@@ -248,7 +248,9 @@ def test_bytes_changed_in_transit_raise(name, size, monkeypatch):
             return digest
 
         monkeypatch.setattr(lane, "digest_of", changed)
-        with pytest.raises(TransferError, match="other bytes arrived at the peer than were sent"):
+        with pytest.raises(
+            TransferError, match="bytes that the peer received differ from the sent"
+        ):
             side.write(peer, 0, 0, size, notify=b"written").wait(20)
         monkeypatch.undo()
         got = bytes.fromhex(peer.ask("pool", first=0, last=size)["hex"])
@@ -318,10 +320,12 @@ def test_piece_of_another_request_or_number_is_rejected(monkeypatch):
         real = lane.digest_of_answer
         for wrong in (lambda r, n, p: real("another", n, p), lambda r, n, p: real(r, n + 1, p)):
             monkeypatch.setattr(lane, "digest_of_answer", wrong)
-            with pytest.raises(TransferError, match="other bytes arrived than the peer has sent"):
+            with pytest.raises(
+                TransferError, match="the received bytes differ from the sent bytes"
+            ):
                 side.read(peer, 0, 0, SMALL).wait(20)
             with pytest.raises(
-                TransferError, match="other bytes arrived at the peer than were sent"
+                TransferError, match="bytes that the peer received differ from the sent"
             ):
                 side.write(peer, 0, 0, SMALL).wait(20)
         assert not side.pool.any()
@@ -596,7 +600,7 @@ def test_excess_transfers_are_rejected_individually(kind, monkeypatch):
         transfers = [getattr(side.transport, kind)(peer, *at) for _ in range(6)]
         for each in transfers[4:]:
             with pytest.raises(
-                TransferError, match="the peer refused: 4 requests of its kind wait"
+                TransferError, match="the peer refused: 4 requests of this kind are waiting"
             ):
                 each.wait(20)
         assert side.transport.peers() == [peer]
@@ -778,11 +782,11 @@ def test_disconnecting_fails_transfers_in_flight(side, name):
     "how, said",
     sampled(
         [
-            ("size", "start says 513 bytes: expected 512"),
+            ("size", "start announces 513 bytes: expected 512"),
             ("id", "expected a transfer"),
             ("tag", "expected a transfer"),
-            ("twice", "expected that of a"),
-            ("op", "expected one that this version knows"),
+            ("twice", "expected the id of a"),
+            ("op", "expected an op of this version"),
         ]
     ),
 )
@@ -976,9 +980,9 @@ def test_relayed_proof_is_rejected(name, own):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_wildcard_host_requires_advertise(name, host, peer):
-    with pytest.raises(ValueError, match=f"host is '{host}'.*expected advertise"):
+    with pytest.raises(ValueError, match=f"host is '{host}'.*set advertise"):
         Side(name, host=host)
-    with pytest.raises(ValueError, match=r"advertise is '0\.0\.0\.0'.*expected advertise"):
+    with pytest.raises(ValueError, match=r"advertise is '0\.0\.0\.0'.*set advertise"):
         Side(name, host=host, advertise="0.0.0.0")
     if host != "0.0.0.0":
         return
@@ -1052,7 +1056,7 @@ def test_invalid_metadata_is_rejected(side, changes, said):
     [
         *((data, "metadata") for data in (b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000)),
         # None: the side's own metadata.
-        *(("{}", "expected bytes"), (None, "expected another agent's")),
+        *(("{}", "expected bytes"), (None, "expected the metadata of another agent")),
     ],
 )
 def test_malformed_metadata_is_rejected(side, data, said):
@@ -1087,10 +1091,10 @@ def test_unresponsive_address_raises_within_deadline(side):
 def test_duplicate_peer_name_is_rejected_in_both_directions(side, name):
     with Peer(name) as peer, Peer(name, seed=2) as other:
         side.transport.connect(peer.metadata)
-        with pytest.raises(ValueError, match="agent 'peer' is connected, from"):
+        with pytest.raises(ValueError, match="agent 'peer' is connected from"):
             side.transport.connect(other.metadata)
         answer = other.ask("connect", metadata=side.transport.metadata().decode())
-        assert "agent 'peer' is connected already" in answer["error"]
+        assert "agent 'peer' is already connected" in answer["error"]
         side.read(peer, 0, 0, SMALL).wait(20)
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
 

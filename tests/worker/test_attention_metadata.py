@@ -215,7 +215,7 @@ def test_invalid_builder_is_rejected():
             AttentionMetadataBuilder(tables, groups=groups)
     with pytest.raises(ValueError, match="max_num_reqs is 0: expected 1"):
         AttentionMetadataBuilder(tables, 0)
-    with pytest.raises(ValueError, match=r"expected fewer than 2\^31 table entries, there are 16"):
+    with pytest.raises(ValueError, match=r"expected fewer than 2\^31 table entries, with 16"):
         AttentionMetadataBuilder(tables, 2**30)
     for groups in (0, "0", ["a"], [0.0]):
         with pytest.raises(TypeError, match=r"groups is .*: expected one or more of 0 to 1"):
@@ -243,7 +243,9 @@ def test_window_of_a_replicated_group_is_served():
     tables.add_row(([1, 2, 3], [4, 5]), 0)
     batch = AttentionMetadataBuilder(tables, groups=[0]).build([0], [1], [24])
     assert batch[0].block_table[0, :4].tolist() == [0, 2, 3, 0]
-    with pytest.raises(ValueError, match="group 1 has a window of 9 and its tokens on 2"):
+    with pytest.raises(
+        ValueError, match="group 1 has a window of 9, and its tokens are spread over 2"
+    ):
         AttentionMetadataBuilder(tables, groups=[0, 1])
 
 
@@ -466,7 +468,7 @@ def test_host_lengths_are_rejected_during_capture():
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match=r"capture.*: give int32 tensors on the device"):
+        with pytest.raises(RuntimeError, match=r"capture.*: pass int32 tensors on the device"):
             builder.build([0], [1], [16])
         builder.build(*lengths)  # the capture continues
     for _ in range(3):
@@ -485,7 +487,7 @@ def test_tables_changed_during_capture_are_committed_afterwards():
         counts.add_(1)
         tables.add_row(([40], [41]), 1)
         for commit in (tables.commit_updates, lambda: tables.commit_block_table(2)):
-            with pytest.raises(RuntimeError, match="a CUDA graph is being captured: uploads"):
+            with pytest.raises(RuntimeError, match="a CUDA graph is being captured: upload from"):
                 commit()
     graph.replay()
     assert counts.tolist() == [1] * 4 and tables[0].block_table.gpu[1, 0] == 6

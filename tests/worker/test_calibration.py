@@ -69,9 +69,9 @@ def test_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "holds no calibration"),
-        ("[1]", "holds no calibration"),
-        ('{"version": 2, "machine": "a"}', "holds no calibration: .*missing"),
+        ("{", "is not a valid calibration"),
+        ("[1]", "is not a valid calibration"),
+        ('{"version": 2, "machine": "a"}', "is not a valid calibration: .*missing"),
         (
             '{"version": 2, "machine": "a", "out": [[0, [[0, "dma"]]]], "in_": [[0, [[0, "kernel"]]]]}',
             "out has 'dma': expected one of kernel, copy_engine, staging",
@@ -91,7 +91,7 @@ def test_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
         ),
         (
             '{"machine": "a", "out": [[0, "kernel"]], "in_": [[0, "kernel"]], "num_thread_blocks": 8}',
-            "version is 1, expected 2: `kvcache bench --calibrate` measures anew",
+            "version is 1: expected 2; run `kvcache bench --calibrate` again",
         ),
     ],
 )
@@ -171,10 +171,12 @@ def test_requested_calibration_must_match_this_machine(tmp_path, monkeypatch):
     monkeypatch.delenv("KVCACHE_CALIBRATION", raising=False)
     assert calibration_of(torch.device("cuda")) is DEFAULT
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "mine.json"))
-    with pytest.raises(ValueError, match=r"mine.json holds no calibration"):
+    with pytest.raises(ValueError, match=r"mine.json is not a valid calibration"):
         calibration_of(torch.device("cuda"))
     Calibration("NVIDIA L4", KERNEL_ALWAYS, KERNEL_ALWAYS).save(tmp_path / "mine.json")
-    with pytest.warns(RuntimeWarning, match="was measured on NVIDIA L4, this is NVIDIA B200"):
+    with pytest.warns(
+        RuntimeWarning, match="was measured on NVIDIA L4, but this machine is NVIDIA B200"
+    ):
         assert calibration_of(torch.device("cuda")).machine == "NVIDIA L4"
 
 

@@ -410,7 +410,7 @@ def two(shape, *others):
         (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 to"),
         (
             lambda: storage("heads first", "HND", scale_bytes_per_token=4),
-            "scale_bytes_per_token is 4: expected 0 with the memory order .* do not lie together",
+            "scale_bytes_per_token is 4: expected 0 with the memory order .* not contiguous",
         ),
         (
             lambda: storage("apart", "NHD", backend="SHARED"),
@@ -418,7 +418,7 @@ def two(shape, *others):
         ),
         (
             lambda: KVStorage.over(Pages.allocate(3, [[512]]), 4, 1, 8, backend="FLASH_ATTN"),
-            "backend is 'FLASH_ATTN': expected one that keeps K and V of a block together",
+            "backend is 'FLASH_ATTN': expected a backend that keeps K and V of a block together",
         ),
         (
             lambda: KVStorage.from_tensors(
@@ -432,7 +432,7 @@ def two(shape, *others):
         ),
         (
             lambda: storage("blocks first", "NHD", scale_bytes_per_token=1),
-            "scale_bytes_per_token is 1: expected a block's scales to fill whole elements",
+            "scale_bytes_per_token is 1: expected a value for which a block's scales",
         ),
         (lambda: storage("apart", "NHD").scale_cache(0), "the storage has no scales: expected"),
         (
@@ -534,7 +534,9 @@ def test_aliased_memory_is_treated_as_one_region():
         PageCopy(one, two).copy(np.array([[1, 2], [2, 3]]))
     PageCopy(one, two).copy(np.array([[1, 2]]))
     assert memory[2].tolist() == [2, 3]
-    with pytest.raises(ValueError, match="source and destination share memory: expected identical"):
+    with pytest.raises(
+        ValueError, match="source and destination share memory: expected the same pages"
+    ):
         PageCopy(Pages.over([memory[1:5]]), Pages.over([memory[:4]])).copy(np.array([[1, 2]]))
 
 
@@ -557,7 +559,7 @@ def test_single_layer_copies_require_by_layer():
     fill(kv)
     host = kv.pages.on_host(3)
     with pytest.raises(
-        ValueError, match="layers is given: expected it only of a PageCopy made with by"
+        ValueError, match="layers is given: expected None, unless PageCopy was created with by"
     ):
         PageCopy(kv.pages, host).copy(np.array([[1, 2]]), layers=slice(1, 2))
     host.memory.zero_()

@@ -178,7 +178,9 @@ def test_failed_mapping_raises_memory_error(monkeypatch):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(pinning.mmap, "mmap", refuse)
-    with pytest.raises(MemoryError, match=r"this needs 0.0 GiB: the system maps no more \(Cannot"):
+    with pytest.raises(
+        MemoryError, match=r"0.0 GiB of host memory: the system refuses to map them \(Cannot"
+    ):
         Pages.allocate(2, [[64]]).on_host(4)
 
 

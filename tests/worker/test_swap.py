@@ -520,7 +520,9 @@ def test_staging_without_memory_falls_back_with_a_warning(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
 
     monkeypatch.setattr(Pages, "staging", no_memory)
-    with pytest.warns(RuntimeWarning, match="no 64 MiB of device memory for staging, swaps will"):
+    with pytest.warns(
+        RuntimeWarning, match="64 MiB of device memory for staging are not available"
+    ):
         worker, streams = simulated_worker()
     several = pairs(*zip(range(1, 9), range(8, 0, -1)))
     assert worker.engine.method_for("out", several) == "kernel"

@@ -429,7 +429,7 @@ def test_a_group_of_states_needs_no_block_size():
         (lambda a, b: [KVStorage.over(a, 4, 1, 8)], "storage has 1 entries: expected 2"),
         (
             lambda a, b: [KVStorage.over(a, 4, 1, 8), KVStorage.over(b, 8, 1, 4)],
-            "storage of group 1 is not over the pages of the other groups",
+            "storage of group 1 does not use the pages of the other groups",
         ),
         (
             lambda a, b: [KVStorage.over(a, 4, 1, 8)] * 2,
@@ -452,7 +452,7 @@ def test_pages_of_the_wrong_shape_are_rejected():
     with pytest.raises(TypeError, match="pages is a list: expected Pages"):
         KVStorage.over([torch.zeros(4, 128)], 4, 1, 8)
     with pytest.raises(
-        ValueError, match="layer 0 has of a page are 2 fragments: expected them tog"
+        ValueError, match="layer 0 in a page are 2 separate fragments: expected contiguous"
     ):
         KVStorage.over(Pages.allocate(4, [[64, 64]]), 4, 1, 8)
     with pytest.raises(ValueError, match=r"layers\[1\] is 2: expected 0 to 1"):
@@ -565,7 +565,7 @@ def test_plan_applied_twice_is_rejected():
     given = manager.step([0], [40])
     w.apply(given)
     with pytest.raises(
-        ValueError, match=r"step_id 1: expected 2 or later, since step 1 was applied"
+        ValueError, match=r"step_id 1: expected 2 or later, because step 1 was applied"
     ):
         w.apply(given)
     assert content(w.tables)[0] == [1, 2, 3, 4] == manager.block_ids(request).tolist()
@@ -581,8 +581,8 @@ def test_plan_after_a_lost_plan_is_rejected(num_lost):
     lost = [manager.step([0], [16]) for _ in range(num_lost)]
     later = manager.step([0], [40])
     message = (
-        rf"step_id {num_lost + 1} and follows step {num_lost}, but step 0 was applied last: expected "
-        rf"the plans from step 1 to {num_lost} first, or an abort of these steps"
+        rf"step_id {num_lost + 1} and follows step {num_lost}, but step 0 was applied last: apply "
+        rf"the plans of steps 1 to {num_lost} first, or abort these steps"
     )
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
@@ -607,7 +607,7 @@ def test_plans_of_aborted_steps_may_be_skipped():
     given = manager.step([0], [40])
     assert (given.step_id, given.previous_step_id) == (3, 0)
     w.apply(given)
-    with pytest.raises(ValueError, match=r"step_id 2: expected 4 or later, since step 3"):
+    with pytest.raises(ValueError, match=r"step_id 2: expected 4 or later, because step 3"):
         w.apply(late)
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
     w.apply(manager.step([0], [1]))

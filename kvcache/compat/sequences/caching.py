@@ -90,7 +90,7 @@ class SequenceCaching(SequenceTables):
         Before the allocation and while the sequence is swapped out, the sequence's current hits
         count. From the allocation until the whole prompt is marked as computed, its hits at
         allocation count. After that, the sequence's own computed tokens also count. Do not call
-        this method for a group with an encoder, which takes no hits.
+        this method for a group with an encoder, which never uses cached blocks.
         """
         known = self._allocated.get(core.seq_id_of(seq))
         if not self.enable_caching or (known is not None and not known.tokens.are_read):

@@ -33,7 +33,8 @@ def check_one_prompt(
     for seq in seqs[1:]:
         if seq.seq_id in seen:
             raise ValueError(
-                f"seq_group {seq_group.request_id!r} has seq {seq.seq_id!r} twice: expected it once"
+                f"seq_group {seq_group.request_id!r} has seq {seq.seq_id!r} twice: expected each "
+                "sequence once"
             )
         seen.add(seq.seq_id)
         same = core.length_of(seq) == core.length_of(first) and (
@@ -46,7 +47,7 @@ def check_one_prompt(
         if not same:
             raise ValueError(
                 f"seq {seq.seq_id!r} of seq_group {seq_group.request_id!r} has different "
-                f"tokens or extra_hash than seq {shown(first.seq_id)}: expected one prompt"
+                f"tokens or extra_hash than seq {shown(first.seq_id)}: expected the same prompt"
             )
 
 

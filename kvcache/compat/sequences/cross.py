@@ -8,7 +8,7 @@ from kvcache.native.load import core
 
 
 class CrossTables:
-    """Cross-attention tables. Each is a row of the native manager and takes no hits."""
+    """Cross-attention tables. Each is a row of the native manager and never uses cached blocks."""
 
     def __init__(self, native: core.Manager, tokens: TokenSource) -> None:
         self._native = native
@@ -29,8 +29,8 @@ class CrossTables:
         row = self.by_request.get(request_id)
         if row is None:
             raise ValueError(
-                f"group {request_id!r} has no cross-attention table: expected one that was "
-                "allocated as an encoder-decoder group"
+                f"group {request_id!r} has no cross-attention table: expected a group that "
+                "was allocated with an encoder"
             )
         core.check_tier(self._native, row, "the encoder of group", request_id, on_host=False)
         return self._native.blocks(row, 0).tolist()

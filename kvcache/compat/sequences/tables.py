@@ -49,7 +49,7 @@ class SequenceTables(core.SequenceCalls):
         self._cross = CrossTables(native, tokens)
 
     def __reduce__(self) -> NoReturn:
-        refuse_pickle(self, "its answers, which pass between processes")
+        refuse_pickle(self, "its results, which can be sent between processes")
 
     def get_num_free_gpu_blocks(self) -> int:
         """Return the number of device blocks without references, cached or not."""
@@ -105,7 +105,7 @@ class SequenceTables(core.SequenceCalls):
             if known.table not in (None, blocks) or known.hits not in (None, hits):
                 raise RuntimeError(
                     f"seq {seq_id!r} has blocks {blocks}, but its table says {known.table}, and of its "
-                    f"hits {known.hits} (was the list changed by its receiver?)"
+                    f"hits {known.hits} (did the caller change the list?)"
                 )
 
     def _rows(

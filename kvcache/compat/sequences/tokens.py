@@ -46,7 +46,7 @@ class TokenSource:
         return self._make(core.TokenIds(_tokens_from(seq, 0, num_tokens)), True, extra)
 
     def unread(self, num_tokens: int) -> Tokens:
-        """Return unspecified tokens, which neither take nor create hits."""
+        """Return unspecified tokens, which neither use nor create cached blocks."""
         return self._make(core.TokenIds(num_zeros=num_tokens), False, None)
 
     def copy_of(self, tokens: Tokens) -> Tokens:
@@ -63,24 +63,24 @@ class TokenSource:
         length = core.length_of(child_seq)
         if length < num_tokens:
             raise ValueError(
-                f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "
-                f"{num_tokens}, and any more"
+                f"child_seq {child_seq.seq_id!r} has {length} tokens: expected at least the "
+                f"{num_tokens} tokens of its parent"
             )
         if not tokens.are_read:
             return self.unread(num_tokens)
         extra, child_ids = extra_hash(child_seq), child_seq.get_token_ids()
         if extra != tokens.extra:
             raise ValueError(
-                f"extra_hash() of child_seq {child_seq.seq_id!r} is {shown(extra)}: expected that of "
-                f"its parent, {shown(tokens.extra)}"
+                f"extra_hash() of child_seq {child_seq.seq_id!r} is {shown(extra)}: expected the "
+                f"parent's extra_hash(), {shown(tokens.extra)}"
             )
         if len(child_ids) != length:
             fail_ids(child_seq, len(child_ids))
         first, ids = max(num_tokens - self.key.block_size, 0), tokens.ids.copy()
         if [*child_ids[first:num_tokens]] != ids[first:].tolist():
             raise ValueError(
-                f"child_seq {child_seq.seq_id!r} has other tokens than its parent among {first} to "
-                f"{num_tokens - 1}: expected the parent's {num_tokens} tokens, and any more"
+                f"child_seq {child_seq.seq_id!r} differs from its parent in tokens {first} to "
+                f"{num_tokens - 1}: expected it to start with the parent's {num_tokens} tokens"
             )
         return self._make(core.TokenIds(ids), True, extra)
 
@@ -107,8 +107,8 @@ class TokenSource:
 def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
     """Raise ValueError for a sequence whose number of token ids differs from its length."""
     raise ValueError(
-        f"get_token_ids() of seq {seq.seq_id!r} has {num_ids} tokens: expected {seq.get_len()}, as "
-        "get_len() says"
+        f"get_token_ids() of seq {seq.seq_id!r} has {num_ids} tokens: expected {seq.get_len()}, "
+        "as returned by get_len()"
     )
 
 

@@ -151,7 +151,7 @@ def paged_attention(
     if reader is None:
         return attend(module, query, key, value, attention_mask, **options)
     if attention_mask is not None and attention_mask.numel() != 1:
-        raise RuntimeError(f"{type(module).__name__} attends with a mask of its own")
+        raise RuntimeError(f"{type(module).__name__} uses its own attention mask")
     layer = reader.attend(module.layer_idx)
     kernels = reader.kernels_of(layer)
     if kernels is not None:

@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 def places_of(cache: KVCache, shapes: list[LayerShape]) -> dict[int, Place]:
-    """Return the places of all layers that cache K and V."""
+    """Return, for each layer that caches K and V, where they are stored."""
     places = {}
     for shape in shapes:
         if shape.attention is not None:

@@ -182,7 +182,7 @@ class FilledCache(DynamicCache):
         if model.config.is_encoder_decoder:
             raise UnsupportedModel(
                 model,
-                "it reads an encoder's output in each layer, which an engine of token ids has not",
+                "each layer reads an encoder's output, which an engine for token IDs does not compute",
             )
         self.mixers: dict[int, str] = {}
         self._calls: list[str] = []  # running modules of layers, outermost first
@@ -254,7 +254,7 @@ def _attention_spec(
     _, num_v_heads, _, v_head_size = layer.values.shape
     if num_heads != num_v_heads:
         raise UnsupportedModel(
-            model, f"layer {index} has {num_heads} heads of K and {num_v_heads} of V, not as many"
+            model, f"layer {index} has {num_heads} K heads, but {num_v_heads} V heads"
         )
     is_mla = num_heads == 1 and getattr(config, "kv_lora_rank", None) == head_size
     options = {}

@@ -116,5 +116,5 @@ class PagedCache(Cache):
         return RequestCache(self._layers, self._places, self.states, self.batch, request, segment)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0, because the caller passes positions."""
+        """Return 0, because `PagedModel.forward` passes the positions of all tokens."""
         return 0

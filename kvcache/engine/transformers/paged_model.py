@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _LOG = logging.getLogger(__name__)
-_NO_TRAINING = "expected model.eval(), as dropout would change answers and cached KV"
+_NO_TRAINING = "expected model.eval(), because dropout would change answers and cached KV"
 # Names of the maximum context length in configurations. The first name that is present is used.
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
@@ -68,7 +68,7 @@ class Way(NamedTuple):
     resumes: bool
 
     def __str__(self) -> str:
-        rest = "" if self.resumes else ", token by token behind a state"
+        rest = "" if self.resumes else ", token by token after the first chunk"
         return ("request by request" if self.by_request else "batched") + rest
 
 
@@ -298,7 +298,7 @@ def _longest(model: PreTrainedModel) -> tuple[int, str]:
     config = model.config.get_text_config(decoder=True)
     limits = (getattr(config, name, None) for name in _LENGTHS)
     longest = next(filter(None, limits), 2**20)
-    reason = "what the model is made for"
+    reason = "the model's maximum context length"
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
@@ -307,8 +307,8 @@ def _longest(model: PreTrainedModel) -> tuple[int, str]:
                 longest, reason = (
                     short,
                     (
-                        "as its longrope has other factors for longer requests, which all of a request's "
-                        "keys must have from its first chunk on"
+                        "because longrope uses other factors for longer requests, which would have to "
+                        "apply to all keys of a request from its first chunk onwards"
                     ),
                 )
     return longest, reason
@@ -321,7 +321,7 @@ def _check_attention(attention: str, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise ValueError(
-            f"attention is 'flashinfer' for a model on {device}: expected one on a GPU, or 'sdpa'"
+            f"attention is 'flashinfer' for a model on {device}: expected a model on a GPU, or 'sdpa'"
         )
     if find_spec("flashinfer") is None:
         raise ModuleNotFoundError(
@@ -397,7 +397,7 @@ def _proven_way(
             return way, _listed(found)
         found.append((way, reason))
     differs = any(isinstance(reason, Difference) for _, reason in found)
-    hint = ". With check=False it is attached all the same" if differs else ""
+    hint = ". Pass check=False to attach it without this check" if differs else ""
     raise UnsupportedModel(model, _listed(found) + hint)
 
 
@@ -432,7 +432,7 @@ def _reason_against(
             return "its forward does not name position_ids"
         for layer in shape.layers:
             if layer.state is not None and layer.mixer is None:
-                return f"no module keeps the state of layer {layer.index} and nothing else"
+                return f"no module maintains only the state of layer {layer.index}"
     paged = None
     try:
         with undisturbed(model):

@@ -60,18 +60,20 @@ class Difference(NamedTuple):
         layer = "" if self.layer is None else f", first in {self.layer}"
         return (
             f"at position {self.position} of request {self.request} (positions {first} to {stop - 1} in "
-            f"one step) logits differ by {self.largest:.2g} from the dense ones, tolerance "
-            f"{self.tolerance:.2g}{layer}: {self.cause}"
+            f"one step) logits differ from the dense logits by {self.largest:.2g} (tolerance "
+            f"{self.tolerance:.2g}){layer}: {self.cause}"
         )
 
     @property
     def cause(self) -> str:
         """The most likely cause of a difference in this layer."""
         if self.position == 0:
-            return "the first token sees later tokens or other requests, or gets another position"
+            return (
+                "the first token attends to later tokens or other requests, or has a wrong position"
+            )
         if self.position < self.chunk[1] and self.chunk[0] == 0:
-            return "attention is not causal or reads other requests, or tokens get other positions"
-        return "tokens of earlier steps are not read as the dense pass reads them, or positions are lost"
+            return "attention is not causal or reads other requests, or tokens have wrong positions"
+        return "attention to tokens of earlier steps differs from the dense pass, or positions are wrong"
 
 
 class SelfCheck:

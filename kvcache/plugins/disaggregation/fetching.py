@@ -25,7 +25,7 @@ _MOST_PEERS = 1024  # peers whose metadata is cached
 class Plans:
     """Plans for the reads of a local rank from one remote engine.
 
-    `readers` gives, for each remote rank that this rank notifies, how many readers it waits for.
+    `readers`: for each remote rank that this rank notifies, the number of readers that it waits for.
     """
 
     groups: tuple[GroupPlan, ...]

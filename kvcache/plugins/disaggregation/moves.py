@@ -58,7 +58,7 @@ class GroupPlan:
         """Yield the reads that fill the local blocks, in pieces.
 
         Adjacent reads are merged, except across borders. On each side, block i of a request holds
-        the tokens from i times the block size on. Blocks with id 0 on either side, and blocks
+        the tokens starting at i times the block size. Blocks with id 0 on either side, and blocks
         that the other side does not have, are skipped.
 
         Args:

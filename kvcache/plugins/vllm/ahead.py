@@ -173,7 +173,7 @@ class Ahead:
         if (
             not self._has_windows
             or not request.num_in_flight_tokens
-            or self._states.are_copied  # such models have no drafts
+            or self._states.are_copied  # models with states have no drafts
         ):
             return start
         num_hits = held.num_published

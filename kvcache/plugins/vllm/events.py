@@ -39,9 +39,9 @@ class VllmEventTranslator:
         self._discarded: dict[bytes, list[int]] = {}
 
     def follow(self, hashes: Sequence[bytes]) -> None:
-        """Let a session's hashes record the tokens that they cover and the session discards.
+        """Record the tokens that a session discards although a hash in its list covers them.
 
-        vLLM keeps such a hash, because KV of drafters depends on the tokens.
+        vLLM keeps the hash in this case, because a drafter's KV depends on these tokens.
         """
         if isinstance(hashes, RequestHashes):
             hashes.discarded = self._discarded
@@ -49,7 +49,7 @@ class VllmEventTranslator:
                 del self._discarded[next(iter(self._discarded))]
 
     def labels_of(self, request: Request) -> dict[str, Any]:
-        """Return the `Request` options that give the events of a request's blocks their extra keys.
+        """Return the `Request` options from which the events of its blocks get their extra keys.
 
         Extra keys of prompt embeddings are omitted.
         """

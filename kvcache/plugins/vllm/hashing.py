@@ -21,8 +21,8 @@ class RequestHashes(core.HashedTokens):
     """The `block_hashes` of a vLLM request: packed hashes, and the tokens.
 
     Attributes:
-        discarded: Receives the tokens after a block that its hash covers, by hash, if a session discards
-            one of these tokens. None: not recorded.
+        discarded: Maps a block's hash to the tokens after the block that the hash covers. An entry is
+            added if a session discards one of these tokens. None: not recorded.
     """
 
     __slots__ = ("_after_last", "discarded", "num_hashed")

@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-# Digests of vLLM's sources that this file repeats: the scheduler's, and the asynchronous scheduler's.
+# Digests of the sources of vLLM's scheduler and asynchronous scheduler that `steady.py` repeats.
 KNOWN_SOURCES = {
     "0.32.0": (
         "3b6b7482096f33d126d1ed869752d24af91f5202231efe2195d53918b6bbfee4",
@@ -57,9 +57,9 @@ _OTHERS = (
 
 
 def sources_digest(scheduler: type, without: type) -> str:
-    """Return the digest of all sources that this file repeats, as `scheduler` resolves them.
+    """Return the digest of the repeated methods, as resolved by the class `scheduler`.
 
-    `without`: the class whose methods call this file's. Methods of other subclasses count.
+    `without`: the class that calls the repeated code. Its own methods are ignored.
     """
     classes = [each for each in scheduler.__mro__ if each is not without]
     found = [vars(each)[name] for name in _METHODS for each in classes if name in vars(each)]

@@ -71,20 +71,20 @@ class _WithManager:
         own = (vllm_config.additional_config or {}).get("kvcache", {})
         if not isinstance(own, dict):
             raise ValueError(
-                f"additional_config has {own!r} for kvcache: expected options, as "
-                '{"kvcache": {"eviction": "learned"}}'
+                f"additional_config has {own!r} for kvcache: expected options, for "
+                'example {"kvcache": {"eviction": "learned"}}'
             )
         for name in own:
             if name not in _OPTIONS:
                 raise ValueError(
                     f"additional_config has the option {name!r} for kvcache: expected "
-                    f"{' or '.join(_OPTIONS)}; vLLM decides the others"
+                    f"{' or '.join(_OPTIONS)}; vLLM sets the other options"
                 )
         aux_outputs = getattr(vllm_config, "aux_output_config", None)
         if aux_outputs is not None and aux_outputs.enabled:
             raise ValueError(
                 "aux_output_config is enabled: kvcache's scheduler for vLLM does not support auxiliary "
-                "outputs, which read vLLM's own block pool; leave them out, or serve with vLLM's own "
+                "outputs, which read vLLM's own block pool; disable them, or serve with vLLM's own "
                 "scheduler"
             )
         accept_new_parameters(VllmCacheManager, KVCacheManager)
@@ -108,14 +108,14 @@ class _WithManager:
         if self.connector is not None and self.kv_cache_manager.copies_states:
             raise ValueError(
                 "kv_transfer_config is given, and the model keeps states that are copied "
-                "(mamba_cache_mode 'align'): kvcache's scheduler for vLLM supports one of them; leave "
-                "out the connector, or serve with vLLM's own scheduler"
+                "(mamba_cache_mode 'align'): kvcache's scheduler for vLLM does not support both; remove "
+                "the connector, or serve with vLLM's own scheduler"
             )
         for connector in _each(self.connector):
             if what := _asked_of_vllms_pool(connector):
                 raise ValueError(
                     f"kv_connector is {type(connector).__name__}, which {what}: kvcache's scheduler for "
-                    "vLLM has none; choose another connector, or serve with vLLM's own scheduler"
+                    "vLLM does not have it; choose another connector, or serve with vLLM's own scheduler"
                 )
         self.kv_cache_manager.ask_who_waits(lambda: bool(self.waiting))
         self.steady: SteadySteps | None = None
@@ -124,7 +124,7 @@ class _WithManager:
             self.steady = SteadySteps(self, is_async=is_async)
         else:
             _log.debug(
-                "The sources of vLLM's scheduler are not known: it schedules every step itself"
+                "This version of vLLM's scheduler is unknown, so vLLM's code schedules every step"
             )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -192,8 +192,8 @@ class _WithManager:
         )
         if not is_tested(found):
             _log.warning(
-                "kvcache %s is tested with vLLM %s, and this is %s. All interfaces are there, and the "
-                "comparison found no difference%s",
+                "kvcache %s is tested with vLLM %s, but vLLM %s is installed. It has all required "
+                "interfaces, and the comparison found no difference%s",
                 *(__version__, " and ".join(TESTED), found),
                 "" if compared.num_hit_tokens else ". It had no hits to compare",
             )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steady decode steps of vLLM's scheduler, built from columns instead of one request at a time.
 
-In a steady step nothing waits and each running request computes one token, so `schedule()` repeats
+In a steady step no request waits and each running request computes one token, so `schedule()` repeats
 the previous step with different numbers, and `update_from_output` appends one token to each
 request. Both change the same state as vLLM's methods. Every condition is checked before anything
 changes, and the methods return None if one fails; the caller then runs vLLM's own code.

@@ -44,7 +44,7 @@ def _observe(worker: Any) -> None:
 
 
 def findings(worker: Any) -> dict[str, object]:
-    """Return what the sanitizer of a worker found, for `LLM.collective_rpc(findings)`.
+    """Return the findings of a worker's sanitizer, for `LLM.collective_rpc(findings)`.
 
     Args:
         worker: A worker of vLLM.
@@ -52,14 +52,14 @@ def findings(worker: Any) -> dict[str, object]:
     Returns:
         "reports": pages of text. "counts": findings by kind. "steps", "slots_read",
         "slots_compared", "slots_written": totals. "unchecked": groups that are not checked, each
-        with the reason. "off": why the sanitizer has switched itself off, or None.
-        "blocks_loaded", "loads_checked": blocks that a host tier loaded, and those of them whose
-        bytes were compared.
+        with the reason. "off": the reason why the sanitizer has switched itself off, or None.
+        "blocks_loaded": blocks that a host tier loaded. "loads_checked": loaded blocks whose bytes
+        were compared.
 
     Raises:
         ValueError: The worker has no sanitizer.
     """
     observer = getattr(worker.model_runner, "kvcache_sanitizer", None)
     if observer is None:
-        raise ValueError("the worker has no sanitizer: expected KVCACHE_SANITIZE=1 at its start")
+        raise ValueError("the worker has no sanitizer: start it with KVCACHE_SANITIZE=1")
     return observer.findings()

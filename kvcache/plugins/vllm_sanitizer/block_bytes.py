@@ -11,7 +11,7 @@ import torch
 
 from kvcache.sanitizer import Sanitizer
 
-_HOST_TIERS = ("OffloadingConnector", "SimpleCPUOffloadConnector")  # return the bytes that they got
+_HOST_TIERS = ("OffloadingConnector", "SimpleCPUOffloadConnector")  # load what they stored
 
 
 def has_host_tier(connector: object) -> bool:
@@ -20,7 +20,7 @@ def has_host_tier(connector: object) -> bool:
 
 
 class BlockBytes:
-    """Observes digests of blocks as they become full, and checks those of blocks that were loaded.
+    """Observes digests of blocks as they become full, and checks the digests of loaded blocks.
 
     Args:
         runner: vLLM's model runner.

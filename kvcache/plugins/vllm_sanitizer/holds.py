@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of each request, as far as a worker is informed of them."""
+"""Tracks the blocks of each request, from the information that a worker receives."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Holds:
     def __init__(self, sanitizer: Sanitizer, gids: list[int], sizes: list[int]) -> None:
         self._sanitizer, self._gids, self._sizes = sanitizer, gids, sizes
         self._blocks: dict[str, list[list[int]]] = {}  # per group, by column; 0 if released
-        self._left: dict[str, list[int]] = {}  # number of columns that were left behind
+        self._left: dict[str, list[int]] = {}  # number of columns that are no longer read
         self._holders: dict[int, set[tuple[str, int]]] = {}  # by block: (name, group)
         self.scheduled: Iterable[str] = ()
 
     def take(self, name: str, blocks: tuple[list[int], ...], num_computed: int) -> None:
-        """Append blocks to a request. Those of the first `num_computed` tokens may be shared."""
+        """Append blocks to a request. Blocks of the first `num_computed` tokens may be shared."""
         held = self._blocks.setdefault(name, [[] for _ in self._gids])
         self._left.setdefault(name, [0] * len(self._gids))
         for g, gid in enumerate(self._gids):
@@ -41,12 +41,12 @@ class Holds:
                 self._sanitizer.observe_allocation(name, new, group=g)
 
     def exclusive(self, name: str, g: int, blocks: list[int]) -> list[int]:
-        """Return blocks with 0 for those that other requests hold as well, which no load fills."""
+        """Return the blocks, with 0 for blocks that other requests also hold. Loads do not fill these."""
         own = {(name, g)}
         return [block if self._holders.get(block) == own else 0 for block in blocks]
 
     def of(self, name: str) -> list[list[int]]:
-        """Return the blocks of a request per group, by column. Released ones are 0."""
+        """Return the blocks of a request per group, by column. Released blocks are 0."""
         return self._blocks.get(name) or [[] for _ in self._gids]
 
     def release(self, name: str) -> None:
@@ -56,7 +56,7 @@ class Holds:
             self._free(name, g, [block for block in blocks if block])
 
     def leave(self, names: list[str], num_computed: list[int]) -> None:
-        """Release the blocks that requests' windows or recurrent states have left behind."""
+        """Release the blocks that are no longer in a request's window or used by its recurrent state."""
         counts = np.array(num_computed, np.int64)
         for g, spec in enumerate(self._sanitizer.groups):
             if spec.kind == "full":
@@ -71,8 +71,9 @@ class Holds:
     def _take_over(self, block: int, name: str, g: int, is_shared: bool) -> None:
         """Release a block from requests that cannot hold it any longer.
 
-        The worker is not told when the scheduler releases blocks of requests that are not in a step. A
-        block that another group gets, or that is new to a request, has been released by them.
+        The worker is not informed when the scheduler releases blocks of requests that are not in a
+        step. If a block is assigned to another group, or is new to a request, its earlier holders must
+        have released it.
         """
         for holder, group in list(self._holders.get(block, ())):
             waits = holder not in self.scheduled and holder != name

@@ -39,7 +39,7 @@ from kvcache.sanitizer.guard import ObserverGuard
 _log = logging.getLogger("kvcache.sanitizer")
 _HOOKS = ("execute_model", "_build_attention_metadata", "_zero_block_ids")
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-_current: WorkerObserver | None = None  # the observer whose step runs
+_current: WorkerObserver | None = None  # the observer of the running step
 
 
 def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
@@ -47,7 +47,7 @@ def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
 
     Args:
         worker: A worker of vLLM, on a CPU or a GPU.
-        sanitizer: Default: one with the options of the environment.
+        sanitizer: The sanitizer. None: a sanitizer with options from the environment.
 
     Returns:
         The observer, also in `worker.model_runner.kvcache_sanitizer`.
@@ -83,7 +83,7 @@ def _checked_group(spec: KVCacheSpec, is_drafting: bool) -> SanitizedGroup | str
     if isinstance(spec, MambaSpec):
         if is_drafting:
             return "states of draft tokens are copied by a kernel that is not observed"
-        return SanitizedGroup("state", 1)  # one state per page, whatever tokens it stands for
+        return SanitizedGroup("state", 1)  # one state per page, regardless of the number of tokens
     if type(spec) not in _SPECS:  # subclasses may read other tokens
         return f"{type(spec).__name__} is not supported"
     size, chunk = spec.block_size, getattr(spec, "attention_chunk_size", None)
@@ -131,7 +131,7 @@ class WorkerObserver:
         self._bytes: BlockBytes | None = None
         self._verified: dict[
             str, int
-        ] = {}  # tokens of the requests of the last step, without drafts
+        ] = {}  # number of tokens per request of the last step, without drafts
         self._drafted: dict[str, int] = {}  # start of requests that had drafts in the last step
         self._is_computing = False
         self._has_sync_loads = False
@@ -271,7 +271,7 @@ class WorkerObserver:
         """Return the number of tokens of each request that are certain to be computed."""
         if not (self._runner.use_async_scheduling and self._drafted):
             return cached.num_computed_tokens
-        # The scheduler counts the drafts of the step before, of which some may be rejected.
+        # The scheduler counts all drafts of the previous step, although some may be rejected.
         return [
             min(count, self._drafted.get(name, count) + 1)
             for name, count in zip(cached.req_ids, cached.num_computed_tokens)
@@ -328,7 +328,7 @@ class WorkerObserver:
             sanitizer.observe_read(g, names, starts, seq_lens, table)
 
     def _observe_accepted(self, names: list[str], starts: np.ndarray) -> None:
-        """Observe which tokens became of the drafts of the step before."""
+        """Observe which drafts of the previous step were accepted."""
         for name, first in self._drafted.items():
             row = self._runner.input_batch.req_id_to_index.get(name)
             if row is None or starts[row] <= first:
@@ -380,7 +380,7 @@ class WorkerObserver:
         return metadata.get(self._runner.kv_cache_config.kv_cache_groups[gid].layer_names[0])
 
     def _table(self, layer: Any, gid: int, num_rows: int) -> np.ndarray:
-        """Return the block table of a group, of the layer's metadata if it has one like vLLM's."""
+        """Return a group's block table, from the layer's metadata if that contains one like vLLM's."""
         runner = self._runner
         ours = runner.input_batch.block_table[gid]
         table = ours.get_device_tensor(num_rows)

@@ -49,8 +49,8 @@ class BlockIdRequest(NamedTuple):
 def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:
     """Return the tokens int32[k, num_tokens] of blocks int64[k], all below `VOCABULARY`.
 
-    The first two tokens encode the id, so different ids always give different blocks, in every allocation
-    block that starts at the same token. The other tokens are a mix of id and offset.
+    The first two tokens encode the id, so blocks with different ids always have different tokens.
+    The other tokens are a mix of id and offset.
     """
     mixed = mix64(ids.astype(np.uint64))[:, None] ^ _mixed_offsets(num_tokens)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
@@ -66,10 +66,10 @@ def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:
 def block_content(ids: np.ndarray, num_tokens: int) -> np.ndarray:
     """Return content keys int64[k, num_tokens] of the blocks int64[k] of one prompt, from id and offset.
 
-    The first token does not encode the whole id of its block. Two blocks after the same block may start
-    with the same token, and a cache whose blocks have one token, or straddle these blocks, correctly hits
-    there. The key of a first token is therefore derived from the previous block and the token. It is
-    negative, unlike all other keys.
+    The first token does not encode the whole id of its block. Two different blocks that follow the same
+    block may start with the same token. If a cache's blocks have one token, or extend beyond the block
+    boundary of the trace, this token is then correctly a hit. The key of a first token is therefore
+    derived from the previous block and the token. It is negative, unlike all other keys.
     """
     return _keys_at(ids, num_tokens, np.arange(len(ids) * num_tokens)).reshape(-1, num_tokens)
 

@@ -97,7 +97,7 @@ def _literal(line: Line, text: str) -> str:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         raise TraceError(
-            f"{line.where}: text is {quoted(text)}: expected a string as Python writes it"
+            f"{line.where}: text is {quoted(text)}: expected a string in Python's syntax"
         ) from None
 
 

@@ -118,7 +118,7 @@ def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
     """Return int32[n] with at least one token."""
     ids = whole_numbers(record, name, MAX_INT32, line)
     if not ids:
-        raise TraceError(f"{line.where}: {name} is []: expected one token at least")
+        raise TraceError(f"{line.where}: {name} is []: expected at least one token")
     return np.array(ids, np.int32)
 
 

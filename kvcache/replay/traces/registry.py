@@ -164,7 +164,7 @@ def _requests(name: str, form: str | None, with_tokens: bool) -> Iterator:
             found = True
             yield request
         if not found and form.endswith("_log"):
-            raise TraceError(f"{name}: has no request: expected a log of form {form!r} with some")
+            raise TraceError(f"{name}: has no requests: expected requests of form {form!r}")
 
 
 def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
@@ -176,8 +176,8 @@ def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
         return file
     if zstandard is None:
         raise TraceError(
-            f"{name}: is compressed with Zstandard, which needs a package that is missing: expected "
-            "torch-kvcache[cli] to be installed"
+            f"{name}: is compressed with Zstandard, but the package zstandard is not installed: "
+            "pip install 'torch-kvcache[cli]'"
         )
     return io.BufferedReader(_ZstdStream(file))
 

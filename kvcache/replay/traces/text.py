@@ -53,7 +53,7 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
         tokens = tokens_of_text(text)
         if len(tokens) == 0:
             raise TraceError(
-                f"{line.where}: {name} is {quoted(record[name])}: expected a word at least"
+                f"{line.where}: {name} is {quoted(record[name])}: expected at least one word"
             )
         arrival = milliseconds(record, "timestamp", line) if has_times else 0
         answer = count(record, "output_length", 0, line) if "output_length" in record else 0

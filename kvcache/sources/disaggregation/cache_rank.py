@@ -95,7 +95,7 @@ def layouts_of_plan(
         if len(names) != description.num_layers:
             raise ValueError(
                 f"layers of group {number} are {shown(list(names))}: expected {description.num_layers}, "
-                "those of all stages"
+                "the layers of all stages"
             )
         found.append(GroupLayout(names, description, 1, plan.num_pages))
     return tuple(found)

@@ -108,8 +108,8 @@ class Connector:
         for spec in specs:
             if not kind_class(spec.kind).pages.is_transferable:
                 raise ValueError(
-                    f"a group is of kind {spec.kind!r} and transferred: expected transferred=False, its "
-                    "blocks do not hold consecutive tokens"
+                    f"a group is of kind {spec.kind!r} and transferred: expected transferred=False, "
+                    "because its blocks do not hold consecutive tokens"
                 )
         self._kinds = [make_kind(spec.kind, spec.options) for spec in specs]
         self._layouts = self._ranks[0].handshake.groups
@@ -120,8 +120,8 @@ class Connector:
         ]
         if sizes != wanted or len(self._layouts) != len(specs):
             raise ValueError(
-                f"ranks have blocks of {sizes} tokens: expected {wanted}, those of the manager's "
-                "transferred groups"
+                f"ranks have blocks of {sizes} tokens: expected {wanted}, the block sizes of the "
+                "manager's transferred groups"
             )
         if (size := self._layouts[0].description.world_size) != len(self._ranks):
             raise ValueError(f"there are {len(self._ranks)} ranks: expected {size}, as described")
@@ -330,7 +330,7 @@ class Connector:
         if load is None or load.state is LoadState.QUARANTINED:
             self._loads.free(request)
             return
-        load.detail.error = "it was given up"
+        load.detail.error = "it was canceled"
         self._loads.quarantine(load)
         self._begin(Step(cancels={request.request_id}))
 
@@ -504,7 +504,7 @@ class Connector:
                 if end < offer.num_tokens:
                     raise ValueError(
                         f"the request has {request.num_tokens} tokens, and the offer has states after "
-                        f"{offer.num_tokens}: expected one more token, the first that the sender sampled"
+                        f"{offer.num_tokens}: append the first token that the sender sampled"
                     )
                 is_there = len(blocks) == 1 and blocks[0] > 0
             else:

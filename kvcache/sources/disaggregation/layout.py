@@ -69,7 +69,7 @@ class GroupLayout:
         """Create a layout from `to_dict`. Raises TypeError or ValueError for any other value."""
         instance(values, Mapping, "values")
         if missing := [each.name for each in fields(cls) if each.name not in values]:
-            raise ValueError(f"values lacks {missing}: expected those of to_dict")
+            raise ValueError(f"values lacks {missing}: expected the fields of to_dict")
         layers, interior = values["layers"], values["interior"]
         if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
             raise TypeError(f"layers is {shown(layers)}: expected a list of names")
@@ -109,8 +109,8 @@ def check_like(
         is_converted = {mine.interior, theirs.interior} <= set(converts)
         if mine.interior != theirs.interior and not is_converted:
             raise ValueError(
-                f"the local engine's kernels order a block as {mine.interior!r}, but the remote "
-                f"engine's order it as {theirs.interior!r}: expected the same order; run both engines "
+                f"the local engine's kernels arrange a block as {mine.interior!r}, but the remote "
+                f"engine's kernels use {theirs.interior!r}: expected the same order; run both engines "
                 "on machines of the same kind"
             )
         is_same_size = mine.description.block_size == theirs.description.block_size

@@ -24,7 +24,7 @@ _TAG = 1 << 19
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease, which keeps blocks while `slot` in the leases of each rank holds `generation`.
+    """A lease, which keeps blocks while its slot on each rank holds its `generation`.
 
     `until` is the expiry in seconds since the epoch, by the sender's clock. Only the slot is
     authoritative.

@@ -130,8 +130,8 @@ class Offer:
         )
         if own["seal"] != sealed(own)["seal"]:
             raise ValueError(
-                f"seal is {shown(own['seal'])}: expected that of the other fields; pass offers on as "
-                "they are"
+                f"seal is {shown(own['seal'])}: expected the seal of the other fields; do not change "
+                "offers"
             )
         return found
 

@@ -44,7 +44,7 @@ class ConnectorOptions:
         for name in ("advertise", "transport"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(f"{name} is {shown(value)}: expected a name, or null")
+                raise TypeError(f"{name} is {shown(value)}: expected a name, or None")
         flag(self.digest, "digest")
         for name in ("lease_s", "timeout_s"):
             checked_seconds(getattr(self, name), name)

@@ -172,7 +172,7 @@ class RemotePrefill:
                 try:
                     self._connector.decline(answer.result())
                 except ValueError as error:
-                    _log.warning("the peer sent what is no offer: %s", error)
+                    _log.warning("the peer sent an invalid offer: %s", error)
         return self._connector.poll()
 
     def save(self, report: StepReport) -> None:

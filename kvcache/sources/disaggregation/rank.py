@@ -27,7 +27,7 @@ _BUSY_S, _IDLE_S = 0.0005, 0.05
 _MOST_WRONG = 20  # consecutive failed passes after which the thread gives up
 _OF_STEP = {"loads": dict, "leases": dict, "ends": set, "cancels": set, "unread": list}
 _FAILED = "the thread that loads KV has failed: see the log"
-_UNTOLD = "the sender of request %s is not told that no one reads its KV: %s"
+_UNTOLD = "the sender of request %s was not notified that its KV will not be read: %s"
 _log = logging.getLogger(__name__)
 
 
@@ -118,8 +118,8 @@ class RankThread:
             streams = self._reader.streams
             if streams.is_capturing():
                 raise RuntimeError(
-                    "begin was called while the current stream is captured in a CUDA graph: expected "
-                    "loads to begin outside graphs"
+                    "begin was called while the current stream is captured in a CUDA graph: begin "
+                    "loads outside graphs"
                 )
             after = streams.record(streams.current())
         for request_id, lease in step.leases.items():
@@ -228,12 +228,12 @@ class RankThread:
             try:
                 read = self._begin_load(load)
             except Exception as error:  # no transfer writes to its blocks any more
-                self._fail_unbegun(request_id, f"it was not begun: {error!r}")
+                self._fail_unbegun(request_id, f"it did not begin: {error!r}")
                 continue
             read.count_from(asked.at, asked.after)
             self._loads[request_id] = read
         for request_id in step.cancels & set(self._loads):
-            self._loads[request_id].cancel("it was given up")
+            self._loads[request_id].cancel("it was canceled")
 
     def _step_unread(self) -> None:
         left = []
@@ -268,7 +268,7 @@ class RankThread:
 
     def _give_up(self, failed: set[str]) -> None:
         """End all loads and leases and reject new ones, so that no caller waits for this thread."""
-        _log.error("KV is neither served nor loaded any more: requests are computed")
+        _log.error("KV is no longer served or loaded: requests are computed locally")
         for load in self._under_way():
             with suppress(Exception):
                 load.cancel(_FAILED)

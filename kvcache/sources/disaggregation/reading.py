@@ -262,7 +262,7 @@ class Read(ABC):
         """Read the lease slots."""
         if not self._cells:
             if len(self._reader.free_cells) < len(self._peers):
-                raise ValueError("too many loads at once: expected fewer")
+                raise ValueError("too many concurrent loads: expected fewer")
             self._cells = {source: self._reader.free_cells.pop() for source in self._peers}
         lease, inbox = self._load.offer.lease, self._reader.inbox
         self._reads = []
@@ -287,7 +287,7 @@ class Read(ABC):
         over = {state.is_over for state in states.values()}
         if True in over:
             raise TransferError(
-                f"the lease of request {offer.request_id} is over: set a longer lease_s in "
+                f"the lease of request {offer.request_id} has ended: set a longer lease_s in "
                 f"engine {offer.engine_id!r}"
             )
         if None in over:  # the offer arrived before the sender's ranks began the lease

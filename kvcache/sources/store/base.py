@@ -21,8 +21,8 @@ class BlockStore(ABC):
 
     A `StoreTier` calls all methods in one separate thread, beginning with `open`. A call may take
     any time and may raise any exception, because the tier has deadlines and treats an exception as
-    a failure of the whole call. A store may lose values at any time, and may return wrong bytes:
-    the tier detects them by the digest that each value contains.
+    a failure of the whole call. A store may lose values at any time and may return wrong bytes. The
+    tier detects wrong bytes by the digest in each value.
 
     To add a store, subclass this class. The tier calls no other methods.
     """

@@ -97,8 +97,8 @@ class DiskStore(BlockStore):
         capacity = (self._capacity_bytes - _ALIGNMENT) // stride
         if capacity < 1:
             raise StoreError(
-                f"capacity_bytes is {self._capacity_bytes}: expected {stride + _ALIGNMENT} or more, room "
-                f"for a block, as value_bytes is {value_bytes}"
+                f"capacity_bytes is {self._capacity_bytes}: expected {stride + _ALIGNMENT} or more, "
+                f"because value_bytes is {value_bytes}"
             )
         self.close()
         self._value_bytes, self._stride, self._memory = value_bytes, stride, memory
@@ -254,7 +254,7 @@ class DiskStore(BlockStore):
         """
         keys, values = _checked_keys(keys), listed(values, "values")
         if self._agent is None:
-            raise StoreError("the store is not open: expected a call of open first")
+            raise StoreError("the store is not open: call open first")
         if len(values) != len(keys):
             raise ValueError(f"values has {len(values)} entries: expected {len(keys)}, one per key")
         begin = self._memory.ctypes.data
@@ -264,7 +264,7 @@ class DiskStore(BlockStore):
             if value.nbytes != self._value_bytes or not begin <= value.ctypes.data <= last:
                 raise ValueError(
                     f"values[{i}] has {value.nbytes} bytes: expected {self._value_bytes}, in the memory "
-                    "that the store was opened with"
+                    "that was passed to open"
                 )
         return keys, values
 
@@ -282,7 +282,9 @@ class DiskStore(BlockStore):
         size = os.fstat(self._fd).st_size
         if _form_of(os.pread(self._fd, _ALIGNMENT, 0)) != form:
             if size:
-                _log.warning("%s holds blocks of another form: they are replaced", self.folder)
+                _log.warning(
+                    "%s contains blocks in another format, which are replaced", self.folder
+                )
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(form).encode().ljust(_ALIGNMENT), 0)
             size = 0
@@ -374,18 +376,18 @@ def _check_own(fd: int, path: Path, *, is_folder: bool) -> None:
     what = "folder" if is_folder else "file"
     if found.st_uid != os.geteuid():
         raise StoreError(
-            f"{what} {str(path)!r} belongs to user {found.st_uid}: expected {os.geteuid()}, that of this "
-            "process"
+            f"{what} {str(path)!r} belongs to user {found.st_uid}: expected {os.geteuid()}, the user "
+            "of this process"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StoreError(
-            f"{what} {str(path)!r} has mode {stat.S_IMODE(found.st_mode):o}: expected one that only its "
-            "owner may write to (chmod go-w)"
+            f"{what} {str(path)!r} has mode {stat.S_IMODE(found.st_mode):o}: expected a mode in which "
+            "only its owner may write (chmod go-w)"
         )
     if not is_folder and (not stat.S_ISREG(found.st_mode) or found.st_nlink != 1):
         raise StoreError(
-            f"file {str(path)!r} is not a regular file, or has {found.st_nlink} names: expected a file "
-            "with one name"
+            f"file {str(path)!r} is not a regular file, or has {found.st_nlink} hard links: expected "
+            "a file with one link"
         )
 
 

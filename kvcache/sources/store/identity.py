@@ -109,9 +109,9 @@ def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups:
     if given is None:
         if known is None:
             raise ValueError(
-                "contents is None, and the pages are plain bytes: expected pages of "
-                "kvcache.build or of a KVStorage, or contents, the storages over these pages, or a "
-                "text that names dtype, shape and order in memory"
+                "contents is None, but the contents of the pages are unknown: expected pages created by "
+                "kvcache.build or KVStorage, or contents as the storages over these pages or as a string "
+                "that describes dtype, shape and memory order"
             )
         return [pages.page_bytes, known]
     if isinstance(given, str):
@@ -133,13 +133,13 @@ def _interleave(pages: Pages, given: int | None) -> int:
     if given is None:
         if known is None:
             raise ValueError(
-                "cp_kv_cache_interleave_size is None with context parallelism: expected that of the "
-                "block tables, as pages do not know it"
+                "cp_kv_cache_interleave_size is None with context parallelism: expected the interleave "
+                "of the block tables, because the pages do not contain it"
             )
         return known
     given = integer(given, "cp_kv_cache_interleave_size", 1)
     if known not in (None, given):
         raise ValueError(
-            f"cp_kv_cache_interleave_size is {given}: expected {known}, that of the pages"
+            f"cp_kv_cache_interleave_size is {given}: expected {known}, as in the pages"
         )
     return given

@@ -142,7 +142,9 @@ class MooncakeStore(BlockStore):
     def _connect(self) -> None:
         """Raise OSError if no master listens."""
         address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
-        if address is not None:  # otherwise it is the address of a service that knows the master
+        if (
+            address is not None
+        ):  # otherwise it is the address of a service that returns the master's
             socket.create_connection((address[1], int(address[2])), _CONNECT_S).close()
 
 

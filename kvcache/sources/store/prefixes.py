@@ -42,8 +42,8 @@ class StoredPrefixes:
         for g, (spec, kind) in enumerate(zip(manager.groups, self._kinds)):
             if not kind.pages.is_transferable and spec.transferred:
                 raise ValueError(
-                    f"group {g} has kind {spec.kind!r}: expected kinds whose blocks are cached, or "
-                    "transferred=False, because a store has none of its blocks"
+                    f"group {g} has kind {spec.kind!r}: expected transferred=False, or a kind whose "
+                    "blocks are cached, because a store contains only cached blocks"
                 )
             if spec.cached != spec.transferred:
                 raise ValueError(
@@ -52,7 +52,7 @@ class StoredPrefixes:
                 )
         self._groups = [g for g, spec in enumerate(manager.groups) if spec.cached]
         if not self._groups or not manager.options.enable_caching:
-            raise ValueError("manager caches nothing: expected a group that is cached")
+            raise ValueError("the manager caches no blocks: expected at least one cached group")
         self._step = math.lcm(*(manager.block_sizes[g] for g in self._groups))
         self._drafts = any(spec.drafts for spec in manager.groups)
 

@@ -39,7 +39,7 @@ def register_store(scheme: str) -> Callable[[StoreFactory], StoreFactory]:
 
     def add(factory: StoreFactory) -> StoreFactory:
         if scheme in _FACTORIES:
-            raise ValueError(f"scheme is {shown(scheme)}: expected one that is not in use")
+            raise ValueError(f"scheme is {shown(scheme)}: expected a scheme that is not in use")
         _FACTORIES[scheme] = factory
         return factory
 

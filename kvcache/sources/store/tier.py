@@ -42,7 +42,7 @@ _WRONG = {
     "missing": "the store no longer has a block",
     "corrupt": "the digest of a block is wrong",
     "misfit": "a block has the wrong size or key",
-    "error": "a call of the store failed",
+    "error": "a call to the store failed",
 }
 _MEDIUMS = {"device": "gpu", "host": "cpu"}
 
@@ -117,10 +117,10 @@ class StoreTier:
             them, set `announce` and call the tier's `drain_events`.
         pages: Pages of the device.
         store: The store.
-        model: As for `fingerprint`. Only engines with equal fingerprints share blocks.
-        rank: As for `fingerprint`.
-        contents: As for `fingerprint`.
-        cp_kv_cache_interleave_size: As for `fingerprint`.
+        model: See `fingerprint`. Only engines with equal fingerprints share blocks.
+        rank: See `fingerprint`.
+        contents: See `fingerprint`.
+        cp_kv_cache_interleave_size: See `fingerprint`.
         host_pages: Pages of the manager's host tier.
         write_from: "device": store blocks as they fill. "host": store blocks that the manager writes to
             its host tier (see `host_write`). None: store nothing. "auto": "host" if there is a host
@@ -128,8 +128,8 @@ class StoreTier:
         staging_bytes: Bytes of host memory through which blocks are copied. Writes use at most half
             of it.
         timeout_s: Seconds after which a lookup, or a whole load, counts as a miss.
-        announce: Whether to keep events for `drain_events`: the manager's, and the store's if the store
-            knows its keys (`BlockStore.knows_keys`).
+        announce: Whether to keep events for `drain_events`: the manager's events, and the store's if the
+            store can list its keys (`BlockStore.knows_keys`).
         circuit: Circuit breaker for a failing store.
 
     Raises:
@@ -224,8 +224,8 @@ class StoreTier:
             )
         if pages.num_blocks < manager.pool.num_blocks:
             raise ValueError(
-                f"pages has {pages.num_blocks} pages: expected {manager.pool.num_blocks}, those of the "
-                "manager"
+                f"pages has {pages.num_blocks} pages: expected {manager.pool.num_blocks}, as in the "
+                "manager's pool"
             )
         if write_from != "host":
             return
@@ -237,7 +237,7 @@ class StoreTier:
         if host_pages.num_blocks < manager.host_pool.num_blocks:
             raise ValueError(
                 f"host_pages has {host_pages.num_blocks} pages: expected {manager.host_pool.num_blocks}, "
-                "those of the manager's host tier"
+                "as in the manager's host tier"
             )
 
     # Reads -----------------------------------------------------------------------------------------
@@ -364,8 +364,8 @@ class StoreTier:
     def _check_epoch(self) -> None:
         if self._manager.cache.epoch != self._epoch:
             raise RuntimeError(
-                "start_epoch was called of the manager's cache: expected StoreTier.start_epoch, with "
-                "another model text, because the store still has KV of the old weights"
+                "start_epoch of the manager's cache was called: call StoreTier.start_epoch instead, with "
+                "a new model string, because the store still has KV of the old weights"
             )
 
     def _ask(self, request: Request, first: int) -> _Lookup:
@@ -617,8 +617,8 @@ class StoreTier:
         new = fingerprint(self._manager, self._pages, model=model, **self._identity)
         if new == self._fingerprint:
             raise ValueError(
-                f"model is {shown(model)}: expected a new text, because the store still has "
-                "KV of the old weights under this one"
+                f"model is {shown(model)}: expected a new string, because the store still has KV of the "
+                "old weights under the current string"
             )
         self._manager.cache.start_epoch()
         self._epoch, self._fingerprint = self._manager.cache.epoch, new

@@ -50,8 +50,8 @@ def source_readers(
         The readers of each rank of `source`.
 
     Raises:
-        TypeError: As for `plan_transfer` and `plan_states`.
-        ValueError: As for `plan_transfer` and `plan_states`, or tokens are out of range.
+        TypeError: See `plan_transfer` and `plan_states`.
+        ValueError: Tokens are out of range. For other reasons, see `plan_transfer` and `plan_states`.
 
     Example:
         >>> from dataclasses import replace
@@ -68,7 +68,8 @@ def source_readers(
     if isinstance(readers, StateDescription):
         if (num_tokens, first_token) != (None, 0):
             raise ValueError(
-                f"num_tokens is {num_tokens}, first_token is {first_token}: expected none with states"
+                f"num_tokens is {num_tokens}, first_token is {first_token}: expected None and 0, because "
+                "states have no tokens"
             )
         return _readers_of_states(readers, source)
     check_same_content(readers, source, ("readers", "source"))

@@ -85,8 +85,8 @@ def plan_range(
     local = _table(local_ids, "local_ids")
     if len(local) * per_page < end_token:
         raise ValueError(
-            f"end_token is {end_token}: expected at most {len(local) * per_page}, the tokens of "
-            f"{len(local)} pages of local_ids"
+            f"end_token is {end_token}: expected at most {len(local) * per_page}, the number of "
+            f"tokens in the {len(local)} pages of local_ids"
         )
     part = (first_group, groups)
     mine = _grouped(local, plan.local_pages_per_group, *part)

@@ -288,7 +288,7 @@ def plan_transfer(
             f"local block_size is {local.block_size} (engine {local.engine_id!r}, "
             f"{local.tokens_per_page} tokens over its ranks), remote block_size is "
             f"{remote.block_size} (engine {remote.engine_id!r}, {remote.tokens_per_page}): expected "
-            f"sizes that meet sooner than after {tokens_per_group} tokens"
+            f"sizes whose least common multiple is below {tokens_per_group} tokens"
         )
     exact = find_patterns(local, remote, local_rank, received=False)
     patterns, permutation = exact, None

@@ -63,7 +63,7 @@ def receive_frame(
     text_bytes, payload_bytes = _LENGTHS.unpack(lengths)
     if text_bytes > MOST_HEADER or payload_bytes > most_payload:
         raise ChannelError(
-            f"a frame says {text_bytes} + {payload_bytes} bytes: "
+            f"a frame announces {text_bytes} + {payload_bytes} bytes: "
             f"expected at most {MOST_HEADER} + {most_payload}"
         )
     text = bytes(_receive(sock, text_bytes, deadline))
@@ -146,7 +146,7 @@ class Channel:
         try:
             self._queue.put_nowait((header, payload))
         except queue.Full:
-            raise ChannelError(f"the peer has not taken {MOST_QUEUED} frames") from None
+            raise ChannelError(f"the peer has not received {MOST_QUEUED} frames") from None
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Close the connection when queued frames have been sent, or after `timeout_s`."""
@@ -176,6 +176,6 @@ class Channel:
             while (frame := self._queue.get()) is not None:
                 send_frame(self._sock, *frame, number=next(self._sent))
         except BlockingIOError:
-            self._on_end("the peer takes no frames")
+            self._on_end("the peer does not receive frames")
         except OSError as error:
             self._on_end(str(error))

@@ -363,13 +363,13 @@ class Connection:
             "cancelled": self._on_cancelled,
         }.get(op)
         if handler is None:
-            raise ValueError(f"op is {shown(op)}: expected one that this version knows")
+            raise ValueError(f"op is {shown(op)}: expected an op of this version")
         handler(number, header, payload)
 
     def _on_ready(self) -> None:
         with self._lock:
             if self._peer_is_open:
-                raise ValueError("ready came: expected once, from the side that was connected to")
+                raise ValueError("unexpected ready: expected it once, from the listening side")
             self._peer_is_open = True
             if self._is_open.is_set():
                 self.is_ready.set()
@@ -380,7 +380,7 @@ class Connection:
         if spans is None:
             return
         if number in self._pulls:
-            raise ValueError(f"id of a pull is {number}: expected one that is not under way")
+            raise ValueError(f"id of a pull is {number}: expected an id that is not in use")
         if self._are_too_many(self._pulls, number):
             return
         tag = self._tag(number, mine=False)
@@ -391,9 +391,9 @@ class Connection:
     def _on_push(self, number: int, header: dict, payload: bytes) -> None:
         size = header.get("message")
         if type(size) is not int or not 0 <= size <= min(len(payload), MOST_MESSAGE):
-            raise ValueError(f"message of a push is {shown(size)}: expected its bytes")
+            raise ValueError(f"message of a push is {shown(size)}: expected its size in bytes")
         if not self._local.accepts_writes:
-            reason = "accepts_writes of this agent is False: expected reads alone"
+            reason = "accepts_writes of this agent is False: expected only reads"
             self.put({"op": "refused", "id": number, "reason": reason})
             return
         end = len(payload) - size
@@ -402,7 +402,7 @@ class Connection:
         if spans is None:
             return
         if number in self._pushes:
-            raise ValueError(f"id of a push is {number}: expected one that is not under way")
+            raise ValueError(f"id of a push is {number}: expected an id that is not in use")
         if self._are_too_many(self._pushes, number):
             return
         self._pushes[number] = (spans, payload[end:], request)
@@ -415,7 +415,9 @@ class Connection:
         """
         if len(waiting) < _MOST_WAITING:
             return False
-        reason = f"{len(waiting)} requests of its kind wait: expected fewer than {_MOST_WAITING}"
+        reason = (
+            f"{len(waiting)} requests of this kind are waiting: expected fewer than {_MOST_WAITING}"
+        )
         self.put({"op": "refused", "id": number, "reason": reason})
         return True
 
@@ -444,7 +446,7 @@ class Connection:
             if spans.num_bytes > most:
                 raise ValueError(
                     f"the request has {spans.num_bytes} bytes: expected at most {most}, "
-                    f"{_MOST_TIMES} times those that are registered"
+                    f"{_MOST_TIMES} times the registered bytes"
                 )
             self._local.memory.check(spans, "the request")
         except ValueError as error:
@@ -484,7 +486,7 @@ class Connection:
         else:
             raise ValueError(f"start has id {number} and tag {shown(tag)}: expected a transfer")
         if size != job.spans.num_bytes:
-            raise ValueError(f"start says {shown(size)} bytes: expected {job.spans.num_bytes}")
+            raise ValueError(f"start announces {shown(size)} bytes: expected {job.spans.num_bytes}")
         self._incoming[tag] = job
         self._flows[1].put(job)
 
@@ -497,18 +499,18 @@ class Connection:
         if job is None:
             if op == "digest" and type(tag) is int and tag in self._stopped:
                 return  # the job does not wait for this digest
-            raise ValueError(f"tag is {shown(tag)}: expected that of bytes under way")
+            raise ValueError(f"tag is {shown(tag)}: expected the tag of a transfer in progress")
         if op == "more":
             job.promise()
             return
         if op == "digest":
             if not self.has_digest or header.get("digest") != str(header.get("digest"))[:32]:
-                raise ValueError("a digest came: expected none, or 32 digits")
+                raise ValueError("a digest is unexpected or malformed: expected none, or 32 digits")
             job.put_digest(header["digest"])
             return
         is_mine = tag % 2 == self.is_caller
         if is_mine and tag // 2 not in self._given_up:
-            raise ValueError(f"the bytes of pull {tag // 2} have ended: expected all of them")
+            raise ValueError(f"the data of pull {tag // 2} ended early: expected all bytes")
         job.end()
 
     def _ended_job(self, tag: int) -> Job:
@@ -523,7 +525,7 @@ class Connection:
     def _have_read(self, number: int) -> None:
         transfer, _, _, notify = self._transfers[number]
         if self._ended_job(self._tag(number, mine=True)).is_spoiled:
-            transfer.fail("other bytes arrived than the peer has sent: their digests differ")
+            transfer.fail("the received bytes differ from the sent bytes: their digests differ")
         transfer.finish(
             lambda is_done: self.put({"op": "done", "id": number}, notify if is_done else b"")
         )
@@ -538,7 +540,7 @@ class Connection:
 
     def _on_done(self, number: int, header: dict, payload: bytes) -> None:
         if self._pulls.pop(number, None) is None:
-            raise ValueError(f"id of a done is {number}: expected that of a pull")
+            raise ValueError(f"id of a done is {number}: expected the id of a pull")
         if payload:
             self._notify(payload)
 
@@ -547,7 +549,7 @@ class Connection:
 
     def _on_spoiled(self, number: int, header: dict, payload: bytes) -> None:
         self._written(number).fail(
-            "other bytes arrived at the peer than were sent: their digests differ"
+            "the bytes that the peer received differ from the sent bytes: their digests differ"
         )
 
     def _written(self, number: int) -> StagedTransfer:
@@ -568,20 +570,20 @@ class Connection:
 
     def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
         if number not in self._given_up or self._transfers[number][2] != "push":
-            raise ValueError(f"transfer {number} is cancelled: expected one that was given up")
+            raise ValueError(f"transfer {number} is cancelled: expected a canceled transfer")
         self.untrack(number)
 
     def _on_refused(self, number: int, header: dict, payload: bytes) -> None:
         transfer = self._transfers.get(number, (None,))[0]
         if transfer is None or transfer.job is not None:
-            raise ValueError(f"id of a refusal is {number}: expected that of a new transfer")
+            raise ValueError(f"id of a refusal is {number}: expected the id of a new transfer")
         self.untrack(number)
         transfer.fail(f"the peer refused: {str(header.get('reason'))[:1000]}")
 
     def _transfer(self, number: int, kind: str) -> tuple[StagedTransfer, Spans]:
         known = self._transfers.get(number)
         if known is None or known[2] != kind or known[0].job is not None:
-            raise ValueError(f"id of an answer is {number}: expected that of a new {kind}")
+            raise ValueError(f"id of an answer is {number}: expected the id of a new {kind}")
         return known[:2]
 
     def _tag(self, number: int, *, mine: bool) -> int:
@@ -591,7 +593,7 @@ class Connection:
     def _notify(self, message: bytes) -> None:
         if len(message) > MOST_MESSAGE or len(self._messages) >= MOST_NOTIFICATIONS:
             raise ValueError(
-                f"a message has {len(message)} bytes, {len(self._messages)} wait: expected at most "
-                f"{MOST_MESSAGE}, and {MOST_NOTIFICATIONS}"
+                f"a message has {len(message)} bytes, and {len(self._messages)} messages are waiting: "
+                f"expected at most {MOST_MESSAGE} bytes, and fewer than {MOST_NOTIFICATIONS} messages"
             )
         self._messages.append(message)

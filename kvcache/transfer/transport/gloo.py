@@ -71,7 +71,9 @@ class _PairStore(dist.Store):
         """Store a key that the peer has set. Raises ValueError if there are too many."""
         key = header.get("key")
         if not isinstance(key, str) or len(self._values) >= _MOST_KEYS or len(payload) > 1 << 16:
-            raise ValueError("the peer sets a key of the store: expected one, and a short value")
+            raise ValueError(
+                "the peer set a key of the store: expected one key, with a short value"
+            )
         self._set(key, payload)
 
     def set(self, key: str, value: bytes) -> None:

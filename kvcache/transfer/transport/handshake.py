@@ -83,9 +83,9 @@ def welcome(
     elif hello.get("transport") != mine.transport:
         reason = f"transport is {shown(hello.get('transport'))}: expected {mine.transport!r}"
     elif hello.get("to") != mine.incarnation:
-        reason = f"agent {mine.agent!r} was started again: expected its new metadata"
+        reason = f"agent {mine.agent!r} was restarted: expected its new metadata"
     elif hello.get("from") == mine.incarnation:
-        reason = "the incarnation is the listener's own: expected another side's"
+        reason = "the incarnation is the listener's own: expected the incarnation of another side"
     elif hello.get("address") != address_of(mine):
         reason = f"address is {shown(hello.get('address'))}: expected {address_of(mine)!r}"
     if reason is not None:
@@ -97,7 +97,7 @@ def welcome(
     send_frame(sock, answer)
     proof = _expect(sock, "proof", deadline)
     if not hmac.compare_digest(_text(proof, "proof"), _proof(secret, "from", nonces, between)):
-        send_frame(sock, {"op": "refused", "reason": "the secret is another one"})
+        send_frame(sock, {"op": "refused", "reason": "the secret differs"})
         return None
     send_frame(sock, {"op": "metadata"})
     header, payload = receive_frame(sock, most_payload=MOST_METADATA, deadline=deadline)
@@ -106,7 +106,7 @@ def welcome(
             raise ValueError(f"op is {shown(header['op'])}: expected 'metadata'")
         theirs = parse_metadata(payload, mine.transport)
         if theirs.incarnation != between[0]:
-            raise ValueError("the metadata is of another side than the hello")
+            raise ValueError("the metadata and the hello are from different sides")
         reason = admit(theirs)
     except ValueError as error:
         reason = str(error)
@@ -143,5 +143,5 @@ def _expect(sock: socket.socket, op: str, deadline: float) -> dict:
 def _text(header: dict, name: str) -> str:
     value = header.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= 256 or not value.isascii():
-        raise ChannelError(f"{name} is {shown(value)}: expected a short text")
+        raise ChannelError(f"{name} is {shown(value)}: expected a short string")
     return value

@@ -177,7 +177,7 @@ class Job:
         """
         with self._changed:
             if self._num_digests >= self.num_promised:
-                raise ValueError("a digest came: expected that of a piece that was promised")
+                raise ValueError("unexpected digest: expected the digest of an announced piece")
             self._num_digests += 1
             self._digests.append(digest)
             self._changed.notify_all()

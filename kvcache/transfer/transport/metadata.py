@@ -75,8 +75,8 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
     version = values.get("version")
     if type(version) is not int or version != TRANSPORT_VERSION:
         raise ValueError(
-            f"version of the metadata is {shown(version)}: expected {TRANSPORT_VERSION}, that of this "
-            "library"
+            f"version of the metadata is {shown(version)}: expected {TRANSPORT_VERSION}, the "
+            "version of this library"
         )
     if values.get("transport") != transport:
         raise ValueError(

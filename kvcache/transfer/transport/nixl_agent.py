@@ -108,8 +108,8 @@ class Agent:
             except Exception as error:  # raised by NIXL
                 self.deregister(registered)
                 raise RuntimeError(
-                    f"NIXL does not register memory of kind {kind} for other processes ({error}): "
-                    "expected memory that it can share, or direct_bytes=None, with which all goes "
+                    f"NIXL cannot share memory of kind {kind} with other processes ({error}): "
+                    "expected memory that it can share, or direct_bytes=None, which routes all bytes "
                     "through host memory"
                 ) from error
         self._registered += registered
@@ -141,7 +141,9 @@ class Agent:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: name not in self._peers, timeout_s):
-                raise RuntimeError("transfers with the peer from before have not ended in time")
+                raise RuntimeError(
+                    "transfers with the earlier peer of this name have not ended in time"
+                )
             self._peers.add(name)
         try:
             found = self._agent.add_remote_agent(metadata)

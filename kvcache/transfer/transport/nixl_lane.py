@@ -94,7 +94,7 @@ class NixlLane(Lane):
         self._channel.put(header, nixl.metadata())
         with self._changed:
             if not self._changed.wait_for(lambda: self._hello or self._is_closed, timeout_s):
-                raise RuntimeError("the peer has not sent what NIXL needs in time")
+                raise RuntimeError("the peer did not send NIXL's metadata in time")
             if self._hello is None:
                 raise RuntimeError("the connection has ended")
         told, metadata = self._hello
@@ -127,12 +127,12 @@ class NixlLane(Lane):
             elif kind in ("room", "arrived"):
                 tag = header.get("tag")
                 if type(tag) is not int or max(len(self._rooms), len(self._arrived)) > _MOST_TAGS:
-                    raise ValueError(f"tag is {shown(tag)}: expected that of a transfer")
+                    raise ValueError(f"tag is {shown(tag)}: expected the tag of a transfer")
                 if kind == "room":
                     slot = header.get("slot")
                     rooms = self._rooms.setdefault(tag, deque())
                     if type(slot) is not int or not 0 <= slot < _SLOTS or len(rooms) == _SLOTS:
-                        raise ValueError(f"slot is {shown(slot)}: expected a free one")
+                        raise ValueError(f"slot is {shown(slot)}: expected a free slot")
                     rooms.append(slot)
                 else:
                     self._arrived[tag] = self._arrived.get(tag, 0) + 1
@@ -295,6 +295,4 @@ def _check_hello(header: dict) -> None:
         or [type(each) for each in reach] not in ([str, bool], [type(None), bool])
         or len(reach[0] or "") > _MOST_NAME
     ):
-        raise ValueError(
-            f"reach is {shown(reach)}: expected a name of a machine, and true or false"
-        )
+        raise ValueError(f"reach is {shown(reach)}: expected a machine name, and true or false")

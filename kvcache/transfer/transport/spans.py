@@ -91,7 +91,7 @@ class Spans:
     def addresses(self) -> np.ndarray:
         """Return the start of each fragment, ordered by base: int64[d * m].
 
-        The result is long, so call this only for tiles.
+        The result has one entry per fragment, so call this only for small parts (`tiles`).
         """
         return np.add.outer(self.bases, self.offsets).ravel()
 
@@ -134,7 +134,7 @@ class Spans:
         num_bases, num_runs = values[:_NUM_HEADER].tolist()
         if min(num_bases, num_runs) < 0 or _NUM_HEADER + num_bases + 2 * num_runs != len(values):
             raise ValueError(
-                f"spans say {num_bases} bases and {num_runs} runs, and have {len(values)} numbers"
+                f"spans announce {num_bases} bases and {num_runs} runs, but have {len(values)} numbers"
             )
         columns = np.split(values[_NUM_HEADER:], [num_bases, num_bases + num_runs])
         return cls(*columns).checked("spans")

@@ -157,11 +157,15 @@ class StagedTransport(Transport):
         deadline = time.monotonic() + seconds(timeout_s, "timeout_s")
         theirs = parse_metadata(metadata, self.name)
         if theirs.agent == self.agent:
-            raise ValueError(f"agent of the metadata is {theirs.agent!r}: expected another agent's")
+            raise ValueError(
+                f"agent of the metadata is {theirs.agent!r}: expected the metadata of another agent"
+            )
         if (
             theirs.incarnation == self.incarnation
         ):  # otherwise the peer could reflect this side's proof
-            raise ValueError("incarnation of the metadata is this side's own: expected another's")
+            raise ValueError(
+                "incarnation of the metadata is this side's own: expected the incarnation of another side"
+            )
         with self._lock:
             if self._is_withdrawing:
                 raise ConnectionError(f"agent {self.agent!r} is unregistering memory")
@@ -305,7 +309,7 @@ class StagedTransport(Transport):
                     known.fail(CROSSING)
                     known = None
                 if theirs.agent == self.agent or known is not None:
-                    return f"agent {theirs.agent!r} is connected already: expected another name"
+                    return f"agent {theirs.agent!r} is already connected: expected another name"
                 admitted.append(Connection(self._side, theirs, is_caller=False))
                 self._admit(admitted[0])
             return None
@@ -386,8 +390,8 @@ class StagedTransport(Transport):
     def _check_same(self, known: Connection, theirs: Metadata) -> None:
         if known.peer.incarnation != theirs.incarnation:
             raise ValueError(
-                f"agent {theirs.agent!r} is connected, from {known.peer.host}:{known.peer.port}: "
-                "expected another name, or that it is disconnected before"
+                f"agent {theirs.agent!r} is connected from {known.peer.host}:{known.peer.port}: use "
+                "another name, or disconnect it first"
             )
 
     # Transfers.
@@ -464,8 +468,8 @@ def _address(host: str, advertise: str | None) -> str:
     if is_everywhere(address):
         name = "host" if advertise is None else "advertise"
         raise ValueError(
-            f"{name} is {address!r}, which no peer reaches: expected advertise, the address of this "
-            "machine that peers connect to"
+            f"{name} is {address!r}, which peers cannot reach: set advertise to the address of this "
+            "machine to which peers connect"
         )
     return address
 

@@ -107,8 +107,8 @@ class PageMemory:
         storages = {self._owners[r].untyped_storage().data_ptr() for r in regions}
         if (ends[:-1] != self.offsets[regions][1:]).any() or len(storages) > 1:
             raise ValueError(
-                f"the bytes that layer {number} has of a page are {len(regions)} fragments: "
-                "expected them together"
+                f"the bytes of layer {number} in a page are {len(regions)} separate fragments: "
+                "expected contiguous bytes"
             )
         return self._view(int(regions[0]), (self.num_blocks, int(self.sizes[regions].sum())))
 

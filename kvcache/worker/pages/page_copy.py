@@ -64,7 +64,9 @@ class PageCopy:
         """
         regions = self.regions
         if layers is not None and not self._by_layer:
-            raise ValueError("layers is given: expected it only of a PageCopy made with by_layer")
+            raise ValueError(
+                "layers is given: expected None, unless PageCopy was created with by_layer"
+            )
         if layers is not None:
             first, last = np.searchsorted(self._layers, [layers.start, layers.stop])
             regions = regions[first:last]
@@ -164,7 +166,7 @@ def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
         return True
     if len(source.sizes) and _meet(source, destination):
         raise ValueError(
-            "source and destination share memory: expected identical pages, or no shared memory"
+            "source and destination share memory: expected the same pages, or pages that share no memory"
         )
     return False
 

@@ -216,7 +216,7 @@ class Pages(PageMemory):
         try:
             memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
-            raise MemoryError(f"num_bytes is {num_bytes}: expected fewer, {error}") from error
+            raise MemoryError(f"num_bytes is {num_bytes}: expected fewer bytes: {error}") from error
         return self._packed(memory, num_blocks, stride)
 
     @property

@@ -34,7 +34,7 @@ def contents_of(
 
 
 def _described(pages: PageMemory, storage: BlockParts) -> tuple:
-    """Return each part's (name, dtype, [blocks per page, tokens, heads, elements], digest)."""
+    """Return the (name, dtype, [blocks per page, tokens, heads, elements], digest) of each part."""
     found = []
     for name, views in storage.views.items():
         shape = (storage.blocks_per_page, *views[0].shape[1:])

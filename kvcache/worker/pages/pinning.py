@@ -110,7 +110,8 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
         )
     except OSError as error:
         raise MemoryError(
-            f"this needs {num_bytes / 2**30:,.1f} GiB: the system maps no more ({error.strerror})"
+            f"this needs {num_bytes / 2**30:,.1f} GiB of host memory: the system refuses to map them "
+            f"({error.strerror})"
         ) from error
     _advise(mapping, "MADV_HUGEPAGE")
     # torch's default device may differ, and frombuffer must not use it.

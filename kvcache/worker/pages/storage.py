@@ -70,8 +70,8 @@ class KVStorage:
             which move together with their page. For one fp8 scale per layer or head, use `set_scales`.
 
     Raises:
-        ValueError: The memory order has no pages of blocks (`kvcache.placement.check_memory_order`), or
-            the backend does not support the sizes.
+        ValueError: The memory order is not valid for pages that consist of blocks
+            (`kvcache.placement.check_memory_order`), or the backend does not support the sizes.
 
     Example:
         >>> storage = KVStorage(num_blocks=4, block_size=16, num_kv_heads=2, head_size=8, layout="HND")
@@ -108,8 +108,8 @@ class KVStorage:
         placed = self._place(num_layers, scale_bytes_per_token)
         if placed.has_kv_together and (placed.region_bytes % self.dtype.itemsize).any():
             raise ValueError(
-                f"scale_bytes_per_token is {scale_bytes_per_token}: expected a block's scales to fill "
-                f"whole elements of {self.dtype}, whose blocks lie behind them"
+                f"scale_bytes_per_token is {scale_bytes_per_token}: expected a value for which a block's "
+                f"scales fill whole elements of {self.dtype}, because K and V follow the scales"
             )
         starts = region_starts(placed, num_blocks)
         self.pages = placed_pages(placed, num_blocks, starts, device)
@@ -187,8 +187,8 @@ class KVStorage:
         placed = self._place(1, scale_bytes_per_token)
         if not placed.has_kv_together:
             raise ValueError(
-                f"backend is {shown(self.backend.name)}: expected one that keeps K and V of a block "
-                "together"
+                f"backend is {shown(self.backend.name)}: expected a backend that keeps K and V of "
+                "a block together"
             )
         self.pages = pages
         num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize
@@ -470,7 +470,7 @@ class KVStorage:
 
         Args:
             k_scale: float32[num_layers, 1] or float32[num_layers, num_kv_heads], positive.
-            v_scale: As `k_scale`, for V.
+            v_scale: The scales of V, with the same shape as `k_scale`.
 
         Raises:
             ValueError: The storage is not fp8, or a scale is not positive.
@@ -557,8 +557,9 @@ class KVStorage:
     def write_layers(
         self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write all layers, as `write` does. key, value: [num_layers, n, num_kv_heads,
-        (v_)head_size].
+        """Write the K and V of tokens to all layers. See `write`.
+
+        `key` and `value`: [num_layers, n, num_kv_heads, (v_)head_size].
         """
         _check_tensors(key=key, value=value, slot_mapping=slot_mapping)
         slots, stacks = self._of_tokens(slot_mapping), self._stacks()

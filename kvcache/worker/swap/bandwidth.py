@@ -169,7 +169,7 @@ def device_rates(
         num_bytes: Bytes per swap.
         fragments: Fragment sizes in bytes.
         methods: Copy methods. None: the method that the calibration chooses.
-        calibration: The calibration. None: the one for this machine.
+        calibration: The calibration. None: the calibration of this machine.
         directions: Directions to measure.
         patterns: "scattered" or "runs".
         rounds: Repetitions per measurement.

@@ -155,11 +155,11 @@ def load(path: Path) -> Calibration:
         version = found.pop("version", 1) if isinstance(found, dict) else None
         if version != VERSION:
             raise ValueError(
-                f"version is {version}, expected {VERSION}: `kvcache bench --calibrate` measures anew"
+                f"version is {version}: expected {VERSION}; run `kvcache bench --calibrate` again"
             )
         return Calibration(**found)
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} holds no calibration: {error}") from error
+        raise ValueError(f"{path} is not a valid calibration: {error}") from error
 
 
 def calibration_of(device: torch.device) -> Calibration:
@@ -177,8 +177,8 @@ def calibration_of(device: torch.device) -> Calibration:
     found = load(path)
     if found.machine != machine:
         warnings.warn(
-            f"{path} was measured on {found.machine}, this is {machine}: "
-            "`kvcache bench --calibrate` measures here",
+            f"{path} was measured on {found.machine}, but this machine is {machine}: "
+            "run `kvcache bench --calibrate` on this machine",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -144,7 +144,9 @@ class SwapEngine:
             if self._may_stage(direction):
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
-        self._begun: str | None = None  # name of the job in launch, or interrupted in it
+        self._begun: str | None = (
+            None  # name of the job whose launch is in progress or was interrupted
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -243,8 +245,8 @@ class SwapEngine:
         """
         if self._streams.is_capturing():
             raise RuntimeError(
-                f"{name} was called while the current stream is captured in a CUDA graph: expected "
-                "swaps, and waits for them, outside graphs"
+                f"{name} was called while the current stream is captured in a CUDA graph: start swaps "
+                "and wait for them outside graphs"
             )
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -331,7 +333,8 @@ class SwapEngine:
             if self._method == STAGING:
                 raise
             warnings.warn(
-                f"no {num_bytes >> 20} MiB of device memory for staging, swaps will be slower: {error}",
+                f"{num_bytes >> 20} MiB of device memory for staging are not available, swaps will be "
+                f"slower: {error}",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -398,8 +401,8 @@ class SwapEngine:
         """
         if self._begun is not None:
             raise RuntimeError(
-                f"the swap engine is broken: an interrupt came while {self._begun} was launched, whose "
-                "bytes may still move: make a new one"
+                f"the swap engine is broken: an interrupt occurred while {self._begun} was launched, and "
+                "its copies may still be in flight: create a new engine"
             )
 
     def invalid_pages(self, job: SwapJob) -> np.ndarray:

@@ -142,19 +142,19 @@ class AttentionMetadataBuilder:
         encoders = [g for g in self.groups if shapes[g].encoder]
         if len(encoders) not in (0, len(self.groups)):
             raise ValueError(
-                f"groups is {self.groups}: expected a builder of their own for the encoders {encoders}"
+                f"groups is {self.groups}: expected a separate builder for the encoder groups {encoders}"
             )
         circular = [g for g in self.groups if shapes[g].circular]
         if circular:
             raise ValueError(
-                f"groups is {self.groups}: expected none of the circular ones {circular}, whose columns "
-                "are no longer in the order of the tokens"
+                f"groups is {self.groups}: expected no circular groups ({circular}), because their "
+                "columns are not in token order"
             )
         self._shapes = [shapes[g] for g in self.groups]
         for g, shape in zip(self.groups, self._shapes):
             if shape.window and shape.world_size > 1:
                 raise ValueError(
-                    f"group {g} has a window of {shape.window} and its tokens on "
+                    f"group {g} has a window of {shape.window}, and its tokens are spread over "
                     f"{shape.world_size} context-parallel ranks: expected no window, or a "
                     "replicated group"
                 )
@@ -162,7 +162,7 @@ class AttentionMetadataBuilder:
         if self.max_num_reqs * num_columns >= 2**31:
             raise ValueError(
                 f"max_num_reqs is {self.max_num_reqs}: expected fewer than 2^31 table entries, "
-                f"there are {num_columns} per request"
+                f"with {num_columns} entries per request"
             )
         self._most_tokens = min(
             2**31 - 1, *(x.num_columns * x.tokens_per_column for x in self._shapes)
@@ -340,7 +340,7 @@ class AttentionMetadataBuilder:
         if on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "the lengths are on the host while a CUDA graph is captured: "
-                "give int32 tensors on the device"
+                "pass int32 tensors on the device"
             )
         self._tables.require_committed(self.groups)
         # This also runs if the device is a GPU, to check all values before anything is launched.

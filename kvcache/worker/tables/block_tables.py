@@ -70,7 +70,8 @@ class BlockTables:
         for g, shape in enumerate(shapes):
             if shape.context_parallel != cp:
                 raise ValueError(
-                    f"shapes[{g}] has {shape.context_parallel}: expected that of shapes[0], {cp}"
+                    f"shapes[{g}] has {shape.context_parallel}: expected the context_parallel of "
+                    f"shapes[0], {cp}"
                 )
         max_num_reqs = integer(max_num_reqs, "max_num_reqs", least=1)
         max_num_tokens = integer(max_num_tokens, "max_num_tokens", least=1)

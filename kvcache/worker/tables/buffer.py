@@ -72,7 +72,7 @@ class HostDeviceBuffer:
             return
         if self._uploaded is not None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a CUDA graph is being captured: uploads from the host come before or after"
+                "a CUDA graph is being captured: upload from the host before or after the capture"
             )
         if self._pending:  # the last upload may be on another stream
             torch.cuda.current_stream(self.gpu.device).wait_event(self._uploaded)

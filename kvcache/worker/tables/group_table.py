@@ -210,7 +210,7 @@ class GroupTable:
                     [5, 0, 0]], dtype=torch.int32)
         """
         if self.shape.slot_mapping:
-            raise ValueError("the group has a slot mapping: expected one of recurrent states")
+            raise ValueError("the group has a slot mapping: expected a recurrent group")
         on_device = isinstance(num_tokens, torch.Tensor) and num_tokens.device.type != "cpu"
         if on_device and not num_tokens.is_cuda:  # computed on the host, like slots
             names = ("req_indices", "num_tokens", "num_drafts")
@@ -229,14 +229,14 @@ class GroupTable:
             for name, each in zip(("num_tokens", "num_drafts"), given[1:]):
                 if each.ndim != 1 or each.shape != given[0].shape:
                     raise ValueError(
-                        f"{name} has shape {list(each.shape)}, req_indices {list(given[0].shape)}: "
-                        "expected [n] of both"
+                        f"{name} has shape {list(each.shape)} and req_indices has shape "
+                        f"{list(given[0].shape)}: expected [n] for both"
                     )
             check_range("req_indices", "is row", given[0].numpy(), 0, len(table))
         rows, num_tokens, num_drafts = given
         if not on_device and (num_drafts > most).any():
             raise ValueError(
-                f"num_drafts is {num_drafts.tolist()}: expected at most {most}, num_speculative_blocks"
+                f"num_drafts is {num_drafts.tolist()}: expected at most num_speculative_blocks ({most})"
             )
         index = torch.arange(1 + most, device=table.device)
         tokens_per_block = self.block_size * self.shape.world_size

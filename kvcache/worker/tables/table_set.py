@@ -187,8 +187,8 @@ class TableSet:
     def apply(self, plan: StepPlan, num_blocks: int = -1, num_applied: int = -1) -> bool:
         """Apply the table changes of a plan to all groups. See `BlockTables.apply`.
 
-        `num_applied`: return False, with nothing changed, if more plans than these were applied
-        before. -1: no check.
+        `num_applied`: if more plans than this number were applied before, return False and change
+        nothing. -1: no check.
         """
         instance(plan, StepPlan, "plan")
         self._arena.before_write()

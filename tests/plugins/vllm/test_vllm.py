@@ -574,7 +574,7 @@ class TestLaterVersions:
         )
         make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
         assert len(warnings) == is_warned
-        assert not is_warned or "this is 0.99.0. All interfaces are there" in warnings[0]
+        assert not is_warned or "vLLM 0.99.0 is installed. It has all required" in warnings[0]
 
     def test_managers_that_differ_are_rejected_in_an_unknown_version(self, models, monkeypatch):
         def too_few(self, request, *args):

@@ -89,7 +89,7 @@ def connector(name, module, **extra):
         ),
         (
             [*connector("KVCacheConnector", "disaggregation"), "--pipeline-parallel-size", "2"],
-            "pipeline_parallel_size is 2: this connector needs 1",
+            "pipeline_parallel_size is 2: this connector supports only 1",
         ),
         (
             [*connector("OffloadingConnector", "offloading", spec_name="Spec")],

@@ -178,7 +178,7 @@ WRONG = {
     "a transport": (("ranks", 0, "transport"), "nixl", "expected the same transport in both"),
     "addresses": (("ranks", 0, "addresses", 0, 0), 4096, "expected bytes of one registered region"),
     "leases": (("ranks", 0, "leases"), 4096, "expected bytes of one registered region"),
-    "a lease that is over": (("lease", "generation"), 1, "is over"),
+    "a lease that has ended": (("lease", "generation"), 1, "has ended"),
 }
 
 
@@ -207,9 +207,9 @@ def test_expired_lease_is_detected_even_if_blocks_hold_other_tokens(engines, vic
     time.sleep(1.2)
     victim.wait_until_empty()  # released when the lease expires
     victim.run(some_prompts(10, 16, 250, 300), 4)  # writes to all of its blocks
-    before = decode.said("is over: set a longer lease_s")
+    before = decode.said("has ended: set a longer lease_s")
     tokens, _ = decode.decode(prompts, offers)
-    assert tokens == wanted and decode.said("is over: set a longer lease_s") - before == 3
+    assert tokens == wanted and decode.said("has ended: set a longer lease_s") - before == 3
     decode.wait_until_empty()
 
 

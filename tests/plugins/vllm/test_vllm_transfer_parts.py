@@ -254,7 +254,7 @@ class TestRefusalsAtTheStart:
             ({"timeout_s": "1"}, "timeout_s is '1': expected a number"),
             ({"port": 70_000}, "port is 70000"),
             ({"host": ""}, "host is ''"),
-            ({"transport": 3}, "transport is 3: expected a name, or null"),
+            ({"transport": 3}, "transport is 3: expected a name, or None"),
             ({"on_failure": "retry"}, "on_failure is 'retry': expected 'recompute' or 'fail'"),
         ],
     )
@@ -263,5 +263,7 @@ class TestRefusalsAtTheStart:
             Options.from_config(extra, "kv_connector_extra_config")
 
     def test_pipeline_parallelism_is_rejected(self, folder):
-        with pytest.raises(ValueError, match="pipeline_parallel_size is 2: this connector needs 1"):
+        with pytest.raises(
+            ValueError, match="pipeline_parallel_size is 2: this connector supports only 1"
+        ):
             self.connector(folder, pipeline_parallel_size=2, distributed_executor_backend="mp")

@@ -146,7 +146,9 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         sent, received, failed = self._worker.take_results()
         if failed:
-            raise RuntimeError(f"loads of {sorted(failed)} failed: expected get_transfer_results")
+            raise RuntimeError(
+                f"loads of {sorted(failed)} failed: call get_transfer_results instead"
+            )
         return sent, received
 
     def shutdown(self) -> None:
@@ -162,7 +164,7 @@ def _check_config(parallel: ParallelConfig, cache: CacheConfig) -> None:
     ):
         if (size := getattr(parallel, name)) != 1:
             raise ValueError(
-                f"{name} is {size}: this connector needs 1, and tensor parallelism alone"
+                f"{name} is {size}: this connector supports only 1, with tensor parallelism"
             )
     if (
         cache.enable_prefix_caching

@@ -168,7 +168,7 @@ class Scheduling:
 
     def _refuse(self, request: Request, reason: str) -> None:
         self._offers[request.request_id] = None
-        _log.warning("KV of request %s is computed here: %s", request.request_id, reason)
+        _log.warning("KV of request %s is computed locally: %s", request.request_id, reason)
 
     def _hashing(self) -> dict[str, str] | None:
         if self._algorithm is None:

@@ -171,9 +171,9 @@ class HostWorker(OffloadingWorker):
             return TransferResult(job_id, True, num_bytes, transfer.ended - transfer.began)
         if transfer.is_load:
             self._failed_loads.add(job_id)
-            _log.warning("a load from host memory failed, its tokens are computed anew: %s", error)
+            _log.warning("a load from host memory failed, its tokens are recomputed: %s", error)
         else:
-            _log.warning("a store to host memory failed, its blocks are no hits: %s", error)
+            _log.warning("a store to host memory failed, its blocks cannot be hit: %s", error)
         return TransferResult(job_id, True)  # vLLM asserts success
 
 

@@ -52,7 +52,7 @@ class HostTierOptions:
 
     store: str = THROUGH
     """Which blocks are stored: "through" stores each filled block; "selective" stores only blocks that
-    `num_requests_to_store` requests had.
+    at least `num_requests_to_store` requests contained.
     """
 
     num_requests_to_store: int = 2

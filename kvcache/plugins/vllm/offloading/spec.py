@@ -39,8 +39,8 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         self.options = HostTierOptions.of(self.extra_config)
         if config.canonical_layout:
             raise ValueError(
-                "canonical_layout is true: expected false with kvcache's host tier, which keeps each "
-                "worker's bytes as they are"
+                "canonical_layout is true: expected false with kvcache's host tier, which stores each "
+                "worker's bytes unchanged"
             )
         num_bytes = (
             config.worker_kv_bytes_per_block * config.parallel.world_size * self.blocks_per_chunk
@@ -77,7 +77,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         if not self.loads_may_fail:
             raise ValueError(
                 "kv_transfer_config has no kv_connector_module_path: expected "
-                "'kvcache.plugins.vllm.offloading', whose OffloadingConnector lets a load fail"
+                "'kvcache.plugins.vllm.offloading', whose OffloadingConnector supports failed loads"
             )
         if self._worker is None:
             self._worker = HostWorker(kv_caches, self.num_chunks, self.blocks_per_chunk)
