@@ -217,12 +217,13 @@ class Exchange:
             loading = self._loads.pop(rid)
             self._insert(loading)
             loading.go_on()
-        for rid, reason in results.failed.items():
-            self._give_up(rid, reason)
+        for rid in results.failed:  # the rank has logged the reason
+            self._give_up(rid)
         if self._loads:
             now = time.monotonic()
             for rid in [rid for rid, each in self._loads.items() if now > each.deadline]:
-                self._give_up(rid, "the thread that loads it does not respond")
+                _log.warning("KV of request %s is not loaded: its thread does not respond", rid)
+                self._give_up(rid)
             if not self._is_running() and not self._scheduler.waiting_queue:
                 time.sleep(_PAUSE_S)
         self._free_released(results)
@@ -283,7 +284,7 @@ class Exchange:
         """
         for rid in [rid for rid in self._loads if rid.startswith(prefix)]:
             self._rank.begin(Step(cancels={rid}))
-            self._give_up(rid, "it was canceled")
+            self._give_up(rid)
 
     def close(self) -> None:
         """End the exchange."""
@@ -350,14 +351,13 @@ class Exchange:
         self.stats["loads"] += 1
         self.stats["loaded_tokens"] += len(loading.slots)
 
-    def _give_up(self, rid: str, reason: str) -> None:
+    def _give_up(self, rid: str) -> None:
         """Admit a request whose load has failed, and keep its slots until the load has ended."""
         if (loading := self._loads.pop(rid, None)) is None:
             return
         self._quarantine[rid] = loading.slots
         self._tree.unlock(loading.lock)
         self.stats["failed"] += 1
-        _log.warning("KV of request %s is computed here: %s", rid, reason)
         loading.go_on()
 
 
