@@ -178,7 +178,7 @@ class TestFields:
         ids=str,
     )
     def test_what_is_not_served_is_named(self, served, asked, param, code):
-        with pytest.raises(openai.BadRequestError, match="not served here") as told:
+        with pytest.raises(openai.BadRequestError, match="not supported by this server") as told:
             chat(served, **asked)
         assert (told.value.param, told.value.code) == (param, code)
         assert told.value.type == "invalid_request_error"
