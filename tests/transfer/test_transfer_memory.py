@@ -235,7 +235,7 @@ def test_engine_tensors_have_addresses():
         (
             side(packing="apart"),
             OPTIONS["blocks_first"],
-            "layer 0 has a fragment at byte 0, pages 512 bytes",
+            "layer 0 has a fragment at byte 0, in pages 512 bytes",
         ),
         (
             side(packing="blocks_first"),
