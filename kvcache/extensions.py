@@ -29,7 +29,7 @@ def load_extensions() -> None:
         ```
     """
     global _is_loaded
-    with _loading:  # reentrant, because extensions look up names themselves
+    with _loading:  # reentrant, because an import of an extension may look up names
         if _is_loaded:
             return
         _is_loaded = True

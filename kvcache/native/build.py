@@ -170,7 +170,7 @@ def wants_cuda() -> bool:
 def prebuilt(file: str) -> Path | None:
     """Return the built library of this name in the folder KVCACHE_PREBUILT, or None.
 
-    The libraries of ops do not depend on the version of Python, so one build serves the wheels of all.
+    The libraries of ops do not depend on the version of Python, so one build is used for all wheels.
 
     Raises:
         RuntimeError: KVCACHE_PREBUILT is not a folder.

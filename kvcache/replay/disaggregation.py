@@ -243,7 +243,7 @@ class DisaggregatedReplayer:
     pool loads them in the order of publication as soon as it has room, and holds the blocks while the
     answer runs. If a prompt finds no room in the prefill pool, or its lease expires during the load, the
     decode side computes the prompt, at the speed of the prefill side and without delaying other prompts.
-    Answers take no blocks.
+    No blocks are allocated for answers.
 
     Args:
         between: The prefill pool and the link between the pools.

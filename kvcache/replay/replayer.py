@@ -63,7 +63,7 @@ class Replayer:
 
     With a `service`, requests arrive at the times of the workload and wait until fewer than
     `concurrency` requests are running and their blocks fit. They hold the blocks of their prompts until
-    they end. The request with the earliest end finishes first. Answers take no blocks.
+    they end. The request with the earliest end finishes first. No blocks are allocated for answers.
 
     Args:
         block_size: Tokens per block of one full-attention group. Alternative to `groups`.

@@ -76,8 +76,8 @@ class BlockSampler:
 
     Args:
         block_size: Tokens per block.
-        rate: Fraction of the blocks that is sampled. None: all blocks, halved whenever the sample exceeds
-            `MOST_REQUESTS` or `MOST_USES`.
+        rate: Fraction of the blocks that is sampled. None: initially 1, and halved whenever the sample
+            exceeds `MOST_REQUESTS` or `MOST_USES`.
     """
 
     def __init__(self, block_size: int, rate: float | None) -> None:

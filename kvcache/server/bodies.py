@@ -96,7 +96,7 @@ def _ask_error(error: ValidationError) -> AskError:
     kind, given, context = first["type"], shown(first["input"]), first.get("ctx", {})
     param = path or context.get("param")
     if kind == "extra_forbidden":
-        message = f"{path} is {given}: not served here, expected none"
+        message = f"{path} is {given}: not supported by this server, expected none"
         return AskError(message, param=param, code="unsupported_parameter")
     if kind == "model_type":
         message = f"{path} is {given}: expected an object"

@@ -79,7 +79,7 @@ def _not_served(*served: object) -> BeforeValidator:
     def check(value: object) -> object:
         if value not in served:
             names = " or ".join(repr(each) for each in served)
-            message = f"is {shown(value)}: not served here, expected {names}"
+            message = f"is {shown(value)}: not supported by this server, expected {names}"
             refuse(message, code="unsupported_value")
         return value
 
@@ -228,7 +228,8 @@ class AskedChat(Asked):
             refuse(message, "top_logprobs")
         if self.tools and self.tool_choice is None:
             refuse(
-                f"tools has {len(self.tools)} entries: tool calls are not served here, expected none, "
+                f"tools has {len(self.tools)} entries: tool calls are not supported by this server, "
+                "expected none, "
                 "or tool_choice 'none'",
                 "tools",
                 "unsupported_parameter",

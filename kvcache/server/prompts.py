@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizes texts and chats within the limit of the model's length, and the endpoints for it."""
+"""Tokenizes texts and chats up to the model's maximum length, and provides endpoints for this."""
 
 from __future__ import annotations
 

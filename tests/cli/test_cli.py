@@ -154,7 +154,7 @@ def test_waiting_for_blocks_is_reported_as_overload(capsys, tmp_path):
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = run_json(capsys, str(path), "--timed", "10000,20", "--num-blocks", "3")
-    assert found["overload"].startswith("requests arrive within 19 s, and the last waited ")
+    assert found["overload"].startswith("requests arrive within 19 s, and the last request waited ")
 
 
 @pytest.mark.exhaustive

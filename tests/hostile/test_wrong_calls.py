@@ -214,7 +214,7 @@ def huge(dtype: type = np.int32) -> np.ndarray:
         (lambda: server.ByteTexts().decode(huge()), "token_ids has 1099511627776 entries"),
         (lambda: server.ByteTexts().decode([-1]), r"token_ids\[0\] is -1: expected 0 to"),
         (lambda: server.ByteTexts().encode_chat([{"role": "a"}]), r"messages\[0\] is {"),
-        (lambda: server.TokenizerTexts(5), "tokenizer is 5: expected one of transformers"),
+        (lambda: server.TokenizerTexts(5), "tokenizer is 5: expected a transformers tokenizer"),
         (lambda: demo.make_chats(np.uint64(2**64 - 1), 1, 8, 9, 0), "num_users is 18446744"),
         (lambda: demo.make_chats(1, 0, 8, 9, 0), "num_turns is 0: expected 1 to"),
         (lambda: demo.summary(5), "report is 5: expected a DemoReport"),

@@ -178,7 +178,7 @@ class TestFields:
         ids=str,
     )
     def test_unsupported_configurations_and_requests_are_reported(self, served, asked, param, code):
-        with pytest.raises(openai.BadRequestError, match="not served here") as told:
+        with pytest.raises(openai.BadRequestError, match="not supported by this server") as told:
             chat(served, **asked)
         assert (told.value.param, told.value.code) == (param, code)
         assert told.value.type == "invalid_request_error"

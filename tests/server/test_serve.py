@@ -326,7 +326,7 @@ class TestChat:
         ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ({"n": 100, "max_tokens": 1}, 400, "100"),
         ({"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        ({"echo": True}, 400, "echo is True: not served here, expected none"),
+        ({"echo": True}, 400, "echo is True: not supported by this server, expected none"),
         ({"logprobs": 21}, 400, "logprobs: Input should be less than or equal to 20"),
         ({"extra_body": {"top_k": 0}}, 400, "top_k: Input should be greater than or equal to 1"),
         ({"extra_body": {"cache_salt": ""}}, 400, "cache_salt"),

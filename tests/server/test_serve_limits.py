@@ -188,7 +188,9 @@ class TestFields:
     )
     def test_value_of_another_type_is_rejected(self, asked):
         ((name, value),) = asked.items()
-        assert self.refusal(BODY | asked).startswith(f"{name} is {value!r}: not served here")
+        assert self.refusal(BODY | asked).startswith(
+            f"{name} is {value!r}: not supported by this server"
+        )
 
     def test_best_of_must_equal_the_number_of_returned_samples(self):
         for n, best_of in ((3, 1), (1, 3)):
@@ -199,10 +201,10 @@ class TestFields:
     @pytest.mark.parametrize(
         "message,expected",
         [
-            ({"name": "bob"}, "messages[0].name is 'bob': not served here"),
+            ({"name": "bob"}, "messages[0].name is 'bob': not supported by this server"),
             (
                 {"tool_calls": [{"id": "1"}]},
-                "messages[0].tool_calls is [{'id': '1'}]: not served here",
+                "messages[0].tool_calls is [{'id': '1'}]: not supported by this server",
             ),
             (
                 {"content": None},
@@ -210,7 +212,7 @@ class TestFields:
             ),
             (
                 {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "x": 1}]},
-                "messages[0].content[1].x is 1: not served here",
+                "messages[0].content[1].x is 1: not supported by this server",
             ),
             ({"content": ["a"]}, "messages[0].content[0] is 'a': expected an object"),
             (
@@ -230,7 +232,7 @@ class TestFields:
         [
             (
                 {"stream": True, "stream_options": {"include_usage": True, "x": 1}},
-                "stream_options.x is 1: not served here",
+                "stream_options.x is 1: not supported by this server",
             ),
             ({"stream": True, "stream_options": 5}, "stream_options is 5: expected an object"),
             ({"stream_options": {}}, "stream_options is given: expected it only if stream"),

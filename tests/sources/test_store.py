@@ -748,7 +748,7 @@ def test_fingerprint_covers_everything_that_must_be_equal():
     [
         (
             [FULL, GroupSpec("cross_attention", 4)],
-            "group 1 has kind 'cross_attention': expected kinds",
+            "group 1 has kind 'cross_attention': expected transferred=False",
         ),
         ([FULL, GroupSpec("full_attention", 4, cached=False)], "group 1 has cached=False and"),
         ([FULL, GroupSpec("full_attention", 4, transferred=False)], "group 1 has cached=True and"),

@@ -235,17 +235,17 @@ def test_engine_tensors_have_addresses():
         (
             side(packing="apart"),
             OPTIONS["blocks_first"],
-            "layer 0 has a fragment at byte 0, pages 512 bytes",
+            "layer 0 has a fragment at byte 0, in pages 512 bytes",
         ),
         (
             side(packing="blocks_first"),
             {},
-            "layer 0 has a fragment at byte 0, pages 256 bytes apart: exp",
+            "layer 0 has a fragment at byte 0, in pages 256 bytes apart: exp",
         ),
         (
             side(packing="blocks_first"),
             OPTIONS["block_major"],
-            "pages 1024 bytes apart: expected 512",
+            "pages 1024 bytes apart: expected pages 512",
         ),
         (
             side(block_size=8),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache doctor --vllm`: would vLLM serve this model with kvcache's scheduler?
+"""`kvcache doctor --vllm`: checks whether vLLM can serve a model with kvcache's scheduler.
 
 Starts vLLM's engine core with an executor that has no workers. The model is created on PyTorch's `meta`
 device, so no weights are read and no memory is needed for them.

@@ -23,7 +23,7 @@ _DIRECT_BYTES, _DIRECT_BYTES_BESIDE = 8 << 10, 256 << 10
 
 
 def least_direct_bytes(local_kind: str, remote_kind: str, *, is_beside: bool) -> int:
-    """Return the mean fragment size in bytes from which a transfer is not packed.
+    """Return the minimum mean fragment size, in bytes, of transfers that are not packed.
 
     Args:
         local_kind: NIXL's kind of the local memory, "DRAM" or "VRAM".

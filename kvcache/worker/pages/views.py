@@ -97,7 +97,7 @@ def key_and_value(
         v_head_size = integer(v_head_size, "v_head_size")
     if split is None and v_head_size not in (None, caches[0].shape[dims.index("element")]):
         raise ValueError(
-            f"v_head_size is {v_head_size}: expected None or K's, "
+            f"v_head_size is {v_head_size}: expected None or the head size of K, "
             f"{caches[0].shape[dims.index('element')]}, for backend {described.name!r}"
         )
     key, value = (each.permute([dims.index(role) for role in _ROLES]) for each in caches)
