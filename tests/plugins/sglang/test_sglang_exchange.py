@@ -187,7 +187,7 @@ WRONG = {
     "metadata": (("ranks", 0, "metadata"), "bm9uZQ==", "expected JSON"),
     "a transport": (("ranks", 0, "transport"), "nixl", "expected the same transport in both"),
     "addresses": (("ranks", 0, "addresses", 0, 0), 4096, "expected bytes of one registered region"),
-    "a lease that is over": (("lease", "generation"), 1, "is over"),
+    "an ended lease": (("lease", "generation"), 1, "has ended: set a longer"),
 }
 
 
@@ -306,9 +306,9 @@ def test_killed_senders_and_ended_leases(engines, folders):
         assert victim.ask("state")["leases"] == 3
         assert victim.ask("reset") is True and victim.ask("state")["leases"] == 0
         victim.run(prompts_of(14, 10, 250, 300), 4)  # writes to the freed pages
-        before = vllm.said("is over: set a longer lease_s")
+        before = vllm.said("has ended: set a longer lease_s")
         assert vllm.decode(prompts, params_of(offers))[0] == wanted
-        assert vllm.said("is over: set a longer lease_s") == before + 3
+        assert vllm.said("has ended: set a longer lease_s") == before + 3
         vllm.wait_until_empty()
         offers = victim.prefill(prompts)
         time.sleep(2.5)
