@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy for two vLLM servers with `KVCacheConnector`: one prefills, and the other decodes.
+"""A proxy for two vLLM servers with `KVCacheConnector`: one server prefills, and the other decodes.
 
     python examples/vllm_proxy.py --port 8000 --prefill http://localhost:8100 --decode http://localhost:8200
 
@@ -12,7 +12,7 @@ import json
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-PREFILL_TIMEOUT_S = 60  # after this, the decode server computes the prompt
+PREFILL_TIMEOUT_S = 60  # seconds; after this time, the decode server computes the prompt
 NOT_FOR_PREFILL = ("stream", "stream_options", "n", "min_tokens", "max_completion_tokens")
 SERVERS = web.AppKey("servers", argparse.Namespace)
 SESSION = web.AppKey("session", ClientSession)

@@ -41,7 +41,7 @@ _TOPICS = (
         "Give an example from daily life.",
     ),
 )
-_ANSWER = "(the answer)"  # stands for an answer while the chat template is applied
+_ANSWER = "(the answer)"  # placeholder for an answer when the chat template is applied
 
 
 class Turn(NamedTuple):
