@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks`: CPU benchmarks with their peers, in one table."""
+"""`python -m benchmarks`: runs the CPU benchmarks and their peers, and prints one table."""
 
 from __future__ import annotations
 

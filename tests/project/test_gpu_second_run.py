@@ -149,7 +149,7 @@ def test_other_bytes_over_nixl_are_noticed_and_not_timed(small, monkeypatch, cap
     with nixl_stand_in.stand_in():
         assert device_transfers.main(["nixl"]) == 1
     rows = told(capsys)
-    wrong = [text for text in failures(rows) if "other bytes arrived" in text]
+    wrong = [text for text in failures(rows) if "wrong bytes arrived" in text]
     assert {text.split(":")[0] for text in wrong} >= {"direct, 16 KiB", "plain NIXL, 16 KiB"}
     timed = {(row["way"], row["fragment"]) for row in rows if row.get("kind") == "transfer"}
     assert ("direct", 64 << 10) in timed and ("direct", 16 << 10) not in timed
