@@ -183,7 +183,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store")
     parser.add_argument("--only", choices=("disk", "mooncake"))
     parser.add_argument("--folder", type=Path, help="folder of the disk store; default: temporary")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     installed = ["disk"] if importlib.util.find_spec("nixl") else []

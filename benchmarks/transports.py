@@ -344,7 +344,9 @@ def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transports")
     parser.add_argument("--only", choices=("gloo", "nixl"))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     args = parser.parse_args()
     installed = ["gloo"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
     results = []

@@ -96,8 +96,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=path_from("KVCACHE_LIBRARIES"),
         metavar="DIR",
-        help="libraries built elsewhere by `python3 -m benchmarks.gpu.workspace DIR`; they are not "
-        "used where their sources differ",
+        help="use libraries built by `python3 -m benchmarks.gpu.workspace DIR`, "
+        "unless their sources differ",
     )
     parser.add_argument(
         "--rehearse",

@@ -98,7 +98,7 @@ class Chat:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of the chat at its end."""
+        """Maximum number of tokens of the complete chat."""
         left = self.messages[len(self.turns) :]
         return len(self.history) + sum(map(len, left)) + len(left) * self.max_tokens
 

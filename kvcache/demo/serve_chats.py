@@ -55,7 +55,7 @@ def serve_chats(
     Args:
         model: The transformers model.
         name: Name of the model in the report.
-        chats: The chats (`make_chats`, `make_text_chats`). Their turns are recorded in them.
+        chats: The chats (`make_chats`, `make_text_chats`). Served turns are added to these objects.
         seed: Seed of the samples.
         pool_share: Size of the pool, as a fraction of the blocks that all chats need.
         kv_cache_dtype: The dtype of K and V in the pool. None: the model's dtype. With another dtype,
