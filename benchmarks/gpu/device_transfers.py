@@ -131,7 +131,9 @@ class Transfers:
             with say.attempt(self._text(*kind)):
                 self._check(*kind)
                 seconds[kind] = []
-        say.learned(f"{len(seconds)} of {len(wanted)} kinds of transfers left the right bytes")
+        say.learned(
+            f"{len(seconds)} of {len(wanted)} kinds of transfers delivered the correct bytes"
+        )
         for _ in range(sizes.repeats(_ROUNDS)):
             for kind in seconds:
                 if say.seconds_left() > _LEAST_S:
@@ -153,10 +155,10 @@ class Transfers:
         if not way.is_staged:
             return
         if not costs:
-            say.skipped(f"{self._text(label, size)}: right; launches not counted: no CUPTI here")
+            say.skipped(f"{self._text(label, size)}: correct; launches not counted: no CUPTI here")
             return
         say.learned(
-            f"{self._text(label, size)}: right; {costs['launches']} launches, {costs['copies']} copies, "
+            f"{self._text(label, size)}: correct; {costs['launches']} launches, {costs['copies']} copies, "
             f"{costs['pageable_copies']} of them of pageable memory"
         )
         assert costs["pageable_copies"] == 0, (

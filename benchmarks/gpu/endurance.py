@@ -79,7 +79,7 @@ def repeated_batches() -> str:
     while time.monotonic() < deadline and rounds < sizes.repeats(2000):
         round_trip(pages, host, stream, most >> rounds % 5)
         rounds += 1
-    return f"{rounds} round trips in batches of {most >> 4:,} to {most:,} pieces were right"
+    return f"{rounds} round trips in batches of {most >> 4:,} to {most:,} pieces were correct"
 
 
 def large_batch() -> str:
@@ -87,7 +87,7 @@ def large_batch() -> str:
     count = sizes.scaled(200_000, 200)
     pages, host = memories(1024, 2 * count + 2)
     round_trip(pages, host, torch.cuda.Stream(), count)
-    return f"one call with {count:,} pieces was right"
+    return f"one call with {count:,} pieces was correct"
 
 
 def capture_and_replay() -> str:
@@ -134,7 +134,7 @@ def capture_and_replay() -> str:
         )
         written = caches.cpu().view(2, 256, 8, 128)[:, targets]
         assert torch.equal(written, tokens.cpu()), f"replay {seed}: tokens"
-    return f"{replays} replays of a captured graph were right"
+    return f"{replays} replays of a captured graph were correct"
 
 
 class Poller(threading.Thread):
