@@ -158,7 +158,7 @@ class Transfers:
             say.skipped(f"{self._text(label, size)}: correct; launches not counted: no CUPTI here")
             return
         say.learned(
-            f"{self._text(label, size)}: correct; {costs['launches']} launches, {costs['copies']} copies, "
+            f"{self._text(label, size)}: ok; {costs['launches']} launches, {costs['copies']} copies, "
             f"{costs['pageable_copies']} of them of pageable memory"
         )
         assert costs["pageable_copies"] == 0, (
