@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks that measure a peer or a limit in the same run. See `python -m benchmarks --help`."""
+"""Benchmarks, each of which also measures a peer or a limit. See `python -m benchmarks --help`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks`: CPU benchmarks with their peers, in one table."""
+"""`python -m benchmarks`: runs the CPU benchmarks and their peers, and prints one table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ SUITES = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", choices=SUITES, help="one suite (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     args = parser.parse_args()
     results = []
     print(f"{'':58}{'ours':>12}{'peer':>12}{'ratio':>8}{'bar':>9}{'goal':>8}")

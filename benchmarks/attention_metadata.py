@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata on the CPU with one thread, compared with numpy code as in engines."""
+"""Attention metadata on the CPU with one thread, compared with numpy code like that of engines."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ def eviction() -> Iterator[Result]:
     """Compare the learned policy with LRU: requests of 64 blocks in a full pool.
 
     Each request allocates blocks (which evicts the same number), publishes them and releases them.
-    There are no hits. The memory of the learned policy is a fixed part (records of released blocks,
-    counts), 16 bytes per block, and 56 bytes per segment. The vector of segments doubles as it grows,
-    so a block of a segment of 64 blocks takes up to 18 bytes.
+    There are no hits. The memory of the learned policy consists of a fixed part (counts and records of
+    released blocks), 16 bytes per block, and 56 bytes per segment. The vector of segments doubles its
+    capacity when it grows, so with segments of 64 blocks, a block takes up to 18 bytes.
     """
 
     def extra_bytes(num_blocks: int) -> int:
@@ -260,7 +260,7 @@ def cold_lookup() -> Iterator[Result]:
 
 
 def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
-    """Measure lookup, allocation and release per request of the trace, for a pool of 5.12 M
+    """Measure lookup, allocation and release per request of the trace, with a pool of 5.12 M
     tokens."""
     from kvcache.replay import read_mooncake
 

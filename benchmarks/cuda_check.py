@@ -2,12 +2,12 @@
 """Compiles every CUDA source with nvcc and checks the machine code for ARCHS. Requires no GPU.
 
 Prints a table of each kernel entry's machine code, and fails if it does not match
-`sass_expectations.py`. Spilled registers are assembler errors on every architecture. `--json FOLDER`
-writes the tables to FOLDER/sass_ARCH.json. The machine code requires c++filt and cuobjdump,
-which is taken from $CUOBJDUMP, the toolkit, PATH, or triton (here or in the environment of
-`make gpu-less`). If either tool is missing, this part is skipped with a message.
+`sass_expectations.py`. Register spills are treated as assembler errors on every architecture.
+`--json FOLDER` writes the tables to FOLDER/sass_ARCH.json. The machine code requires c++filt and
+cuobjdump, which is taken from $CUOBJDUMP, the toolkit, PATH, or triton (here or in the environment
+of `make gpu-less`). If either tool is missing, this part is skipped with a message.
 
-Exit codes: 0 if everything matches, 1 if not, 3 without nvcc.
+Exit codes: 0 if everything matches, 1 if something differs, 3 if nvcc is not found.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def disassembled(tool: str, file: Path, arch: str) -> list[sass.Figures]:
         ).stdout
 
     kernels = sass.parse(output("-sass"), output("-res-usage"))
-    if not kernels:  # a source may have no kernels; missing expected kernels fail
+    if not kernels:  # a source may have no kernels; an expected kernel that is missing is an error
         return []
     names = sass.demangled([kernel.symbol for kernel in kernels])
     found = [sass.figures(kernel, name) for kernel, name in zip(kernels, names, strict=True)]

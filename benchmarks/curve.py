@@ -4,8 +4,9 @@
     python -m benchmarks.curve --write docs/replay.md    # all tables
     python -m benchmarks.curve --only speed --blocks 300000000
 
-The errors compare each curve with complete replays, on a trace of conversations and one of coding
-agents. The speed is measured on generated traces in Mooncake's format, in a temporary file.
+The errors are differences between each curve and complete replays, on a trace of conversations and a
+trace of coding agents. The speed is measured on generated traces in Mooncake's format, which are
+written to a temporary file.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> int:
 
 
 def accuracy_tables() -> Iterator[tuple[str, str]]:
-    """Yield the curves beside complete replays, and the errors at lower rates."""
+    """Yield a table of curves and complete replays, and a table of errors at lower rates."""
     rows = [
         ["trace", "blocks", *(f"{name}{x}" for name in CURVE_POLICIES for x in ("", ", exact"))]
     ]
@@ -172,9 +173,9 @@ def speed_table(num_blocks: int) -> str:
 
 
 def write_trace(path: str | os.PathLike, num_blocks: int, per_prompt: int) -> None:
-    """Write a trace of conversations, of which each turn adds a quarter of a mean prompt.
+    """Write a trace of conversations. Each turn adds a quarter of the mean prompt length.
 
-    All prompts start with the same two blocks. A tenth of the requests starts a conversation.
+    All prompts start with the same two blocks. One in ten requests starts a conversation.
     """
     rng = np.random.default_rng(0)
     added = max(per_prompt // 4, 1)

@@ -2,7 +2,7 @@
 """Host time of a decode step for 64 requests to a tiny model, and kvcache's share of that time.
 
 `python -m benchmarks.engine_step [--model NAME] [--requests N]`. The model is minimal, so the measured
-shares are upper bounds. Requires the extra `transformers`.
+shares of kvcache are upper bounds. Requires the extra `transformers`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache.engine.transformers.tiny_models import tiny_model
 
 
 class Timed:
-    """Seconds spent in calls of an object's method."""
+    """The seconds spent in calls of one method of an object."""
 
     def __init__(self, owner: object, name: str) -> None:
         self.seconds = 0.0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.eviction`: hit rates of the eviction policies on a trace of conversations and one
-of coding agents."""
+"""`python -m benchmarks.eviction`: hit rates of the eviction policies on a trace of conversations
+and a trace of coding agents."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ def main() -> int:
 def print_tables(
     module: str, text: str, tables: Mapping[str, Callable], load: Callable[[Path], object]
 ) -> int:
-    """Print the tables that the command line names, and write them into a page.
+    """Print the tables named on the command line, and write them to a page if requested.
 
-    `load` reads a trace. Each table is a function of the loaded traces, by "agents" and "others".
+    `load` reads a trace. Each table is a function of the loaded traces, which have the keys "agents"
+    and "others".
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=text)
     parser.add_argument("--trace", type=Path, default=TRACE, help="JSONL file in Mooncake's format")
@@ -92,7 +93,7 @@ def read(trace: Path) -> list[WorkloadRequest]:
 
 
 def with_table(page: str, name: str, table: str) -> str:
-    """Return the page with this table replaced."""
+    """Return the text of the page with this table replaced."""
     first, last = f"<!-- table: {name} -->\n", "<!-- end -->\n"
     before, found, rest = page.partition(first)
     if not found:
@@ -116,7 +117,7 @@ def agents_table(requests: list[WorkloadRequest]) -> str:
 def rates_of(
     requests: list[WorkloadRequest], policies: Sequence[str], capacities: Sequence[int]
 ) -> dict[tuple[str, ...], list[float]]:
-    """Return token hit rates by policy, and those of the optimum."""
+    """Return the token hit rates of each policy and of the optimum."""
     rates = {
         (policy,): [replayed(requests, size, policy).token_hit_rate for size in capacities]
         for policy in policies

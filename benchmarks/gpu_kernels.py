@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU kernel times, with limits measured in the same run. Prints one line of JSON per result.
 
-Failing cases are reported, and the others continue. Calls that move tokens rotate among input sets
-that together fill four times the L2 cache. Pages are spread over 16 GiB if memory allows.
+If a case fails, the failure is reported, and the remaining cases run. Calls that move tokens rotate
+among input sets with a total size of four times the L2 cache. Pages are spread over 16 GiB if there is
+enough memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvcache import AttentionMetadataBuilder, BlockTables, Pages, TableShape, op
 from kvcache.worker.pages.page_copy import PageCopy
 
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
-_LAUNCHES = 20  # launches per graph, for calls that are not rotated
+_LAUNCHES = 20  # launches per graph, for calls that always use the same inputs
 
 
 def copy_gb_per_s() -> float:
@@ -34,7 +35,7 @@ def copy_gb_per_s() -> float:
 
 
 def empty_kernel_us() -> float:
-    """Time the cheapest launch, which is a table update without segments."""
+    """Time the cheapest launch: a table update without segments."""
     arena, packed = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
     return repeated_us(lambda: ops.update_block_tables(arena, packed))
 
@@ -42,7 +43,7 @@ def empty_kernel_us() -> float:
 def repeated_us(call: Callable[[], None]) -> float:
     """Time calls on the same memory.
 
-    Used for tables, which are also in the L2 cache in an engine.
+    Used for tables, because they are in the L2 cache in an engine as well.
     """
     return graph_us([call] * sizes.repeats(_LAUNCHES))
 
@@ -126,7 +127,7 @@ def token_io(
     layers = () if num_layers is None else (num_layers,)
     shape = (*layers, num_tokens, _HEADS, _HEAD_SIZE)
     element = 1 if fp8 else 2
-    # K and V, each element read on one side and written on the other.
+    # K and V: each element is read on one side and written on the other.
     moved = 2 * int(np.prod(shape)) * (2 + element)
     sets = num_rotated(moved)
     num_blocks = 1 + -(-sets * num_tokens // _BLOCK_SIZE)
@@ -201,14 +202,14 @@ def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> It
 
 
 def rate(moved: int, us: float, limit: float | None) -> dict:
-    """Return time, GB/s read and written, and the ratio to a device copy, if one was measured."""
+    """Return the time, the GB/s read and written, and the ratio to a device copy if one was measured."""
     gb_per_s = moved / us / 1e3
     share = {"of_copy": gb_per_s / limit} if limit else {}
     return {"us": us, "gb_per_s": gb_per_s, **share}
 
 
 def cases(limit: float | None) -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
-    """Yield every case with its name, cases with a target first."""
+    """Yield every case with its name. Cases with a target come first."""
     for block_size in (16, 32, 64, 128):
         for layout, ratio in (("HND", 2), ("HND", 4), ("NHD", 1), ("NHD", 2), ("NHD", 4)):
             name = f"receive {layout} {block_size} / {ratio}"
@@ -262,7 +263,7 @@ def main() -> int:
 
 
 def summary(rows: list[dict]) -> Iterator[str]:
-    """Yield one line per kernel with its slowest and fastest case."""
+    """Yield one line per kernel with its slowest and its fastest case."""
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         found = [row for row in rows if row["kernel"] == kernel]
         key = "of_copy" if "of_copy" in found[0] else "us"

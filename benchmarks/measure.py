@@ -13,7 +13,7 @@ from kvcache.worker.swap.bandwidth import (
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the report. `bar` and `goal` are the targets of PEER_FIGURES, in `unit`."""
+    """One line of the report. `bar` and `goal` are targets from PEER_FIGURES, in `unit`."""
 
     name: str
     unit: str
@@ -26,7 +26,7 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """Return how many times better than the peer the result is."""
+        """Return the factor by which the result is better than the peer."""
         if self.peer is None or not self.ours or not self.peer:
             return None
         return self.ours / self.peer if self.higher_is_better else self.peer / self.ours
@@ -39,7 +39,7 @@ class Result:
 
 
 def seconds_per_call(function: Callable[[], object], calls: int) -> Callable[[], None]:
-    """Return a function that calls `function` `calls` times, to time many short calls together."""
+    """Return a function that calls `function` `calls` times, so that short calls are timed together."""
 
     def repeated() -> None:
         for _ in range(calls):

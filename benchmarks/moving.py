@@ -29,7 +29,7 @@ def indexing(fragment: int) -> Iterator[Result]:
     pairs = np.stack([chance.permutation(num_blocks) for _ in range(2)], 1).astype(np.int32)
     page_copy = PageCopy(source, target)
     read, written = torch.from_numpy(pairs).long().unbind(1)
-    # Viewed as int64, because index_copy_ of bytes is five times slower.
+    # The tensors are viewed as int64, because index_copy_ is five times slower on bytes.
     sources = [source.layer(i).view(torch.int64) for i in range(layers)]
     targets = [target.layer(i).view(torch.int64) for i in range(layers)]
 
@@ -44,7 +44,7 @@ def indexing(fragment: int) -> Iterator[Result]:
 
 
 def host_cost() -> Iterator[Result]:
-    """Measure the host time of a call that moves no bytes (1,000 pages with empty fragments)."""
+    """Measure the host time of a call that moves no bytes: 1,000 pages with empty fragments."""
     pages = Pages.allocate(1001, [[0, 0]] * 80)
     ids = np.arange(1, 1001, dtype=np.int32)
     pairs = np.stack([ids, np.random.default_rng(0).permutation(ids)], 1)

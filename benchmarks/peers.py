@@ -73,7 +73,7 @@ class PrefixCache:
 
 
 class PoolBlock:
-    """A block as in engines. The object is linked into the free queue."""
+    """A block object like those of engines, linked into the free queue."""
 
     __slots__ = ("after", "before", "block_id", "key", "ref_count")
 
@@ -86,7 +86,7 @@ class PoolBlock:
 
 
 class FreeQueue:
-    """The free blocks, linked in a list with the least recently freed first."""
+    """A linked list of the free blocks. The least recently freed block comes first."""
 
     def __init__(self, blocks: list[PoolBlock]) -> None:
         self.num_free = len(blocks)
@@ -121,7 +121,7 @@ class FreeQueue:
 
 
 class BlockObjects:
-    """A block pool as in engines. Blocks are objects, found by hash and cache group."""
+    """A block pool like those of engines. Blocks are objects that are found by hash and cache group."""
 
     def __init__(self, num_blocks: int) -> None:
         blocks = [PoolBlock(i) for i in range(num_blocks)]
@@ -209,7 +209,7 @@ class GroupOfRequests:
 
 
 class RequestCache:
-    """A request manager as in engines, with groups in one pool and an object per block."""
+    """A request manager like those of engines, with one pool for all groups and an object per block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockObjects(num_blocks)
@@ -242,7 +242,7 @@ class RequestCache:
 
 
 class Sequence:
-    """A running request as in an engine written in Python."""
+    """A running request, as in an engine written in Python."""
 
     def __init__(self, cache: PrefixCache, token_ids: list[int], block_size: int) -> None:
         self.tokens = token_ids
@@ -281,7 +281,7 @@ def decode_step(
 
 
 class GroupMember:
-    """A sequence as in an engine's scheduler."""
+    """A sequence, as in the scheduler of an engine."""
 
     def __init__(self, seq_id: int, token_ids: list[int], status: str = "WAITING") -> None:
         self.seq_id = seq_id
@@ -310,7 +310,7 @@ class Group:
 
 
 class Block:
-    """One entry of a sequence's table, with the block and its tokens."""
+    """One entry of a sequence's block table: the block and its tokens."""
 
     __slots__ = ("block_id", "prev", "token_ids")
 
@@ -321,7 +321,7 @@ class Block:
 
 
 class SequenceBlocks:
-    """A sequence-group manager as in engines, with one object and one Python step per block.
+    """A sequence-group manager like those of engines, with one object and one Python step per block.
 
     It provides the methods of `BlockSpaceManager` for the same sequences and groups.
     """

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slot mapping as in an engine's plain C++ loop. It processes each group token by token, without
-// checks and without padding after the last token.
+// Slot mapping as a plain C++ loop, like that of an engine. It processes each group token by token,
+// without checks and without padding after the last token.
 #include <cstdint>
 
 extern "C" __attribute__((visibility("default"))) void plain_slots(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of the sanitizer per decode step, and its memory."""
+"""The time per decode step and the memory of the sanitizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Decoding:
         self.sanitizer = Sanitizer([group], num_rows * width + 1, mode="stop")
         self.table = 1 + np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
         self.names = [f"request-{row}" for row in range(num_rows)]
-        self.lengths = num_tokens - rng.integers(0, BLOCK_SIZE, num_rows)  # blocks fill in turn
+        self.lengths = num_tokens - rng.integers(
+            0, BLOCK_SIZE, num_rows
+        )  # blocks fill at different times
         self.ones = np.ones(num_rows, np.int64)
         self.tokens = rng.integers(0, 100_000, num_rows)
         rows = np.repeat(np.arange(num_rows), self.lengths)
@@ -42,13 +44,13 @@ class Decoding:
         return blocks * BLOCK_SIZE + places % BLOCK_SIZE
 
     def prepare(self) -> None:
-        """Build the next step's arrays, which an engine has anyway."""
+        """Build the arrays of the next step, which an engine already has."""
         self.lengths = self.lengths + 1
         self.starts = self.lengths - 1
         self.mapping = self.slots(np.arange(len(self.names)), self.starts)
 
     def prepare_with_free(self) -> None:
-        """Do the same, and free a block: all table entries are compared with versions of blocks."""
+        """Build the arrays and free a block: all table entries are compared with block versions."""
         self.prepare()
         self.sanitizer.observe_free("another", [0])
 
@@ -65,7 +67,7 @@ class Decoding:
 
 
 def all_results() -> Iterator[Result]:
-    """Measure a step's tokens once, and its writes and reads per kind of group."""
+    """Measure the tokens of a step once, and its writes and reads for each kind of group."""
     shape = f"{ROWS} rows of {TOKENS:,} tokens"
     for kind in GROUPS:
         run = Decoding(kind, ROWS, TOKENS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses the output of cuobjdump for compiled kernels: resources, memory accesses, loads in flight.
 
-The figures are static, so they count instructions in the code and not executed ones. A load is in
+The figures are static: they count instructions in the code, not executed instructions. A load is in
 flight from its issue until an instruction uses its registers. Loads complete in order, so using the
 result of a load also completes all earlier loads.
 """
@@ -21,7 +21,7 @@ _RESOURCE = re.compile(r"\b(REG|STACK|SHARED|LOCAL):(\d+)")
 _REGISTER = re.compile(r"(?<![A-Z0-9])R(\d+)\b")
 _ADDRESS = re.compile(r"\b0x([0-9a-f]+)\b")
 
-_GLOBAL_LOADS = ("LDG", "LD")  # LD: the compiler does not know the address space
+_GLOBAL_LOADS = ("LDG", "LD")  # LD is used if the compiler does not know the address space
 _GLOBAL_STORES = ("STG", "ST")
 _LOCAL = ("LDL", "STL")
 # Instructions that wait for cp.async or other threads.
@@ -99,7 +99,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Figures:
-    """The table's figures for one kernel entry. `shared_bytes` excludes dynamic shared memory."""
+    """The figures of one kernel entry. `shared_bytes` excludes dynamic shared memory."""
 
     kernel: str
     registers: int
@@ -168,7 +168,7 @@ def figures(kernel: Kernel, name: str) -> Figures:
 
 
 def main_width(number: dict[int, int]) -> int:
-    """Return the width that moves the most bytes; 0 without accesses."""
+    """Return the access width that moves the most bytes, or 0 if there are no accesses."""
     return max(number, key=lambda width: (width * number[width], width), default=0)
 
 

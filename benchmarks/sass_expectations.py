@@ -2,9 +2,9 @@
 """The expected machine code of each kernel on sm_90 and sm_100.
 
 No kernel entry may use local memory, that is, spilled registers or arrays indexed at run time.
-EXPECTED lists all other expectations, one line per kernel. Kernels without a line only get the
-general checks. Add a line for the widest entry of each new kernel that moves bytes. If a figure
-gets worse, give the reason in a comment on its line.
+EXPECTED lists all other expectations, one line per kernel. Only the
+general checks apply to kernels without a line. Add a line for the widest entry of each new kernel
+that moves bytes. If a figure gets worse, give the reason in a comment on its line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXPECTED = [
     # The loop contains code for all widths. With 64 registers, two thread blocks fit on an SM.
     Expectation(r"copy_blocks_kernel<\d+ul, false>", 64, 16, 8, 16, 66),
     Expectation("permute_kernel<uint4, true, false>", 32, 16, 8, 16, 39),
-    # The first copy starts before the last id has arrived.
+    # The first copy starts before the last id is loaded.
     Expectation(
         "permute_kernel<uint4, false, false>",
         *(48, 16, 7, 16, 96),
@@ -76,7 +76,7 @@ EXPECTED = [
     # The slots of four tokens (8 bytes each) have more bytes in flight than the data, so the last
     # figure does not count the data.
     Expectation(r"token_io_kernel<FromFp8<float, \w+, 4>, Direction 1>", 32, 8, 4, 16, 222),
-    # Ids are loaded one at a time, because page lists may start at any address.
+    # Ids are loaded one at a time, because page lists may be unaligned.
     Expectation("attention_metadata_kernel", 48, 4, 8, 4),
     Expectation(r"first_bad_kernel<\w+>", 32),
 ]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the sequence-group manager for a sequence of 2,001 tokens with blocks of 16.
 
-Each call is measured separately. Also measures a scheduler's calls per decode step and sequence, at
-2,001 and 16,001 tokens. The peer receives the same calls with the same objects.
+Each call is measured separately. The benchmark also measures all calls that a scheduler makes per decode
+step and sequence, with 2,001 and 16,001 tokens. The peer receives the same calls with the same objects.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def rounds(make: Callable[..., Manager], caching: bool) -> Iterator[dict[str, fl
 def running_groups(manager: Manager, num_tokens: int) -> list[Group]:
     """Create sequences with the same prompt.
 
-    With caching, all sequences except the first start with a hit.
+    With caching, every sequence except the first starts with a prefix hit.
     """
     token_ids = np.random.default_rng(0).integers(0, 152_000, num_tokens).tolist()
     groups = [Group(GroupMember(i, [*token_ids])) for i in range(BATCH_SIZE)]
@@ -143,7 +143,7 @@ def steps(
 
 
 def batches(num_tokens: int, caching: bool) -> Iterator[dict[str, float]]:
-    """Yield the seconds per sequence of a step that uses table views and one call for all slots."""
+    """Yield the seconds per sequence of a step that uses table views and a single call for all slots."""
     manager = manager_for(BlockSpaceManager, num_tokens, caching)
     groups = running_groups(manager, num_tokens)
     for group in groups:
@@ -188,7 +188,7 @@ def medians(lives: Iterable[Iterator[dict[str, float]]]) -> list[dict[str, float
 
 
 def all_results() -> Iterator[Result]:
-    """Run without Python's garbage collector, which would visit every block of the peer."""
+    """Run without Python's garbage collector, which would traverse every block object of the peer."""
     gc.disable()
     try:
         yield from life_results()

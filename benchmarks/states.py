@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.states`: hits of hybrid models by which states and window blocks are kept,
-on a trace of conversations and one of coding agents."""
+"""`python -m benchmarks.states`: hit rates of hybrid models, depending on which states and window blocks
+are kept, on a trace of conversations and a trace of coding agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache import GroupSpec
 from kvcache.replay import Replayer, ReplayReport, WorkloadRequest
 from kvcache.replay.policies import parse_eviction
 
-# Pages have one size: a state takes as many bytes as a block of 512 tokens.
+# All pages have the same size: a state takes as many bytes as a block of 512 tokens.
 FULL = GroupSpec("full_attention", BLOCK_SIZE)
 GROUPS = {
     "states": [FULL, GroupSpec("recurrent", BLOCK_SIZE)],
@@ -57,7 +57,7 @@ def replayed(
 
 
 def num_kept(report: ReplayReport) -> int:
-    """Return the number of pages that were cached for states or windows."""
+    """Return the number of pages that were cached for states or window blocks."""
     return sum(group["stored_blocks"] for group in report.groups[1:])
 
 
@@ -111,7 +111,7 @@ def chunks_table(traces: dict[str, Path]) -> str:
 
 
 def answers_table(traces: dict[str, Path]) -> str:
-    """Return the most tokens that states at the ends of answers could add to the hits."""
+    """Return the maximum number of hit tokens that states at the ends of answers could add."""
     heads = ["trace", "tokens of prompts", "tokens of answers that hits could add, at most"]
     rows = [heads, ["---"] * len(heads)]
     for name, shown in (("others", "conversations"), ("agents", "agents")):
@@ -122,9 +122,11 @@ def answers_table(traces: dict[str, Path]) -> str:
 
 
 def answer_tokens(requests: Sequence[WorkloadRequest]) -> int:
-    """Return the tokens in the full blocks that answers complete, over all requests that start with all
-    full blocks of an earlier prompt. The answer of the longest such prompt counts."""
-    ends: dict[int, tuple[int, int]] = {}  # hash of full blocks -> tokens with and without answer
+    """Return the number of tokens in full blocks that answers complete, summed over all requests that
+    start with all full blocks of an earlier prompt. Of several such prompts, the longest counts."""
+    ends: dict[
+        int, tuple[int, int]
+    ] = {}  # hash of full blocks -> tokens with and without the answer
     tokens = 0
     for each in requests:
         size = BLOCK_SIZE * each.token_ids.itemsize

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user's decode step costs: each call of a step in which every row gets a block, and
-`Engine.step` beside a loop over the same public calls.
+"""The cost of a decode step: each call of a step in which every row gets a block, and `Engine.step`
+compared with a loop over the same public calls.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from kvcache.engine import Engine, SamplingParams
 from kvcache.engine.batch import Batch
 
 _STEPS, _PROMPT = 400, 16
-_IN_A_ROW = 16  # steps of the engine and of the loop that are timed together
-# By rows: upper bounds in us of `Worker.apply`, and of the whole step.
+_IN_A_ROW = (
+    16  # number of consecutive steps of the engine, and of the loop, that are timed together
+)
+# By number of rows: upper bounds, in us, of `Worker.apply` and of the whole step.
 _BARS = {8: (3.0, 8.0), 256: (None, 25.0), 1024: (None, None)}
 
 
@@ -44,14 +46,14 @@ def all_results() -> Iterator[Result]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(
         1
-    )  # the threads of small operations wait for each other on a busy machine
+    )  # on a busy machine, the threads of small operations would wait for each other
     for num_requests in (8, 64, 256):
         yield _engine_result(num_requests)
     torch.set_num_threads(num_threads)
 
 
 class _FreeModel:
-    """A model whose forward pass costs nothing."""
+    """A model whose forward pass takes no time."""
 
     vocab_size = 100
 
@@ -88,7 +90,7 @@ def _engine_result(num_requests: int) -> Result:
 
 
 def _loop_by_hand(model: _FreeModel, prompts: list[np.ndarray]) -> Iterator[None]:
-    """Decode one token per request and turn, with the calls of docs/serving.md."""
+    """Decode one token per request in each step, with the calls shown in docs/serving.md."""
     manager, worker, tables = model.cache.manager, model.cache.worker, model.cache.tables
     requests = [Request(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
     plan = manager.step(new=requests)
@@ -108,7 +110,7 @@ def _loop_by_hand(model: _FreeModel, prompts: list[np.ndarray]) -> Iterator[None
 
 
 def _seconds(num_rows: int) -> dict[str, float]:
-    """Return the median of each call; blocks of one token, so that each token needs a block."""
+    """Return the median time of each call. Blocks have one token, so each token needs a block."""
     num_blocks = num_rows * (_PROMPT + _STEPS) + 1
     manager = KVCacheManager(
         1, num_blocks, _PROMPT + _STEPS, enable_caching=False, num_preallocate_tokens=0

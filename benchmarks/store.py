@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures puts and gets of blocks in a store, with the engines alone and with a `StoreTier` on
-top.
+"""Measures puts and gets of blocks in a store, with the store engines alone and through a
+`StoreTier`.
 
     python -m benchmarks.store                  # every engine that is installed
     python -m benchmarks.store --only disk --folder /mnt/nvme/x --json benchmarks/results/store.json
 
 "raw" passes all blocks to the engine in one call, using memory registered with it. "tier" is the
-latency seen by an
-inference engine: put lasts from the end of the step that filled the blocks until the last block is
-stored; get lasts from the `match` of a request until its blocks are cached in pages, with digests
-compared. Both move the same number of blocks in alternating rounds, and the pages are compared. CPU time
-covers all threads; on a busy machine it is more meaningful than elapsed time. Mooncake's master and
-memory are on this machine. The disk store reads from the page cache if the file fits into it.
+latency for an inference engine: put lasts from the end of the step that filled the blocks until the
+last block is stored; get lasts from the `match` of a request until its blocks are cached in pages,
+with digests compared. Both move the same number of blocks in alternating rounds, and the pages are
+compared. CPU time covers all threads; on a busy machine it is more meaningful than elapsed time.
+Mooncake's master and memory are on this machine. The disk store reads from the page cache if the
+file fits into it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
         }
         hashes = manager.cache.hashes(Request("hashes", tokens))
         keys += [key_text(tier._fingerprint, BlockKey(0, each.tobytes())) for each in hashes]
-        store.remove(keys)  # so that both methods reuse memory
+        store.remove(keys)  # so that both methods reuse the same memory
         if number >= 2:
             for way, (elapsed, used) in took.items():
                 seconds[way].append(elapsed)
@@ -152,13 +152,13 @@ def get(
 def wait_for_open(tier: StoreTier) -> None:
     request, deadline = Request("none", range(BLOCK_SIZE + 1)), time.monotonic() + 20
     while tier.match(request) is None:
-        check(time.monotonic() < deadline, "the store does not open")
+        check(time.monotonic() < deadline, "the store cannot be opened")
         time.sleep(0.01)
     tier.cancel(request)
 
 
 class Clock:
-    """Elapsed seconds and CPU seconds of all threads since construction."""
+    """The elapsed seconds, and the CPU seconds of all threads, since construction."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter(), time.process_time()
@@ -182,8 +182,10 @@ def check(holds: bool, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store")
     parser.add_argument("--only", choices=("disk", "mooncake"))
-    parser.add_argument("--folder", type=Path, help="of the disk store; default: a temporary one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--folder", type=Path, help="folder of the disk store; default: temporary")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     installed = ["disk"] if importlib.util.find_spec("nixl") else []

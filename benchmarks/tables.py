@@ -22,7 +22,7 @@ GROUPS, BUFFER = 4, 8192
 
 
 class NumpyTables:
-    """The peer, with an int32 array per group and a loop over rows, as in engines."""
+    """The peer: an int32 array per group and a loop over rows, as in engines."""
 
     def __init__(self, num_groups: int, num_rows: int, width: int, num_slots: int) -> None:
         self.tables = [np.zeros((num_rows, width), np.int32) for _ in range(num_groups)]
@@ -86,7 +86,7 @@ def slot_mapping() -> Iterator[Result]:
 
 
 def plain_loop(folder: str) -> Callable[..., None]:
-    """Return the peer, which is `plain_loop.cpp` compiled with this library's flags."""
+    """Return the peer: `plain_loop.cpp`, compiled with the flags of this library."""
     library = Path(folder) / "plain_loop.so"
     source = Path(__file__).with_name("plain_loop.cpp")
     subprocess.run(

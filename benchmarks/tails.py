@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Percentiles of decode steps and admissions, in pools of up to ten million blocks.
 
-A shared machine causes spikes: another process gets the core for milliseconds. Times are therefore
-those that the core spent in the call, including page faults. The peer is a busy loop of about the
-same length after each call: delays that also occur in this loop are caused by the machine.
+On a shared machine, another process may occupy the core for milliseconds, which causes spikes. All
+times are therefore CPU times of the call, including page faults. The peer is a busy loop of about the
+same duration after each call: delays that also occur in this loop are caused by the machine.
 
-`python -m benchmarks.tails` measures 100,000 steps per pool in minutes, `make bench` a short form.
+`python -m benchmarks.tails` measures 100,000 steps per pool and takes minutes. `make bench` runs a short
+version.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ SHORT = {20_000: 64, 1_000_000: 256}
 
 
 def all_results() -> Iterator[Result]:
-    """Measure the short form."""
+    """Measure the short version."""
     yield from results(SHORT, num_steps=3_000)
 
 
 def results(pools: dict[int, int], num_steps: int) -> Iterator[Result]:
     gc.collect()
-    gc.disable()  # a collection takes milliseconds, in whichever call it starts
+    gc.disable()  # a garbage collection takes milliseconds, and can start in any call
     try:
         for num_blocks, num_rows in pools.items():
             yield from _memory(num_blocks)
@@ -52,11 +53,11 @@ def results(pools: dict[int, int], num_steps: int) -> Iterator[Result]:
 
 
 class Times:
-    """Core time of calls, and of a busy loop after each of them.
+    """The CPU time of calls, and of a busy loop after each call.
 
-    After another process had the core, the caches hold its data. If this happened between two
-    calls, the second call is left out if calls are short (`are_short`). Calls during which it
-    happened always count, because slow calls are more likely to be among them.
+    After another process has used the core, the CPU caches contain its data. If this happened between two
+    calls, the second call is excluded if calls are short (`are_short`). Calls that were interrupted
+    themselves always count, because slow calls are more likely to be interrupted.
     """
 
     def __init__(self, are_short: bool = False) -> None:
@@ -84,7 +85,7 @@ class Times:
             self.num_disturbed += 1
 
     def _busy(self) -> int:
-        """Run the busy loop, and return its core time. Its length is fitted to the first calls."""
+        """Run the busy loop, and return its CPU time. Its length is adjusted to the first calls."""
         if len(self.core) == 8:
             self._loops = sorted(self.core)[4] // 10  # an iteration takes about 10 ns
         core = thread_time_ns()
@@ -149,7 +150,7 @@ def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
             times.call(lambda new=request: manager.step(new=[new]))
             manager.free(request)
 
-    # Enough to allocate each block, and then to evict some.
+    # Enough calls to allocate every block, and then to evict some.
     first, largest, after_reset, decode = Times(), Times(), Times(), Times(are_short=True)
     admit(first, max(num_blocks // PROMPT_BLOCKS * 11 // 10, num_steps // 10))
     name = f"admission of {PROMPT_BLOCKS:,} blocks, pool of {num_blocks:,}"
@@ -184,7 +185,7 @@ def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
 
 
 def _first_steps(num_rows: int, num_tokens: int, what: str) -> Iterator[Result]:
-    """Measure the first decode steps of requests admitted together, which must copy no context."""
+    """Measure the first decode steps of requests admitted together. They must not copy a context."""
     random = np.random.default_rng(0)
     manager = _manager(200_000)
     new = [

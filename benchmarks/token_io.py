@@ -102,7 +102,7 @@ def fp8(layout: str, dtype: torch.dtype) -> Iterator[Result]:
 
 
 def lines(case: str, tokens: list[torch.Tensor], *seconds: float) -> Iterator[Result]:
-    """Convert the seconds of write, peer's write, gather and peer's gather to GB/s of K and V."""
+    """Convert the seconds of both writes and both gathers (ours, peer) to GB/s of K and V."""
     payload = sum(token.numel() * token.element_size() for token in tokens)
     write, peer_write, gather, peer_gather = (payload / s / 1e9 for s in seconds)
     name = f"of {NUM_TOKENS} tokens, {case}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates eviction policies on perturbed traces, for which they have not been tuned.
 
-    python -m benchmarks.trace_forms TRACE.jsonl                    # learned against lru, on each form
+    python -m benchmarks.trace_forms TRACE.jsonl                    # learned and lru, on each variant
     python -m benchmarks.trace_forms TRACE.jsonl --policy s3_fifo --forms scans loop
     python -m benchmarks.trace_forms AGENTS.jsonl.gz --sizes 500 1000 2000 3000 6000 10000
     python -m benchmarks.trace_forms TRACE.jsonl --write DIR        # writes DIR/NAME.jsonl for each
@@ -88,7 +88,7 @@ def with_think_times(trace: Trace, factor: float) -> Trace:
 
 
 def permuted(trace: Trace, seed: int) -> Trace:
-    """Start the conversations in a different order and keep their durations."""
+    """Change the order in which conversations start, and keep their durations."""
     rng = random.Random(seed)
     all_of = conversations(trace)
     starts = [requests[0]["timestamp"] for requests in all_of]
@@ -151,7 +151,7 @@ def with_loop(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
 
 
 def mixed_with_itself(trace: Trace) -> Trace:
-    """Add a second service with different content and its conversations in a different order."""
+    """Add a second service with different content, whose conversations start in a different order."""
     return _sorted([*trace, *_renumbered(permuted(trace, 5), _fresh(trace))])
 
 
@@ -211,7 +211,7 @@ def requests_of(path: Path) -> list[WorkloadRequest]:
 
 
 def ratios(path: Path, policy: str, capacities: Sequence[int] = CAPACITIES) -> list[float]:
-    """Return the policy's hit tokens divided by LRU's, by capacity in blocks."""
+    """Return the ratio of the policy's hit tokens to those of LRU, by capacity in blocks."""
     requests = requests_of(path)
     return [
         replayed(requests, size, policy).hit_tokens / replayed(requests, size, "lru").hit_tokens
@@ -222,7 +222,7 @@ def ratios(path: Path, policy: str, capacities: Sequence[int] = CAPACITIES) -> l
 def halves(trace: Trace, sizes: Sequence[int]) -> str:
     """Return the token hit rates of each half of the conversations, as a table.
 
-    `learned` starts without counts, with the counts of the same half, and with those of the other half.
+    `learned` starts without counts, or with the counts of the same half or of the other half.
     """
     parts = [
         _sorted(
@@ -269,14 +269,18 @@ def main() -> int:
         prog="python -m benchmarks.trace_forms", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("trace", type=Path, help="JSONL file in Mooncake's format")
-    parser.add_argument("--write", type=Path, metavar="DIR", help="write the forms there instead")
+    parser.add_argument(
+        "--write", type=Path, metavar="DIR", help="write the variants to this folder"
+    )
     parser.add_argument("--policy", default="learned", help="policy[:option=value]")
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=CAPACITIES, metavar="N", help="capacities in blocks"
     )
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="form")
     parser.add_argument(
-        "--halves", action="store_true", help="replay each half of the conversations instead"
+        "--halves",
+        action="store_true",
+        help="replay each half of the conversations instead of variants",
     )
     options = parser.parse_args()
     trace = read(options.trace)

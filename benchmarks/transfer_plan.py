@@ -65,7 +65,7 @@ def one_transfer(
     few_lists = few[0].tolist(), {rank: ids.tolist() for rank, ids in few[1].items()}
     ours = sorted(zip(*(column.tolist() for column in plan.apply(*few).expand())))
     peer = fragment_by_fragment(plan, *few_lists)
-    # If pages happen to be adjacent, the peer has more fragments.
+    # If some pages happen to be adjacent, the peer creates more fragments.
     assert sum(f[-1] for f in ours) == sum(f[-1] for f in peer) and len(ours) <= len(peer)
     if len(ours) == len(peer):
         assert ours == sorted(peer)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures transports between two processes: contiguous, scattered with the plain library, and
-kvcache's.
+"""Measures transports between two processes: contiguous and scattered reads with the plain library, and
+scattered reads with kvcache.
 
     python -m benchmarks.transports                   # every transport that is installed
     python -m benchmarks.transports --only nixl --json benchmarks/results/transports.json
@@ -10,7 +10,7 @@ Each method moves the same bytes from one process into another one's memory. The
 kvcache use separate pairs of processes. Only one pair runs at a time, because the thread of a NIXL
 agent with default settings never sleeps and would compete with the measured method for a core. All
 methods are measured in alternating rounds, so that other load on the machine affects all of them.
-In "own agent", the library moves scattered blocks between agents configured by kvcache. The
+In the method "own agent", the library moves scattered blocks between agents configured by kvcache. The
 received bytes are verified. `benchmarks.gpu.device_transfers` measures device memory with the same
 pairs of processes.
 """
@@ -110,7 +110,7 @@ class NixlPeer:
 
 
 def plain_agent(pool: torch.Tensor) -> object:
-    """Create a NIXL agent with default settings, on the loopback interface like kvcache's."""
+    """Create a NIXL agent with default settings, on the loopback interface like kvcache's agents."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -121,7 +121,7 @@ def plain_agent(pool: torch.Tensor) -> object:
 
 
 def plain_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Callable) -> Moves:
-    """Return the moves of the plain library."""
+    """Return the functions that move bytes with the plain library."""
     if name == "gloo":
         peer = GlooPeer(pool, 0 if is_server else 1, exchange)
 
@@ -144,7 +144,7 @@ def kvcache_moves(
     exchange: Callable,
     options: Mapping[str, object],
 ) -> Moves:
-    """Return the moves of kvcache with these options, and of the library with kvcache's agent."""
+    """Return the functions that move bytes with kvcache, and with the library over kvcache's agent."""
     transport = make_transport("server" if is_server else "client", name, **options)
     transport.register(Pages.over([pool[None]]))
     metadata, remote = exchange((transport.metadata(), pool.data_ptr()))
@@ -172,7 +172,7 @@ def work(
     pipe: Connection,
     other: Connection,
 ) -> None:
-    """Run one process of a pair. Executes requests from `pipe` until killed."""
+    """Run one process of a pair, which executes requests from `pipe` until it is killed."""
     torch.set_num_threads(1)
 
     def exchange(value: object) -> object:
@@ -221,14 +221,14 @@ def finish(memory: torch.Tensor) -> None:
 
 
 class Move(NamedTuple):
-    """The cost of a move. `costs`: the device work, if it was counted."""
+    """The time of a move and, in `costs`, its device work if it was counted."""
 
     seconds: float
     costs: dict[str, int]
 
 
 class Pair:
-    """Two processes, stopped except during a move.
+    """A pair of processes that are stopped except during a move.
 
     options: options of kvcache's transport, or None for the plain library.
     """
@@ -279,7 +279,7 @@ class Pair:
         self._signal(signal.SIGSTOP)
         took, same, costs = told
         if not same:
-            raise AssertionError(f"{way}: other bytes arrived")
+            raise AssertionError(f"{way}: wrong bytes arrived")
         return Move(took, costs)
 
     @staticmethod
@@ -314,7 +314,7 @@ def measure(name: str) -> list[dict]:
 
 
 def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
-    """Measure the plain library's pair and kvcache's pair."""
+    """Measure the pair of the plain library and the pair of kvcache."""
     results = []
     for count, size in SIZES:
         total, rng = count * size, np.random.default_rng(2)
@@ -323,7 +323,7 @@ def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
             for way in WAYS[name]:
                 pair = plain if way in ("contiguous", "scattered") else ours
                 took = pair.move(way, count, size, rng).seconds
-                if number >= 2:  # the first rounds connect and touch memory
+                if number >= 2:  # the first rounds connect and touch the memory
                     seconds[way].append(took)
         speed = {way: total / np.median(took) / 1e9 for way, took in seconds.items()}
         best = {way: total / min(took) / 1e9 for way, took in seconds.items()}
@@ -344,7 +344,9 @@ def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transports")
     parser.add_argument("--only", choices=("gloo", "nixl"))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     args = parser.parse_args()
     installed = ["gloo"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
     results = []

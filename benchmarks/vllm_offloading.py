@@ -3,8 +3,8 @@
 
 `python -m benchmarks.vllm_offloading [--json FILE]`, in an environment with vLLM. Prints hits,
 bytes moved, and CPU time of serving (without startup) for a tiny Llama and a tiny Gemma 3 with
-random weights. Each case runs in its own process; the three cases take turns, and the reported
-values are medians over all rounds.
+random weights. Each case runs in its own process. The three cases alternate, and the reported values
+are medians over all rounds.
 """
 
 from __future__ import annotations

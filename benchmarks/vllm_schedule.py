@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedule() with its own KV cache manager, with kvcache's, and with a no-op manager.
+"""Measures vLLM's schedule() with its own KV cache manager, with kvcache's, and with a no-op manager.
 
 `python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment with vLLM
 (`make bench-vllm`). The managers take turns of 16 steps with the same requests. Times are median
-CPU times of the thread. A manager's share is the difference from the no-op manager, with vLLM's own
-loops over the requests. The whole `schedule()` and `update_from_output()` are also measured with
-kvcache's steady decode steps.
+CPU times of the thread. A manager's share is the difference from the time with the no-op manager, both
+with vLLM's own loops over the requests. The whole `schedule()` and `update_from_output()` are also
+measured with kvcache's steady decode steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GROUPS = {"1 full": ("full",), "5 windows + 1 full": ("window",) * 5 + ("full",)
 
 
 class NoManager(KVCacheManager):
-    """vLLM's manager until `is_armed` is set. After that, it returns no blocks and costs nothing.
+    """vLLM's manager until `is_armed` is set, and then a manager that returns no blocks and does no work.
 
     num_hits: returns the number of cached tokens to report for the next new request.
     """
@@ -88,7 +88,7 @@ def scheduler_with(manager: type, *args: Any) -> Any:
 
 
 def without_steady_steps(scheduler: Any) -> Any:
-    """Return kvcache's scheduler with vLLM's own code for every step."""
+    """Return kvcache's scheduler, modified to run vLLM's own code in every step."""
     scheduler.steady = None
     return scheduler
 
@@ -146,7 +146,9 @@ def decode(
                 updates[name].append(time.thread_time() - start)
     steady = schedulers[STEADY].steady
     if steady is None or steady.num_scheduled < num_steps:
-        raise RuntimeError("not all steps were steady: are the sources of this vLLM known?")
+        raise RuntimeError(
+            "some steps were not steady: check whether kvcache knows the sources of this vLLM"
+        )
     schedule, update = (
         {name: statistics.median(times) * 1e3 for name, times in each.items()}
         for each in (rows, updates)

@@ -3,8 +3,8 @@
 block.
 
 `python -m tests.machinery.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`.
-Runs take turns, each in its own process. The share is the thread's CPU time in `schedule()` and
-`update_from_output()`, relative to its total CPU time while serving.
+The two managers alternate, and each run has its own process. The scheduling share is the thread's CPU
+time in `schedule()` and `update_from_output()`, relative to its total CPU time while serving.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hits of a trace in vLLM's scheduler, with vLLM's manager and with kvcache's policies.
+"""Counts the hits of a trace in vLLM's scheduler, with vLLM's manager and with kvcache's policies.
 
 `python -m tests.machinery.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json
-FILE]`. TRACE is in Mooncake's format, with blocks of 512 tokens by number. Requests are served one
-after the other, computed in a single step, and generate one token. Hits are the tokens that
+FILE]`. TRACE is in Mooncake's format, with numbered blocks of 512 tokens. Requests are served one
+after another. Each is computed in a single step and generates one token. Hits are the tokens that
 `schedule()` reports as computed. The clock of kvcache's policies is set to the times of the trace.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    vllm_schedulers.BLOCK = BLOCK  # used by all schedulers created later
+    vllm_schedulers.BLOCK = BLOCK  # this clock is used by all schedulers created later
     vllm_schedulers.SHAPE["block_size"] = BLOCK
     prompts = read(options.trace, options.requests)
     total = sum(len(blocks) for _, blocks in prompts)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode in two processes: TP 2, block size 16, HND becomes TP 1, block size 32, NHD.
 
-The prefill engine computes a prompt and publishes its blocks under a lease. The decode engine pulls the
-blocks and compares every byte of the prompt's tokens. All other messages between the engines are JSON.
+The prefill engine computes a prompt and publishes its blocks under a lease. The decode engine loads the
+blocks and compares every byte of the KV of the prompt. All other messages between the engines are JSON.
 """
 
 import json
@@ -73,7 +73,7 @@ def prefill(pipe) -> None:
 
 
 def decode(engine: Engine, offer: str) -> tuple[dict[str, float], int]:
-    """Pull the blocks, compute the last token, and return seconds by phase and compared bytes."""
+    """Load the blocks, compute the last token, and return seconds by phase and compared bytes."""
     times, num_compared, last = {}, 0, time.perf_counter()
     request = Request("r1", [*PROMPT, 5])
 
@@ -111,12 +111,14 @@ if __name__ == "__main__":
         times, num_compared = decode(engine, offer)
         for phase, spent in {"prefill": seconds, **times}.items():
             print(f"{attempt:10} {phase:16} {spent * 1000:8.1f} ms")
-        assert ours.recv() == 0, "blocks are held though the reader is done"
+        assert ours.recv() == 0, "blocks are still held after the reader has finished"
         engine.manager.cache.reset()
     ours.send(None)
     process.join()
     for rank in engine.ranks:
         rank.close()
-    print(f"{num_compared:,} bytes of {len(PROMPT)} tokens are right, each time")
+    print(f"{num_compared:,} bytes of {len(PROMPT)} tokens were correct in both loads")
     num_read = engine.connector.num_received_bytes
-    print(f"{num_read:,} bytes were read in both, with slots behind the last token, not compared")
+    print(
+        f"{num_read:,} bytes were read in both loads; slots after the last token were not compared"
+    )

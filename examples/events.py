@@ -24,7 +24,7 @@ with publisher:
     # There is no subscriber yet: it requests these events later.
     first = serve("first", range(70))
     with EventSubscriber(publisher.endpoint, publisher.replay_endpoint) as reader:
-        # The second request takes the device blocks of the first, which are offloaded to the host.
+        # The second request evicts the device blocks of the first, which are offloaded to the host.
         second = serve("second", range(1000, 1120))
         while reader.next_seq < 2:
             reader.poll(timeout_s=0.1)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A custom attention kind in one file, used for planning, allocation, block tables and verification.
 
-A token attends to its own segment of the sequence and to the `lookback` segments before it, like local
-layers of long-context encoders and decoders with block attention. Run this file, or use it in a replay:
+A token attends to its own segment of the sequence and to the `lookback` segments before it, as in the
+local layers of long-context encoders, and in decoders with block attention. Run this file, or use it
+in a replay:
 
     kvcache replay --verify --chunk-tokens 128 --import examples/own_attention_kind.py \
         --groups full_attention,segment_local:segment=64
@@ -73,7 +74,7 @@ def main() -> None:
     assert report.mismatches == 0, report.mismatched_requests
     print(
         f"{report.requests} chats verified: {report.verified_tokens:,} tokens, "
-        f"{report.token_hit_rate:.0%} of them hit in the cache"
+        f"{report.token_hit_rate:.0%} of them were prefix hits"
     )
 
 

@@ -2,7 +2,7 @@
 """A custom cache layout in one file, used for storage, transfers and block copies.
 
 The layout stores all data of one KV head in a block together: K, then V. The heads of a tensor-parallel
-rank are therefore contiguous in a page, and the pages of two ranks fit into one page in large runs.
+rank are therefore contiguous in a page, and merging the pages of two ranks takes only a few large copies.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from kvcache.compat import copy_kv_blocks
 from kvcache.layouts import AttentionBackend, register_backend
 from kvcache.transfer import CacheDescription, plan_transfer, region_addresses
 
-# The complete description: how a kernel indexes a layer's cache, and the memory order, outermost first.
+# The complete description: how a kernel indexes a layer's cache, and the memory order (outermost first).
 HEAD_MAJOR = register_backend(
     AttentionBackend(
         "HEAD_MAJOR",
@@ -41,7 +41,7 @@ def storage_of(num_kv_heads: int) -> KVStorage:
 
 
 def describe(engine_id: str, tp_size: int) -> CacheDescription:
-    """Return the description for another engine: plain values, which do not depend on HEAD_MAJOR."""
+    """Return the description for another engine: plain values, independent of the name HEAD_MAJOR."""
     return CacheDescription(
         engine_id=engine_id,
         num_layers=LAYERS,
@@ -81,7 +81,7 @@ for layer in range(LAYERS):
     found = decode.gather(layer, received)
     assert torch.equal(found[0], key[layer]) and torch.equal(found[1], value[layer])
 print(
-    f"{runs.num_bytes} bytes came in {runs.num_fragments} fragments: {len(slots)} tokens are right"
+    f"{runs.num_bytes} bytes arrived in {runs.num_fragments} fragments: {len(slots)} tokens are correct"
 )
 
 # 3. Block copy: block 7 is copied to block 1 of another cache in host memory.
@@ -97,4 +97,4 @@ copy_kv_blocks(
 )
 for layer in range(LAYERS):
     assert torch.equal(host.kv_caches[layer][1], decode.kv_caches[layer][7])
-print("block 7 lies in host memory as block 1")
+print("block 7 was copied to block 1 in host memory")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both planes in forty lines: plan the memory, plan a step, apply it, write and read KV by layer.
 
-To use another model, change LAYERS.
+To describe another model, change LAYERS.
 """
 
 import numpy as np

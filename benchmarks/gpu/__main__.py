@@ -20,7 +20,7 @@ from benchmarks.gpu.run import Run, printed
 from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_run
 from benchmarks.gpu.table import bar_lines, bar_rows, stage_lines
 
-TOTAL_S = 570.0  # keeps each run under ten minutes
+TOTAL_S = 570.0  # time limit, in seconds, that keeps each run under ten minutes
 # Time limits for rehearsals, in which kernel threads run one after another on a few cores.
 REHEARSAL_SLOWNESS, REHEARSAL_TOTAL_S = 6.0, 1800.0
 
@@ -71,14 +71,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=path_from("GPU_RESULTS"),
         metavar="DIR",
-        help="where the JSON and the logs go, at most eight files; default $GPU_RESULTS, else "
+        help="folder for the JSON and the logs, at most eight files; default $GPU_RESULTS, else "
         "benchmarks/results (a rehearsal: build/rehearsal)",
     )
     parser.add_argument(
         "--only",
         nargs="+",
         metavar="STAGE",
-        help="these stages of the run, and the build where one needs it",
+        help="run only these stages, and the build if one of them needs it",
     )
     parser.add_argument(
         "--second",
@@ -86,21 +86,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_const",
         const=SECOND,
         default=FIRST,
-        help="the second run: transfers between processes, loads beside captured steps, FlashInfer",
+        help="second run: transfers between processes, loads during captured steps, FlashInfer",
     )
-    parser.add_argument("--list", action="store_true", help="the stages, their limits, and no more")
+    parser.add_argument(
+        "--list", action="store_true", help="list the stages and their limits, and exit"
+    )
     parser.add_argument(
         "--libraries",
         type=Path,
         default=path_from("KVCACHE_LIBRARIES"),
         metavar="DIR",
-        help="libraries built elsewhere by `python3 -m benchmarks.gpu.workspace DIR`; they are not "
-        "used where their sources differ",
+        help="use libraries built by `python3 -m benchmarks.gpu.workspace DIR`, "
+        "unless their sources differ",
     )
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="all of it on the CUDA runtime without a GPU: sizes are small, times mean nothing",
+        help="run all stages on the CUDA runtime without a GPU, with small sizes and meaningless times",
     )
     args = parser.parse_args(arguments)
     names = [stage.name for stage in of_run(args.run)]
@@ -119,7 +121,7 @@ def path_from(variable: str) -> Path | None:
 def measure(
     args: argparse.Namespace, looked: tuple[Outcome, list[str], str], folder: Path, started: float
 ) -> int:
-    """Run the stages in a copy of the checkout and print the tables; returns the exit code."""
+    """Run the stages in a copy of the checkout, print the tables, and return the exit code."""
     facts, lines, status = looked
     known = {row["fact"]: row["value"] for row in facts.rows if "fact" in row}
     about = {"rehearsal": args.rehearse, "commit": machine.commit()}

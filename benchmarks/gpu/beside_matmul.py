@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: swaps during bf16 matrix products, and how much each slows down the other.
+"""Stage: swaps during bf16 matrix products, and how much they slow down each other.
 
-Both are timed with CUDA events. The products run on one stream, like an engine's kernels. Several
-swaps are in flight at any time until the products are done.
+Swaps and products are timed with CUDA events. The products run on one stream, like an engine's
+kernels. Several swaps are in flight at any time until the products are done.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Products:
         return 2 * self.width**3 * self._count / self.alone_s / 1e12
 
     def start(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Launch the products; returns the events at their start and end."""
+        """Launch the products, and return the events at their start and end."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
             start.record()

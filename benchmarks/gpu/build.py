@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def provide(package: Path, given: Path | None, arch: str) -> int:
-    """Copy the libraries in `given` to `package` or build them. Returns the exit code."""
+    """Copy the libraries in `given` to `package`, or build them. Return the exit code."""
     here = copied(given, package) if given else set()
     problem = None
     if here:
@@ -56,7 +56,7 @@ def provide(package: Path, given: Path | None, arch: str) -> int:
         print(f"the libraries do not load: {problem}")
         return 1
     say.row(libraries=sorted(path.name for path in package.glob("*.so")))
-    return say.exit_code()  # also 1 if building resolved an earlier failure
+    return say.exit_code()  # 1 as well if the build has resolved an earlier failure
 
 
 def copied(given: Path, package: Path) -> set[str]:
@@ -74,7 +74,7 @@ def copied(given: Path, package: Path) -> set[str]:
 
 
 def loading_problem() -> str | None:
-    """Load the libraries and kernels in a separate process. Returns the error, or None."""
+    """Load the libraries and kernels in a separate process. Return the error, or None."""
     loaded = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True)
     print(loaded.stdout + loaded.stderr)
     if loaded.returncode == 0:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: bus bandwidth by thread block count, fragment size, pool and huge pages, and of batched
-copies.
+"""Stage: bus bandwidth by number of thread blocks, fragment size, pool size and huge pages, and the
+bandwidth of batched copies.
 
 Every result is compared with a contiguous pinned copy. Copies run on a separate stream and are
 timed with CUDA events.
@@ -118,7 +118,7 @@ def sweep(
         # Bulk copies are measured in only one of the pools.
         trials = (False, True) if huge and wanted == min(_POOLS) else (False,)
         for direction, bulk, blocks in product(_DIRECTIONS, trials, _THREAD_BLOCKS):
-            # Pages on both sides are random, so one list is used for both directions.
+            # Pages are random on both sides, so both directions can use the same list.
             copy = partial(page_copies[direction].copy, pairs, num_thread_blocks=blocks)
             with switches.bulk_copies(bulk):
                 taken = stream_seconds(copy, stream, 3)
@@ -147,11 +147,11 @@ def packed(
 
 @contextlib.contextmanager
 def small_pages_only() -> Iterator[None]:
-    """Disable huge pages for memory that is mapped and touched in the block, even if requested."""
+    """Disable huge pages for memory mapped and touched in the block, even if they are requested."""
     prctl = ctypes.CDLL(None).prctl
     switched = prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
     if not switched:
-        say.learned("this system does not let a process refuse huge pages")
+        say.learned("this system does not allow a process to disable huge pages")
     try:
         yield
     finally:
@@ -161,7 +161,7 @@ def small_pages_only() -> Iterator[None]:
 
 def huge_bytes(memory: torch.Tensor) -> int | None:
     """Return the number of bytes that are mapped with huge pages, or None if the system does not
-    report it."""
+    report this number."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:

@@ -35,7 +35,7 @@ _FORBIDDEN = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded", "Failed to initialize the 
 def main() -> int:
     tool = machine.find_tool("ncu")
     if REHEARSAL or tool is None:
-        say.skipped("no ncu here: the script that it would watch runs without it")
+        say.skipped("ncu is not installed: the profiled script runs without it")
         tool = None
     with say.attempt("ncu"):
         watched(tool)
@@ -64,7 +64,7 @@ def watched(tool: str | None) -> None:
     text = "\n".join(lines)
     reason = next((reason for reason in _FORBIDDEN if reason in text), None)
     if tool and reason:
-        say.skipped(f"ncu may not read the counters here ({reason})")
+        say.skipped(f"ncu has no permission to read the counters here ({reason})")
         return
     found = counters(lines)
     for row in found:

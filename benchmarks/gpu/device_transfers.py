@@ -3,11 +3,11 @@
 
     python -m benchmarks.gpu.device_transfers nixl
 
-Every transfer is checked to deliver the requested blocks and change no other byte. Each kind of
-transfer runs once, with its device work counted, before any is timed. Rates are reported next to a
-contiguous
-copy of the same bytes: within the device for NIXL, whose two processes share it; to and from pinned
-memory for gloo, which stages in host memory and also transfers the same bytes from host to host.
+Every transfer is checked: it must deliver the requested blocks and change no other byte. Before any
+timing, each kind of transfer runs once, and its device work is counted. Rates are compared with a
+contiguous copy of the same bytes. For NIXL, whose two processes share the device, this is a copy
+within the device. For gloo, which stages data in host memory, it is a copy to and from pinned memory.
+Over gloo, the same bytes are also transferred from host to host.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ class Transfers:
             with say.attempt(self._text(*kind)):
                 self._check(*kind)
                 seconds[kind] = []
-        say.learned(f"{len(seconds)} of {len(wanted)} kinds of transfers left the right bytes")
+        say.learned(
+            f"{len(seconds)} of {len(wanted)} kinds of transfers delivered the correct bytes"
+        )
         for _ in range(sizes.repeats(_ROUNDS)):
             for kind in seconds:
                 if say.seconds_left() > _LEAST_S:
@@ -153,10 +155,10 @@ class Transfers:
         if not way.is_staged:
             return
         if not costs:
-            say.skipped(f"{self._text(label, size)}: right; launches not counted: no CUPTI here")
+            say.skipped(f"{self._text(label, size)}: correct; launches not counted: no CUPTI here")
             return
         say.learned(
-            f"{self._text(label, size)}: right; {costs['launches']} launches, {costs['copies']} copies, "
+            f"{self._text(label, size)}: ok; {costs['launches']} launches, {costs['copies']} copies, "
             f"{costs['pageable_copies']} of them of pageable memory"
         )
         assert costs["pageable_copies"] == 0, (

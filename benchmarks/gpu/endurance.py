@@ -23,7 +23,7 @@ from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.engine import SwapEngine
 from kvcache.worker.swap.job import SwapJob
 
-_HELD_S = 0.05  # longer than it takes to start a capture of 20 copies
+_HELD_S = 0.05  # longer than the start of a capture of 20 copies takes
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ def repeated_batches() -> str:
     while time.monotonic() < deadline and rounds < sizes.repeats(2000):
         round_trip(pages, host, stream, most >> rounds % 5)
         rounds += 1
-    return f"{rounds} round trips in batches of {most >> 4:,} to {most:,} pieces were right"
+    return f"{rounds} round trips in batches of {most >> 4:,} to {most:,} pieces were correct"
 
 
 def large_batch() -> str:
@@ -87,7 +87,7 @@ def large_batch() -> str:
     count = sizes.scaled(200_000, 200)
     pages, host = memories(1024, 2 * count + 2)
     round_trip(pages, host, torch.cuda.Stream(), count)
-    return f"one call with {count:,} pieces was right"
+    return f"one call with {count:,} pieces was correct"
 
 
 def capture_and_replay() -> str:
@@ -134,7 +134,7 @@ def capture_and_replay() -> str:
         )
         written = caches.cpu().view(2, 256, 8, 128)[:, targets]
         assert torch.equal(written, tokens.cpu()), f"replay {seed}: tokens"
-    return f"{replays} replays of a captured graph were right"
+    return f"{replays} replays of a captured graph were correct"
 
 
 class Poller(threading.Thread):
@@ -167,7 +167,7 @@ class Poller(threading.Thread):
 
 
 def poll_during_capture() -> str:
-    """Poll an unfinished swap from one thread while another captures in the strictest mode."""
+    """Poll an unfinished swap from one thread while another thread captures in the strictest mode."""
     num_blocks = sizes.pool_bytes(64 << 20, 4 << 20) // (16 << 10)
     pages, host = memories(16 << 10, num_blocks)
     engine = SwapEngine(pages, host)
@@ -195,13 +195,15 @@ def poll_during_capture() -> str:
                     time.sleep(0.0005)
                 poller.capturing = False
             assert poller.num_under_way > met, (
-                f"capture {number}: no poll met a swap under way: this shows nothing"
+                f"capture {number}: no poll occurred during a swap, so the test is inconclusive"
             )
             chain.memory.random_(0, 256)
             graph.replay()
             torch.cuda.synchronize()
             fragments = chain.fragment(0)
-            assert torch.equal(fragments[21], fragments[1]), "a captured chain of copies went wrong"
+            assert torch.equal(fragments[21], fragments[1]), (
+                "wrong result of a captured chain of copies"
+            )
     finally:
         poller.stop()
     engine.wait(20)

@@ -18,11 +18,16 @@ from kvcache.worker.pages.pages import Pages
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one in it")
     parser.add_argument(
-        "--bytes", type=int, default=0, help="what a case is to read and write; default: its least"
+        "--only", nargs="+", default=[""], help="run only cases with one of these in their name"
     )
-    parser.add_argument("--no-compare", action="store_true", help="only run them on the GPU")
+    parser.add_argument(
+        "--bytes",
+        type=int,
+        default=0,
+        help="bytes that a case should read and write; default: the minimum",
+    )
+    parser.add_argument("--no-compare", action="store_true", help="run the cases only on the GPU")
     args = parser.parse_args()
     chosen = {n: case for n, case in CASES.items() if any(part in n for part in args.only)}
     num_good = 0
@@ -38,7 +43,7 @@ def main() -> int:
     if args.only == [""]:
         with say.attempt("host.is_pinned"):
             check_pinned()
-            say.learned("host memory is pinned, as torch sees it")
+            say.learned("torch recognizes the host memory as pinned")
     what = "ran" if args.no_compare else "gave the CPU's bytes"
     say.learned(f"{num_good} of {len(chosen)} op cases {what}")
     return say.exit_code()
@@ -60,9 +65,9 @@ def check_pinned() -> None:
     """Raise AssertionError unless all bytes of the host pages are pinned."""
     pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
     host = pages.on_host(1000)
-    assert host.is_pinned, "Pages.on_host gave memory that torch does not see as pinned"
+    assert host.is_pinned, "torch does not recognize the memory of Pages.on_host as pinned"
     last = host.memory[-1:]
-    assert last.is_pinned(), "the last byte of the host's pages is not pinned"
+    assert last.is_pinned(), "the last byte of the host pages is not pinned"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: FlashInfer's attention over pages compared with PyTorch's over gathered contexts, in bf16.
+"""Stage: attention over pages with FlashInfer, compared with PyTorch over gathered contexts, in bf16.
 
 Both run through `kvcache.engine.transformers` on the same cache. Their outputs are compared with
 float32 attention over the same K and V, by token, relative to the norm of the output. FlashInfer
@@ -28,7 +28,7 @@ _PACKAGES = {"flashinfer": "flashinfer-python", "transformers": "transformers"}
 _WAYS = ("flashinfer", "gathered")
 _HEADS, _KV_HEADS, _HEAD_SIZE, _BLOCK = 32, 8, 128, 16
 _WINDOW = 100
-# Rounding to bf16 causes errors of about 0.3 %; one extra or missing key of 400 causes about 5 %.
+# Rounding to bf16 causes errors of about 0.3 %. One extra or missing key in 400 causes about 5 %.
 _TOLERANCE = 0.02
 _LENGTHS = (1, 15, 16, 17, 31, 100, 101, 255, 400)  # context lengths, including the step's tokens
 _CHUNK = 40  # tokens per prefill request in a mixed batch
@@ -36,7 +36,7 @@ _TIMED = (64, 4096)  # number of requests, context length
 
 
 class Layer(NamedTuple):
-    """The number and the attention window of a layer."""
+    """The index and the attention window of a layer."""
 
     number: int
     window: int | None

@@ -83,7 +83,7 @@ def build_at_first_use() -> None:
 
 
 def output_of(command: tuple[str, ...], environment: dict[str, str]) -> tuple[list[str], float]:
-    """Run a command and return its output lines and seconds. Raises RuntimeError if it fails."""
+    """Run a command, and return its output lines and its duration. Raises RuntimeError if it fails."""
     lines: list[str] = []
 
     def take(line: str) -> None:

@@ -42,7 +42,7 @@ def main() -> int:
     )
     say.learned(
         f"{passed:,} passed, {broken} failed, {skipped} skipped in {len(files)} files; "
-        f"{sum(r['status'] == 'ok' for r in results)} files ended well"
+        f"{sum(r['status'] == 'ok' for r in results)} files completed without errors"
     )
     if passed == 0:
         say.failed("no test passed")
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def gpu_test_files(folder: Path) -> list[Path]:
-    """Return files with tests marked gpu; tests of ops first."""
+    """Return the files with tests marked gpu. Tests of ops come first."""
     paths = (path for path in folder.rglob("test_*.py") if path.name not in _LEFT_OUT)
     found = [path for path in paths if _MARKS.search(path.read_text())]
     return sorted(found, key=lambda path: ("_op" not in path.stem, path.stem))

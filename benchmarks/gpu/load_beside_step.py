@@ -32,7 +32,7 @@ _SIZES = {"num_layers": 16, "num_heads": 8, "head_size": 128}
 _REHEARSED = {"num_layers": 2, "num_heads": 2, "head_size": 8}
 _WIDTH, _NUM_PRODUCTS = 8192, 16  # square matrices per step: about 20 ms at 800 TFLOP/s
 _IN_FLIGHT = 2
-_LEAST_HELD_S = 0.3  # longer than it takes to start a load after a step
+_LEAST_HELD_S = 0.3  # longer than the start of a load after a step takes
 _ROUNDS = 5
 _LOAD_S = 30.0  # time limit of a load
 _POLL_S = 50e-6
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def measure(name: str) -> None:
-    """Measure one transport: bytes and order, then the slowdown."""
+    """Test one transport: check bytes and order, then measure the slowdown."""
     num_tokens = 2 * _BLOCK if sizes.REHEARSAL else _NUM_TOKENS
     shape = {**(_REHEARSED if sizes.REHEARSAL else _SIZES), "dtype": "bfloat16"}
     num_blocks = num_tokens // _BLOCK
@@ -150,7 +150,7 @@ class Loads:
 
     @contextmanager
     def begun(self, request: Request, offer: dict) -> Iterator[Request]:
-        """Start a load after the work launched on the current stream; its blocks are freed at the end."""
+        """Start a load after the work launched on the current stream. Its blocks are freed at the end."""
         assert self.receiver.admit(request, offer), f"{request.request_id} was not admitted"
         try:
             yield request
@@ -188,8 +188,7 @@ class Loads:
 def check_order(loads: Loads, step: Step, number: int, held_s: float) -> None:
     """Start a load after a step that still writes its pages. The step launched after the load reads them.
 
-    The first step is delayed for so long that a load would finish earlier if it did not wait for
-    the step.
+    The first step is delayed long enough that a load that did not wait for it would finish earlier.
     """
     published = loads.publish()
     step.slots.copy_(torch.arange(step.num_slots))
@@ -199,7 +198,7 @@ def check_order(loads: Loads, step: Step, number: int, held_s: float) -> None:
     written.record()
     with loads.begun(*published) as request:
         time.sleep(held_s / 2)
-        assert not written.query(), f"load {number} began too late: this shows nothing"
+        assert not written.query(), f"load {number} began too late, so the test is inconclusive"
         step.slots.fill_(-1)
         steps_until_loaded(loads, step, request)
         step.watched.copy_(loads.blocks(request).pin_memory(), non_blocking=True)
@@ -218,7 +217,7 @@ def check_order(loads: Loads, step: Step, number: int, held_s: float) -> None:
 def steps_until_loaded(
     loads: Loads, step: Step, request: Request
 ) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Launch steps until a load finishes; returns the events around each, without waiting for them."""
+    """Launch steps until a load finishes. Return the events around each step without waiting."""
     events, deadline = [], time.monotonic() + _LOAD_S
     while not loads.poll(request):
         assert time.monotonic() < deadline, f"no load within {_LOAD_S:g} s"
@@ -251,7 +250,7 @@ def report_slowdown(name: str, loads: Loads, step: Step, rounds: int) -> None:
     rates = {
         each: loads.num_bytes / statistics.median(taken) / 1e9 for each, taken in seconds.items()
     }
-    assert beside, "no step ran during a load: this shows nothing"
+    assert beside, "no step ran during a load, so the test is inconclusive"
     slower = statistics.median(beside) / max(step_ms, 1e-6)
     say.row(
         kind="slowdown", transport=name, step_ms=step_ms, slowdown=slower, steps=len(beside),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commit, machine and tools of a run. Every fact may be missing."""
+"""The commit, machine and tools of a run. Each of these facts may be unavailable."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def driver() -> str:
     except OSError:
         pass
     number = ctypes.c_int()
-    try:  # the driver library reports the newest supported CUDA
+    try:  # the driver library reports the newest CUDA version that it supports
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:
             return f"unknown, for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
     except (OSError, AttributeError):

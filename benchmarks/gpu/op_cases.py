@@ -33,7 +33,7 @@ def _seeded(device: str = "cpu") -> torch.Generator:
 def draw(
     function: Callable[..., torch.Tensor], *args: object, device: str, size: int
 ) -> torch.Tensor:
-    """Draw random numbers for a case, on the device if it is large: the CPU would take seconds."""
+    """Return random numbers, generated on the device if the case is large and the CPU takes seconds."""
     where = device if size > MOST_COMPARED else "cpu"
     return function(*args, generator=_seeded(where), device=where)
 
@@ -179,7 +179,7 @@ def copy_host(
         torch.randint(0, 256, host.memory.shape, generator=_seeded(), dtype=torch.uint8)
     )
     source, target = (pages, host) if direction == "out" else (host, pages)
-    stream = torch.cuda.Stream() if device == "cuda" else None  # batches need a stream
+    stream = torch.cuda.Stream() if device == "cuda" else None  # batched copies need a stream
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), switches.bulk_copies(bulk):
@@ -231,7 +231,9 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
 
-_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # moved by a case of size 1, per byte of an element
+_TOKEN_BYTES = (
+    24 * 2 * _HEADS * _HEAD_SIZE
+)  # bytes moved by a case of size 1, per byte of an element
 # Bytes that a case of size 1 reads and writes, for cases measured by their memory traffic.
 TOUCHED = {
     "copy_blocks 4 KiB, ids on the device": 8 * 4 * 2 * 4096,

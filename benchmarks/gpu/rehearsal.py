@@ -12,16 +12,16 @@ from pathlib import Path
 from benchmarks.gpu import machine, workspace
 from benchmarks.gpu.stages import SECOND
 
-UNAVAILABLE = 3  # the exit code if this machine cannot rehearse
+UNAVAILABLE = 3  # exit code on machines that cannot run a rehearsal
 
 
 def is_inside() -> bool:
-    """Return whether this process runs on that runtime."""
+    """Return whether this process runs on the CUDA runtime without a GPU."""
     return "KVCACHE_GPULESS_RUNTIME" in os.environ
 
 
 def again_inside(args: argparse.Namespace, results: Path) -> int:
-    """Run the command on that runtime, in a copy of the checkout without built libraries.
+    """Run the command on the runtime without a GPU, in a copy of the checkout without built libraries.
 
     The run uses the libraries of the runtime's tests as prebuilt libraries. Returns the exit code.
     """

@@ -25,7 +25,7 @@ class Report:
         self._logs_begun: set[str] = set()
 
     def log(self, section: str, stage: str, command: str) -> StageLog:
-        """Create the log of a stage, which is a part of the section's file."""
+        """Create the log of a stage, which becomes a part of its section's file."""
         path = self.folder / f"{self.name}-{section}.log"
         if section not in self._logs_begun:
             path.write_bytes(b"")
@@ -42,7 +42,7 @@ class Report:
 class StageLog:
     """The log of a stage.
 
-    Lines are written as they arrive. If there are too many, only the first and last are kept.
+    Lines are written as they arrive. If there are too many lines, only the first and the last are kept.
     """
 
     def __init__(self, path: Path, header: str) -> None:

@@ -41,12 +41,12 @@ class Run:
         return time.monotonic() - self._started
 
     def all(self, stages: Sequence[Stage]) -> bool:
-        """Run the stages; returns False if any failed."""
+        """Run the stages. Return False if any stage failed."""
         ended = [self.one(stage) for stage in stages]
         return all(ended)
 
     def one(self, stage: Stage) -> bool:
-        """Run one stage and record its results; returns False if it failed."""
+        """Run one stage and record its results. Return False if it failed."""
         self._say(f"== {stage.name}: {stage.answers}")
         missing = [name for name in stage.needs if not machine.has_module(name)]
         left_s = max(self._total_s - self.seconds, 0)
@@ -136,6 +136,6 @@ def judged(status: str, outcome: Outcome) -> str:
 
 
 def printed(text: str) -> None:
-    """Print and flush. The run continues if the reader has closed the pipe."""
+    """Print and flush. The run continues even if the reader has closed the pipe."""
     with contextlib.suppress(OSError):
         print(text.encode("utf-8", "replace").decode(), flush=True)

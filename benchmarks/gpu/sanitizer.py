@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: compute-sanitizer's memcheck on each op, and racecheck on the kernel with shared memory."""
+"""Stage: runs compute-sanitizer's memcheck on each op, and racecheck on the shared-memory kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CANNOT = ("Device not supported", "Unable to find injection library", "No attac
 def main() -> int:
     tool = machine.find_tool("compute-sanitizer")
     if REHEARSAL or tool is None:
-        say.skipped("no compute-sanitizer here: its smoke scripts run without it")
+        say.skipped("compute-sanitizer is not installed: the smoke scripts run without it")
         tool = None
     for check, share, arguments in _CHECKS:
         with say.attempt(check):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol from a stage to the run.
+"""The protocol by which a stage reports to the run.
 
 Each message is a JSON object on one line of output. Other lines are log output.
 

@@ -35,7 +35,7 @@ def pool_bytes(wanted: int, least: int = 1 << 20, *, on_host: bool = True) -> in
     room = int(_SHARE_OF_FREE * min(free))
     if room < size:
         size = max(room >> 20 << 20, least)
-        say.learned(f"memory is short: a pool of {wanted >> 20:,} MiB is {size >> 20:,} MiB here")
+        say.learned(f"too little memory: a pool of {wanted >> 20:,} MiB is {size >> 20:,} MiB here")
         say.row(shrunk=wanted, to=size)
     return size
 

@@ -45,21 +45,21 @@ def of_run(number: int) -> list[Stage]:
 STAGES = (
     Stage(
         "facts", 40, module("benchmarks.gpu.facts"), "setup",
-        "what the machine is", needs_build=False, runs=(FIRST, SECOND),
+        "which hardware and software does the machine have", needs_build=False, runs=(FIRST, SECOND),
     ),
     Stage(
         "build", 90, module("benchmarks.gpu.build"), "setup",
-        "do the libraries load, how long does a build take", needs_build=False,
+        "do the libraries load; how long does a build take", needs_build=False,
         runs=(FIRST, SECOND),
     ),
     Stage(
         "first-contact", 25, module("benchmarks.gpu.first_contact"), "checks",
-        "does each op do on the GPU what it does on the CPU; is host memory pinned",
+        "does each op give the same results on the GPU as on the CPU; is host memory pinned",
         {"CUDA_LAUNCH_BLOCKING": "1"},
     ),
     Stage(
         "sanitizer", 60, module("benchmarks.gpu.sanitizer"), "checks",
-        "does a kernel read or write outside its memory, or race in shared memory",
+        "does a kernel access memory out of bounds, or race in shared memory",
         # Disabled because the caching allocator's large blocks hide accesses outside a tensor.
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
@@ -69,15 +69,15 @@ STAGES = (
     ),
     Stage(
         "kernels", 40, module("benchmarks.gpu_kernels"), "kernels",
-        "how fast are the kernels, beside a copy on the device",
+        "how fast are the kernels, compared with a copy on the device",
     ),
     Stage(
         "swaps", 75, module("benchmarks.gpu.swaps"), "swaps",
-        "how fast are swaps by size of fragment, beside one contiguous pinned copy",
+        "how fast are swaps by fragment size, compared with one contiguous pinned copy",
     ),
     Stage(
         "bus", 45, module("benchmarks.gpu.bus_sweep"), "swaps",
-        "what do thread blocks, pool size, huge pages and batch size change",
+        "how do thread blocks, pool size, huge pages and batch size affect the bandwidth",
     ),
     Stage(
         "beside-matmul", 30, module("benchmarks.gpu.beside_matmul"), "swaps",
@@ -85,11 +85,11 @@ STAGES = (
     ),
     Stage(
         "counters", 40, module("benchmarks.gpu.counters"), "tools",
-        "what do the hardware counters of six kernels say",
+        "what are the hardware counters of six kernels",
     ),
     Stage(
         "endurance", 30, module("benchmarks.gpu.endurance"), "tools",
-        "do repeated batches, graph capture, and polling during a capture hold",
+        "do repeated batches, graph capture, and polling during a capture work",
     ),
     Stage(
         "jit-and-replay", 200, module("benchmarks.gpu.jit_and_replay"), "tools",
@@ -102,12 +102,12 @@ STAGES = (
     ),
     Stage(
         "gloo", 70, module("benchmarks.gpu.device_transfers", "gloo"), "transfers",
-        "does gloo move device memory correctly, through pinned staging; how fast, in how many launches",
+        "does gloo move device memory correctly through pinned staging; how fast, in how many launches",
         runs=(SECOND,),
     ),
     Stage(
         "load-beside-step", 80, module("benchmarks.gpu.load_beside_step"), "steps",
-        "does a load stay in order with captured steps; how much does it slow them down",
+        "are loads ordered with captured steps; how much do they slow the steps down",
         runs=(SECOND,),
     ),
     Stage(

@@ -79,7 +79,7 @@ def report_trial(rate: bandwidth.Rate) -> None:
 
 
 def report(found: Calibration) -> None:
-    """Save a calibration with the results. The user's own file is not changed."""
+    """Save a calibration with the results, without changing the user's own file."""
     path = os.environ.get("KVCACHE_CALIBRATION_TO")
     if path:
         found.save(Path(path))

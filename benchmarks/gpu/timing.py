@@ -24,7 +24,7 @@ def stream_seconds(
 def stream_timing(
     function: Callable[[], object], stream: torch.cuda.Stream, rounds: int = 5
 ) -> Timing:
-    """Return the device time and the submission time. The device time is at least 1 ns."""
+    """Return the device time (at least 1 ns) and the submission time."""
     with torch.cuda.stream(stream):
         timing = device_seconds(function, repeats(rounds))
     return replace(timing, device_s=max(timing.device_s, 1e-9))

@@ -80,7 +80,7 @@ def write_manifest(
     python: Path | str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a manifest of the sources and tools that the libraries in the folder were built with.
+    """Write a manifest of the sources and tools from which the libraries in the folder were built.
 
     `python`, `environment`: the interpreter and environment of the build. They determine torch, the
     toolkit and the architectures.
@@ -100,7 +100,7 @@ def write_manifest(
 def main() -> int:
     """`python -m benchmarks.gpu.workspace FOLDER`: builds libraries for use on another machine."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("folder", type=Path, help="where the libraries go")
+    parser.add_argument("folder", type=Path, help="output folder for the libraries")
     target = parser.parse_args().folder.resolve()
     tree = target / "tree"
     shutil.rmtree(tree, ignore_errors=True)

@@ -2,8 +2,8 @@
 """The `kvcache` command: replay, bench, demo, serve, sanitize and doctor.
 
 Exit codes: 0 for success; 1 if a check failed (wrong KV, answers that differ, a component that `doctor`
-rejects), a requirement is missing, or the output cannot be written; 2 for wrong usage, or an empty or
-malformed trace; 130 after an interrupt or a broken pipe.
+rejects), a requirement is missing, or the output cannot be written; 2 for incorrect usage, or for an
+empty or malformed trace; 130 after an interrupt or a broken pipe.
 """
 
 # Modules that take long to import are imported on first use, here and in the other files: --help
@@ -32,7 +32,7 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: the arguments of the process) and return the exit code."""
-    if sys.stderr is None:  # closed by the parent process: messages are lost
+    if sys.stderr is None:  # the parent process has closed it, so messages are lost
         sys.stderr = io.StringIO()
     try:
         if sys.stdout is None:
@@ -129,8 +129,8 @@ def add_doctor_options(sub: argparse.ArgumentParser) -> None:
         "--vllm",
         nargs=argparse.REMAINDER,
         metavar="MODEL [OPTION ...]",
-        help="check whether vLLM would serve this model, or folder with a config.json, with kvcache's "
-        "scheduler; options as of vllm serve",
+        help="check whether vLLM can serve this model (or a folder with a config.json) with kvcache's "
+        "scheduler; takes the options of vllm serve",
     )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvcache.engine import Engine
 
 _USERS, _TURNS = 16, 4
-_TEXT_USERS, _TEXT_TURNS = 4, 3  # a model that writes English is far larger than the tiny models
+_TEXT_USERS, _TEXT_TURNS = 4, 3  # fewer, because a model that writes English is far larger
 _MAX_CHAT_TOKENS = 320
 
 
@@ -145,7 +145,7 @@ def _chats(
 
 
 class _Bars:
-    """Progress on stderr: the model loads, turns are served, turns are compared."""
+    """Progress on stderr: loading the model, serving turns, comparing turns."""
 
     def __init__(self, progress: Progress | None, model: str) -> None:
         self._progress = progress
@@ -153,7 +153,7 @@ class _Bars:
             self._task = progress.add_task(f"loading {model}", total=None, state="")
 
     def begin(self, num_turns: int) -> None:
-        """Start to count the turns served."""
+        """Start counting the served turns."""
         self._num_turns = num_turns
         self._restart("serving")
 

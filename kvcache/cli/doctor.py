@@ -44,7 +44,7 @@ def table(rows: list[tuple[str, str, bool]]) -> Table:
 
 
 def diagnosis() -> list[tuple[str, str, bool]]:
-    """Return (component, finding, whether the library works with it) per row."""
+    """Return one row per component: (component, finding, whether the library works with it)."""
     import kvcache
 
     rows = [
@@ -66,7 +66,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
 
 
 def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
-    """Return the same for a model in vLLM with kvcache's scheduler."""
+    """Return such rows for a model in vLLM with kvcache's scheduler."""
     if not arguments:
         raise UsageError("--vllm: expected a model, or a folder with its config.json")
     try:
@@ -139,7 +139,7 @@ def _cuda_driver() -> str:
     if not torch.version.cuda:
         return "not needed: torch is without CUDA"
     _library("libkvcache_cpu")
-    return load.cuda_versions() or "unknown: there is no CUDA library to ask it"
+    return load.cuda_versions() or "unknown: it cannot be queried without a CUDA library"
 
 
 def _locked_memory() -> str:
@@ -149,7 +149,7 @@ def _locked_memory() -> str:
     if limit == resource.RLIM_INFINITY:
         return "not limited"
     return (
-        f"{limit / 2**20:,.1f} MiB at most (`ulimit -l`): host pages beyond may not be pinned; "
+        f"{limit / 2**20:,.1f} MiB at most (`ulimit -l`): more host pages may not be pinned; "
         "`ulimit -l unlimited`, `docker run --ulimit memlock=-1`"
     )
 

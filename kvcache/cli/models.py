@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 def load_model(
     name: str, option: str, dtype: str = "float32", device: str = "cpu"
 ) -> PreTrainedModel:
-    """Load a tiny model in float64, so that answers do not differ by rounding, or a checkpoint.
+    """Load a checkpoint, or a tiny model in float64, whose answers do not depend on rounding.
 
     Raises:
         UsageError: The model is unknown or cannot be loaded. The message names `option`.
@@ -58,7 +58,7 @@ def load_model(
 
 
 def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a checkpoint's folder. None: the model is tiny, or has no tokenizer."""
+    """Load the tokenizer of a checkpoint's folder. Return None if there is no tokenizer."""
     if not os.path.isdir(model.name_or_path):
         return None
     from transformers import AutoTokenizer

@@ -14,7 +14,7 @@ from kvcache.cli.errors import OutputError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_STATE_WIDTH = 72  # columns from which a bar has room for its state
+_STATE_WIDTH = 72  # minimum terminal width, in columns, for a bar with its state
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def progress_bars() -> Progress:
     console = Console(stderr=True)
     has_state = console.width >= _STATE_WIDTH
     return Progress(
-        SpinnerColumn(),  # moves while a step or the load of a model takes long
+        SpinnerColumn(),  # animated while a long step runs or a model loads
         TextColumn("{task.description}"),
         BarColumn(bar_width=max(4, min(40, console.width - (60 if has_state else 36)))),
         MofNCompleteColumn(),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
-_MOST_RECORDED = 2**18  # blocks of the pool that --why records when they leave the cache
+_MOST_RECORDED = 2**18  # --why samples the evicted blocks of larger pools
 _DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
 
 
@@ -83,16 +83,16 @@ def run_replay_demo() -> int:
 def _summary(report: ReplayReport) -> str:
     return (
         f"Shown: {report.requests:,} turns of interleaved chats ran through a cache of "
-        f"{report.capacity_blocks:,} blocks; {report.token_hit_rate:.0%} of their prompt tokens "
-        "were cache hits, "
-        f"{report.evicted_blocks:,} blocks were evicted, "
-        f"and each of the {report.verified_tokens:,} tokens, read through block "
-        "table and slot mapping and again directly from its block, had exactly its own K and V."
+        f"{report.capacity_blocks:,} blocks. {report.token_hit_rate:.0%} of their prompt tokens "
+        f"were cache hits, and {report.evicted_blocks:,} blocks were evicted. Each of the "
+        f"{report.verified_tokens:,} tokens was read back twice, through block table and slot "
+        "mapping and directly from its block, and had exactly its own K and V."
     )
 
 
 def _check_trace(args: argparse.Namespace) -> None:
-    # Checked after parsing: the value of a mistyped option would be taken for TRACE.
+    # Checked only after parsing, because argparse would mistake the value of a mistyped option for
+    # TRACE.
     if args.trace is not None:
         if not os.path.exists(args.trace):
             raise UsageError(f"TRACE is {args.trace!r}: expected an existing file")
@@ -101,7 +101,7 @@ def _check_trace(args: argparse.Namespace) -> None:
         for option, value in (("--seed", args.seed), ("--requests", args.requests)):
             if value is not None:
                 raise UsageError(
-                    f"{option} is {value}: expected only without TRACE, it is for generated chats"
+                    f"{option} is {value}: expected only without TRACE, because it is for generated chats"
                 )
 
 
@@ -110,7 +110,7 @@ def _import_files(args: argparse.Namespace) -> None:
     for path in args.imports or ():
         if not (path.endswith(".py") and os.path.isfile(path)):
             raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
-        import_module("kvcache.kinds")  # first, so that its errors are not attributed to the file
+        import_module("kvcache.kinds")  # so that its own errors are not attributed to the file
         name = f"kvcache_import:{os.path.realpath(path)}"
         if name in sys.modules:
             continue
@@ -372,7 +372,7 @@ def _curve(args: argparse.Namespace) -> int:
 def _exact(
     args: argparse.Namespace, requests: list[WorkloadRequest], sizes: Sequence[int]
 ) -> Comparison:
-    """Replay completely at each size of --curve."""
+    """Replay the whole trace at each size of --curve."""
     replay = import_module("kvcache.replay")
     num_replays = len(sizes) * len(args.curve)
     try:
@@ -435,7 +435,7 @@ def _disaggregate(args: argparse.Namespace) -> int:
 
 
 def _groups(args: argparse.Namespace) -> dict:
-    """Return the groups as arguments of replayer and verifier."""
+    """Return the groups as arguments for the replayer and the verifier."""
     return {"block_size": args.block_size} if args.specs is None else {"groups": args.specs}
 
 
@@ -468,7 +468,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
 def _workload(
     args: argparse.Namespace, read: Callable[..., Iterator] | None = None
 ) -> tuple[str, Iterable[WorkloadRequest]]:
-    """Return name and requests of the workload. `read` reads a trace; None: `read_trace`."""
+    """Return the name and the requests of the workload. `read` reads a trace (default: `read_trace`)."""
     from kvcache.replay import chat_workload, read_trace
 
     if args.trace is not None:

@@ -31,13 +31,16 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         "--format", metavar="FORM", help="trace format; default: detected from the first lines"
     )
     block_size = f"tokens per block; default {TRACE_BLOCK_SIZE}, for chats {CHAT_BLOCK_SIZE}"
-    num_blocks = f"with the null block; default {TRACE_NUM_BLOCKS}, for chats {CHAT_NUM_BLOCKS}"
+    num_blocks = (
+        "blocks of the pool, including the null block; "
+        f"default {TRACE_NUM_BLOCKS}, for chats {CHAT_NUM_BLOCKS}"
+    )
     for option, least, most, text in (
         ("--block-size", 1, MAX_INT32, block_size),
         ("--num-blocks", 2, MAX_INT32, num_blocks),
         ("--limit", 1, MAX_INT32, "replay at most N requests"),
         ("--concurrency", 1, MAX_INT32, "number of concurrent requests; default 1"),
-        ("--hash-block-size", 1, MAX_INT32, "tokens per hash; smaller than a block: finer hits"),
+        ("--hash-block-size", 1, MAX_INT32, "tokens per hash; allows hits that end inside blocks"),
         ("--chunk-tokens", 1, MAX_INT32, "compute prompts in chunks of at most N tokens"),
         (
             "--host-blocks",

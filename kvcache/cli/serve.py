@@ -29,12 +29,16 @@ if TYPE_CHECKING:
     from kvcache.tracing import TraceBackend
 
 _KEY_VARIABLE = "KVCACHE_API_KEY"
-_PROBES = ("/health", "/metrics", "/state")  # polled; requests are logged only at debug level
+_PROBES = (
+    "/health",
+    "/metrics",
+    "/state",
+)  # polled paths, whose requests are logged only at debug level
 _SWITCH_SECONDS = 0.0005  # interval at which the engine thread and the event loop switch
 
 
 _OF_MODEL = {  # defaults that depend on the model
-    "--max-model-len": "the length of the model, or as many as fit",
+    "--max-model-len": "the model's maximum length, or as many tokens as fit",
     "--max-body-bytes": "64 KiB, plus 32 bytes per token of --max-model-len",
 }
 
@@ -48,7 +52,12 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         "gemma3, ...) with random weights, whose output is gibberish",
     )
     for option, metavar, default, text in (
-        ("--host", "ADDRESS", "127.0.0.1", "address to listen on; other machines reach 0.0.0.0"),
+        (
+            "--host",
+            "ADDRESS",
+            "127.0.0.1",
+            "address to listen on; use 0.0.0.0 to accept other machines",
+        ),
         ("--budget", "BYTES", "64MiB", "memory of the block pool, e.g. 2GiB"),
         ("--host-budget", "BYTES", None, "memory of the host tier"),
     ):
@@ -60,9 +69,15 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
     for option, least, most, default, text in (
         ("--port", 0, 65_535, 8_000, "port to listen on; 0 selects a free port"),
         ("--max-body-bytes", 1, MAX_INT64, None, "maximum size of a request body"),
-        ("--max-model-len", 1, MAX_INT32, None, "maximum tokens of a prompt with its answer"),
+        (
+            "--max-model-len",
+            1,
+            MAX_INT32,
+            None,
+            "maximum number of tokens of a prompt and its answer",
+        ),
         ("--max-num-seqs", 1, 65_536, 32, "maximum number of concurrent sequences"),
-        ("--max-num-batched-tokens", 1, MAX_INT32, 512, "maximum tokens per step"),
+        ("--max-num-batched-tokens", 1, MAX_INT32, 512, "maximum number of tokens per step"),
         ("--block-size", 1, MAX_INT32, 16, "tokens per block"),
     ):
         shown = _OF_MODEL.get(option) if default is None else default
@@ -76,7 +91,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         (
             "--drafts",
             ("none", "ngram"),
-            "speculative drafts: none, or n-grams of the preceding text",
+            "speculative decoding: none, or drafts from n-grams of the preceding text",
         ),
     ):
         sub.add_argument(option, choices=choices, default=choices[0], help=text)
@@ -150,7 +165,9 @@ def run_serve(args: argparse.Namespace) -> int:
         check_cuda(args.device)
     check_source_options(args)
     if args.api_key is not None and args.prefill:
-        raise UsageError("--api-key is given with --prefill: expected one, /prefill checks no key")
+        raise UsageError(
+            "--api-key is given with --prefill: expected one of them, because /prefill checks no key"
+        )
     options = policy_options(args, "--host-budget") | {"explain_misses": args.explain_misses}
     budgets = _byte_count(args.budget, "--budget"), _byte_count(args.host_budget, "--host-budget")
     _log_to_stderr(args.log_level)
@@ -212,7 +229,7 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = error.strerror.partition(" (")[0]  # without the address, which Python appends
+        reason = error.strerror.partition(" (")[0]  # without the address that Python appends
         raise UsageError(
             f"--host is {host!r}, --port is {port}: expected an address and a port that are free here "
             f"({reason}); --port 0 selects a free port"
@@ -264,7 +281,7 @@ def _app(
 
 
 def _byte_count(text: str | None, option: str) -> int:
-    """Return a number of bytes; None: 0."""
+    """Return a number of bytes, or 0 for None."""
     if text is None:
         return 0
     from kvcache.checks import byte_count
@@ -285,6 +302,6 @@ def _texts(name: str, model: PreTrainedModel) -> Texts:
     if tokenizer is not None:
         return TokenizerTexts(tokenizer, ends)
     if model.get_output_embeddings().weight.shape[0] < 256:
-        raise UsageError(f"MODEL is {name!r}: expected a tokenizer in it, or 256 tokens or more")
+        raise UsageError(f"MODEL is {name!r}: expected a tokenizer, or at least 256 tokens")
     say(f"{name} has no tokenizer: each byte is a token")
     return ByteTexts(ends)

@@ -27,7 +27,7 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
         "--store",
         metavar="DIR|URL",
         help="store computed KV blocks in this folder, or at the URL of a registered store, and load "
-        "them from there, also after a restart",
+        "them from there, even after a restart",
     )
     sub.add_argument(
         "--store-capacity",
@@ -37,13 +37,13 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--prefill",
         action="store_true",
-        help="prefill prompts for other servers, which load their KV (their --prefill-from)",
+        help="prefill prompts for other servers, which load the KV with --prefill-from",
     )
     sub.add_argument(
         "--prefill-from",
         metavar="HOST:PORT",
-        help="have this server (its --prefill) prefill prompts, and load their KV from it; prompts are "
-        "computed here while it does not answer",
+        help="let this server, which runs with --prefill, prefill prompts, and load their KV from it; "
+        "prompts are computed locally while it does not answer",
     )
     sub.add_argument(
         "--prefill-timeout",

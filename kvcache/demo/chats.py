@@ -41,7 +41,7 @@ _TOPICS = (
         "Give an example from daily life.",
     ),
 )
-_ANSWER = "(the answer)"  # stands for an answer while the chat template is applied
+_ANSWER = "(the answer)"  # placeholder for an answer when the chat template is applied
 
 
 class Turn(NamedTuple):
@@ -98,7 +98,7 @@ class Chat:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of the chat at its end."""
+        """Maximum number of tokens of the complete chat."""
         left = self.messages[len(self.turns) :]
         return len(self.history) + sum(map(len, left)) + len(left) * self.max_tokens
 

@@ -59,7 +59,7 @@ def draw(course: Course, report: DemoReport, path: str | os.PathLike) -> None:
     swaps.set_xlabel("steps")
     swaps.set_xlim(1, max(len(steps), 2))
     lines = [*swaps.get_lines(), *others.get_lines()]
-    # The legend is next to the title, so that it hides no curve.
+    # The legend is next to the title, so that it does not cover a curve.
     above = {"loc": "lower right", "bbox_to_anchor": (1, 0.985), "fontsize": 8, "frameon": False}
     pool.legend(ncols=4, **above)
     swaps.legend(lines, [line.get_label() for line in lines], ncols=3, **above)

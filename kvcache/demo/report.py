@@ -22,7 +22,7 @@ class DemoReport:
     requests: int
     sequences: int
     identical_sequences: int  # sequences identical to the output with the model's own dense cache
-    agreeing_tokens: int  # tokens of all sequences before the first that differs
+    agreeing_tokens: int  # tokens of all sequences before the first difference
     kv_cache_dtype: str | None  # None: the model's dtype
     prompt_tokens: int
     cached_prompt_tokens: int
@@ -30,7 +30,7 @@ class DemoReport:
     steps: int
     seconds: float
     kvcache_seconds: (
-        float  # part of `seconds` in this library: scheduling, tables, swaps; not K and V of layers
+        float  # part of `seconds` spent in scheduling, tables and swaps, without K and V of layers
     )
     pool_bytes: int
     host_bytes: int
@@ -42,7 +42,7 @@ class DemoReport:
     copied_pages: int
     forked_sequences: int
     evicted_blocks: int
-    dense_seconds: float  # time of the model with its own cache, one sequence after another
+    dense_seconds: float  # time of the model with its own cache, one sequence at a time
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -95,7 +95,8 @@ def summary(report: DemoReport) -> str:
 
 
 def transcript(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a chat as text: each question, its first answer, and the dense cache's if it differs."""
+    """Return a chat as text: each question and its first answer, and the answer with the dense cache if
+    it differs."""
     instance(chat, Chat, "chat")
     if not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(f"tokenizer is {shown(tokenizer)}: expected one of transformers")
@@ -122,8 +123,12 @@ def _sections(report: DemoReport) -> list[list[tuple[str, str, str]]]:
         ],
         [
             ("prompt tokens", f"{report.prompt_tokens:,}", ""),
-            ("prefix-hit rate", f"{report.hit_rate:.1%}", "found instead of computed"),
-            ("evicted blocks", f"{report.evicted_blocks:,}", "cached, taken for other content"),
+            ("prefix-hit rate", f"{report.hit_rate:.1%}", "reused instead of computed"),
+            (
+                "evicted blocks",
+                f"{report.evicted_blocks:,}",
+                "cached blocks, reused for other content",
+            ),
         ],
         [
             (
@@ -137,7 +142,11 @@ def _sections(report: DemoReport) -> list[list[tuple[str, str, str]]]:
         ],
         [
             ("pool", _mib(report.pool_bytes), f"and {_mib(report.host_bytes)} on the host"),
-            ("dense cache", _mib(report.dense_bytes), f"for as many at a time: {times:.1f} times"),
+            (
+                "dense cache",
+                _mib(report.dense_bytes),
+                f"for the same concurrency: {times:.1f} times",
+            ),
         ],
     ]
 

@@ -50,17 +50,17 @@ def serve_chats(
 ) -> DemoReport:
     """Serve concurrent chats from a small pool, then compare the answers with a dense cache.
 
-    Users that request several answers get samples drawn with `seed`. All other answers are greedy.
+    Users that request several answers get random samples with seed `seed`. All other answers are greedy.
 
     Args:
         model: The transformers model.
         name: Name of the model in the report.
-        chats: The chats, which receive their turns (`make_chats`, `make_text_chats`).
+        chats: The chats (`make_chats`, `make_text_chats`). Served turns are added to these objects.
         seed: Seed of the samples.
         pool_share: Size of the pool, as a fraction of the blocks that all chats need.
         kv_cache_dtype: The dtype of K and V in the pool. None: the model's dtype. With another dtype,
             answers may differ from those of the dense cache.
-        course: Receives the state after each step.
+        course: The object in which the state after each step is recorded.
         on_step: Called after each step with the engine and the number of turns that ended in it.
         on_compared: Called after each compared turn.
 

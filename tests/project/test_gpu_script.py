@@ -637,7 +637,7 @@ def test_device_pool_is_not_limited_by_host_memory(monkeypatch, capsys):
     assert sizes.pool_bytes(16 << 30, on_host=False) == 16 << 30
     assert capsys.readouterr().out == ""
     assert sizes.pool_bytes(16 << 30) == 4 << 30  # with a host pool of the same size
-    assert "memory is short" in capsys.readouterr().out
+    assert "too little memory" in capsys.readouterr().out
     assert sizes.pool_bytes(64 << 30, on_host=False) == 28 << 30
 
 

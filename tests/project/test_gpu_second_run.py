@@ -133,7 +133,9 @@ def test_device_memory_over_nixl_directly_and_packed(small, capsys):
     rows = told(capsys)
     timed = {(row["way"], row["fragment"]) for row in rows if row.get("kind") == "transfer"}
     assert len(timed) == 5 + 5 + 4
-    assert any("14 of 14 kinds of transfers left the right bytes" in str(row) for row in rows)
+    assert any(
+        "14 of 14 kinds of transfers delivered the correct bytes" in str(row) for row in rows
+    )
     assert all(row["contiguous_gb_per_s"] for row in rows if row.get("kind") == "transfer")
 
 
@@ -149,7 +151,7 @@ def test_wrong_bytes_over_nixl_are_detected_and_not_timed(small, monkeypatch, ca
     with nixl_stand_in.stand_in():
         assert device_transfers.main(["nixl"]) == 1
     rows = told(capsys)
-    wrong = [text for text in failures(rows) if "other bytes arrived" in text]
+    wrong = [text for text in failures(rows) if "wrong bytes arrived" in text]
     assert {text.split(":")[0] for text in wrong} >= {"direct, 16 KiB", "plain NIXL, 16 KiB"}
     timed = {(row["way"], row["fragment"]) for row in rows if row.get("kind") == "transfer"}
     assert ("direct", 64 << 10) in timed and ("direct", 16 << 10) not in timed
