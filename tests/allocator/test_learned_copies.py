@@ -215,7 +215,9 @@ def test_gain_of_a_copy_is_its_expected_hits():
 def test_invalid_calls_are_reported_and_change_nothing():
     device, other = BlockPool(9, "learned"), BlockPool(9)
     host = BlockPool(9, "learned", copies_of=device)
-    with pytest.raises(ValueError, match="'learned' for both, because the host learns from releases"):
+    with pytest.raises(
+        ValueError, match="'learned' for both, because the host learns from releases"
+    ):
         BlockPool(9, "learned", copies_of=other)
     with pytest.raises(ValueError, match="option 'double_cost_tokens' is 5: expected no options"):
         BlockPool(9, "learned", {"double_cost_tokens": 5}, copies_of=device)
