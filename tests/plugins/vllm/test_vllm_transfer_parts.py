@@ -161,7 +161,7 @@ class TestOffers:
             (Side((3, 2, 4), 32, 1), "serve the same model"),
             (Side((2, 4, 4), 32, 1), "total_num_kv_heads is 2"),
             (Side((2, 2, 8), 32, 1), "head_size is 8"),
-            (Side((2, 2, 4), 32, 1, interior="amx"), "'vec', but the remote .* as 'amx'"),
+            (Side((2, 2, 4), 32, 1, interior="amx"), "'vec', but the remote .* use 'amx'"),
         ):
             with pytest.raises(ValueError, match=message):
                 check_like([mine], [theirs.layout])
@@ -248,7 +248,7 @@ class TestRefusalsAtTheStart:
         [
             (
                 {"leases": 5},
-                "has leases: expected some of host, port, advertise, transport, lease_s",
+                "has 'leases': expected some of host, port, advertise, transport, lease_s",
             ),
             ({"lease_s": 0}, "lease_s is 0.0: expected seconds above 0"),
             ({"timeout_s": "1"}, "timeout_s is '1': expected a number"),
