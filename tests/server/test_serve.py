@@ -702,7 +702,7 @@ def test_nvtx_needs_a_cuda_build_of_torch(capsys):
 
 
 def test_server_listens_only_on_the_loopback_by_default():
-    (host,) = re.findall(r'"--host", "ADDRESS", "([^"]+)"', inspect.getsource(command))
+    (host,) = re.findall(r'"--host",\s+"ADDRESS",\s+"([^"]+)"', inspect.getsource(command))
     assert host == "127.0.0.1"
 
 
