@@ -5,6 +5,7 @@ line.
 
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -118,3 +119,12 @@ class Lines:
 
 def say(value):
     print("@" + json.dumps(value), flush=True)
+
+
+def some_prompts(seed, count=6, least=2, most=300):
+    """Return prompts of random lengths and tokens, and print the seed."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(3, 512) for _ in range(rng.randrange(least, most))] for _ in range(count)
+    ]

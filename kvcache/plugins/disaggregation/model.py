@@ -9,6 +9,7 @@ from typing import Any
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 64  # per file
+_VARIABLE_ROPE = "longrope", "su", "dynamic"
 _OTHERS = "intermediate_size", "num_attention_heads", "num_experts_per_tok", "rms_norm_eps"
 
 
@@ -71,12 +72,8 @@ def model_values(
 def has_variable_rope(config: Any) -> bool:
     """Return whether the rotary embedding of a token depends on the length of sequences."""
     values = rope_values(config)
-    types = {values.get("rope_type"), *(v["rope_type"] for v in values.values() if _is_rope(v))}
-    return not types.isdisjoint({"longrope", "su", "dynamic"})
-
-
-def _is_rope(value: Any) -> bool:
-    return isinstance(value, dict) and "rope_type" in value
+    ropes = [values] if "rope_type" in values else values.values()  # or one per layer type
+    return any(each["rope_type"] in _VARIABLE_ROPE for each in ropes)
 
 
 def rope_values(config: Any) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def register() -> None:
     wrap_once(module.ScheduleBatch, "retract_decode", _retracting)
 
 
-def exchange_of(scheduler: Any) -> Any:
-    """Return the `Exchange` of a scheduler, or None."""
-    return getattr(scheduler, "kvcache_exchange", None)
+def exchange_of(owner: Any) -> Any:
+    """Return the `Exchange` of a scheduler, or of its batches and output streamer. None without one."""
+    return getattr(owner.tree_cache, "kvcache_exchange", None)
 
 
 def _starting(original: Callable) -> Callable:
@@ -62,7 +62,8 @@ def _starting(original: Callable) -> Callable:
         from kvcache.plugins.sglang.options import options_from_environment
 
         if exchange_of(scheduler) is None:
-            scheduler.kvcache_exchange = Exchange(scheduler, options_from_environment())
+            exchange = Exchange(scheduler, options_from_environment())
+            scheduler.tree_cache.kvcache_exchange = exchange
         return original(scheduler)
 
     return get_init_info
@@ -143,9 +144,8 @@ def _flushing(original: Callable) -> Callable:
 def _retracting(original: Callable) -> Callable:
     @functools.wraps(original)
     def retract_decode(batch: Any) -> Any:
-        exchange = getattr(batch.tree_cache, "kvcache_exchange", None)
-        if exchange is not None:  # SGLang would abort the last request if leases lock the pool
-            exchange.end_leases()
+        if (exchange := exchange_of(batch)) is not None:
+            exchange.end_leases()  # SGLang would abort the last request if leases lock the pool
         return original(batch)
 
     return retract_decode
@@ -165,8 +165,7 @@ def _describing(original: Callable) -> Callable:
 def _sending(original: Callable) -> Callable:
     @functools.wraps(original)
     def stream_output(streamer: Any, reqs: list, *arguments: Any, **options: Any) -> None:
-        exchange = getattr(streamer.tree_cache, "kvcache_exchange", None)
-        if exchange is not None:
+        if (exchange := exchange_of(streamer)) is not None:
             for request in reqs:
                 exchange.publish(request)
         return original(streamer, reqs, *arguments, **options)

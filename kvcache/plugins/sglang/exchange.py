@@ -32,10 +32,8 @@ from kvcache.sources.disaggregation.steps import Load, Results, Step
 
 _log = logging.getLogger("kvcache.exchange")
 _PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline
-_PAUSE_S = (
-    0.0005  # leaves the interpreter to the thread of the rank while the scheduler has no work
-)
-_STUCK_S = 1.0  # seconds
+_PAUSE_S = 0.0005  # seconds in which the rank's thread runs while the scheduler has no work
+_STUCK_S = 1.0  # seconds for which requests wait before leases end early
 _MOST_HELD = 0.5  # share of the pool that leases and loads may hold
 
 
@@ -82,13 +80,11 @@ class Exchange:
         self._numbers = LeaseNumbers()
         self._leases: dict[str, tuple[Any, int]] = {}  # lock and number of tokens, by request
         self._loads: dict[str, _Loading] = {}
-        self._quarantine: dict[
-            str, torch.Tensor
-        ] = {}  # slots to which a failed load may still write
+        # Slots to which failed loads may still write, by request.
+        self._quarantine: dict[str, torch.Tensor] = {}
         self.stats = {"offers": 0, "loads": 0, "loaded_tokens": 0, "failed": 0, "refused": 0}
         self._moved_at = 0.0  # when requests were last known not to wait for leases
-        self._tree.kvcache_exchange = self
-        observe_weight_updates(self)
+        observe_weight_updates(self._after_weight_update, before=self._before_weight_update)
         _log.info("KV is exchanged with other engines as engine %s", self._engine_id)
 
     def describe(self) -> dict[str, int]:
@@ -235,13 +231,13 @@ class Exchange:
             time.sleep(_PAUSE_S)
             self._free_released(self._take_results())
 
-    def before_weight_update(self) -> None:
+    def _before_weight_update(self) -> None:
         """End all leases and loads, which belong to the current weights."""
         self.cancel("")
         self.wait_for_released_slots()
         self.end_leases()
 
-    def after_weight_update(self) -> None:
+    def _after_weight_update(self) -> None:
         """Let no other engine take the new weights for those of the files."""
         self._model = self._model | {"weights": f"updated at runtime {uuid.uuid4().hex}"}
 

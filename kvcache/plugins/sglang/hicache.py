@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -81,8 +82,8 @@ class HiCacheStore(HiCacheStorage):
         self._capacity = extra.get("capacity", "10GiB")
         self._pools: dict[str, _Pool] = {}
         self.stats: Counter[str] = Counter()
-        self._is_off = False
-        observe_weight_updates(self)
+        self._is_off = threading.Event()
+        observe_weight_updates(self._switch_off)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the store of the KV pool. Raises what `open_store` raises."""
@@ -93,17 +94,6 @@ class HiCacheStore(HiCacheStorage):
         """Open the store of another pool, such as that of a sliding window or of states."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._add(host_pool_name, host_pool)
-
-    def before_weight_update(self) -> None:
-        """Do nothing. See `after_weight_update`."""
-
-    def after_weight_update(self) -> None:
-        """Switch the storage off, because its keys belong to the weights in the files."""
-        if not self._is_off:
-            _log.warning("HiCache storage is off: the weights were updated at runtime")
-        self._is_off = True
-        for pool in self._pools.values():
-            pool.is_off = True
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
@@ -191,23 +181,36 @@ class HiCacheStore(HiCacheStorage):
 
     batch_get = set = batch_set = get
 
+    @functools.cached_property
+    def _identity(self) -> list[Any]:
+        """What the pages of all pools depend on."""
+        model = get_model()
+        return [
+            *("hicache", 1, model.model_path, model.revision),
+            weights_digest(model.model_path, model.revision),
+            *(getattr(model, each, None) for each in _OF_MODEL),
+            *(getattr(self._config, each) for each in _RANKS),
+        ]
+
     def _add(self, name: PoolName, pool: Any) -> None:
         if name in self._pools:
             return
         first = pool.get_data_page(0)
         described = [
-            *("hicache", 1, get_model().model_path, get_model().revision, str(name), pool.layout),
-            *(str(first.dtype), first.numel(), getattr(pool, "page_size", 1)),
-            weights_digest(get_model().model_path, get_model().revision),
-            *(getattr(get_model(), each, None) for each in _OF_MODEL),
-            *(getattr(self._config, each) for each in _RANKS),
+            *(*self._identity, str(name), pool.layout, str(first.dtype), first.numel()),
+            getattr(pool, "page_size", 1),
         ]
         encoded = json.dumps(described, default=str).encode()
         fingerprint = hashlib.sha256(encoded).digest()[:FINGERPRINT_BYTES]
         place = self._place if "://" in self._place else f"{self._place}/{fingerprint.hex()}"
-        self._pools[name] = _Pool(
-            pool, lambda: open_store(place, self._capacity), fingerprint, self.stats
-        )
+        store = open_store(place, self._capacity)
+        self._pools[name] = _Pool(pool, store, fingerprint, self.stats, self._is_off)
+
+    def _switch_off(self) -> None:
+        """Switch the storage off, because its keys belong to the weights in the files."""
+        if not self._is_off.is_set():
+            _log.warning("HiCache storage is off: the weights were updated at runtime")
+        self._is_off.set()
 
     def _each(self, transfers: Sequence[PoolTransfer], function: Callable) -> dict[str, list[bool]]:
         return {
@@ -228,11 +231,13 @@ class _Pool:
     def __init__(
         self,
         pool: Any,
-        make_store: Callable[[], BlockStore],
+        store: BlockStore,
         fingerprint: bytes,
         stats: Counter[str],
+        is_off: threading.Event,
     ) -> None:
         self._pool, self._fingerprint, self._stats = pool, fingerprint, stats
+        self._store, self._is_open, self._is_off = store, False, is_off
         self._page_size = getattr(pool, "page_size", 1) or 1
         page = pool.get_data_page(0)
         self._dtype, self._page_bytes = page.dtype, page.numel() * page.element_size()
@@ -240,7 +245,6 @@ class _Pool:
         self._batch = max(1, min(128, _BATCH_BYTES // value_bytes))
         self._values = np.zeros((self._batch, value_bytes), np.uint8)
         self._lock, self._circuit = threading.Lock(), Circuit()
-        self._store, self._is_open, self.is_off = make_store(), False, False
         self._open()
 
     @property
@@ -250,7 +254,7 @@ class _Pool:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key has a value."""
-        names = [key_text(self._fingerprint, _key(key)) for key in keys]
+        names = self._names([_key(key) for key in keys])
         return self._call(len(keys), lambda: self._store.exists(names))
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
@@ -278,7 +282,7 @@ class _Pool:
     def _call(self, count: int, function: Callable[[], list[bool]]) -> list[bool]:
         """Call the store. A failure is a miss of all keys."""
         with self._lock:
-            if self.is_off or not self._circuit.allows():
+            if self._is_off.is_set() or not self._circuit.allows():
                 return [False] * count
             try:
                 if not self._is_open:

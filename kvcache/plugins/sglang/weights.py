@@ -5,42 +5,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from kvcache.plugins.wrapping import wrap_once
 
-_UPDATES = ("disk", "distributed", "tensor", "ipc")
-_observers: list[WeightObserver] = []
+_SOURCES = ("disk", "distributed", "tensor", "ipc")
+_before: list[Callable[[], None]] = []
+_after: list[Callable[[], None]] = []
 
 
-class WeightObserver(Protocol):
-    """An object that holds KV of the current weights."""
-
-    def before_weight_update(self) -> None: ...
-
-    def after_weight_update(self) -> None: ...
-
-
-def observe_weight_updates(observer: WeightObserver) -> None:
-    """Call an observer before and after each update of the weights in this process."""
+def observe_weight_updates(
+    after: Callable[[], None], before: Callable[[], None] | None = None
+) -> None:
+    """Call functions after, and before, each update of the weights in this process."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
 
-    for source in _UPDATES:
+    for source in _SOURCES:
         wrap_once(SchedulerWeightUpdaterManager, f"update_weights_from_{source}", _observed)
-    _observers.append(observer)
+    _after.append(after)
+    if before is not None:
+        _before.append(before)
 
 
 def _observed(original: Callable) -> Callable:
     @functools.wraps(original)
     def update_weights(manager: Any, recv_req: Any) -> Any:
-        for each in _observers:
-            each.before_weight_update()
+        for call in _before:
+            call()
         try:
             return original(manager, recv_req)
         finally:  # a failed update may have changed some weights
-            for each in _observers:
-                each.after_weight_update()
+            for call in _after:
+                call()
 
     return update_weights

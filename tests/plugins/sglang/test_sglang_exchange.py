@@ -9,7 +9,6 @@ import contextlib
 import copy
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ pytest.importorskip("sglang")
 from kvcache.plugins.sglang.options import options_from_environment
 from kvcache.plugins.sglang.params import offer_in, offer_of, params_for
 from kvcache.sources.disaggregation.offer import sealed
+from tests.machinery.engine_process import some_prompts
 from tests.machinery.pasted import free_port
 from tests.machinery.sglang_process import STUBS, SGLangEngine
 from tests.machinery.shared import REPO
@@ -97,14 +97,6 @@ def engines(folders):
     made.close()
 
 
-def prompts_of(seed, count=6, least=2, most=300):
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    return [
-        [rng.randrange(3, 512) for _ in range(rng.randrange(least, most))] for _ in range(count)
-    ]
-
-
 def offers_of(answers):
     """Return the offers in responses of vLLM."""
     return [each["kvcache"] for each in answers]
@@ -130,7 +122,7 @@ def in_pages(prompts):
 
 def both_ways(sglang, vllm, seeds, count=6):
     for seed in seeds:
-        prompts = prompts_of(seed, count)
+        prompts = some_prompts(seed, count)
         wanted = alone(sglang, prompts)
         assert alone(vllm, prompts) == wanted
         # From vLLM to SGLang.
@@ -195,7 +187,7 @@ WRONG = {
 def test_invalid_offers_are_rejected_in_one_line_and_the_requests_computed(engines):
     sglang, vllm = engines.sglang, engines.vllm()
     for what, (path, value, message) in WRONG.items():
-        prompts = prompts_of(8, 2, 100, 200)
+        prompts = some_prompts(8, 2, 100, 200)
         wanted = alone(sglang, prompts)
         offers = offers_of(vllm.prefill(prompts))
         before, began = sglang.said(message), time.monotonic()
@@ -211,7 +203,7 @@ def test_invalid_offers_are_rejected_in_one_line_and_the_requests_computed(engin
 @needs_vllm
 def test_local_prefixes_are_not_read_and_unneeded_offers_are_given_back(engines):
     sglang, vllm = engines.sglang, engines.vllm()
-    (prompt,) = prompts_of(5, 1, 200, 201)
+    (prompt,) = some_prompts(5, 1, 200, 201)
     (wanted,) = alone(sglang, [prompt])
     sglang.run([prompt[:100]], 1)  # one page is now cached
     offers = offers_of(vllm.prefill([prompt]))
@@ -233,7 +225,7 @@ def test_many_requests_in_a_pool_that_is_too_small(engines, folders):
     vllm = engines.vllm()
     try:
         sglang.answer()
-        prompts = prompts_of(7, 40, 100, 300)
+        prompts = some_prompts(7, 40, 100, 300)
         wanted = alone(sglang, prompts)
         for first in range(0, 40, 10):
             some = slice(first, first + 10)
@@ -255,7 +247,7 @@ def test_many_requests_in_a_pool_that_is_too_small(engines, folders):
 @needs_vllm
 def test_stopped_senders_cost_the_load_but_no_answer(engines):
     sglang, vllm = engines.sglang, engines.vllm()
-    prompts = prompts_of(11, 3, 100, 300)
+    prompts = some_prompts(11, 3, 100, 300)
     wanted = alone(sglang, prompts)
     offers = offers_of(vllm.prefill(prompts))
     vllm.signal(signal.SIGSTOP)
@@ -274,7 +266,7 @@ def test_stopped_senders_cost_the_load_but_no_answer(engines):
 @needs_vllm
 def test_requests_are_aborted_while_they_load(engines):
     sglang, vllm = engines.sglang, engines.vllm()
-    prompts = prompts_of(12, 3, 100, 300)
+    prompts = some_prompts(12, 3, 100, 300)
     wanted = alone(sglang, prompts)
     offers = offers_of(vllm.prefill(prompts))
     vllm.signal(signal.SIGSTOP)
@@ -300,12 +292,12 @@ def test_killed_senders_and_ended_leases(engines, folders):
     victim = SGLangEngine(folders["llama"], extra={**OPTIONS, "lease_s": 2.0})
     try:
         victim.answer()
-        prompts = prompts_of(13, 3, 100, 300)
+        prompts = some_prompts(13, 3, 100, 300)
         wanted = alone(vllm, prompts)
         offers = victim.prefill(prompts)
         assert victim.ask("state")["leases"] == 3
         assert victim.ask("reset") is True and victim.ask("state")["leases"] == 0
-        victim.run(prompts_of(14, 10, 250, 300), 4)  # writes to the freed pages
+        victim.run(some_prompts(14, 10, 250, 300), 4)  # writes to the freed pages
         before = vllm.said("has ended: set a longer lease_s")
         assert vllm.decode(prompts, params_of(offers))[0] == wanted
         assert vllm.said("has ended: set a longer lease_s") == before + 3
@@ -339,7 +331,7 @@ def test_together_with_hicache(engines):
     vllm = engines.vllm()
     try:
         sglang.answer()
-        prompts = prompts_of(15, 8, 150, 300)
+        prompts = some_prompts(15, 8, 150, 300)
         wanted = alone(vllm, prompts)
         for _ in range(2):  # in the second round, some pages come from the host
             for prompt, tokens in zip(prompts, wanted):
@@ -428,7 +420,7 @@ def test_a_proxy_in_front_of_both_servers(folders, tmp_path):
             command += ["--prefill", prefill, "--decode", decode]
             started.append(serve(command, {}, port, tmp_path / f"proxy{port}.log"))
         for port in proxies:
-            for prompt in prompts_of(port % 2, 3, 100, 300):
+            for prompt in some_prompts(port % 2, 3, 100, 300):
                 found = complete(port, prompt, max_tokens=8)
                 wanted = complete(vllm, prompt, max_tokens=8)
                 assert found["choices"][0]["text"] == wanted["choices"][0]["text"]

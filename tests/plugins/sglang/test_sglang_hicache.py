@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HiCache pages in stores of kvcache: bytes are verified, and faults are misses that are counted."""
 
+import contextlib
 import json
 import random
 import signal
@@ -168,6 +169,34 @@ def test_failing_stores_are_not_called_for_a_while_and_then_opened_again(stores)
     time.sleep(1.1)
     opened = store.num_opened
     assert made.batch_exists(keys) == 2 and store.num_opened == opened + 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_updates_of_the_weights_at_runtime_switch_the_storage_off(fails, stores, monkeypatch):
+    from sglang.srt.managers.scheduler_components import weight_updater
+
+    class Updater:
+        def update(self, request):
+            if fails:
+                raise RuntimeError(request)
+            return request
+
+        update_weights_from_disk = update_weights_from_distributed = update
+        update_weights_from_tensor = update_weights_from_ipc = update
+
+    monkeypatch.setattr(weight_updater, "SchedulerWeightUpdaterManager", Updater)
+    pool, keys = host_pool(), keys_of(0, 2)
+    made = storage(pool)
+    assert made.batch_set_v1(keys, slots_of(range(2))) == [True] * 2
+    assert made.batch_exists(keys) == 2
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        assert Updater().update_weights_from_tensor("weights") == "weights"
+    assert made.batch_exists(keys) == 0
+    assert made.batch_get_v1(keys, slots_of(range(2))) == [False] * 2
+    assert made.batch_set_v1(keys, slots_of(range(2))) == [False] * 2
+    made.register_mem_host_pool_v2(host_pool("page_first"), PoolName.SWA)  # off as well
+    window = PoolTransfer(name=PoolName.SWA, keys=keys, host_indices=slots_of(range(2)))
+    assert made.batch_set_v2([window]) == {PoolName.SWA: [False] * 2}
 
 
 def test_several_threads_read_and_write(stores):

@@ -8,7 +8,6 @@ vLLM; elsewhere it is skipped.
 
 import copy
 import json
-import random
 import signal
 import time
 
@@ -17,6 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvcache.sources.disaggregation.offer import sealed
+from tests.machinery.engine_process import some_prompts
 from tests.machinery.shared import sampled
 from tests.machinery.vllm_engine import MODULE, Engine
 from tests.machinery.vllm_models import MODELS
@@ -68,14 +68,6 @@ def closing(started):
             engine.end()
         for engine in started.values():
             engine.close()
-
-
-def some_prompts(seed, count=6, least=2, most=300):
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    return [
-        [rng.randrange(3, 512) for _ in range(rng.randrange(least, most))] for _ in range(count)
-    ]
 
 
 def alone(engine, prompts, max_tokens=16):
