@@ -78,9 +78,9 @@ def eviction() -> Iterator[Result]:
     """Compare the learned policy with LRU: requests of 64 blocks in a full pool.
 
     Each request allocates blocks (which evicts the same number), publishes them and releases them.
-    There are no hits. The memory of the learned policy consists of a fixed part (counts and records of
-    released blocks), 16 bytes per block, and 56 bytes per segment. The vector of segments doubles its
-    capacity when it grows, so with segments of 64 blocks, a block takes up to 18 bytes.
+    No request finds cached blocks. The learned policy uses a fixed amount of memory (counts, and records
+    of released blocks), 16 bytes per block, and 56 bytes per segment. The vector of segments doubles its
+    capacity when it grows. With segments of 64 blocks, a block therefore takes up to 18 bytes.
     """
 
     def extra_bytes(num_blocks: int) -> int:

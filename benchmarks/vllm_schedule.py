@@ -2,10 +2,10 @@
 """Measures vLLM's schedule() with its own KV cache manager, with kvcache's, and with a no-op manager.
 
 `python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment with vLLM
-(`make bench-vllm`). The managers take turns of 16 steps with the same requests. Times are median
-CPU times of the thread. A manager's share is the difference from the time with the no-op manager, both
-with vLLM's own loops over the requests. The whole `schedule()` and `update_from_output()` are also
-measured with kvcache's steady decode steps.
+(`make bench-vllm`). The managers alternate every 16 steps and serve the same requests. Each time is the
+median CPU time of the scheduler's thread. A manager's share is the time with this manager minus the
+time with the no-op manager. For this comparison, vLLM's own loops over the requests are used. The
+whole `schedule()` and `update_from_output()` are also measured with kvcache's steady decode steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: swaps during bf16 matrix products, and how much they slow down each other.
+"""Stage: swaps during bf16 matrix multiplications, and how much they slow down each other.
 
-Swaps and products are timed with CUDA events. The products run on one stream, like an engine's
-kernels. Several swaps are in flight at any time until the products are done.
+CUDA events measure both. The matrix multiplications run on one stream, like the kernels of an engine.
+Several swaps are in flight at any time until the multiplications are done.
 """
 
 from __future__ import annotations

@@ -109,9 +109,9 @@ class _Rows(NamedTuple):
 
 
 def _plan_apart(local: GroupLayout, remote: GroupLayout, local_rank: int) -> _Rows:
-    """Plan K and V apart, because a side orders a page as `VEC` and the sides differ.
+    """Plan the reads of K and of V separately, for sides of which at least one uses `VEC`.
 
-    `VEC` keeps a head's K as [head size, tokens], followed by its V as [tokens, head size].
+    `VEC` stores a head's K as [head size, tokens], followed by its V as [tokens, head size].
     """
     mine, theirs = local.description, remote.description
     sizes = mine.block_size, theirs.block_size

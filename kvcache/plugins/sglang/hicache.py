@@ -183,7 +183,7 @@ class HiCacheStore(HiCacheStorage):
 
     @functools.cached_property
     def _identity(self) -> list[Any]:
-        """What the pages of all pools depend on."""
+        """The values on which the pages of all pools depend."""
         model = get_model()
         return [
             *("hicache", 1, model.model_path, model.revision),
