@@ -95,7 +95,8 @@ class Engine:
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
-        group = SimpleNamespace(layer_names=layers, kv_cache_spec=SimpleNamespace())
+        spec = SimpleNamespace(head_size=SIZE)
+        group = SimpleNamespace(layer_names=layers, kv_cache_spec=spec)
         cache = SimpleNamespace(
             kv_cache_groups=[group], transfer_group_ids=[0], num_blocks=NUM_BLOCKS
         )
