@@ -56,6 +56,7 @@ class SGLangEngine(EngineInProcess):
 
 async def serve(options):
     from sglang import Engine
+    from sglang.srt.managers import io_struct
 
     from kvcache.plugins.sglang.params import offer_of, params_for
 
@@ -101,6 +102,15 @@ async def serve(options):
             say((await engine.tokenizer_manager.flush_cache()).success)
         elif command == "abort":
             engine.tokenizer_manager.abort_request(abort_all=True)
+        elif command == "pause":
+            request = io_struct.PauseGenerationReqInput(mode=arguments[0])
+            await engine.tokenizer_manager.pause_generation(request)
+        elif command == "continue":
+            request = io_struct.ContinueGenerationReqInput(torch_empty_cache=False)
+            await engine.tokenizer_manager.continue_generation(request)
+        elif command == "update":
+            request = io_struct.UpdateWeightFromDiskReqInput(model_path=arguments[0])
+            say((await engine.tokenizer_manager.update_weights_from_disk(request, None))[0])
     engine.shutdown()
 
 

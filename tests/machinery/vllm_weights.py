@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 
-def write_llama(folder, config):
-    """Write a model with a configuration to a folder that vLLM can load."""
-    generator = torch.Generator().manual_seed(0)
+def write_llama(folder, config, seed=0):
+    """Write a model with a configuration and random weights to a folder that vLLM can load."""
+    generator = torch.Generator().manual_seed(seed)
     hidden, heads = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * heads, config["num_key_value_heads"] * heads
 

@@ -345,6 +345,107 @@ def test_together_with_hicache(engines):
         sglang.close()
 
 
+@needs_vllm
+def test_a_paused_engine_ends_leases_and_loads_when_it_is_flushed(engines):
+    sglang, vllm = engines.sglang, engines.vllm()
+    prompts = some_prompts(16, 3, 100, 300)
+    wanted = alone(sglang, prompts)
+    to_vllm, to_sglang = sglang.prefill(prompts), offers_of(vllm.prefill(prompts))
+    assert sglang.ask("reset") is True and sglang.ask("state")["leases"] == 0  # all pages are free
+    before = sglang.ask("state")["failed"]
+    vllm.signal(signal.SIGSTOP)
+    try:
+        sglang.send("run", prompts, 16, to_sglang, False)
+        while sglang.ask("state")["loading"] < 3:
+            time.sleep(0.05)
+        sglang.send("pause", "in_place")
+        assert sglang.ask("reset") is True
+        now = sglang.ask("state")
+        assert (now["leases"], now["loading"], now["failed"]) == (0, 0, before + 3)
+    finally:
+        vllm.signal(signal.SIGCONT)
+    sglang.send("continue")
+    assert [each["tokens"] for each in sglang.answer()] == wanted
+    assert vllm.decode(prompts, params_of(to_vllm))[0] == wanted
+    for engine in (vllm, sglang):
+        engine.wait_until_empty(timeout_s=60)
+
+
+@needs_vllm
+def test_updated_weights_neither_use_nor_offer_the_kv_of_others(engines, folders, tmp_path):
+    """Offers and loads from before an update, and offers from after it."""
+    write_llama(tmp_path, TINY, seed=1)
+    vllm, sglang = engines.vllm(), SGLangEngine(folders["llama"], extra=OPTIONS)
+    try:
+        sglang.answer()
+        prompts = some_prompts(17, 3, 100, 300)
+        old = alone(vllm, prompts)
+        assert alone(sglang, prompts) == old
+        to_vllm, to_sglang = sglang.prefill(prompts), offers_of(vllm.prefill(prompts))
+        vllm.signal(signal.SIGSTOP)
+        try:
+            sglang.send("run", prompts, 16, to_sglang, False)
+            while sglang.ask("state")["loading"] < 3:
+                time.sleep(0.05)
+            sglang.send("pause", "retract")  # otherwise, SGLang updates once no request remains
+            assert sglang.ask("update", str(tmp_path)) is True
+            now = sglang.ask("state")
+            assert (now["leases"], now["loading"]) == (0, 0)
+            sglang.send("continue")
+            new = [each["tokens"] for each in sglang.answer()]
+        finally:
+            vllm.signal(signal.SIGCONT)
+        assert all(a != b for a, b in zip(old, new))
+        assert vllm.decode(prompts, params_of(to_vllm))[0] == old
+        vllm.wait_until_empty(timeout_s=60)
+        assert alone(sglang, prompts) == new
+        # Each refuses the other's offer, because the weights differ.
+        before = (
+            sglang.said("serve the same model in both engines"),
+            vllm.said("updated at runtime"),
+        )
+        assert sglang.decode(prompts, offers_of(vllm.prefill(prompts)))[0] == new
+        assert vllm.decode(prompts, params_of(sglang.prefill(prompts)))[0] == old
+        assert sglang.ask("state")["loads"] == 0
+        now = sglang.said("serve the same model in both engines"), vllm.said("updated at runtime")
+        assert now == (before[0] + 3, before[1] + 3)
+        for engine in (vllm, sglang):
+            engine.wait_until_empty(timeout_s=60)
+    finally:
+        sglang.close()
+
+
+def test_leases_end_before_a_running_request_is_retracted(engines, folders):
+    sglang = SGLangEngine(
+        folders["llama"],
+        extra=OPTIONS,
+        environment={"SGLANG_TEST_RETRACT": "1"},  # retracts now and then, in any pool
+    )
+    try:
+        sglang.answer()
+        leased, others = some_prompts(18, 3, 129, 192), some_prompts(19, 4, 65, 100)
+        wanted = [each["tokens"] for each in engines.sglang.run(others, 100)]
+        assert [each["num_tokens"] for each in sglang.prefill(leased)] == [128] * 3
+        assert sglang.ask("state")["leases"] == 3
+        assert [each["tokens"] for each in sglang.run(others, 100)] == wanted
+        assert sglang.said("Retract requests") and not sglang.said("has been aborted")
+        assert sglang.ask("state")["leases"] == 0
+        sglang.wait_until_empty()
+    finally:
+        sglang.close()
+
+
+def test_prompts_that_hicache_still_copies_back_have_no_offer():
+    from kvcache.plugins.sglang.exchange import Exchange
+
+    exchange = types.SimpleNamespace(
+        **{"_page_size": 4, "_tree": types.SimpleNamespace(ongoing_load_back={7: "a node"})},
+        _match=lambda tokens, salt: ("a node", len(tokens)),
+    )
+    request = types.SimpleNamespace(origin_input_ids=[1] * 10, cache_salt=None)
+    assert Exchange._offer(exchange, request) is None  # no lease is taken
+
+
 def serve(command, environment, port, log):
     """Start a server, and wait until it answers. Return its process."""
     process = subprocess.Popen(
