@@ -113,8 +113,8 @@ test-vllm: setup
 test-sglang: setup
 	$(BIN)/python -m tests.machinery.sglang_environment $(ARGS)
 
-# Run the tests that need NIXL, Mooncake or a browser, with these installed into a folder outside the
-# checkout. Tests that are skipped count as failed.
+# Run the tests that need NIXL, Mooncake, Dynamo or a browser, with these installed into a folder
+# outside the checkout. Tests that are skipped count as failed.
 test-real: setup
 	$(BIN)/python -m tests.machinery.real_parts -n auto --dist worksteal
 

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks the blocks that were published to the readers of an event stream, with their attributes."""
+"""Tracks the blocks that were published to the readers of an event stream, with their attributes.
+
+Routers that keep a tree per medium ignore a block whose parent they do not know on that medium. If a
+request hits blocks on the host, the manager reports its new blocks before the load has completed, so the
+events of the new blocks are held until their parents are on the device.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +25,7 @@ _WIRE_KINDS = {
     "recurrent": "mamba",
 }
 _MEDIUM_BITS = {GPU: 1, CPU: 2, STORAGE: 4}
+_MOST_STEPS_HELD = 64  # then an event is published without its parent, which may never be loaded
 
 
 class KnownBlock:
@@ -37,8 +44,16 @@ class KnownBlock:
         self.mediums = 0  # bit mask of the mediums that have the block
 
 
+class _Held(NamedTuple):
+    """Blocks on the device whose event is held until their parent is on the device."""
+
+    step: int  # when the event was held
+    hashes: list[WireHash]
+    session_id: str | None
+
+
 class GroupBlocks:
-    """The blocks of one cache group by hash. A removed block stays known until `forget_removed`."""
+    """The blocks of one cache group by hash. A removed block stays known until `end_step`."""
 
     def __init__(self, group: int, event: BlockStored) -> None:
         self._group, self._block_size = group, event.block_size
@@ -46,10 +61,21 @@ class GroupBlocks:
         self._window = event.window
         self._blocks: dict[WireHash, KnownBlock] = {}
         self._removed: set[WireHash] = set()
+        self._step = 0
+        self.held: set[WireHash] = set()  # device blocks that are not published yet
+        self._held_by_parent: dict[WireHash, list[_Held]] = {}
+        self._held_parents: deque[tuple[int, WireHash]] = deque()  # with the step, oldest first
 
-    def store(self, stored: WireStored, tokens: bytes) -> None:
-        """Record stored blocks with their parents. `tokens` are their token IDs as int32 bytes."""
-        parent = stored.parent_block_hash
+    def store(self, stored: WireStored, tokens: bytes) -> Iterator[WireStored]:
+        """Record stored blocks with their parents.
+
+        Yield the events to publish: none if the event is held, or also those that were held for it.
+
+        Args:
+            stored: The event.
+            tokens: Token IDs of the blocks as int32 bytes.
+        """
+        first = parent = stored.parent_block_hash
         size = 4 * self._block_size
         for i, block_hash in enumerate(stored.block_hashes):
             block = self._blocks.get(block_hash)
@@ -59,8 +85,52 @@ class GroupBlocks:
             block.tokens = tokens[i * size : (i + 1) * size]
             block.lora_name = stored.lora_name
             block.extra_keys = None if stored.extra_keys is None else stored.extra_keys[i]
-            block.mediums |= _MEDIUM_BITS[stored.medium]
             parent = block_hash
+        if stored.medium == GPU and first is not None and self._is_loading(first):
+            self.held.update(each for each in stored.block_hashes if not self._is_on_device(each))
+            held = _Held(self._step, stored.block_hashes, stored.session_id)
+            self._held_by_parent.setdefault(first, []).append(held)
+            self._held_parents.append((self._step, first))
+            return
+        self._place(stored.block_hashes, stored.medium)
+        yield stored
+        if stored.medium == GPU and self.held:
+            self.held.difference_update(stored.block_hashes)
+            yield from self._release(stored.block_hashes)
+
+    def _is_loading(self, block_hash: WireHash) -> bool:
+        """Return whether a block whose child was just computed is not on the device yet."""
+        block = self._blocks.get(block_hash)
+        if block is None or self._is_on_device(block_hash):
+            return False
+        return block.mediums != 0 or block_hash in self.held
+
+    def _is_on_device(self, block_hash: WireHash) -> bool:
+        return self._blocks[block_hash].mediums & _MEDIUM_BITS[GPU] != 0
+
+    def _place(self, hashes: Iterable[WireHash], medium: str) -> None:
+        for block_hash in hashes:
+            self._blocks[block_hash].mediums |= _MEDIUM_BITS[medium]
+
+    def _release(self, hashes: Iterable[WireHash]) -> Iterator[WireStored]:
+        """Yield the events held for these parents, and those held for the blocks of these events."""
+        parents = [*hashes]
+        while parents:
+            for held in self._held_by_parent.pop(parents.pop(), ()):
+                found = [each for each in held.hashes if each in self.held]
+                self.held.difference_update(found)
+                self._place(found, GPU)
+                parents += found
+                for event in self._stored(found, GPU):
+                    event.session_id = held.session_id
+                    yield event
+
+    def end_step(self) -> Iterator[WireStored]:
+        """End a batch of events. Yield events that were held for too long."""
+        self._step += 1
+        while self._held_parents and self._held_parents[0][0] <= self._step - _MOST_STEPS_HELD:
+            yield from self._release([self._held_parents.popleft()[1]])
+        self._forget_removed()
 
     def store_known(self, hashes: Iterable[WireHash], medium: str) -> Iterator[WireStored]:
         """Record known blocks that a medium now has.
@@ -69,32 +139,43 @@ class GroupBlocks:
         """
         hashes = list(hashes)
         for block_hash in hashes:
-            self._blocks.setdefault(block_hash, KnownBlock()).mediums |= _MEDIUM_BITS[medium]
+            self._blocks.setdefault(block_hash, KnownBlock())
+        self._place(hashes, medium)
         yield from self._stored(hashes, medium)
 
-    def remove(self, hashes: Iterable[WireHash], medium: str) -> None:
-        """Record that a medium no longer has these blocks."""
+    def remove(self, hashes: Iterable[WireHash], medium: str) -> list[WireHash]:
+        """Record that a medium no longer has these blocks. Return those whose event was published."""
+        published = []
         for block_hash in hashes:
             block = self._blocks.get(block_hash)
+            if medium == GPU and block_hash in self.held:
+                self.held.remove(block_hash)
+            else:
+                published.append(block_hash)
             if block is None:
                 continue
             block.mediums &= ~_MEDIUM_BITS[medium]
             if block.mediums == 0:
                 self._removed.add(block_hash)
+        return published
 
     def hashes(self, medium: str) -> list[WireHash]:
         """Return the hashes of a medium's blocks."""
         bit = _MEDIUM_BITS[medium]
         return [each for each, block in self._blocks.items() if block.mediums & bit]
 
-    def forget_removed(self) -> None:
+    def to_clear(self, medium: str) -> list[WireHash]:
+        """Return the hashes of a medium's blocks, including those whose event is held."""
+        return [*self.hashes(medium), *(self.held if medium == GPU else ())]
+
+    def _forget_removed(self) -> None:
         """Discard blocks that are on no medium.
 
         Called after all events of a step, because a step may write an evicted block to the host at its
         end.
         """
         for block_hash in self._removed:
-            if self._blocks[block_hash].mediums == 0:
+            if self._blocks[block_hash].mediums == 0 and block_hash not in self.held:
                 del self._blocks[block_hash]
         self._removed.clear()
 

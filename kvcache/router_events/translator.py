@@ -54,12 +54,12 @@ class EventTranslator:
             if isinstance(event, BlockStored):
                 translated += self._stored(event)
             elif isinstance(event, BlockRemoved):
-                translated.append(self._removed(event.group, wire_hashes(event), event.medium))
+                translated += self._removed(event.group, wire_hashes(event), event.medium)
             else:
                 following = events[i + 1] if i + 1 < len(events) else None
                 translated += self._cleared(event, following)
         for group in self._groups.values():
-            group.forget_removed()
+            translated += group.end_step()
         return translated
 
     def snapshot(self) -> list[WireEvent]:
@@ -92,8 +92,7 @@ class EventTranslator:
             session_id=event.session,
             **group.labels,
         )
-        group.store(stored, event.token_ids.astype(np.int32, copy=False).tobytes())
-        yield stored
+        yield from group.store(stored, event.token_ids.astype(np.int32, copy=False).tobytes())
 
     def _parent(self, event: BlockStored) -> WireHash | None:
         if event.parent_hash is None:
@@ -106,10 +105,10 @@ class EventTranslator:
             self._roots[event.hash_algorithm] = wire_hash(root)
         return None if parent == self._roots[event.hash_algorithm] else parent
 
-    def _removed(self, group: int, hashes: list[WireHash], medium: str) -> WireRemoved:
+    def _removed(self, group: int, hashes: list[WireHash], medium: str) -> list[WireRemoved]:
         if group in self._groups:
-            self._groups[group].remove(hashes, _MEDIUMS[medium])
-        return WireRemoved(hashes, _MEDIUMS[medium], group)
+            hashes = self._groups[group].remove(hashes, _MEDIUMS[medium])
+        return [WireRemoved(hashes, _MEDIUMS[medium], group)] if hashes else []
 
     def _cleared(
         self, event: AllBlocksCleared, following: CacheEvent | None
@@ -125,9 +124,9 @@ class EventTranslator:
             group.hashes(_MEDIUMS[medium]) for group in self._groups.values() for medium in others
         )
         removed = [
-            self._removed(number, hashes, event.medium)
+            each
             for number, group in self._groups.items()
-            if (hashes := group.hashes(_MEDIUMS[event.medium]))
+            for each in self._removed(number, group.to_clear(_MEDIUMS[event.medium]), event.medium)
         ]
         if has_others:
             return removed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests that need NIXL, Mooncake, a browser or SmolLM2, with these installed (`make test-real`).
+"""Runs the tests that need NIXL, Mooncake, Dynamo, a browser or SmolLM2 (`make test-real`).
 
     python -m tests.machinery.real_parts [ARGUMENT ...]
 
@@ -33,14 +33,21 @@ PACKAGES = (
     "gguf==0.19.0",
     "accelerate==1.15.0",
     "psutil>=6",
+    "ai-dynamo-runtime==1.6.1",
 )
 TESTS = (
     *("tests/transfer/test_transports.py", "tests/transfer/test_transport_paths.py"),
     *("tests/transfer/test_network_faults.py", "tests/sources", "tests/server"),
+    "tests/router_events/test_dynamo_indexer.py",
     *("tests/engine/test_smollm2.py", "--ignore=tests/server/test_load_generator.py"),  # needs vLLM
 )
 BROWSERS = ("chromium", "google-chrome", "chrome")
-_REASONS = ("NIXL is not installed", "Mooncake is not installed", "SmolLM2")
+_REASONS = (
+    "NIXL is not installed",
+    "Mooncake is not installed",
+    "Dynamo is not installed",
+    "SmolLM2",
+)
 
 
 class Unavailable(Exception):
@@ -112,7 +119,7 @@ def install() -> Path:
         stamp.write_text(wanted)
     if not _can_import("mooncake.store"):
         _call(["apt-get", "install", "--yes", "--quiet", "libibverbs1"])
-    for module in ("nixl._api", "mooncake.store"):
+    for module in ("nixl._api", "mooncake.store", "dynamo._core"):
         if not _can_import(module):
             raise Unavailable(f"{module} cannot be imported from {FOLDER}")
     if not any(map(shutil.which, BROWSERS)):
