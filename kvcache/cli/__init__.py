@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `kvcache` command: replay, bench, demo, serve, sanitize and doctor.
+"""The `kvcache` command: replay, plan, bench, demo, serve, sanitize and doctor.
 
 Exit codes: 0 for success; 1 if a check failed (wrong KV, answers that differ, a component that `doctor`
 rejects), a requirement is missing, or the output cannot be written; 2 for incorrect usage, or for an
@@ -22,6 +22,7 @@ from kvcache.cli.bench import add_bench_options, run_bench
 from kvcache.cli.demo import add_demo_options, run_demo
 from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say, show, writing
+from kvcache.cli.plan import add_plan_options, run_plan
 from kvcache.cli.replay import run_replay
 from kvcache.cli.replay_options import add_replay_options
 from kvcache.cli.sanitize import add_sanitize_options, run_sanitize
@@ -84,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
             "replay a trace of requests, or generated chats, through the prefix cache",
             run_replay,
             add_replay_options,
+        ),
+        (
+            "plan",
+            "replay a trace through fleets of several sizes, and recommend the cheapest sufficient one",
+            run_plan,
+            add_plan_options,
         ),
         (
             "bench",

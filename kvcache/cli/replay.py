@@ -44,7 +44,7 @@ _DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
 
 def run_replay(args: argparse.Namespace) -> int:
     """Run `kvcache replay` and return the exit code."""
-    _check_trace(args)
+    check_trace(args)
     _import_files(args)
     check_curve(args)
     _resolve(args)
@@ -90,7 +90,7 @@ def _summary(report: ReplayReport) -> str:
     )
 
 
-def _check_trace(args: argparse.Namespace) -> None:
+def check_trace(args: argparse.Namespace) -> None:
     # Checked only after parsing, because argparse would mistake the value of a mistyped option for
     # TRACE.
     if args.trace is not None:
@@ -278,7 +278,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
         ) from None
     except ValueError as error:  # block sizes without a common multiple of reasonable size
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
-    name, workload = _workload(args)
+    name, workload = read_workload(args)
     try:
         with (
             _progress(args) as advance,
@@ -296,7 +296,7 @@ def _compare(args: argparse.Namespace) -> int:
     """Run `kvcache replay --compare` and return the exit code."""
     replay = import_module("kvcache.replay")
     policies = args.compared or replay.COMPARED
-    name, workload = _workload(args)
+    name, workload = read_workload(args)
     try:
         requests = list(workload)
         with _progress(args, len(requests) * len(policies) * len(args.sizes)) as advance:
@@ -324,7 +324,7 @@ def _compare(args: argparse.Namespace) -> int:
             f"({error})"
         ) from None
     if args.plot is not None:
-        _write_plot(args.plot, lambda plots: plots.draw_comparison(found, args.plot))
+        write_plot(args.plot, lambda plots: plots.draw_comparison(found, args.plot))
     if args.json:
         with writing():
             print(json.dumps(found.to_dict()))
@@ -338,7 +338,7 @@ def _curve(args: argparse.Namespace) -> int:
     """Run `kvcache replay --curve` and return the exit code."""
     replay = import_module("kvcache.replay")
     # Complete replays need the tokens.
-    name, workload = _workload(args, None if args.exact else replay.read_block_ids)
+    name, workload = read_workload(args, None if args.exact else replay.read_block_ids)
     try:
         requests = list(workload) if args.exact else workload
         with _progress(args, len(requests) if args.exact else None) as advance:
@@ -360,7 +360,7 @@ def _curve(args: argparse.Namespace) -> int:
     if args.exact:
         found = found.with_exact(_exact(args, requests, found.sizes))
     if args.plot is not None:
-        _write_plot(args.plot, lambda plots: plots.draw_curve(found, args.plot))
+        write_plot(args.plot, lambda plots: plots.draw_curve(found, args.plot))
     if args.json:
         with writing():
             print(json.dumps(found.to_dict()))
@@ -400,7 +400,7 @@ def _disaggregate(args: argparse.Namespace) -> int:
     """Run `kvcache replay --disaggregate` and return the exit code."""
     replay = import_module("kvcache.replay")
     series = replay.DisaggregationSeries() if args.plot is not None else None
-    name, workload = _workload(args)
+    name, workload = read_workload(args)
     try:
         replayer = replay.DisaggregatedReplayer(
             args.between,
@@ -425,7 +425,7 @@ def _disaggregate(args: argparse.Namespace) -> int:
         given = "block size" if args.specs is None else f"--groups is {quoted(args.groups)}"
         raise UsageError(f"{given}: {error}") from None
     if series is not None:
-        _write_plot(args.plot, lambda plots: plots.draw_disaggregation(series, report, args.plot))
+        write_plot(args.plot, lambda plots: plots.draw_disaggregation(series, report, args.plot))
     if args.json:
         with writing():
             print(json.dumps(report.to_dict()))
@@ -465,7 +465,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
         ) from None
 
 
-def _workload(
+def read_workload(
     args: argparse.Namespace, read: Callable[..., Iterator] | None = None
 ) -> tuple[str, Iterable[WorkloadRequest]]:
     """Return the name and the requests of the workload. `read` reads a trace (default: `read_trace`)."""
@@ -521,10 +521,10 @@ def _print_table(report: ReplayReport) -> None:
 
 
 def _plot(series: Series, report: ReplayReport, path: str) -> None:
-    _write_plot(path, lambda plots: plots.draw(series, report, path))
+    write_plot(path, lambda plots: plots.draw(series, report, path))
 
 
-def _write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
+def write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
     from kvcache.replay import plots
 
     try:

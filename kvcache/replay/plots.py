@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots the progress of a replay (hit rate, evictions, blocks in use), and policies by pool size."""
+"""Plots the progress of a replay (hit rate, evictions, blocks in use), policies by size, and fleets."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvcache.checks import path as checked_path
 from kvcache.replay.comparison import Comparison
 from kvcache.replay.curve import HitRateCurve
 from kvcache.replay.disaggregation import DisaggregationReport, DisaggregationSeries
+from kvcache.replay.fleet.planning import FleetPlan
 from kvcache.replay.replayer import Series
 from kvcache.replay.report import ReplayReport
 
@@ -223,6 +224,41 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
         figure.savefig(checked_path(path, "path"), dpi=130)
     finally:
         plt.close(figure)
+
+
+def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> None:
+    """Plot the time to first token of all fleets by price or size. Same errors as `draw`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    has_prices = all(each.price_per_hour is not None for each in plan.reports)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for each in plan.reports:
+        fleet = each.fleet
+        tiers = [f"{fleet[name]:,} {name[:-7]} blocks" for name in _TIERS if fleet[name]]
+        at = each.price_per_hour if has_prices else fleet["replicas"]
+        points = lines.setdefault(", ".join([fleet["router"], *tiers]), [])
+        points.append((at, max(each.p99_ms_to_first_token, 1.0)))
+        if each is plan.recommended:
+            axes.plot(*points[-1], marker="o", markersize=14, color=_GRAY, fillstyle="none")
+    for (name, points), color in zip(lines.items(), itertools.cycle(_COLORS)):
+        axes.plot(*zip(*sorted(points)), marker="o", markersize=4, color=color, label=name)
+    axes.axhline(plan.p99_ms, color=_GRAY, linewidth=1, linestyle="--")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("price per hour" if has_prices else "replicas")
+    _finish(axes, "Time to first token at p99 in ms (dashed: required; circle: recommended)")
+    figure.suptitle(f"Fleets for {trace}", x=0.02, ha="left", fontsize=11, parse_math=False)
+    try:
+        figure.savefig(checked_path(path, "path"), dpi=130)
+    finally:
+        plt.close(figure)
+
+
+_TIERS = ("host_blocks", "store_blocks")
 
 
 def _title(report: ReplayReport) -> str:

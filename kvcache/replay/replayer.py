@@ -18,7 +18,7 @@ from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
 from kvcache.replay.service import Service, ServiceClock, overload
-from kvcache.replay.stored import SimulatedStore
+from kvcache.replay.stored import SimulatedStore, StoreContents
 from kvcache.replay.workload import WorkloadRequest, checked_workload
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
@@ -73,6 +73,7 @@ class Replayer:
         verifier: Verifier of the same groups, which writes and reads real KV after every plan.
         series: Receives one entry per request.
         num_store_blocks: Size of a `SimulatedStore` below the other tiers. Incompatible with `verifier`.
+        store_contents: Contents of the store, if several replayers share it.
         chunk_tokens: Maximum tokens of a prefill chunk.
         service: Speeds of a timed replay.
         options: Fields of `CacheOptions`.
@@ -94,6 +95,7 @@ class Replayer:
         service: Service | None = None,
         verifier: KVVerifier | None = None,
         num_store_blocks: int = 0,
+        store_contents: StoreContents | None = None,
         series: Series | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
@@ -122,7 +124,9 @@ class Replayer:
         )
         self._store = None
         if num_store_blocks:
-            self._store = SimulatedStore(self.manager, num_store_blocks, announce=announce)
+            self._store = SimulatedStore(
+                self.manager, num_store_blocks, announce=announce, contents=store_contents
+            )
         self.concurrency = concurrency
         self.chunk_tokens = chunk_tokens
         self.service = service
@@ -136,6 +140,8 @@ class Replayer:
         )
         self._running: list[Running] = []  # oldest first
         self._clock = None if service is None else ServiceClock(service)
+        if service is not None:
+            self.manager.cache.set_now(0.0)  # even if the first call is a query
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
         self._now_ms = 0  # of a replay that is not timed
@@ -166,9 +172,13 @@ class Replayer:
         """
         instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
-            self._replay(item)
+            self.arrive(item)
             if on_request is not None:
                 on_request()
+        return self.finish(trace)
+
+    def finish(self, trace: str = "") -> ReplayReport:
+        """Finish the requests that are running, and return the report of all requests so far."""
         while self._running:
             self._make_room()
         return self._report(trace)
@@ -177,7 +187,23 @@ class Replayer:
         """Return the cache events since the last call, including the store's events."""
         return (self.manager.cache if self._store is None else self._store).drain_events()
 
-    def _replay(self, item: WorkloadRequest) -> None:
+    def arrive(
+        self,
+        item: WorkloadRequest,
+        request: Request | None = None,
+        load_ms: Callable[[Running], float] | None = None,
+    ) -> Running | None:
+        """Replay the next request of the workload, up to its admission.
+
+        Args:
+            item: The request.
+            request: Its request in the manager, if it has been created before.
+            load_ms: In a timed replay, returns how long its hits on other tiers take to load.
+
+        Returns:
+            The admitted request, or None if it was rejected. In a timed replay, `first_ms` and
+            `end_ms` are its times.
+        """
         if self._clock is not None:
             if item.arrival_ms < self._last_arrival_ms:
                 raise ValueError(
@@ -195,7 +221,8 @@ class Replayer:
         self._num_requests += 1
         while len(self._running) >= self.concurrency:
             self._make_room()
-        request = Request(str(item.index), item.token_ids)
+        if request is None:
+            request = Request(str(item.index), item.token_ids)
         start = perf_counter_ns()
         self.manager.cache.hashes(request)
         self._hash_ns += perf_counter_ns() - start
@@ -206,13 +233,23 @@ class Replayer:
         if not is_served:
             self._num_rejected += 1
         elif self._clock is not None:
-            first, new.end_ms = self._clock.admit(item.num_tokens - new.num_hit, item.output_length)
+            new.first_ms, new.end_ms = self._clock.admit(
+                item.num_tokens - new.num_hit,
+                item.output_length,
+                0.0 if load_ms is None else load_ms(new),
+            )
             own_ms = 1000 * (item.num_tokens - new.num_hit) / self.service.prefill_speed
-            self._first_token_ms.append(first - item.arrival_ms)
-            self._last_wait_ms = first - own_ms - item.arrival_ms
+            self._first_token_ms.append(new.first_ms - item.arrival_ms)
+            self._last_wait_ms = new.first_ms - own_ms - item.arrival_ms
         self._peak_running = max(self._peak_running, len(self._running))
         if self.series is not None:
             self._record(new, is_served)
+        return new if is_served else None
+
+    @property
+    def prefill_free_ms(self) -> float:
+        """When the prefills of all admitted requests end, in a timed replay."""
+        return self._clock.prefill_free_ms
 
     def _admit(self, new: Running) -> bool:
         """Admit the request, or reject it and return False."""

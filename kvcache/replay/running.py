@@ -26,6 +26,7 @@ class Running:
     num_store_hit: int = 0  # hit tokens from a store, at the end of the hit
     may_load: bool = True  # whether the request may load from a store
     num_computed: int = 0  # computed tokens, including the hit
+    first_ms: float = 0.0  # time of the first token in a timed replay, set at admission
     end_ms: float = 0.0  # end time in a timed replay, set at admission
     checked_at: int = -1  # number of applied plans when the request's KV was last read
 

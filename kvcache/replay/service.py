@@ -95,11 +95,21 @@ class ServiceClock:
         """Advance the clock to `ms`. A time in the past has no effect."""
         self.now_ms = max(self.now_ms, ms)
 
-    def admit(self, num_computed: int, num_answer: int) -> tuple[float, float]:
+    @property
+    def prefill_free_ms(self) -> float:
+        """When the prefills of all admitted requests have ended."""
+        return self._prefill_free_ms
+
+    def admit(
+        self, num_computed: int, num_answer: int, load_ms: float = 0.0
+    ) -> tuple[float, float]:
         """Return when a request admitted now has its first token, and when it ends.
 
-        `num_computed` is the number of prompt tokens to compute, without hits.
+        Args:
+            num_computed: Prompt tokens to compute, without hits.
+            num_answer: Tokens of the answer.
+            load_ms: Time until its hits on other tiers are on the device. Other prefills continue.
         """
-        begin = max(self.now_ms, self._prefill_free_ms)
+        begin = max(self.now_ms + load_ms, self._prefill_free_ms)
         first = self._prefill_free_ms = begin + 1000 * num_computed / self._service.prefill_speed
         return first, first + 1000 * num_answer / self._service.decode_speed

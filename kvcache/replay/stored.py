@@ -13,6 +13,7 @@ from kvcache.sources.store.values import BlockKey
 from kvcache.sources.store.writes import WaitingBlocks
 
 _NO_LIMIT = 2**62
+StoreContents = OrderedDict[BlockKey, None]  # least recently used first
 
 
 class SimulatedStore:
@@ -22,14 +23,23 @@ class SimulatedStore:
     blocks that the manager writes to its host tier. Without a host tier, it is filled with blocks
     that fill on the device. Calls take effect immediately. Raises ValueError for groups that a
     store does not support.
+
+    Stores with the same `contents` are one store that several managers share.
     """
 
-    def __init__(self, manager: KVCacheManager, num_blocks: int, *, announce: bool) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        num_blocks: int,
+        *,
+        announce: bool,
+        contents: StoreContents | None = None,
+    ) -> None:
         self._manager, self._announces = manager, announce
         self._prefixes = StoredPrefixes(manager)
         medium = "gpu" if manager.host_pool is None else "cpu"
         self._waiting = WaitingBlocks(medium, _NO_LIMIT)
-        self._blocks: OrderedDict[BlockKey, None] = OrderedDict()
+        self._blocks: StoreContents = OrderedDict() if contents is None else contents
         self.num_blocks = num_blocks
         self.num_stored = self.num_loaded = self.num_evicted = 0
         self._events: list[CacheEvent] = []

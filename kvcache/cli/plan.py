@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `kvcache plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvcache.cli.errors import OutputError, UsageError, quoted
+from kvcache.cli.modules import import_module, require_module
+from kvcache.cli.output import progress_bars, say, show, writing
+from kvcache.cli.parsing import MAX_INT32, MAX_INT64, number, plot_file
+from kvcache.cli.replay import check_trace, read_workload, write_plot
+
+if TYPE_CHECKING:
+    from kvcache.replay.fleet import FleetPlan, FleetReport, Hardware
+
+_ROUTERS = ("round_robin", "least_loaded", "session", "prefix")
+
+
+def add_plan_options(sub: argparse.ArgumentParser) -> None:
+    """Add TRACE and all options, each with a check of its value."""
+    sub.add_argument(
+        "trace", nargs="?", metavar="TRACE", help="timed trace; default: generated chats"
+    )
+    sub.add_argument(
+        "--format", metavar="FORM", help="trace format; default: detected from the first lines"
+    )
+    for option, least, most, default, text in (
+        ("--limit", 1, MAX_INT32, None, "replay at most N requests"),
+        ("--block-size", 1, MAX_INT32, 16, "tokens per block; default 16"),
+        ("--num-blocks", 2, MAX_INT32, 10_001, "blocks of a replica, with the null block"),
+        ("--concurrency", 1, MAX_INT32, 256, "running requests of a replica; default 256"),
+        ("--most-replicas", 1, MAX_INT32, 1024, "largest fleet of the search; default 1024"),
+        ("--max-simulated", 1, MAX_INT32, 64, "sample larger fleets; default 64 replicas"),
+        ("--seed", 0, MAX_INT64, None, "seed of the generated chats; default 0"),
+        ("--requests", 1, MAX_INT32, None, "number of chat turns; default 500"),
+    ):
+        sub.add_argument(
+            option, metavar="N", type=number(option, least, most), default=default, help=text
+        )
+    for option, least, text in (
+        ("--replicas", 1, "numbers of replicas to simulate; default: search for the fewest"),
+        ("--host-blocks", 0, "sizes of each replica's host tier to simulate; default 0, none"),
+        ("--store-blocks", 0, "sizes of the shared store to simulate; default 0, none"),
+    ):
+        sub.add_argument(option, metavar="N,N", type=_numbers(option, least), help=text)
+    sub.add_argument(
+        "--router",
+        metavar="R,R",
+        type=_routers,
+        default=_ROUTERS,
+        help=f"routers to simulate, of {', '.join(_ROUTERS)}; default: all",
+    )
+    sub.add_argument("--eviction", metavar="P", default="lru", help="eviction policy; default lru")
+    sub.add_argument(
+        "--p99",
+        metavar="MS",
+        type=_milliseconds,
+        default=1000.0,
+        help="required time to first token at the 99th percentile; default 1000 ms",
+    )
+    sub.add_argument(
+        "--hardware",
+        metavar="FILE.toml",
+        help="speeds and prices; without it, default speeds and the fewest replicas",
+    )
+    sub.add_argument(
+        "--write-hardware", metavar="FILE.toml", help="write an example for --hardware, and exit"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    sub.add_argument(
+        "--plot", metavar="FILE.png", type=plot_file, help="plot times to first token by price"
+    )
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Run `kvcache plan` and return the exit code: 1 if no fleet can be recommended."""
+    if args.write_hardware is not None:
+        return _write_hardware(args.write_hardware)
+    check_trace(args)
+    if args.plot is not None:
+        require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
+    fleets = import_module("kvcache.replay.fleet")
+    replay = import_module("kvcache.replay")
+    hardware = _hardware(args.hardware)
+    name, _ = read_workload(args)
+    try:
+        with _progress(args) as on_report:
+            plan = fleets.plan_fleet(
+                lambda: read_workload(args)[1],
+                fleets.Fleet(
+                    replicas=1,
+                    num_blocks=args.num_blocks,
+                    block_size=args.block_size,
+                    concurrency=args.concurrency,
+                    eviction=args.eviction,
+                ),
+                p99_ms=args.p99,
+                routers=args.router,
+                host_blocks=args.host_blocks,
+                store_blocks=args.store_blocks,
+                replicas=args.replicas,
+                most_replicas=args.most_replicas,
+                hardware=hardware,
+                max_simulated=args.max_simulated,
+                on_report=on_report,
+            )
+    except replay.TraceError as error:
+        raise UsageError(str(error)) from None
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from None
+    if args.plot is not None:
+        write_plot(args.plot, lambda plots: plots.draw_fleet_plan(plan, name, args.plot))
+    if args.json:
+        with writing():
+            print(json.dumps(plan.to_dict()))
+    else:
+        show(fleets.fleet_plan_table(plan))
+        if plan.recommended is not None:
+            show(_recommendation(plan))
+    if plan.recommended is None:
+        say(f"no fleet is recommended: {plan.reason}")
+        return 1
+    return 0
+
+
+def _recommendation(plan: FleetPlan) -> str:
+    report = plan.recommended
+    fleet = report.fleet
+    count = fleet["replicas"]
+    parts = [f"{count:,} replica{'s' * (count > 1)} with the router {fleet['router']}"]
+    if fleet["host_blocks"]:
+        parts.append(f"{fleet['host_blocks']:,} blocks on each host")
+    if fleet["store_blocks"]:
+        parts.append(f"a store of {fleet['store_blocks']:,} blocks")
+    end = ""
+    if report.price_per_hour is not None:
+        end = f", for {report.price_per_hour:,.2f} per hour"
+        if report.watts is not None:
+            end += f" and {report.watts / 1000:,.1f} kW"
+    return f"Choose {', '.join(parts)}{end}."
+
+
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[Callable[[FleetReport], None] | None]:
+    """Show the number of simulated fleets on a terminal, and yield a function to call after each."""
+    if args.json or not sys.stderr.isatty():
+        yield None
+        return
+    with progress_bars() as bar:
+        task = bar.add_task("fleets", total=None, state="")
+
+        def advance(report: FleetReport) -> None:
+            state = f"{report.fleet['replicas']} x {report.fleet['router']}"
+            bar.update(task, advance=1, state=state)
+
+        yield advance
+
+
+def _hardware(path: str | None) -> Hardware | None:
+    if path is None:
+        return None
+    fleets = import_module("kvcache.replay.fleet")
+    try:
+        return fleets.read_hardware(path)
+    except fleets.HardwareError as error:
+        raise UsageError(f"--hardware has {error}") from None
+    except OSError as error:
+        raise UsageError(
+            f"--hardware is {quoted(path)}: expected a readable file ({error.strerror})"
+        ) from None
+
+
+def _write_hardware(path: str) -> int:
+    from kvcache.replay.fleet.hardware import TEMPLATE
+
+    if os.path.exists(path):
+        raise UsageError(f"--write-hardware is {quoted(path)}: expected a file that does not exist")
+    try:
+        with open(path, "w") as file:
+            file.write(TEMPLATE)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
+    return 0
+
+
+def _numbers(option: str, least: int) -> Callable[[str], tuple[int, ...]]:
+    convert = number(option, least, MAX_INT32)
+    return lambda text: tuple(map(convert, text.split(",")))
+
+
+def _routers(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in _ROUTERS:
+            raise UsageError(
+                f"--router has {quoted(name)}: expected names of {', '.join(_ROUTERS)}"
+            )
+    return names
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"--p99 is {quoted(text)}: expected more than 0 milliseconds")
+    return value

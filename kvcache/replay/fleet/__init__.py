@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a trace through many replicas behind a router, and finds the cheapest sufficient fleet."""
+
+from kvcache.replay.fleet.hardware import Hardware, HardwareError, read_hardware
+from kvcache.replay.fleet.planning import FleetPlan, fleet_plan_table, plan_fleet
+from kvcache.replay.fleet.routers import ROUTERS
+from kvcache.replay.fleet.simulation import Fleet, FleetReport, simulate_fleet
+
+__all__ = [
+    "ROUTERS",
+    "Fleet",
+    "FleetPlan",
+    "FleetReport",
+    "Hardware",
+    "HardwareError",
+    "fleet_plan_table",
+    "plan_fleet",
+    "read_hardware",
+    "simulate_fleet",
+]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speeds and prices of a replica, read from a file that the user edits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+import tomllib
+
+from kvcache.checks import number, shown
+from kvcache.checks import path as checked_path
+from kvcache.replay.service import Service
+
+TEMPLATE = """\
+# Speeds and prices for `kvcache plan`. All values are examples: measure the speeds of your engine
+# (`vllm bench serve`), and enter your prices.
+
+prefill_speed = 20000.0        # prompt tokens per second of a replica
+decode_speed = 50.0            # tokens per second of each answer
+bytes_per_token = 131072.0     # K and V of a token in all layers, on all GPUs of a replica
+host_gb_per_s = 20.0           # bandwidth of loads from the host, in 10**9 bytes per second
+store_gb_per_s = 5.0           # bandwidth of loads from the store, per replica
+
+price_per_hour = 2.5           # of a replica, without the memory below
+host_price_per_gib_hour = 0.004
+store_price_per_gib_hour = 0.0002
+watts = 900.0                  # of a replica
+"""
+
+
+class HardwareError(ValueError):
+    """A hardware file is malformed. The message names the file and the entry."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Speeds and prices of a replica.
+
+    Args:
+        prefill_speed: Prompt tokens per second of a replica. Hits are not computed.
+        decode_speed: Tokens per second of each answer.
+        bytes_per_token: Bytes of K and V of a token in all layers, on all devices of a replica.
+        host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second.
+        store_gb_per_s: Bandwidth of loads from the store, per replica.
+        price_per_hour: Price of a replica, in any currency. None: no prices are reported.
+        host_price_per_gib_hour: Price of host memory.
+        store_price_per_gib_hour: Price of the store.
+        watts: Power of a replica. None: not reported.
+
+    Raises:
+        TypeError, ValueError: A value is not a number, or is out of range.
+    """
+
+    prefill_speed: float = 20_000.0
+    decode_speed: float = 50.0
+    bytes_per_token: float = 131_072.0  # 32 layers with 8 heads of 128 elements of 2 bytes
+    host_gb_per_s: float = 20.0
+    store_gb_per_s: float = 5.0
+    price_per_hour: float | None = None
+    host_price_per_gib_hour: float = 0.0
+    store_price_per_gib_hour: float = 0.0
+    watts: float | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None:
+                continue
+            value = number(value, each.name)
+            may_be_zero = "price" in each.name
+            if value < 0 or not (value or may_be_zero) or not value < float("inf"):
+                expected = "0 or more" if may_be_zero else "more than 0"
+                raise ValueError(f"{each.name} is {shown(value)}: expected {expected}")
+
+    @property
+    def service(self) -> Service:
+        """The speeds of prefill and decode."""
+        return Service(self.prefill_speed, self.decode_speed)
+
+    def load_ms(self, host_tokens: int, store_tokens: int) -> float:
+        """Return the time that hits on other tiers take to load, in milliseconds."""
+        seconds = host_tokens / self.host_gb_per_s + store_tokens / self.store_gb_per_s
+        return 1000 * seconds * self.bytes_per_token / 1e9
+
+    def price(self, replicas: int, host_tokens: float, store_tokens: float) -> float | None:
+        """Return the price of a fleet per hour, or None if `price_per_hour` is None.
+
+        Args:
+            replicas: Number of replicas.
+            host_tokens: Tokens that the host tier of each replica can hold.
+            store_tokens: Tokens that the shared store can hold.
+        """
+        if self.price_per_hour is None:
+            return None
+        gib_per_token = self.bytes_per_token / 2**30
+        host = host_tokens * gib_per_token * self.host_price_per_gib_hour
+        store = store_tokens * gib_per_token * self.store_price_per_gib_hour
+        return replicas * (self.price_per_hour + host) + store
+
+
+def read_hardware(path: str | os.PathLike) -> Hardware:
+    """Read the entries of `Hardware` from a TOML file. Entries that are missing have their defaults.
+
+    Args:
+        path: The file.
+
+    Raises:
+        HardwareError: The file is not TOML, an entry is unknown or invalid, or there is no price.
+        OSError: The file cannot be read.
+    """
+    name = checked_path(path, "path")
+    with open(name, "rb") as file:
+        try:
+            entries = tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise HardwareError(f"{name}: is not TOML ({error})") from None
+    known = [each.name for each in fields(Hardware)]
+    for entry in entries:
+        if entry not in known:
+            raise HardwareError(f"{name}: {shown(entry)} is unknown: expected {', '.join(known)}")
+    if "price_per_hour" not in entries:
+        raise HardwareError(f"{name}: price_per_hour is missing: expected the price of a replica")
+    try:
+        return Hardware(**entries)
+    except (TypeError, ValueError) as error:
+        raise HardwareError(f"{name}: {error}") from None

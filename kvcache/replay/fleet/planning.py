@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the cheapest fleet that meets a time to first token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from kvcache.checks import MAX_INT32, instance, instances, integer, listed, number, shown
+from kvcache.replay.fleet.hardware import Hardware
+from kvcache.replay.fleet.simulation import Fleet, FleetReport, simulate_fleet
+from kvcache.replay.workload import WorkloadRequest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass
+class FleetPlan:
+    """The fleets that were simulated, and the recommended one.
+
+    Attributes:
+        p99_ms: The required 99th percentile of the time to first token.
+        reports: One report per simulated fleet.
+        recommended: The cheapest fleet that meets `p99_ms` and serves all requests; without prices, the
+            one with the fewest replicas. None: no simulated fleet does.
+        reason: Why no fleet is recommended. None if there is one.
+    """
+
+    p99_ms: float
+    reports: list[FleetReport] = field(default_factory=list)
+    recommended: FleetReport | None = None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data for JSON."""
+        return asdict(self)
+
+
+def plan_fleet(
+    workload: Callable[[], Iterable[WorkloadRequest]],
+    fleet: Fleet,
+    *,
+    p99_ms: float,
+    routers: Sequence[str] | None = None,
+    host_blocks: Sequence[int] | None = None,
+    store_blocks: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
+    most_replicas: int = 1024,
+    hardware: Hardware | None = None,
+    max_simulated: int = 64,
+    on_report: Callable[[FleetReport], None] | None = None,
+) -> FleetPlan:
+    """Simulate fleets of several sizes, tiers and routers, and recommend the cheapest.
+
+    For each router and each combination of tiers, the number of replicas is doubled until the fleet meets
+    `p99_ms`. The smallest such number is then found by bisection, which assumes that more replicas are
+    never slower.
+
+    Args:
+        workload: Returns an iterator over the requests, in order of arrival. Called once per simulation.
+        fleet: The sizes that do not vary. The search begins with its number of replicas.
+        p99_ms: Required 99th percentile of the time to first token, in milliseconds.
+        routers: Routers to simulate. None: that of `fleet`.
+        host_blocks: Sizes of the host tier to simulate. None: that of `fleet`.
+        store_blocks: Sizes of the store to simulate. None: that of `fleet`.
+        replicas: Numbers of replicas to simulate, instead of a search.
+        most_replicas: Largest number of replicas that the search simulates.
+        hardware: Speeds and prices. None: the defaults of `Hardware`.
+        max_simulated: Larger fleets are sampled (`simulate_fleet`).
+        on_report: Called with the report of each simulation.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid, or the workload has no arrival times.
+
+    Example:
+        >>> from kvcache.replay import chat_workload
+        >>> fleet = Fleet(replicas=1, num_blocks=4_001)
+        >>> plan = plan_fleet(lambda: chat_workload(300), fleet, p99_ms=500)
+        >>> plan.recommended.fleet["replicas"]
+        1
+    """
+    instance(fleet, Fleet, "fleet")
+    p99_ms = number(p99_ms, "p99_ms")
+    if not 0 < p99_ms < float("inf"):
+        raise ValueError(f"p99_ms is {shown(p99_ms)}: expected more than 0 milliseconds")
+    routers = instances([fleet.router] if routers is None else routers, str, "routers", "names")
+    hosts = [fleet.host_blocks] if host_blocks is None else listed(host_blocks, "host_blocks")
+    stores = [fleet.store_blocks] if store_blocks is None else listed(store_blocks, "store_blocks")
+    integer(most_replicas, "most_replicas", 1, MAX_INT32)
+    if replicas is not None:
+        replicas = [
+            integer(each, "replicas", 1, MAX_INT32) for each in listed(replicas, "replicas")
+        ]
+    # Checks all sizes before the first simulation.
+    bases = [
+        replace(fleet, router=router, host_blocks=host, store_blocks=store)
+        for router, host, store in itertools.product(routers, hosts, stores)
+    ]
+    plan = FleetPlan(p99_ms)
+
+    def simulate(base: Fleet, count: int) -> FleetReport:
+        sized = replace(base, replicas=count)
+        report = simulate_fleet(workload, sized, hardware, max_replicas=max_simulated)
+        plan.reports.append(report)
+        if on_report is not None:
+            on_report(report)
+        return report
+
+    for base in bases:
+        if replicas is not None:
+            for count in replicas:
+                simulate(base, count)
+        else:
+            _search(simulate, base, p99_ms, most_replicas)
+    _recommend(plan)
+    return plan
+
+
+def _search(
+    simulate: Callable[[Fleet, int], FleetReport], base: Fleet, p99_ms: float, most: int
+) -> None:
+    """Simulate numbers of replicas until the smallest sufficient one is known."""
+    count, too_few = min(base.replicas, most), 0
+    while not _is_fast(report := simulate(base, count), p99_ms):
+        if count == most or report.rejected_requests:
+            return  # more replicas do not help
+        too_few, count = count, min(2 * count, most)
+    while count - too_few > 1:
+        middle = (count + too_few) // 2
+        if _is_fast(simulate(base, middle), p99_ms):
+            count = middle
+        else:
+            too_few = middle
+
+
+def _is_fast(report: FleetReport, p99_ms: float) -> bool:
+    return report.p99_ms_to_first_token <= p99_ms and not report.rejected_requests
+
+
+def _recommend(plan: FleetPlan) -> None:
+    fast = [each for each in plan.reports if _is_fast(each, plan.p99_ms)]
+    if fast:
+        plan.recommended = min(fast, key=_cost)
+        return
+    rejected = [each for each in plan.reports if each.rejected_requests]
+    if len(rejected) == len(plan.reports):
+        least = min(rejected, key=lambda each: each.rejected_requests)
+        plan.reason = (
+            f"{least.rejected_requests} of {least.requests} requests do not fit into a replica with "
+            f"{least.fleet['num_blocks'] - 1} blocks of {least.fleet['block_size']} tokens: use larger "
+            "replicas"
+        )
+        return
+    best = min(plan.reports, key=lambda each: each.p99_ms_to_first_token)
+    plan.reason = (
+        f"the fastest fleet, {best.fleet['replicas']} replicas, has a p99 of "
+        f"{best.p99_ms_to_first_token:,.0f} ms: use more or faster replicas, or allow more than "
+        f"{plan.p99_ms:g} ms"
+    )
+
+
+def _cost(report: FleetReport) -> tuple[float, ...]:
+    price = report.price_per_hour
+    tiers = report.fleet["host_blocks"], report.fleet["store_blocks"]
+    return (0.0 if price is None else price, report.fleet["replicas"], *tiers)
+
+
+def fleet_plan_table(plan: FleetPlan) -> Table:
+    """Return the plan as a rich table, with the cheapest fleets first."""
+    instance(plan, FleetPlan, "plan")
+    from rich.table import Table
+
+    reports = sorted(plan.reports, key=_cost)
+    columns: dict[str, Callable[[FleetReport], str]] = {
+        "replicas": lambda each: f"{each.fleet['replicas']:,}",
+        "router": lambda each: each.fleet["router"],
+    }
+    for tier in ("host", "store"):
+        if any(each.fleet[f"{tier}_blocks"] for each in reports):
+            columns[tier] = lambda each, tier=tier: f"{each.fleet[f'{tier}_blocks']:,}"
+    columns["hits"] = lambda each: f"{each.token_hit_rate:.1%}"
+    columns["p99 ms"] = _p99
+    columns["busy"] = lambda each: f"{each.busy_share:.0%}"
+    if any(each.price_per_hour is not None for each in reports):
+        columns["price/h"] = lambda each: f"{each.price_per_hour:,.2f}"
+    columns[""] = lambda each: _note(each, plan)
+    table = Table(title=f"Fleets for a time to first token of {plan.p99_ms:g} ms at p99")
+    for name in columns:
+        justify = "left" if name in ("router", "") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
+    for each in reports:
+        style = "green" if each is plan.recommended else None
+        table.add_row(*(text(each) for text in columns.values()), style=style)
+    return table
+
+
+def _p99(report: FleetReport) -> str:
+    error = "" if report.p99_error is None else f" ± {report.p99_error:,.0f}"
+    return f"{report.p99_ms_to_first_token:,.0f}{error}"
+
+
+def _note(report: FleetReport, plan: FleetPlan) -> str:
+    if report is plan.recommended:
+        return "recommended"
+    if report.rejected_requests:
+        return f"{report.rejected_requests:,} requests do not fit"
+    if report.busiest_share > 1:
+        return "overloaded"
+    return "" if report.p99_ms_to_first_token <= plan.p99_ms else "too slow"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers, which choose the replica of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from kvcache.allocator import Request
+from kvcache.replay.workload import WorkloadRequest
+
+if TYPE_CHECKING:
+    from kvcache.replay.fleet.simulation import Replica
+
+
+class Router(Protocol):
+    """Chooses the replica of each request, in order of arrival."""
+
+    def choose(
+        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+    ) -> int:
+        """Return the position of the replica that serves the request."""
+
+
+class RoundRobin:
+    """Chooses the replicas in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(
+        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+    ) -> int:
+        """Return the replica after the last one."""
+        chosen, self._next = self._next, (self._next + 1) % len(replicas)
+        return chosen
+
+
+class LeastLoaded:
+    """Chooses the replica with the fewest unfinished requests, then the shortest wait."""
+
+    def choose(
+        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+    ) -> int:
+        """Return the replica with the least load."""
+        now = item.arrival_ms
+        loads = [(each.num_unfinished(now), each.wait_ms(now)) for each in replicas]
+        return loads.index(min(loads))
+
+
+class SessionAffinity:
+    """Serves all requests of a session on the replica with the least load at its first request."""
+
+    def __init__(self) -> None:
+        self._least_loaded = LeastLoaded()
+        self._chosen: dict[int, int] = {}
+
+    def choose(
+        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+    ) -> int:
+        """Return the replica of the session."""
+        if session not in self._chosen:
+            self._chosen[session] = self._least_loaded.choose(replicas, item, request, session)
+        return self._chosen[session]
+
+
+class PrefixAware:
+    """Chooses the replica with the earliest first token, given the prefix that it has cached.
+
+    The index is exact: it asks each replica's manager.
+    """
+
+    def choose(
+        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+    ) -> int:
+        """Return the replica with the earliest first token, then the least load."""
+        now = item.arrival_ms
+        costs = [
+            (each.first_token_ms(now, item, request), each.num_unfinished(now)) for each in replicas
+        ]
+        return costs.index(min(costs))
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "session": SessionAffinity,
+    "prefix": PrefixAware,
+}

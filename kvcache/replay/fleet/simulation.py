@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a workload through replicas behind a router. Each replica has a real manager."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvcache.allocator import Request
+from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown
+from kvcache.replay.fleet.hardware import Hardware
+from kvcache.replay.fleet.routers import ROUTERS
+from kvcache.replay.fleet.sessions import Sessions, share_of
+from kvcache.replay.replayer import Replayer
+from kvcache.replay.running import Running
+from kvcache.replay.stored import StoreContents
+from kvcache.replay.workload import WorkloadRequest, checked_workload
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Sizes of a fleet of equal replicas.
+
+    Args:
+        replicas: Number of replicas.
+        num_blocks: Blocks of each replica on the device, including the null block.
+        block_size: Tokens per block.
+        host_blocks: Blocks of each replica on the host, including the null block. 0: no host tier.
+        store_blocks: Blocks of the store that all replicas share. 0: no store.
+        router: One of `ROUTERS`.
+        concurrency: Maximum number of running requests per replica.
+        eviction: Eviction policy of both tiers of a replica.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid.
+    """
+
+    replicas: int
+    num_blocks: int
+    block_size: int = 16
+    host_blocks: int = 0
+    store_blocks: int = 0
+    router: str = "prefix"
+    concurrency: int = 256
+    eviction: str = "lru"
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            *(("replicas", 1), ("num_blocks", 2), ("block_size", 1)),
+            *(("host_blocks", 0), ("store_blocks", 0), ("concurrency", 1)),
+        ):
+            integer(getattr(self, name), name, least)
+        if self.router not in ROUTERS:
+            raise ValueError(
+                f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"
+            )
+
+
+@dataclass
+class FleetReport:
+    """Totals of a simulated fleet. Times are from arrival to first token, in milliseconds.
+
+    Attributes:
+        fleet: The fleet, as a dict.
+        simulated_replicas: Number of replicas that were simulated, with their share of the sessions.
+        requests: Requests of the simulated sessions.
+        rejected_requests: Requests that do not fit into a replica.
+        prompt_tokens: Prompt tokens of the served requests.
+        device_hit_tokens: Prompt tokens found on the device of the request's replica.
+        host_hit_tokens: Prompt tokens loaded from the host of the request's replica.
+        store_hit_tokens: Prompt tokens loaded from the store.
+        token_hit_rate: Hit tokens of all tiers per prompt token.
+        hit_rate_error: Standard error of the hit rate, estimated from samples. None: not sampled.
+        p99_error: Standard error of `p99_ms_to_first_token`. None: not sampled.
+        busy_share: Share of the time from the first arrival to the last that prefill takes, on
+            average.
+        busiest_share: This share for the busiest replica. Above 1, it cannot keep up.
+        answer_tokens_per_s: Answer tokens per second of the whole fleet.
+        price_per_hour: Price of the whole fleet. None: no prices are known.
+        watts: Power of the whole fleet. None: unknown.
+    """
+
+    fleet: dict[str, Any]
+    simulated_replicas: int
+    requests: int = 0
+    rejected_requests: int = 0
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    store_hit_tokens: int = 0
+    token_hit_rate: float = 0.0
+    hit_rate_error: float | None = None
+    mean_ms_to_first_token: float = 0.0
+    p50_ms_to_first_token: float = 0.0
+    p99_ms_to_first_token: float = 0.0
+    p99_error: float | None = None
+    busy_share: float = 0.0
+    busiest_share: float = 0.0
+    answer_tokens_per_s: float = 0.0
+    loaded_bytes: int = 0
+    price_per_hour: float | None = None
+    watts: float | None = None
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data for JSON."""
+        return asdict(self)
+
+
+class Replica:
+    """A replica with its own manager and clock."""
+
+    def __init__(self, fleet: Fleet, hardware: Hardware, store: StoreContents, blocks: int) -> None:
+        options: dict[str, Any] = {"eviction": fleet.eviction}
+        if fleet.host_blocks:
+            options |= {"num_host_blocks": fleet.host_blocks, "host_eviction": fleet.eviction}
+        self._hardware, self._ends = hardware, []
+        self._replayer = Replayer(
+            num_blocks=fleet.num_blocks,
+            block_size=fleet.block_size,
+            concurrency=fleet.concurrency,
+            service=hardware.service,
+            num_store_blocks=blocks,
+            store_contents=store,
+            **options,
+        )
+        self.num_computed = 0
+
+    def num_unfinished(self, now_ms: float) -> int:
+        """Return the number of requests that have not ended."""
+        while self._ends and self._ends[0] <= now_ms:
+            heapq.heappop(self._ends)
+        return len(self._ends)
+
+    def wait_ms(self, now_ms: float) -> float:
+        """Return how long a prefill would wait for earlier ones."""
+        return max(self._replayer.prefill_free_ms - now_ms, 0.0)
+
+    def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
+        """Return the time to the first token of a request, if it were served here."""
+        cached = self._replayer.manager.cache.cached_tokens(request)
+        num_cached = min(cached.with_host, item.num_tokens - 1)
+        load_ms = self._hardware.load_ms(max(num_cached - cached.on_device, 0), 0)
+        computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
+        return max(self.wait_ms(now_ms), load_ms) + computed_ms
+
+    def serve(self, item: WorkloadRequest, request: Request) -> Running | None:
+        """Serve a request. Return it with its hits and times, or None if it does not fit."""
+        served = self._replayer.arrive(item, request, self._load_ms)
+        if served is not None:
+            heapq.heappush(self._ends, served.end_ms)
+            self.num_computed += item.num_tokens - served.num_hit
+        return served
+
+    def _load_ms(self, running: Running) -> float:
+        return self._hardware.load_ms(running.num_host_hit, running.num_store_hit)
+
+
+@dataclass
+class _Share:
+    """Results of one share of the sessions."""
+
+    report: FleetReport
+    first_token_ms: list[float] = field(default_factory=list)
+    num_answered: int = 0
+    span_ms: float = 0.0
+
+
+def simulate_fleet(
+    workload: Callable[[], Iterable[WorkloadRequest]],
+    fleet: Fleet,
+    hardware: Hardware | None = None,
+    *,
+    max_replicas: int = 64,
+    num_samples: int = 4,
+    on_request: Callable[[WorkloadRequest], None] | None = None,
+) -> FleetReport:
+    """Replay a timed workload through a fleet.
+
+    A router assigns each request at its arrival, from the state at this time. A replica serves its
+    requests in order, as in a timed replay (`Replayer`): prefills run one after another, and answers
+    concurrently. Its cache holds the blocks of requests that still wait for their prefill.
+
+    A larger fleet than `max_replicas` is sampled. Each of `num_samples` samples has a random share of
+    the sessions, and a fleet and store that are smaller by the same factor. The standard error over the
+    samples is reported. Sampling assumes that a request does not hit blocks of other sessions, apart
+    from prefixes that many sessions share.
+
+    Args:
+        workload: Returns an iterator over the requests, in order of arrival. Called once or, with
+            sampling, once per sample.
+        fleet: The fleet.
+        hardware: Speeds and prices. None: the defaults of `Hardware`.
+        max_replicas: Maximum number of replicas that are simulated at once.
+        num_samples: Number of samples, at least 2.
+        on_request: Called for each request that was served.
+
+    Returns:
+        The report.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid, the workload has no arrival times, or requests are
+            not in order of arrival.
+
+    Example:
+        >>> from kvcache.replay import chat_workload
+        >>> fleet = Fleet(replicas=2, num_blocks=2_001, router="round_robin")
+        >>> simulate_fleet(lambda: chat_workload(200), fleet).requests
+        200
+    """
+    if not callable(workload):
+        raise TypeError(f"workload is {shown(workload)}: expected a function that returns requests")
+    instance(fleet, Fleet, "fleet")
+    hardware = hardware or Hardware()
+    instance(hardware, Hardware, "hardware")
+    integer(max_replicas, "max_replicas", 1, MAX_INT32)
+    integer(num_samples, "num_samples", 2, MAX_INT32)
+    if fleet.replicas <= max_replicas:
+        return _finished(_simulate(workload, fleet, hardware, 1, 0, on_request), fleet, hardware)
+    num_shares = -(-fleet.replicas // max_replicas)
+    shares = [
+        _simulate(workload, fleet, hardware, num_shares, share, on_request)
+        for share in range(min(num_samples, num_shares))
+    ]
+    return _combined(shares, fleet, hardware)
+
+
+def _simulate(
+    workload: Callable[[], Iterable[WorkloadRequest]],
+    fleet: Fleet,
+    hardware: Hardware,
+    num_shares: int,
+    share: int,
+    on_request: Callable[[WorkloadRequest], None] | None,
+) -> _Share:
+    num_replicas = max(round(fleet.replicas / num_shares), 1)
+    store: StoreContents = OrderedDict()
+    store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
+    replicas = [Replica(fleet, hardware, store, store_blocks) for _ in range(num_replicas)]
+    router, sessions = ROUTERS[fleet.router](), Sessions(fleet.block_size)
+    needs_sessions = num_shares > 1 or fleet.router == "session"
+    result = _Share(FleetReport(asdict(fleet), num_replicas))
+    report, first_ms, last_ms = result.report, None, 0
+    for item in checked_workload(workload(), None):
+        if item.arrival_ms < last_ms:
+            raise ValueError(
+                f"request {item.index} arrives at {item.arrival_ms} ms, but the previous request at "
+                f"{last_ms} ms: expected a timed trace in order of arrival"
+            )
+        first_ms, last_ms = item.arrival_ms if first_ms is None else first_ms, item.arrival_ms
+        session = sessions.of(item) if needs_sessions else 0
+        if num_shares > 1 and share_of(session, num_shares) != share:
+            continue
+        request = Request(str(item.index), item.token_ids)
+        served = replicas[router.choose(replicas, item, request, session)].serve(item, request)
+        report.requests += 1
+        if served is None:
+            report.rejected_requests += 1
+            continue
+        report.prompt_tokens += item.num_tokens
+        report.host_hit_tokens += served.num_host_hit
+        report.store_hit_tokens += served.num_store_hit
+        report.device_hit_tokens += served.num_hit - served.num_host_hit - served.num_store_hit
+        result.first_token_ms.append(served.first_ms - item.arrival_ms)
+        result.num_answered += item.output_length
+        if on_request is not None:
+            on_request(item)
+    result.span_ms = last_ms - (first_ms or 0)
+    if report.requests > 1 and not result.span_ms:
+        raise ValueError("all requests arrive at the same time: expected a trace with times")
+    _fill(result, [each.num_computed for each in replicas], hardware)
+    return result
+
+
+def _fill(result: _Share, num_computed: list[int], hardware: Hardware) -> None:
+    report = result.report
+    hits = report.device_hit_tokens + report.host_hit_tokens + report.store_hit_tokens
+    report.token_hit_rate = hits / max(report.prompt_tokens, 1)
+    times = np.array(result.first_token_ms or [0.0])
+    report.mean_ms_to_first_token = float(times.mean())
+    report.p50_ms_to_first_token, report.p99_ms_to_first_token = (
+        float(np.percentile(times, percent, method="inverted_cdf")) for percent in (50, 99)
+    )
+    span_s = max(result.span_ms / 1000, 1e-9)
+    busy = [each / hardware.prefill_speed / span_s for each in num_computed]
+    report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
+    report.answer_tokens_per_s = result.num_answered / span_s
+    loaded = report.host_hit_tokens + report.store_hit_tokens
+    report.loaded_bytes = int(loaded * hardware.bytes_per_token)
+
+
+def _combined(shares: list[_Share], fleet: Fleet, hardware: Hardware) -> FleetReport:
+    """Return the report of several samples: sums of counts, and means of rates with their errors."""
+    served = [each.report for each in shares if each.report.requests]
+    if len(served) < 2:
+        raise ValueError(
+            f"{len(served)} samples of 1/{-(-fleet.replicas // served[0].simulated_replicas)} of the "
+            "sessions have requests: expected a longer trace, or a larger max_replicas"
+            if served
+            else "no sample has a request: expected a longer trace, or a larger max_replicas"
+        )
+    total = FleetReport(asdict(fleet), served[0].simulated_replicas)
+    factor = fleet.replicas / total.simulated_replicas
+    for name in (
+        *("requests", "rejected_requests", "prompt_tokens", "device_hit_tokens"),
+        *("host_hit_tokens", "store_hit_tokens", "loaded_bytes"),
+    ):
+        setattr(total, name, sum(getattr(each, name) for each in served))
+    hits = total.device_hit_tokens + total.host_hit_tokens + total.store_hit_tokens
+    total.token_hit_rate = hits / max(total.prompt_tokens, 1)
+    for name in ("mean", "p50", "p99"):
+        name = f"{name}_ms_to_first_token"
+        setattr(total, name, float(np.mean([getattr(each, name) for each in served])))
+    total.busy_share = float(np.mean([each.busy_share for each in served]))
+    total.busiest_share = max(each.busiest_share for each in served)
+    total.answer_tokens_per_s = factor * float(
+        np.mean([each.answer_tokens_per_s for each in served])
+    )
+    total.hit_rate_error = _standard_error([each.token_hit_rate for each in served])
+    total.p99_error = _standard_error([each.p99_ms_to_first_token for each in served])
+    return _priced(total, fleet, hardware)
+
+
+def _standard_error(values: list[float]) -> float:
+    return float(np.std(values, ddof=1) / len(values) ** 0.5)
+
+
+def _finished(share: _Share, fleet: Fleet, hardware: Hardware) -> FleetReport:
+    return _priced(share.report, fleet, hardware)
+
+
+def _priced(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
+    size = fleet.block_size
+    report.price_per_hour = hardware.price(
+        fleet.replicas, fleet.host_blocks * size, fleet.store_blocks * size
+    )
+    report.watts = None if hardware.watts is None else fleet.replicas * hardware.watts
+    return report

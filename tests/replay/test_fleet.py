@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated fleets: each replica behaves as in a replay of its own requests, and plans find the smallest
+sufficient fleet.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvcache.cli import main
+from kvcache.replay import ChatShape, Replayer, WorkloadRequest, chat_workload
+from kvcache.replay.content import prefix_keys
+from kvcache.replay.fleet import (
+    ROUTERS,
+    Fleet,
+    Hardware,
+    HardwareError,
+    plan_fleet,
+    read_hardware,
+    simulate_fleet,
+)
+from kvcache.replay.fleet.sessions import Sessions, share_of
+
+HARDWARE = Hardware(prefill_speed=2000.0, decode_speed=20.0)
+
+
+def chats(num=400, seed=0):
+    return lambda: chat_workload(num, seed)
+
+
+def request(index, tokens, arrival_ms=None, answer=10):
+    tokens = np.array(tokens, np.int32)
+    arrival = 100 * index if arrival_ms is None else arrival_ms
+    return WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
+
+
+def replayed(requests, fleet, hardware=HARDWARE):
+    replayer = Replayer(
+        **{"num_blocks": fleet.num_blocks, "block_size": fleet.block_size},
+        **{"concurrency": fleet.concurrency, "service": hardware.service},
+    )
+    return replayer.run(requests)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_one_replica_behaves_as_in_a_timed_replay(router):
+    fleet = Fleet(replicas=1, num_blocks=401, router=router, concurrency=8)
+    report, expected = simulate_fleet(chats(), fleet, HARDWARE), replayed(chats()(), fleet)
+    assert report.device_hit_tokens == expected.hit_tokens > 0
+    assert report.rejected_requests == expected.rejected_requests == 0
+    assert report.p99_ms_to_first_token == pytest.approx(expected.p99_ms_to_first_token, abs=1e-3)
+    assert report.mean_ms_to_first_token == pytest.approx(expected.mean_ms_to_first_token, abs=1e-3)
+
+
+def test_replicas_are_independent_replays_of_the_requests_that_they_receive():
+    fleet = Fleet(replicas=3, num_blocks=301, router="round_robin", concurrency=4)
+    report = simulate_fleet(chats(), fleet, HARDWARE)
+    parts = [replayed(list(chats()())[first::3], fleet) for first in range(3)]
+    assert report.device_hit_tokens == sum(each.hit_tokens for each in parts)
+    assert report.requests == sum(each.requests for each in parts) == 400
+    mean = sum(each.mean_ms_to_first_token * each.requests for each in parts) / 400
+    assert report.mean_ms_to_first_token == pytest.approx(mean, abs=1e-3)
+
+
+def test_requests_continue_the_session_whose_last_prompt_they_extend():
+    sessions = Sessions(block_size=4)
+    system = [*range(8)]
+    turns = {
+        "a1": [*system, *range(100, 110)],
+        "b1": [*system, *range(200, 206)],
+        "a2": [*system, *range(100, 130)],
+        "b2": [*system, *range(200, 240)],
+        "edit of a1": [*system, *range(100, 110), *range(300, 320)],
+        "a3": [*system, *range(100, 150)],
+        "short": [1, 2],
+    }
+    found = {
+        name: sessions.of(request(i, tokens)) for i, (name, tokens) in enumerate(turns.items())
+    }
+    assert found == {"a1": 0, "b1": 1, "a2": 0, "b2": 1, "edit of a1": 2, "a3": 0, "short": 3}
+    assert sessions.num_sessions == 4
+
+
+def test_shares_of_sessions_are_even_and_disjoint():
+    counts = np.bincount([share_of(session, 8) for session in range(8000)], minlength=8)
+    assert counts.sum() == 8000 and counts.min() > 800
+
+
+def test_session_affinity_keeps_sessions_on_one_replica_and_balances_them():
+    fleet = Fleet(replicas=4, num_blocks=2001, router="session")
+    apart = simulate_fleet(chats(), Fleet(4, 2001, router="round_robin"), HARDWARE)
+    report = simulate_fleet(chats(), fleet, HARDWARE)
+    assert report.token_hit_rate > apart.token_hit_rate + 0.1
+    assert report.busiest_share < 2 * report.busy_share
+
+
+def test_prefix_aware_routing_serves_a_prompt_where_it_is_cached_unless_the_wait_is_longer():
+    fleet = Fleet(replicas=2, num_blocks=201, router="prefix")
+    prompt = [*range(1600)]
+    # The second request hits. The third would wait 400 ms for a hit of 1,600 tokens (800 ms).
+    hit = [request(0, prompt, 0), request(1, [*prompt, 1], 2000)]
+    report = simulate_fleet(lambda: hit, fleet, HARDWARE)
+    assert report.device_hit_tokens == 1600
+    # 2,000 tokens without a hit keep the first replica busy for 1 s, longer than a prefill elsewhere.
+    busy = [request(0, prompt, 0), request(1, range(5000, 7000), 1000), request(2, prompt, 1001)]
+    both = Fleet(replicas=1, num_blocks=301, router="prefix")
+    assert simulate_fleet(lambda: busy, both, HARDWARE).device_hit_tokens == 1584
+    apart = [request(0, prompt, 0), *(request(i, [*prompt, i], 801) for i in (1, 2, 3))]
+    assert simulate_fleet(lambda: apart, fleet, HARDWARE).device_hit_tokens == 3 * 1600
+
+
+def test_replicas_share_a_store_and_loads_take_time():
+    hardware = Hardware(2000.0, 20.0, bytes_per_token=1e6, store_gb_per_s=1.0, host_gb_per_s=10.0)
+    prompt = [*range(160)]
+    fleet = Fleet(replicas=2, num_blocks=41, router="round_robin", store_blocks=100)
+    pair = [request(0, prompt, 0), request(1, prompt, 1000), request(2, range(900, 910), 2000)]
+    report = simulate_fleet(lambda: pair, fleet, hardware)
+    assert (report.device_hit_tokens, report.store_hit_tokens) == (0, 144)
+    assert report.loaded_bytes == 144_000_000
+    # 160 tokens take 80 ms, and 10 take 5 ms. The second request loads for 144 ms and computes 16.
+    assert report.mean_ms_to_first_token == pytest.approx((80 + (144 + 8) + 5) / 3)
+
+
+def test_samples_of_sessions_estimate_a_large_fleet_within_their_error():
+    shape = ChatShape(num_conversations=200)
+    workload = lambda: chat_workload(3000, 5, shape)  # noqa: E731
+    fleet = Fleet(replicas=16, num_blocks=301, router="session")
+    exact = simulate_fleet(workload, fleet, HARDWARE)
+    sampled = simulate_fleet(workload, fleet, HARDWARE, max_replicas=4)
+    assert (exact.simulated_replicas, sampled.simulated_replicas) == (16, 4)
+    assert exact.hit_rate_error is None and 0 < sampled.hit_rate_error < 0.05
+    assert sampled.requests == 3000  # four disjoint samples of a quarter each
+    difference = abs(sampled.token_hit_rate - exact.token_hit_rate)
+    assert difference < max(4 * sampled.hit_rate_error, 0.02)
+
+
+@pytest.mark.parametrize("router", ["least_loaded", "prefix"])
+def test_the_search_finds_the_fewest_replicas(router):
+    hardware = Hardware(prefill_speed=150.0, decode_speed=20.0, price_per_hour=2.0, watts=500.0)
+    base = Fleet(replicas=1, num_blocks=501, router=router)
+    plan = plan_fleet(chats(), base, p99_ms=20_000.0, hardware=hardware)
+    every = plan_fleet(
+        chats(),
+        base,
+        p99_ms=20_000.0,
+        hardware=hardware,
+        replicas=[*range(1, 13)],
+        routers=[router],
+    )
+    fast = [
+        each.fleet["replicas"] for each in every.reports if each.p99_ms_to_first_token <= 20_000.0
+    ]
+    assert plan.recommended.fleet["replicas"] == min(fast) > 1
+    assert plan.recommended.price_per_hour == 2.0 * min(fast)
+    assert plan.recommended.watts == 500.0 * min(fast)
+    assert len(plan.reports) < 10
+    json.dumps(plan.to_dict())
+
+
+def test_the_cheapest_of_several_tiers_is_recommended():
+    hardware = Hardware(1000.0, 20.0, price_per_hour=1.0, host_price_per_gib_hour=1e9)
+    plan = plan_fleet(
+        *(chats(), Fleet(replicas=1, num_blocks=301)),
+        **{"p99_ms": 1e6, "hardware": hardware, "host_blocks": [200, 0], "store_blocks": [0, 500]},
+    )
+    assert len(plan.reports) == 4
+    fleet = plan.recommended.fleet
+    assert (fleet["host_blocks"], fleet["store_blocks"]) == (0, 0)
+    assert plan.recommended.price_per_hour == 1.0
+
+
+def test_plans_without_a_sufficient_fleet_give_the_reason():
+    plan = plan_fleet(chats(), Fleet(replicas=1, num_blocks=11), p99_ms=100.0)
+    assert plan.recommended is None
+    assert "of 400 requests do not fit into a replica with 10 blocks of 16 tokens" in plan.reason
+    assert len(plan.reports) == 1  # more replicas do not help
+    plan = plan_fleet(
+        *(chats(), Fleet(replicas=1, num_blocks=501)),
+        **{"p99_ms": 1.0, "hardware": HARDWARE, "most_replicas": 3},
+    )
+    assert plan.recommended is None and "the fastest fleet, 3 replicas" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 0}, "replicas is 0: expected 1 to 2147483647"),
+        ({"router": "random"}, "router is 'random': expected one of round_robin, "),
+        ({"num_blocks": 1}, "num_blocks is 1: expected 2 to 2147483647"),
+        ({"host_blocks": -1}, "host_blocks is -1: expected 0 to 2147483647"),
+    ],
+)
+def test_invalid_fleets_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        Fleet(**{"replicas": 1, "num_blocks": 100} | options)
+
+
+def test_traces_without_times_or_order_are_rejected():
+    same = [request(i, range(20), 0) for i in range(3)]
+    with pytest.raises(ValueError, match="all requests arrive at the same time"):
+        simulate_fleet(lambda: same, Fleet(1, 100))
+    backwards = [request(0, range(20), 50), request(1, range(20), 40)]
+    with pytest.raises(ValueError, match="request 1 arrives at 40 ms, but the previous"):
+        simulate_fleet(lambda: backwards, Fleet(1, 100))
+    with pytest.raises(TypeError, match="expected a function that returns requests"):
+        simulate_fleet(same, Fleet(1, 100))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prefill_speed = 5.0", "price_per_hour is missing"),
+        ("price_per_hour = 1.0\nprice = 2", "'price' is unknown: expected prefill_speed"),
+        ("price_per_hour = 1.0\nwatts = 0", "watts is 0.0: expected more than 0"),
+        ("price_per_hour = -1.0", "price_per_hour is -1.0: expected 0 or more"),
+        ("price_per_hour = 'much'", "price_per_hour is 'much': expected a number"),
+        ("price_per_hour = inf", "price_per_hour is inf: expected 0 or more"),
+        ("price_per_hour", "is not TOML"),
+    ],
+)
+def test_hardware_files_are_checked(text, message, tmp_path):
+    path = tmp_path / "hardware.toml"
+    path.write_text(text)
+    with pytest.raises(HardwareError, match=message):
+        read_hardware(path)
+
+
+def test_the_command_writes_an_example_that_it_reads(tmp_path, capsys):
+    path, plot = tmp_path / "hardware.toml", tmp_path / "plan.png"
+    pytest.importorskip("matplotlib")
+    assert main(["plan", "--write-hardware", str(path)]) == 0
+    assert read_hardware(path).price_per_hour == 2.5
+    options = ["--requests", "100", "--num-blocks", "801", "--router", "prefix"]
+    arguments = ["plan", *options, "--hardware", str(path), "--host-blocks", "0,100"]
+    assert main([*arguments, "--plot", str(plot)]) == 0
+    assert "Choose 1 replica with the router prefix, for 2.50 per hour" in capsys.readouterr().out
+    assert plot.stat().st_size > 10_000
+    assert main([*arguments, "--json", "--replicas", "1,2"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["reports"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--router", "random"], 2, "--router has 'random': expected names of round_robin"),
+        (["--p99", "0"], 2, "--p99 is '0': expected more than 0 milliseconds"),
+        (["--hardware", "none.toml"], 2, "--hardware is 'none.toml': expected a readable file"),
+        (["--num-blocks", "5"], 1, "no fleet is recommended: 100 of 100 requests do not fit"),
+        (["--eviction", "random"], 2, "eviction"),
+        (["none.jsonl"], 2, "TRACE is 'none.jsonl': expected an existing file"),
+    ],
+)
+def test_the_command_reports_invalid_input_in_one_line(arguments, code, message, capsys):
+    if "none.jsonl" not in arguments:
+        arguments = [*arguments, "--requests", "100"]
+    assert main(["plan", *arguments]) == code
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and message in errors[0]
