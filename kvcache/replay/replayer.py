@@ -54,7 +54,7 @@ class Replayer:
     If `concurrency` requests are running or the blocks of a new request do not fit, the oldest running
     request finishes. A request that does not fit into an empty pool is rejected. With a host tier,
     each step is reported as completed before the next step, so later steps can hit all loaded
-    blocks. Nothing is preallocated.
+    blocks.
 
     A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute chunks of
     all other unfinished prompts. With recurrent states, chunks end where states are kept
@@ -74,6 +74,7 @@ class Replayer:
         series: Receives one entry per request.
         num_store_blocks: Size of a `SimulatedStore` below the other tiers. Incompatible with `verifier`.
         store_contents: Contents of the store, if several replayers share it.
+        num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
         chunk_tokens: Maximum tokens of a prefill chunk.
         service: Speeds of a timed replay.
         options: Fields of `CacheOptions`.
@@ -96,6 +97,7 @@ class Replayer:
         verifier: KVVerifier | None = None,
         num_store_blocks: int = 0,
         store_contents: StoreContents | None = None,
+        num_preallocate_tokens: int = 0,
         series: Series | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
@@ -119,7 +121,7 @@ class Replayer:
             checked_groups(block_size, groups),
             num_blocks,
             _NO_LENGTH_LIMIT,
-            num_preallocate_tokens=0,
+            num_preallocate_tokens=num_preallocate_tokens,
             **options,
         )
         self._store = None

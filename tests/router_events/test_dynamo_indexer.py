@@ -6,15 +6,9 @@ and its own replay client. At the end, its index must equal the caches.
 """
 
 import contextlib
-import importlib.util
-import json
 import random
-import subprocess
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 
@@ -25,66 +19,9 @@ import zmq
 from kvcache import KVCacheManager, Request, StepReport
 from kvcache.router_events import EventPublisher
 from tests.machinery.cache_user import cached
-from tests.machinery.pasted import free_port
+from tests.machinery.dynamo_indexer import BLOCK, Indexer, needs_dynamo, wait_for
 
-LOCAL, BLOCK, TIERS = "tcp://127.0.0.1:0", 16, {"device": "GPU", "host_pinned": "CPU"}
-START = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
-
-needs_dynamo = pytest.mark.skipif(
-    importlib.util.find_spec("dynamo") is None, reason="Dynamo is not installed"
-)
-
-
-class Indexer:
-    """An indexer in a separate process."""
-
-    def __init__(self, folder):
-        self.port, self.log = free_port(), folder / "indexer.log"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", START, "--port", str(self.port)],
-            **{"stdout": self.log.open("a"), "stderr": subprocess.STDOUT},
-        )
-        wait_for(lambda: self.call("/workers") == [])
-
-    def call(self, path, **body):
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            json.dumps(body).encode() if body else None,
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                return json.loads(answer.read())
-        except urllib.error.URLError as error:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            return error
-
-    def register(self, number, endpoint, replay_endpoint):
-        answer = self.call(
-            "/register",
-            **{"instance_id": number, "endpoint": endpoint, "replay_endpoint": replay_endpoint},
-            **{"model_name": "m", "block_size": BLOCK},
-        )
-        assert answer == {"status": "ok"}
-
-    def blocks(self, number):
-        """Return the (medium, hash) pairs that the index has of a worker."""
-        found = set()
-        for each in self.call("/dump")["m:default"]["events"]:
-            if each["worker_id"] == number:
-                blocks = each["event"]["data"]["stored"]["blocks"]
-                medium = TIERS[each["storage_tier"]]
-                found |= {(medium, block["block_hash"]) for block in blocks}
-        return found
-
-    def scores(self, token_ids):
-        """Return the number of leading tokens that each worker has on the device."""
-        answer = self.call("/query", token_ids=token_ids, model_name="m", block_size=BLOCK)
-        return {int(number): each["gpu"] for number, each in answer["instances"].items()}
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
+LOCAL = "tcp://127.0.0.1:0"
 
 
 class Worker:
@@ -155,13 +92,6 @@ class Worker:
         self.publisher.close()
         for each in (self._in, self._out):
             each.close(linger=0)
-
-
-def wait_for(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.05)
 
 
 @needs_dynamo

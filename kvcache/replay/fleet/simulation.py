@@ -35,6 +35,7 @@ class Fleet:
         router: One of `ROUTERS`.
         concurrency: Maximum number of running requests per replica.
         eviction: Eviction policy of both tiers of a replica.
+        num_preallocate_tokens: Tokens that a replica preallocates for answers (`CacheOptions`).
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -48,11 +49,13 @@ class Fleet:
     router: str = "prefix"
     concurrency: int = 256
     eviction: str = "lru"
+    num_preallocate_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
             *(("replicas", 1), ("num_blocks", 2), ("block_size", 1)),
             *(("host_blocks", 0), ("store_blocks", 0), ("concurrency", 1)),
+            ("num_preallocate_tokens", 0),
         ):
             integer(getattr(self, name), name, least)
         if self.router not in ROUTERS:
@@ -127,6 +130,7 @@ class Replica:
             block_size=fleet.block_size,
             concurrency=fleet.concurrency,
             service=hardware.service,
+            num_preallocate_tokens=fleet.num_preallocate_tokens,
             num_store_blocks=blocks,
             store_contents=store,
             **options,
@@ -180,7 +184,7 @@ def simulate_fleet(
     *,
     max_replicas: int = 64,
     num_samples: int = 4,
-    on_request: Callable[[WorkloadRequest], None] | None = None,
+    on_request: Callable[[WorkloadRequest, int, Running], None] | None = None,
 ) -> FleetReport:
     """Replay a timed workload through a fleet.
 
@@ -200,7 +204,7 @@ def simulate_fleet(
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_replicas: Maximum number of replicas that are simulated at once.
         num_samples: Number of samples, at least 2.
-        on_request: Called for each request that was served.
+        on_request: Called for each served request, with the position of its replica and its hits.
 
     Returns:
         The report.
@@ -238,7 +242,7 @@ def _simulate(
     hardware: Hardware,
     num_shares: int,
     share: int,
-    on_request: Callable[[WorkloadRequest], None] | None,
+    on_request: Callable[[WorkloadRequest, int, Running], None] | None,
 ) -> _Share:
     num_replicas = max(round(fleet.replicas / num_shares), 1)
     store: StoreContents = OrderedDict()
@@ -259,7 +263,8 @@ def _simulate(
         if num_shares > 1 and share_of(session, num_shares) != share:
             continue
         request = Request(str(item.index), item.token_ids)
-        served = replicas[router.choose(replicas, item, request, session)].serve(item, request)
+        chosen = router.choose(replicas, item, request, session)
+        served = replicas[chosen].serve(item, request)
         report.requests += 1
         if served is None:
             report.rejected_requests += 1
@@ -271,7 +276,7 @@ def _simulate(
         result.first_token_ms.append(served.first_ms - item.arrival_ms)
         result.num_answered += item.output_length
         if on_request is not None:
-            on_request(item)
+            on_request(item, chosen, served)
     result.span_ms = last_ms - (first_ms or 0)
     if report.requests > 1 and not result.span_ms:
         raise ValueError("all requests arrive at the same time: expected a trace with times")
