@@ -3,7 +3,7 @@
 //
 // A step updates the state in place, in the page of the block that contains its last token. If the
 // step enters another block, the plan first copies the state to the new page. The old page contains
-// the state at a block boundary only if a step ended there. In that case it can be hit. A state
+// the state at the block boundary, and can be hit, only if a step ended exactly there. A state
 // inside a block can be hit if a step of the prompt ended at a hash boundary. In that case, the
 // next step also continues in another page.
 //

@@ -5,7 +5,8 @@
 //   hash of a block = H(CBOR of [parent hash, [token ids], extra keys or null])
 //
 // Canonical CBOR (RFC 8949) writes every integer in its shortest form. Extra keys are passed
-// already encoded. H is SHA-256 (32 bytes), or 128-bit XXH3 (16 bytes) if speed matters more.
+// already encoded. H is SHA-256 (32 bytes), or 128-bit XXH3 (16 bytes) if speed matters more than
+// collision resistance.
 #pragma once
 
 #include <array>
@@ -43,8 +44,8 @@ struct BlockContent {
 class BlockHasher {
  public:
   void hash(const BlockContent& block, Hash* out);
-  // Writes the hashes of two blocks to out[0] and out[1], in less time than one after the other.
-  // Neither block may be the parent of the other.
+  // Writes the hashes of two blocks to out[0] and out[1]. This is faster than hashing one after the
+  // other. Neither block may be the parent of the other.
   void hash_two(const BlockContent& first, const BlockContent& second, Hash* out);
 
  private:

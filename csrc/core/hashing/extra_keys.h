@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Extra keys contain everything besides the tokens that the KV of a request depends on, as CBOR per
-// block.
+// Extra keys identify everything besides the tokens that the KV of a request depends on. They are
+// encoded as CBOR, separately for each block.
 //
 // A block's keys, in this order: ["lora", name, path] on every block; ["mm", identifier, first
 // token of the item - first token of the block] on every block that overlaps the item;
@@ -46,7 +46,7 @@ class ExtraKeys {
             std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
             std::shared_ptr<const RowDigests> embeds);  // null: no rows
 
-  // Whether the first blocks have equal keys. Throws the errors of row digests.
+  // Whether the first num_blocks blocks have equal keys. Rethrows the errors of row digests.
   bool begins_like(const ExtraKeys& other, int64_t num_blocks) const;
 
   // A digest of all keys except rows of embeddings.

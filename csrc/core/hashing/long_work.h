@@ -10,11 +10,11 @@
 namespace kvcache {
 
 // Called between pieces of work whose effects are not visible yet. May throw. Null disables the
-// calls. `is_long`: other threads have been waiting for milliseconds.
+// calls. `is_long`: other threads have been waiting for several milliseconds.
 inline void (*between_pieces)(bool is_long) = nullptr;
 
-// The number of tokens hashed per piece, which takes at most a few milliseconds. Tests use pieces
-// of one block.
+// The number of tokens hashed per piece. Each piece takes at most a few milliseconds. Tests use
+// pieces of one block.
 inline int64_t tokens_per_piece = int64_t{1} << 16;
 constexpr std::chrono::milliseconds kLong{5};
 

@@ -84,7 +84,8 @@ void digest_portable(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
 #if defined(__x86_64__)
 
 // SHA requires SSE4.1 and its predecessors. The CPU is queried directly, because not every
-// compiler's __builtin_cpu_supports knows "sha". Kernels always save the SSE registers.
+// compiler's __builtin_cpu_supports knows "sha". No check of the operating system is needed,
+// because it always saves the SSE registers.
 bool has_sha_ni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (b & bit_SHA) == 0) return false;

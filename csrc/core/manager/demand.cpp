@@ -91,7 +91,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const NewRow& asked, const Spa
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     // Free blocks of the hit are no longer available as new blocks once the request takes them.
-    // Each block on the host takes a free block.
+    // Each block on the host needs a free block, into which it is loaded.
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       num_free -= stops_being_free(each[b]);
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Computes the blocks that a row needs to be served.
 //
-// Invariant: changes nothing.
+// Invariant: no call changes anything.
 #pragma once
 
 #include <array>
@@ -41,10 +41,10 @@ class DemandRules {
               const DeferredFrees* frees, const StepNumbers* steps, BlockHolders holders,
               const ManagerOptions& options);
 
-  // The demand of a row on the device. If the row does not fit, the status states whether it ever
-  // can. `may_share`: other rows may hold blocks that it writes. `gives_up`: if the row does not
-  // fit, it releases its blocks without a slot of the span, and its pages with states after earlier
-  // drafts.
+  // The demand of a row on the device. If the row does not fit, the status states whether it can
+  // ever fit. `may_share`: other rows may hold blocks that it writes. `gives_up`: if the row does
+  // not fit, it releases its blocks that contain no slot of the span, and its pages with states
+  // after earlier drafts.
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
                     bool gives_up = false) const;
 

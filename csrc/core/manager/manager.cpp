@@ -314,8 +314,8 @@ Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& comp
   return server_.allocate(asked, hit);
 }
 
-// Checks that the copies for partial-block hits have been taken (`take_copies`). Rows that continue
-// need the blocks that these copies fill.
+// Checks that the caller has taken the copies for partial-block hits (`take_copies`). Rows need the
+// blocks that these copies fill before they can continue.
 void Manager::check_copies_taken() const {
   if (!tiers_.frees().awaits_copies()) return;
   throw std::invalid_argument(

@@ -8,14 +8,14 @@
 //
 // A row is the stable index of a request in the block tables. `step` allocates blocks to rows in
 // each cache group, and returns the table changes as one StepPlan. `admit` and `serve` allocate
-// blocks for single requests of a caller that keeps its own tables. A row can only be served by the
-// kind of call that admitted it. All other calls accept both kinds of rows.
+// blocks for individual requests from a caller that maintains its own tables. A row can only be
+// served by the kind of call that admitted it. All other calls accept both kinds of rows.
 //
 // A manager belongs to the thread that first uses it. Every call that changes the manager first
 // checks its arguments, then computes the hashes that it needs, and then makes its changes. Hashing
-// a long prompt can be interrupted, and lets signal handlers and other threads run. Calls from
-// these are rejected. If memory runs out during the changes, the manager is broken: every later
-// call except `free` throws.
+// a long prompt can be interrupted, and lets signal handlers and other threads run. Calls that
+// these make during hashing are rejected. If memory runs out during the changes, the manager is
+// broken: every later call except `free` throws.
 #pragma once
 
 #include <cstdint>
@@ -79,8 +79,8 @@ class Manager {
   void check_reader() const { guard_.check_reader(); }
   bool is_broken() const { return guard_.is_broken(); }
   void check_sound() const { guard_.check_sound(); }
-  // For changes made by the caller that belong to a call of the manager. While the result exists,
-  // an exception breaks the manager.
+  // For callers that make changes of their own as part of a manager call. While the returned object
+  // exists, an exception breaks the manager.
   Soundness::Change change(const char* call) { return {soundness(), call}; }
   Soundness* soundness() { return &guard_.soundness(); }
 
@@ -113,14 +113,14 @@ class Manager {
                           std::optional<bool> read_cache = std::nullopt,
                           int64_t most_tokens = kUnbounded);
 
-  // Returns the copies, as (source, destination) pairs, that hits of `admit` require since the last
-  // call.
+  // Returns the copies, as (source, destination) pairs, that hits of `admit` have required since
+  // the last call of `take_copies`.
   std::vector<BlockId> take_copies();
 
   // Returns the status that a step with only this new request would return. With `whole`, returns
   // the status for all known tokens, computed in chunks of num_tokens tokens.
   Status would_fit(const NewRow& asked, bool whole);
-  // Returns the status that a row would get for this number of additional tokens.
+  // Returns the status that the row would get if it were served with this number of new tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   // Returns how many of the next num_tokens tokens a step should compute, so that it ends at a
@@ -168,7 +168,8 @@ class Manager {
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
   bool is_on_host(int32_t row) const { return row_at(row).on_host; }
   bool by_step(int32_t row) const { return row_at(row).by_step; }
-  // Returns the number of blocks with KV. All rows must be on one tier.
+  // Returns the number of distinct blocks with KV that these rows hold. All rows must be on the
+  // same tier.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
   // See RowSwap. num_slots: at least 0 per row.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
@@ -222,8 +223,8 @@ class Manager {
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
 
   bool reset_prefix_cache();
-  // Resets one group. Returns false, without any change, while rows hold blocks of the group or
-  // loads are in flight.
+  // Removes all cached content of one group. Returns false, without any change, while rows hold
+  // blocks of the group or loads are in flight.
   bool reset_group(int64_t group);
 
   // Must be called after the weights have changed. Earlier hashes are no longer found, and existing

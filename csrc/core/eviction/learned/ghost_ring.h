@@ -81,10 +81,10 @@ class GhostRing {
 
  private:
   static constexpr uint16_t kNone = UINT16_MAX;
-  // If half of 32,768 records are unsampled, one of four counts is not 0. With 16,384 counts, two
-  // of three were not, and a release took 6 ns more per block.
+  // If half of 32,768 records are unsampled, one count in four is nonzero. With 16,384 counts, two
+  // in three were nonzero, and a release took 6 ns longer per block.
   static constexpr uint32_t kNumCounts = 65'536;
-  // A count that has reached this value stays there, because more records may have been counted.
+  // A count that has reached this value is never decreased, because the true count may be higher.
   static constexpr uint8_t kMostCount = UINT8_MAX;
 
   size_t place_of(int64_t number) const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blocks that a pool would cache if it evicted the least recently released block first, for a
-// sample of the blocks. Blocks that requests hold are not evicted.
+// Simulates, for a sample of the blocks, a pool that evicts the least recently released block
+// first. Blocks held by requests are not evicted.
 #pragma once
 
 #include <cstddef>

@@ -11,8 +11,8 @@ namespace kvcache {
 
 namespace {
 
-// Returns the number of pages with states at block ends that accepted drafts have passed. The row
-// leaves these pages.
+// Returns the number of pages that the row leaves because accepted drafts have moved past them, and
+// that contain a state at the end of a block.
 int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    const Span& span, bool gives_up) {
   const int64_t before = span.start - span.num_accepted;
@@ -160,9 +160,9 @@ void StateRules::accept_drafts(Growth* growth, int32_t row, const CacheGroup& gr
   settle(growth, row, group, span, /*keeps_passed=*/true);
 }
 
-// Moves the state of a row that continues at token span.start back into its first page. Pages of
-// accepted drafts become spare pages. The row leaves these pages if other rows hold them, or if
-// they contain states at block ends that are kept.
+// For a row that continues at token span.start, makes the page that contains its state the first
+// page again. Pages of accepted drafts become spare pages. The row leaves these pages if other rows
+// hold them, or if they contain states at block ends that are kept.
 void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
                         bool keeps_passed) {
   RowBlocks& each = growth->held(row, group);
