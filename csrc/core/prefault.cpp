@@ -23,7 +23,7 @@ constexpr size_t kSmall = size_t{64} << 20;
 bool commit_pages(char* data, size_t num_bytes) {
 #ifdef MADV_POPULATE_WRITE
   if (madvise(data, num_bytes, MADV_POPULATE_WRITE) == 0) return true;
-  // If memory has run out, writing to the pages would end the process.
+  // If memory has run out, the system would kill the process for writing to the pages.
   if (errno != EINVAL) return false;
 #endif
   // Kernels before 5.14 do not support this request.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An array of zero bytes that has no cost until it is accessed.
+// An array of zero bytes that costs neither time nor memory until it is accessed.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,7 +18,7 @@ namespace kvcache {
 // on first access. A pool of ten million blocks is therefore constructed in microseconds, and only
 // blocks that were used take up memory. A Prefault commits the pages at construction.
 enum class Pages {
-  kHuge,   // for random access over many megabytes, which TLB misses limit
+  kHuge,   // for random access over many megabytes, where TLB misses dominate
   kSmall,  // if the memory is not committed at construction: clearing a huge page takes
            // milliseconds
 };

@@ -28,7 +28,7 @@ enum class MissReason : uint8_t {
   kExternal,   // the KV came from another source (`NewRow::num_external`)
   kNotTaken,   // cached, but the request took a shorter hit, because the longer one did not fit
   kNotLoaded,  // on the host, but not loaded
-  kBoundary,   // cached, but not every other block, window or state that the hit needs
+  kBoundary,   // cached, but another block, window or state that the hit needs is not
   kEvicted,    // evicted to make room
   kRemoved,    // removed by a reset, an invalidation or a call of `evict`
   kInFlight,   // a running request has not computed the block yet
@@ -64,7 +64,7 @@ class MissReasons {
     int64_t hash_block_size;
     bool is_enabled;  // whether the manager caches blocks
   };
-  // Records one of `one_of` blocks that leave the cache.
+  // Of the blocks that leave the cache, one in `one_of` is recorded.
   MissReasons(const Parts& parts, int64_t one_of);
 
   // The record to which both pools must report the blocks that leave the cache.
@@ -84,10 +84,10 @@ class MissReasons {
     std::string_view name;
   };
 
-  // Releases requests that are no longer recent, which may run Python code. Called before a call
-  // changes anything.
+  // Releases requests that are no longer recent. This may run Python code, so it must be called
+  // before a call changes anything.
   void release_dropped() { dropped_.clear(); }
-  // Records that the request becomes this row. Called before blocks are evicted for it.
+  // Records that the request is admitted as this row. Called before blocks are evicted for it.
   void note(int32_t row, const Asked& asked, const Found& found);
   // Records that the row is a fork, which has no misses.
   void note_fork(int32_t row, const TokenChain& chain);

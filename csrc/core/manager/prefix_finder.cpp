@@ -69,12 +69,12 @@ BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
   return host_->find(hash_at(end), group.id, variant_at(end));
 }
 
-// Returns how many of the first num_blocks blocks of a group are found, counting from the first
-// block.
+// Returns the number of consecutive blocks of a group that are found, starting with the first
+// block; at most num_blocks.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
   std::vector<BlockId>& found = hit_.blocks[group.id];
-  // A miss of the first block identifies a cold prompt, so nothing is prepared for the other blocks
-  // yet.
+  // If the first block is missing, the prompt is cold, and no memory is prepared for the other
+  // blocks.
   const bool any = num_blocks > 0 && is_found(group, 0);
   found.resize(any ? static_cast<size_t>(num_blocks) : 0);
   int64_t n = 0;

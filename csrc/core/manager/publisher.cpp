@@ -9,7 +9,7 @@ namespace kvcache {
 
 namespace {
 
-// Whether the blocks of the group serve hits of another group's chains.
+// Whether a hit needs the group's blocks only in addition to the chain of another group.
 bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& group) {
   return !group.keeps_all && std::any_of(groups.begin(), groups.end(), [](const CacheGroup& each) {
     return each.is_cached && each.keeps_all;
@@ -144,7 +144,7 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
 }
 
 // Announces the blocks that the row has taken. With external tokens, the row may take fewer blocks
-// than the hit has.
+// than the hit contains.
 void Publisher::announce(int32_t row, const PrefixHit& hit) const {
   const TokenChain& chain = *(*c_.rows)[row].chain;
   for (const CacheGroup& group : *c_.groups) {

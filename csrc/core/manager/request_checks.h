@@ -45,12 +45,13 @@ class RequestChecks {
     if ((*c_.rows)[row].is_receiving) fail_receiving(row);
   }
   // For circular buffers, checks that the slots of a step do not overwrite tokens that the step
-  // reads. `what` requests `num_slots` slots, including lookahead, from token `start` on.
+  // reads. The step needs `num_slots` slots, including lookahead, from token `start` on. `what`
+  // describes the request in errors.
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_bound_) check_bound(start, num_slots, what);
   }
-  // Checks the tokens of a request after its external tokens, which end at `start`. Only the last
-  // external tokens that fit arrive.
+  // Checks the tokens of a request after its external tokens, which end at `start`. Only as many of
+  // the last external tokens as fit are received.
   void check_new_places(const NewRow& asked, int64_t start) const {
     const int64_t num_tokens = std::min(asked.num_tokens, asked.chain->num_tokens() - start);
     check_places(start, num_tokens + asked.num_lookahead, "a new request");

@@ -46,8 +46,8 @@ class RowServer {
 
   // Serves the running rows of a step in the given order.
   void serve_rows(const StepRequest& request);
-  // Serves the new requests of a step. `external_hits`: the hits before external tokens, for
-  // requests that have them.
+  // Serves the new requests of a step. `external_hits`: lengths of the hits before external tokens,
+  // for requests that have external tokens.
   void serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits = {});
   // Called when all rows of the step are served, so that later plans, but not this plan, can hit
   // the blocks that the step computes.
@@ -59,11 +59,11 @@ class RowServer {
   // Returns the status that a step with only this new request would return. With `whole`, returns
   // the status for all known tokens, computed in chunks. The hashes of the request must be known.
   Status would_fit(const NewRow& asked, bool whole);
-  // Returns the status that a row would get for num_tokens additional tokens.
+  // Returns the status that the row would get if it were served with num_tokens new tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
 
-  // Returns the tokens of the hit that this request would take if it were admitted now. The hashes
-  // of the request must be known.
+  // Returns the length in tokens of the hit that this request would take if it were admitted now.
+  // The hashes of the request must be known.
   int64_t num_hit_tokens(const NewRow& asked) {
     return find_hit(asked, HitChoice::kPartial).num_tokens;
   }

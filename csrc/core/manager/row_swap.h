@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Moves rows from the device to the host, and back.
 //
-// Invariant: a row is on one tier, and a block or page that several rows of a call hold moves once.
+// Invariant: each row is on exactly one tier. A block or page that several rows of a call hold is
+// moved only once.
 #pragma once
 
 #include <array>
@@ -30,8 +31,8 @@ class RowSwap {
   RowSwap(const RowContext& context, Publisher* publisher, RowRelease* release)
       : c_(context), publisher_(publisher), release_(release) {}
 
-  // Returns the number of blocks with KV of these rows, which must be on one tier. Shared blocks
-  // count once.
+  // Returns the number of blocks with KV that these rows hold. All rows must be on the same tier.
+  // Shared blocks are counted once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
   // Returns the maximum number of free device blocks needed when these rows return together and

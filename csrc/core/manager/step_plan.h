@@ -21,7 +21,7 @@ struct StepPlan {
   std::vector<int32_t> rows;  // per result; -1: no row
   std::vector<uint8_t> status;
   std::vector<int32_t> num_computed_tokens;  // position at which the new tokens of the row start
-  std::vector<int32_t> num_tokens;           // tokens that got slots; 0 if not served
+  std::vector<int32_t> num_tokens;           // tokens with allocated slots; 0 if not served
   std::vector<int32_t> clear_rows;
   std::vector<int32_t> append_rows;
   struct Group {

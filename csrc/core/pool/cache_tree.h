@@ -28,8 +28,8 @@ class CacheTree {
   CacheTree(const Block* blocks, int64_t num_blocks)
       : blocks_(blocks), places_(static_cast<size_t>(num_blocks)) {}
 
-  // Whether no other cached block is found only through this block, because it has no cached child
-  // or because another block has the same hash.
+  // Whether lookups could still find all other cached blocks without this block, because it has no
+  // cached child or because another block has the same hash.
   bool is_leaf(BlockId id) const {
     return places_[id].num_children == 0 || blocks_[id].younger != id;
   }
@@ -65,8 +65,8 @@ class CacheTree {
     uint32_t num_children : 31;
     uint32_t is_marked : 1;
   };
-  // An entry for a hash whose children may not know a block under it. Contains one block under the
-  // hash, or the number of children if there is none.
+  // An entry for a hash whose children may not have recorded a block under it. Contains one block
+  // under the hash, or the number of children if there is none.
   struct Entry {
     BlockId block;
     int32_t num_children;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Maps a hash to the blocks with its content.
+// Maps each hash to the blocks that contain its content.
 #pragma once
 
 #if defined(__SSE2__)
@@ -56,8 +56,8 @@ class HashIndex {
     if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
   }
   size_t num_bytes() const { return buckets_.num_bytes(); }
-  // The maximum number of buckets per search. With a secret key, more than kLongestWalk buckets are
-  // practically impossible. If it happens, the index draws a new key and is rebuilt.
+  // The maximum number of buckets per search. With a secret key, a search of more than kLongestWalk
+  // buckets practically never occurs. If it does, the index draws a new key and is rebuilt.
   int64_t longest_walk() const { return longest_walk_; }
   static constexpr int64_t kLongestWalk = 16;
   int64_t num_keys() const { return num_keys_; }  // number of keys drawn

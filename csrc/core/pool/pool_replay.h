@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replays requests on a pool, as a manager of one full-attention group does that serves one request
+// Replays requests on a pool, like a manager with one full-attention group that serves one request
 // at a time.
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace kvcache {
 
-// A request, of which all blocks or only a sample of them are replayed. Its blocks are consecutive:
-// first full blocks, then possibly a partial block, which is never cached.
+// A request. Either all of its blocks or only a sample of them are replayed. Its blocks are
+// consecutive: first full blocks, then possibly a partial block, which is never cached.
 struct ReplayedRequest {
   int64_t num_blocks;    // of the whole request
   int64_t first;         // index of its first block among the blocks of all requests

@@ -73,8 +73,8 @@ Findings SlotWrites::begin(const SlotGroup& group, const TokenRanges& ranges, co
   return advance();
 }
 
-// Whether a check may find a defect or the block gets a new writer. Most tokens of a decode step
-// continue a block.
+// Whether a check may find a defect in this write, or the writer of the block changes. Most tokens
+// of a decode step continue a block.
 bool SlotWrites::needs_checks(const Token& token) {
   const ShadowBlock& block = shadow_->block(token.block);
   const uint64_t old = shadow_->slot(token.block, token.offset).tag;

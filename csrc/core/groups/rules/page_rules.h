@@ -169,7 +169,7 @@ class PageRules {
   virtual int64_t num_slots(const CacheGroup&, const RowBlocks&) const { return kMaxSize; }
 
   // Whether the row holds all blocks that it needs to recompute the token at `num_tokens`: the
-  // blocks that the token reads, and the block to which it is written.
+  // blocks that the token reads, and the block to which its KV is written.
   virtual bool can_resume(const CacheGroup& group, const RowBlocks& held, const AdmissionInfo& info,
                           int64_t num_tokens) const = 0;
   // Returns how many of its first `limit` tokens, all of which are valid, a row can keep.

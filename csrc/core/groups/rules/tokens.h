@@ -85,7 +85,7 @@ class TokenRules final : public PageRules {
 
  private:
   static void drop(const Growth& growth, int32_t row, const CacheGroup& group, int64_t drop_to);
-  // Returns the number of shared blocks to which tokens [start, stop) are written.
+  // Returns the number of shared blocks to which the KV of tokens [start, stop) is written.
   static int64_t num_shared(const BlockHolders& holders, const CacheGroup& group,
                             const RowBlocks& held, int64_t start, int64_t stop) {
     const int64_t last = std::min(ceil_div(stop, group.block_size), held.size());
