@@ -103,7 +103,7 @@ TEST(a_row_is_quiet_until_a_block_leaves_its_window) {
   window.num_prealloc = 2;
   Fixture f({window});
   f.admit({{hashed_chain(6), 6}});
-  // The token at position 9 reads tokens from position 4 on.
+  // The token at position 9 attends to the tokens from position 4 on.
   CHECK_EQ(served_to_its_quiet_end(&f, 0), 9);
   f.end();
   f.begin();
@@ -156,7 +156,7 @@ TEST(external_tokens_have_slots_after_the_hit) {
   f.server.serve_new(request, {8, 8, 4});
   f.server.publish_served();
   const StepPlan& plan = f.end();
-  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // the last request was counted from 4
+  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // assumed a hit of 4 tokens
   CHECK(plan.num_computed_tokens == Ids({14, 17, 14}));
   CHECK_EQ(f.rows[0].num_computed, 17);
   CHECK_EQ(f.ids(0).size(), 5);
