@@ -99,7 +99,7 @@ class EngineInProcess:
 
 
 class Lines:
-    """Lines of the standard input."""
+    """Reads lines from the standard input."""
 
     def __init__(self):
         self.rest = b""
