@@ -4,9 +4,9 @@
 `python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the
 same honest clients run alone first, and then together with hostile clients, which are threads of
 another process. The hostile clients send tiny temperatures, floods of stop strings, large bodies,
-many prompts, many samples, surrogates, huge numbers and broken HTTP. Others leave in the middle of
-a stream, do not read, send single bytes slowly, or stay silent. The output is the number of correct
-answers and the honest clients' p99 latency: the medians over the turns and their ratio.
+many prompts, many samples, surrogates, huge numbers and broken HTTP. Others disconnect in the
+middle of a stream, do not read, send single bytes slowly, or stay silent. The output is the number
+of correct answers and the honest clients' p99 latency: the medians over the turns and their ratio.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--pause", type=float, default=0.2, help="seconds between a hostile's acts")
+    parser.add_argument("--pause", type=float, default=0.2, help="seconds between hostile acts")
     args = parser.parse_args()
     print(f"seed {args.seed}; {NUM_HONEST} honest clients, {len(KINDS)} hostile", flush=True)
     ratio, num_wrong = storm(args.turns, args.seed, args.pause)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Engine`: no token is lost or duplicated if a signal handler raises at any moment."""
+"""Checks that `Engine` neither loses nor duplicates a token if a signal handler raises."""
 
 from __future__ import annotations
 
