@@ -42,7 +42,7 @@ class GrowingArray {
   const T& operator[](size_t i) const { return data_[i]; }
   const T& back() const { return data_[size_ - 1]; }
 
-  // The values must not lie in this array.
+  // The arguments must not refer to elements of this array.
   void push_back(const T& value) {
     if (size_ == capacity_) grow(size_ + 1);
     data_[size_++] = value;

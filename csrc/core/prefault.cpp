@@ -60,8 +60,8 @@ constexpr GroupFiles kFirstVersion = {"memory.limit_in_bytes", "memory.usage_in_
                                       "total_inactive_file"};
 constexpr GroupFiles kSecondVersion = {"memory.max", "memory.current", "inactive_file"};
 
-// Returns the unused part of the limits of a control group and the groups that contain it. The
-// kernel reclaims cached files, such as a model's weights, before a group exceeds its limit.
+// Returns how many more bytes a control group and all groups that contain it may use. The kernel
+// reclaims cached files, such as a model's weights, before a group exceeds its limit.
 int64_t left_in(const std::string& root, std::string group, const GroupFiles& files) {
   int64_t left = std::numeric_limits<int64_t>::max();
   for (;; group.erase(group.rfind('/'))) {

@@ -20,8 +20,8 @@ class Prefault {
   Prefault(const Prefault&) = delete;
 
   // Commits the memory of the recorded arrays. Arrays created later are not recorded. If the arrays
-  // need more than 64 MiB and half of the available memory, nothing is committed, because the
-  // system kills processes that exceed the available memory.
+  // need more than 64 MiB and more than half of the available memory, nothing is committed, because
+  // the system kills processes that exceed the available memory.
   void commit();
   int64_t num_bytes() const { return num_committed_; }  // committed bytes
   double seconds() const { return seconds_; }           // time that `commit` took

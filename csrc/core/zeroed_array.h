@@ -33,7 +33,7 @@ class ZeroedArray {
     if (p == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<T*>(p);
 #ifdef MADV_HUGEPAGE
-    // If the request fails, the array is only slower.
+    // If the request fails, the array still works but is slower.
     if (num_bytes_ >= (size_t{4} << 20)) {
       (void)madvise(p, num_bytes_, pages == Pages::kHuge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     }

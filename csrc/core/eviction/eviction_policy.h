@@ -30,7 +30,7 @@ struct ReleaseFeatures {
   int64_t num_output_tokens = -1;  // -1: the manager counts the tokens appended to the prompt
   int32_t request_class = -1;      // chosen by the caller; -1: none
   int64_t logical_time = 0;        // number of releases so far
-  int64_t wall_ms = 0;             // the caller's clock
+  int64_t wall_ms = 0;             // time on the caller's clock
   int64_t tokens_per_block = 1;    // blocks start at multiples of this number
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
@@ -53,7 +53,7 @@ struct ReleasedAs {
 // One access by a request. It is recorded for the request's blocks only when they are released,
 // because most requests access their blocks far more often than they release them.
 struct Access {
-  double now = 0;      // the caller's clock
+  double now = 0;      // time on the caller's clock
   int64_t number = 0;  // sequence number of the access; 0: no access
 };
 

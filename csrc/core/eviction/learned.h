@@ -93,7 +93,7 @@ class Learned : public EvictionPolicy {
     for (int64_t i = n - 1; i >= 0; --i) {
       if (i >= kPrefetchBlocks) prefetch(ids[i - kPrefetchBlocks]);
       const Block* block = blocks_.find(ids[i]);
-      // A candidate is not held, so it is not released.
+      // No request holds a candidate, so none can release it.
       if (block == nullptr || levels_.of(ids[i]).segments.is_candidate(ids[i])) continue;
       Released& last = chain_[num_in_chain_];
       last = {prefix_tokens[i], ids[i], ReuseModel::key_of(block->hash, block->group)};
@@ -148,7 +148,8 @@ class Learned : public EvictionPolicy {
  private:
   static constexpr int32_t kNone = Segments::kNone;
   static constexpr int64_t kPrefetchBlocks = 8;
-  // Loose blocks are numerous, so they are sampled like blocks of a segment of this size.
+  // Blocks without a reported release are numerous, so they are sampled at the rate for a segment
+  // of this size.
   static constexpr int64_t kLooseBlocks = 4'096;
   struct Released {  // a block with a hash
     int64_t prefix_tokens;
@@ -168,8 +169,8 @@ class Learned : public EvictionPolicy {
     const int64_t n = num_in_chain_;
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
-    // The known part of the chain, and whether this request continues an earlier request that ended
-    // there.
+    // Finds the last block of the chain that has a record, or else the end of the hit. The request
+    // continues an earlier request if that request ended with this block.
     int64_t num_known = n;
     const GhostRing::Record* last = nullptr;
     for (; num_known > 0; --num_known) {

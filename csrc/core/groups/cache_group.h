@@ -87,7 +87,7 @@ struct CacheGroup {
     return with_partial && has_partial ? block_size / num_hashes : block_size;
   }
 
-  // Clamped, because a user-defined kind may return any number.
+  // The result is clamped, because a user-defined attention kind may return any number.
   int64_t first_needed_token(int64_t num_computed) const {
     return keeps_all ? 0
                      : std::clamp<int64_t>(kind->first_needed_token(num_computed), 0, num_computed);
@@ -97,7 +97,7 @@ struct CacheGroup {
   bool has_places_for(int64_t start, int64_t stop) const {
     return stop - first_needed_token(start) <= num_places;
   }
-  // The first block that is still read.
+  // The first block that is still needed after num_computed tokens.
   int64_t first_needed_block(int64_t num_computed) const {
     return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
   }
@@ -109,7 +109,7 @@ struct CacheGroup {
   int64_t first_hit_block(int64_t num_hit) const { return first_hit_token(num_hit) / block_size; }
 };
 
-// Whether all blocks have the size of one hash block.
+// Whether the blocks of all groups have the size of one hash block.
 inline bool are_uniform(const std::vector<CacheGroup>& groups) {
   return std::all_of(groups.begin(), groups.end(),
                      [](const CacheGroup& group) { return group.num_hashes == 1; });

@@ -41,7 +41,7 @@ struct RowBlocks {
     blocks.insert(blocks.end(), spare.begin(), spare.end());
     num_dropped = column;
   }
-  // Limits the hits to the first n blocks.
+  // Counts only blocks among the first n as hits.
   void lower_hits(int64_t n) { num_hits = static_cast<int32_t>(std::min<int64_t>(num_hits, n)); }
   void resize(int64_t size) { blocks.resize(static_cast<size_t>(size), kNullBlock); }
 

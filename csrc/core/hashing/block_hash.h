@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block hashes, which are chained digests over canonical CBOR, in the format of other engines.
+// Block hashes in the format of other engines: chained digests over canonical CBOR.
 //
 //   none_hash  = H(CBOR text string of the seed)
 //   hash of a block = H(CBOR of [parent hash, [token ids], extra keys or null])
@@ -40,7 +40,7 @@ struct BlockContent {
   std::string_view extra;  // the CBOR of the block's extra keys; empty means null
 };
 
-// Hashes blocks, reusing its buffers.
+// Hashes blocks. Reuses its buffers between calls.
 class BlockHasher {
  public:
   void hash(const BlockContent& block, Hash* out);

@@ -45,7 +45,7 @@ class HashedTokens : public GivenHashes {
                                 const std::vector<std::string>& extras) const;
   // Appends tokens, with the result of `hash_behind`.
   void append(std::vector<int32_t> tokens, std::vector<Hash> hashes);
-  // Removes all blocks after the first `num_blocks`, which must exist, and all later tokens.
+  // Removes everything after the first `num_blocks` blocks, which must exist.
   void truncate(int64_t num_blocks);
   // Moves out all tokens without a copy. Returns no tokens if they were already taken.
   std::vector<int32_t> take_tokens();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Splits long computations into pieces, so that the embedding application can interrupt them in
-// between.
+// Splits long computations into pieces, so that the application can interrupt them between pieces.
 #pragma once
 
 #include <chrono>
@@ -34,7 +33,7 @@ class Pieces {
 
  private:
   int64_t num_tokens_ = 0;
-  // Time of the first piece or the last call.
+  // Start time of the first piece, or the time of the last call of `between_pieces`.
   std::optional<std::chrono::steady_clock::time_point> since_;
 };
 

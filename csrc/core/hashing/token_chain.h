@@ -145,8 +145,8 @@ class TokenChain {
   // Whether both chains have equal KV for their first num_tokens tokens. Hashes known to both must
   // agree.
   bool begins_like(const TokenChain& other, int64_t num_tokens) const;
-  // Copies the hashes of another chain's blocks within its first num_tokens tokens, which are
-  // equal.
+  // Copies another chain's hashes for the blocks within the first num_tokens tokens. Both chains
+  // must have the same tokens up to there.
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
 
   // Removes the last n tokens, which only the caller has used, and the hashes of their blocks.

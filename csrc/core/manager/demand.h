@@ -48,8 +48,8 @@ class DemandRules {
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
                     bool gives_up = false) const;
 
-  // The demand of a request that would start with these blocks. Null blocks after num_dropped are
-  // to be onboarded.
+  // The demand of a request that would start with these blocks. Null blocks after the first
+  // num_dropped stand for host blocks to onboard.
   Demand of_new(const RowBlocks* held, const NewRow& asked, const Span& span) const;
 
   // Returns whether a request whose first chunk has this demand can be computed completely with the
@@ -65,7 +65,7 @@ class DemandRules {
   bool shares_from(const RowBlocks* held, int64_t start) const;
 
   int64_t watermark_blocks() const { return watermark_blocks_; }
-  // Returns the status of a row of num_blocks blocks that does not fit.
+  // Returns whether a row of num_blocks blocks that does not fit now can ever fit.
   Status never_or_wait(int64_t num_blocks) const {
     return num_blocks > pool_->num_total() ? Status::kNever : Status::kWait;
   }

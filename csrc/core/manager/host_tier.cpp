@@ -182,7 +182,7 @@ void HostTier::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
   }
   for (BlockId id = 1; id < device_->num_blocks(); ++id) {
     if (counted[id] == num_onboards_[id]) continue;
-    throw std::logic_error("the blocks that onboards hold are counted wrongly");
+    throw std::logic_error("the count of blocks held by onboards is wrong");
   }
   if (!offloads_.empty() || !offloading_.empty()) {
     throw std::logic_error("a step has left offloads unpublished");

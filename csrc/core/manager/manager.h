@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The request manager maps requests to rows, and allocates blocks for a whole batch per call.
 //
-// There are two tiers with one page size: the pool of the device and, if configured, the pool of
-// the host. Plans list the pages to move between the pools as pairs. These are the pages of rows
-// that are swapped out or in, and cached blocks that stay on the host after the device has evicted
-// them.
+// There are two tiers with the same page size: the device pool and, if configured, the host pool.
+// Plans list the pages to move between the pools as pairs. These are the pages of rows that are
+// swapped out or in, and cached blocks that stay on the host after the device has evicted them.
 //
 // A row is the stable index of a request in the block tables. `step` allocates blocks to rows in
 // each cache group, and returns the table changes as one StepPlan. `admit` and `serve` allocate
@@ -60,7 +59,7 @@ class Manager {
   const std::vector<CacheGroup>& groups() const { return setup_.groups; }
   const BlockPool& pool() const { return tiers_.pool(); }
   BlockPool& pool() { return tiers_.pool(); }
-  // The pool of the host; null without a host tier.
+  // The host pool; null without a host tier.
   const BlockPool* host() const { return tiers_.host_pages(); }
   BlockPool* host() { return tiers_.host_pages(); }
   const CacheStats& stats() const { return stats_; }
@@ -149,7 +148,7 @@ class Manager {
   // `give_back`. `lists_new`: whether the result lists the new blocks.
   void take_in(const RowAsk* asks, size_t n);
   Slots serve(const RowAsk& ask, bool lists_new = true);
-  // Both calls in one, for one row.
+  // Combines `take_in` and `serve` for one row.
   Slots extend(const RowAsk& ask, bool lists_new = true);
   void give_back(const RowAsk& ask) { rows_[ask.row].chain->take_back(ask.num_ids); }
 
@@ -162,8 +161,8 @@ class Manager {
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // Swaps out rows created by `admit`. If they do not all fit, no row is moved. Returns (device
-  // page, host page) pairs. A block shared by several rows is moved only once. `swap_in` does the
-  // reverse. The moves must be executed in the order of the calls.
+  // page, host page) pairs. A block shared by several rows is moved only once. `swap_in` is the
+  // reverse operation. The moves must be executed in the order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
   bool is_on_host(int32_t row) const { return row_at(row).on_host; }
@@ -171,7 +170,7 @@ class Manager {
   // Returns the number of distinct blocks with KV that these rows hold. All rows must be on the
   // same tier.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
-  // See RowSwap. num_slots: at least 0 per row.
+  // See RowSwap. `num_slots`: one number per row, at least 0.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                                       const std::vector<int64_t>& num_slots) const;
 
@@ -191,12 +190,12 @@ class Manager {
   // Releases the blocks that were kept under this name.
   void release_kept(const std::string& name);
 
-  // Processes the report of a worker on a step. If completed, this step and all earlier ones are
-  // done, and blocks released before can be reused. Otherwise, this step and all later ones are
-  // aborted. Their results are removed from the cache, the rows return to their earlier state, and
-  // the next plan sends the tables of these rows again. The `failed` device blocks and
-  // `failed_on_host` pages, which were not written correctly, are invalidated. Throws, without any
-  // change, if an argument is rejected.
+  // Processes a worker's report on a step. If completed, this step and all earlier ones are done,
+  // and blocks released before can be reused. Otherwise, this step and all later ones are aborted.
+  // Their results are removed from the cache, the rows return to their earlier state, and the next
+  // plan sends the tables of these rows again. The `failed` device blocks and `failed_on_host`
+  // pages, which were not written correctly, are invalidated. Throws, without any change, if an
+  // argument is rejected.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
   Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, {}, {}); }

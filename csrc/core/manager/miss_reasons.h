@@ -22,7 +22,7 @@
 
 namespace kvcache {
 
-// Except for kNotRead, listed in the order of their ranges in a request.
+// Except for kNotRead, the reasons are listed in the order of their ranges in a request.
 enum class MissReason : uint8_t {
   kNotRead,    // the request or the manager does not use the cache
   kExternal,   // the KV came from another source (`NewRow::num_external`)
@@ -30,7 +30,7 @@ enum class MissReason : uint8_t {
   kNotLoaded,  // on the host, but not loaded
   kBoundary,   // cached, but another block, window or state that the hit needs is not
   kEvicted,    // evicted to make room
-  kRemoved,    // removed by a reset, an invalidation or a call of `evict`
+  kRemoved,    // removed by a reset, an invalidation or a call to `evict`
   kInFlight,   // a running request has not computed the block yet
   kOtherKeys,  // a recent request had the same tokens with another salt, adapter or item
   kNew,        // never seen, or forgotten
@@ -46,8 +46,8 @@ struct MissReport {
   Counts missed{};  // tokens by reason
   // How the first block that is no longer cached left the cache, if this is known.
   std::optional<LostBlocks::Loss> lost;
-  // The length of the longest prefix shared with a recent request, including its generated tokens;
-  // -1 if there is none.
+  // The length of the longest prefix that the request shares with a recent request, whose generated
+  // tokens count too; -1 if there is none.
   int64_t num_alike = -1;
   std::string alike;            // name of that request
   const char* differs_in = "";  // the first extra key that differs; empty: none
@@ -133,7 +133,8 @@ class MissReasons {
     return static_cast<size_t>((block + 1) * group_->num_hashes - 1);
   }
   bool is_cached(const TokenChain& chain, int64_t block) const;
-  // These return the end of the range that begins at token `first`; `first` if it is empty.
+  // These functions return the end of the range that begins at token `first`, or `first` if the
+  // range is empty.
   int64_t find_lost(const TokenChain& chain, int64_t first, int64_t stop, MissReport* report) const;
   int64_t find_cached(const TokenChain& chain, int64_t first, int64_t stop) const;
   int64_t find_recent(const TokenChain& chain, const Sign& sign, int64_t first, int64_t stop,

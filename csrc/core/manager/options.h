@@ -41,9 +41,9 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   std::vector<GroupOptions> groups;
   int64_t num_blocks = 0;     // including the null block
   int64_t max_model_len = 0;  // tokens
-  // Tokens per hash, which must divide every block size. If it is set and smaller than a block of
-  // tokens, hits may also end inside blocks. If 0, the largest common divisor is used, and hits
-  // consist of whole blocks.
+  // Tokens per hash. Must divide every block size. If this number is smaller than a block size,
+  // hits may also end inside blocks. If 0, the greatest common divisor of the block sizes is used,
+  // and hits consist of whole blocks.
   int64_t hash_block_size = 0;
   int64_t hash_bytes = 32;  // length of each hash, 1 to 32
   bool enable_caching = true;
@@ -102,7 +102,8 @@ struct ManagerSetup {
   const std::vector<CacheGroup> groups;
 };
 
-// Null selects the pool's built-in order, least recently released first.
+// Returns the eviction policy for a pool. Null selects the pool's built-in order, least recently
+// released first.
 std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks);
 
 }  // namespace kvcache

@@ -168,7 +168,7 @@ void Publisher::publish_ids(const Content& content, const CacheGroup& group, con
   if (c_.host != nullptr) c_.host->on_published(ids, n);
 }
 
-// An abort needs the blocks that steps published, including those of freed rows.
+// If a step is aborted, the blocks that it published must be known, including those of freed rows.
 void Publisher::note(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
   c_.journal->note_published(row, (*c_.rows)[row], block * group.block_size, group.id, id,
                              c_.pool->generation(id));

@@ -37,7 +37,8 @@ class RequestChecks {
   void check_length(int64_t num_total, const char* what) const {
     if (num_total > c_.setup->options.max_model_len) fail_length(num_total, what);
   }
-  // Checks whether the row is driven by `step` or by a caller that keeps its own tables.
+  // Checks that the row is driven by `step` or, if not by_step, by a caller that maintains its own
+  // tables.
   void check_driver(int32_t row, bool by_step) const {
     if (c_.rows->at(row).by_step != by_step) fail_driver(row, by_step);
   }
@@ -71,7 +72,7 @@ class RequestChecks {
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
   void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
-  // Checks the counts of a request for a row.
+  // Checks the numbers of tokens and blocks in a request for a new row.
   void check_counts(const NewRow& asked) const;
   void check_rejected(int32_t row, int64_t num_rejected) const;
   // Checks the request for one row outside of a step.

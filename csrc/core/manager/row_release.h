@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Releases all blocks of rows that leave, or the blocks after a row's valid tokens.
+// Releases all blocks of rows that are freed, or the blocks after a row's valid tokens.
 //
 // Invariant: before blocks are released, the eviction policy is notified, and the journal records
 // the blocks that cannot be found otherwise.
@@ -16,7 +16,7 @@
 
 namespace kvcache {
 
-// Options for the blocks of a row that leaves.
+// Options for the blocks of a row that is freed.
 struct Departure {
   int64_t after_step = -1;               // keep the blocks until this step is done
   const std::string* keep_as = nullptr;  // keep the blocks under this name

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of requests, their blocks per group, and the free rows.
+// The rows that requests use, the blocks of each row in each group, and the free rows.
 //
 // Invariants: the count of rows in use is exact. A row's blocks are null in the columns below
 // num_dropped, and only there. A row holds references on the device or, after it was swapped out,
@@ -57,7 +57,8 @@ struct AdmissionInfo {     // data of the admission that is needed later
   int64_t num_prompt = 0;  // known tokens at admission
   int64_t num_hit = 0;     // tokens of the hit; updated when the row is restarted
   int64_t num_marked = 0;  // tokens marked as computed
-  // Prompt tokens that groups which keep all tokens would hit, regardless of windows and states.
+  // The number of prompt tokens that the groups that keep all tokens would hit, regardless of
+  // windows and states.
   int64_t num_shared = 0;
   Access access;                   // last access that is not yet recorded for the row's blocks
   int64_t num_valid = kUnbounded;  // maximum number of valid tokens while the row receives
@@ -99,8 +100,8 @@ class RowTable {
     quiet_until_[static_cast<size_t>(row)] = num_tokens;
   }
   void disturb(int32_t row) { set_quiet_until(row, 0); }
-  // Recomputes the value with the page rules. It is 0 for a row that shares blocks, receives or is
-  // on the host.
+  // Recomputes `quiet_until` with the page rules. It is 0 for a row that shares blocks, receives or
+  // is on the host.
   int64_t next_quiet_until(int32_t row) const;
 
   RowBlocks* blocks(int32_t row) { return &blocks_[first_of(row)]; }  // indexed by group
@@ -130,7 +131,7 @@ class RowTable {
 
   int64_t num_written(int32_t row, const CacheGroup& group) const;
   PageRules::Columns computed(int32_t row, const CacheGroup& group) const;
-  // Blocks of all groups, without null blocks.
+  // Returns the blocks of all groups that contain KV, without null blocks.
   std::vector<BlockId> written_blocks(int32_t row) const;
   // Returns all blocks of the row. Blocks later in the sequence come first, because tails are
   // evicted before heads in all groups. With `with_all`, blocks that do not follow the sequence

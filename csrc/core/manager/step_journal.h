@@ -68,8 +68,8 @@ class StepJournal {
   // Returns the last issued step that was not aborted, or -1.
   int64_t last_kept() const { return in_flight_.empty() ? last_left_ : in_flight_.back().id; }
 
-  // Add notes to the last opened step, also between steps. Notes are recorded only for rows
-  // admitted by `step`, and only while a step is in flight.
+  // These functions add notes to the last opened step, also between steps. Notes are recorded only
+  // for rows admitted by `step`, and only while a step is in flight.
   void note_served(int32_t row, const Row& r, int64_t start) {
     in_flight_.back().rows.push_back({row, r.admission, start});
   }

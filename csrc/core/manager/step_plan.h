@@ -18,7 +18,7 @@ struct StepPlan {
   // Results for running rows come first, then results for rows to swap out, then results for new
   // requests.
   int64_t num_running = 0, num_leaving = 0;
-  std::vector<int32_t> rows;  // per result; -1: no row
+  std::vector<int32_t> rows;  // one per result; -1: no row
   std::vector<uint8_t> status;
   std::vector<int32_t> num_computed_tokens;  // position at which the new tokens of the row start
   std::vector<int32_t> num_tokens;           // tokens with allocated slots; 0 if not served
@@ -36,7 +36,7 @@ struct StepPlan {
   std::vector<int32_t> depends_on;  // (row, row that fills blocks it reads) pairs
 
   void clear();
-  // Whether the worker has nothing to do: no page moves, and no table changes.
+  // Whether the worker has nothing to do, because no page moves and no table changes.
   bool is_empty() const;
 };
 

@@ -76,7 +76,7 @@ struct StepRequest {
   }
 };
 
-// The request for one running row, from an engine that keeps its own tables.
+// The request for one running row, from an engine that maintains its own tables.
 struct RowAsk {
   int32_t row;
   int64_t num_tokens;            // slots; may be 0 with ids or lookahead slots

@@ -147,7 +147,7 @@ class BlockPool {
 
   void evict_group(uint8_t group);  // removes the hashes of all blocks of the group
 
-  // Adds the chains of the given blocks that are cached.
+  // Adds to `invalid` the chains of those given blocks that are cached.
   void add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const;
 
   // Evicts invalid blocks and everything that may have been computed from them. These are all
@@ -237,7 +237,7 @@ class BlockPool {
   void share(Soundness* soundness) { soundness_ = soundness; }
   void check_sound() const { soundness_->check(); }
 
-  // Lifetimes of cached blocks, recorded while tracking is enabled.
+  // Lifetimes of cached blocks are recorded while tracking is enabled.
   void track_residency();
   Residency* residency() { return residency_.get(); }
 

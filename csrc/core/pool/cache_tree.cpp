@@ -144,10 +144,10 @@ void CacheTree::check_invariants(const std::vector<Member>& members) const {
   for (const auto& [key, num] : num_counted) {
     const auto found = num_children.find(key);
     require(num == (found == num_children.end() ? 0 : found->second),
-            "the children of a hash are counted wrongly");
+            "the number of children of a hash is wrong");
     if (found != num_children.end()) num_children.erase(found);
   }
-  require(num_children.empty(), "children are counted nowhere");
+  require(num_children.empty(), "children of a hash are not counted");
 }
 
 }  // namespace kvcache

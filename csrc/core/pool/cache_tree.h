@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chains of cached blocks. A block should not be evicted before its cached successors, because
-// lookups would no longer find the successors.
+// The chains of cached blocks. A block should not be evicted before the cached blocks that follow
+// it in a chain, because lookups would no longer find those blocks.
 #pragma once
 
 #include <cstddef>

@@ -16,7 +16,7 @@ namespace kvcache {
 
 // The purpose for which a block was evicted.
 enum class Taker : uint8_t {
-  kOther = 0,      // swaps, and loads of a connector
+  kOther = 0,      // a swap, or a load by a connector
   kRunning = 1,    // the next tokens of a running request
   kNew = 2,        // a new request without a hit
   kContinued = 3,  // a new request with a hit

@@ -29,8 +29,9 @@ struct ReplayedHits {
 };
 
 // Serves the requests in order. Requests of more than `most_blocks` blocks are rejected. If a
-// sample exceeds the pool, only its first blocks are replayed. `hashes` and `ends`, the tokens up
-// to the end of a block, have one entry per block. No block of the pool may be held.
+// sample exceeds the pool, only its first blocks are replayed. `hashes` and `ends` have one entry
+// per block; `ends` is the number of tokens up to the end of the block. No block of the pool may be
+// held.
 ReplayedHits replay_requests(BlockPool* pool, const ReplayedRequest* requests, int64_t n,
                              const Hash* hashes, const int64_t* ends, int64_t most_blocks);
 

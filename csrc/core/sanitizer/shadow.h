@@ -81,7 +81,7 @@ class Shadow {
   // Returns the last events of a block, oldest first.
   std::vector<ShadowEvent> events(int64_t block) const;
 
-  bool tracks_holders = false;  // whether allocations are reported
+  bool tracks_holders = false;  // whether allocations are reported to the shadow
 
  private:
   int64_t num_blocks_, stride_, history_;

@@ -78,8 +78,8 @@ struct SlotGroup {
   int64_t window, chunk;
   int64_t columns;  // of a circular table
 
-  // The first token that a query at this position reads. A state has the position of its last
-  // token.
+  // The first token that a query at this position reads. For a state, this is the last token that
+  // it includes.
   int64_t first_needed(int64_t position) const {
     if (kind == Kind::kWindow || kind == Kind::kCircular) {
       return std::max(position - (window - 1), int64_t{0});

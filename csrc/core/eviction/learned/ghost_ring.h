@@ -19,7 +19,7 @@ class GhostRing {
   static constexpr int kMostTurn = 3;    // higher turn numbers are recorded as this one
   static constexpr uint32_t kDone = 31;  // bucket of records that are not sampled or were used
   struct Record {
-    uint32_t key;             // even
+    uint32_t key;             // always even
     uint32_t time_lower = 0;  // lower and upper bits of the release time
     uint32_t time_upper : 14;
     uint32_t reuse_class : 9;
@@ -28,7 +28,7 @@ class GhostRing {
     uint32_t is_sample : 1;  // whether the record is counted
     uint32_t is_end : 1;     // whether it is the last block of a request
 
-    // Exact below 2**46 ms, which is more than 2,000 years.
+    // Exact for times below 2**46 ms, which is more than 2,000 years.
     int64_t time() const { return int64_t{time_upper} << 32 | time_lower; }
     void set_time(int64_t time) {
       time_lower = static_cast<uint32_t>(time);
@@ -109,7 +109,7 @@ class GhostRing {
 
   std::vector<Record> records_;
   std::vector<uint16_t> heads_, next_;
-  std::vector<uint8_t> num_unsampled_;  // number of records, by key
+  std::vector<uint8_t> num_unsampled_;  // number of unsampled records, by key
   int64_t num_added_ = 0;
 };
 

@@ -51,8 +51,8 @@ class Levels {
     CopiedSegment ended;  // blocks whose priority has expired
   };
 
-  // `tenant_share`: fraction of the blocks that one tenant may keep while others need space; 1:
-  // all.
+  // `tenant_share`: fraction of the blocks that one tenant may keep while others need space; 1: no
+  // limit.
   Levels(int64_t num_blocks, const ReuseModel* model, double tenant_share)
       : num_blocks_(num_blocks),
         model_(model),
@@ -108,7 +108,7 @@ class Levels {
     return kNullBlock;
   }
 
-  // Segments of different levels have different numbers.
+  // Combines the segment's number with its level, because each level numbers its own segments.
   ReleasedAs released_as(BlockId id) const {
     ReleasedAs as = of(id).segments.released_as(id);
     if (as.segment == 0) return as;

@@ -59,7 +59,7 @@ class LruGuard {
   size_t num_bytes() const { return shadow_.num_bytes(); }
 
  private:
-  static constexpr int64_t kMostSampled = 4'096;  // the shadow cache holds fewer than twice as many
+  static constexpr int64_t kMostSampled = 4'096;  // the shadow holds fewer than twice this number
   static constexpr int kMostLevel = 40;
 
   LruGuard(int64_t num_blocks, int64_t one_of)  // samples one of `one_of` blocks

@@ -53,7 +53,7 @@ class ReuseFactors {
   static constexpr int kFeatures = 3, kLevels = 6;
   static constexpr int kInRange = 4;  // buckets in a range of ages
   static constexpr int kRanges = (AgeBuckets::kNum + kInRange - 1) / kInRange;
-  static constexpr double kPriorUses = 30;  // weight of the factor 1, in uses
+  static constexpr double kPriorUses = 30;  // weight of the prior factor 1, in uses
   static constexpr double kLeastFactor = 0.001, kMostFactor = 100, kMost = 0.98;
   static_assert(ReuseClass::kGaps <= kLevels && ReuseClass::kAnswers <= kLevels);
 

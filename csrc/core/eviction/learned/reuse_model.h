@@ -119,7 +119,7 @@ class ReuseModel {
 
  private:
   static constexpr int64_t kNumGhosts = 32'768;
-  static constexpr int64_t kMostSampled = 64;  // expected samples of a segment
+  static constexpr int64_t kMostSampled = 64;  // limit on the expected samples of a segment
 
   // Returns the factor by which sampling is reduced in a segment of this many blocks: the lowest
   // power of two for which fewer than `kMostSampled` samples are expected.
@@ -164,7 +164,7 @@ class ReuseModel {
   }
 
   int64_t num_blocks_;
-  int64_t one_of_;         // one of this number of blocks is sampled
+  int64_t one_of_;         // one block in this many is sampled
   uint32_t last_sampled_;  // keys up to this one are sampled
   AgeBuckets ages_;
   Hazards hazards_;

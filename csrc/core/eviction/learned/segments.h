@@ -21,10 +21,10 @@ namespace kvcache {
 //
 // A block takes only 8 bytes, because members form a singly linked list. Blocks usually leave from
 // the front: the deepest block is assigned first, and evicted or released again first. Otherwise,
-// its predecessor is found by a search from the front. The search remembers the members that it
-// passed, because the next block to leave is usually a neighbor. A block that joins no other
-// segment stays linked until the next search, so that the blocks of a long segment can be forgotten
-// in any order.
+// the predecessor of the block is found by a search from the front. The search remembers the
+// members that it passed, because the next block to leave is usually a neighbor. A block that joins
+// no other segment stays linked until the next search, so that the blocks of a long segment can be
+// forgotten in any order.
 class Segments {
  public:
   static constexpr int32_t kNone = 0;

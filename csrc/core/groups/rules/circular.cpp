@@ -53,7 +53,7 @@ bool CircularRules::can_resume(const CacheGroup& group, const RowBlocks&, const 
   return group.has_places_for(num_tokens, info.num_slots);
 }
 
-// Every block may be written again.
+// The row may write to every block of the buffer again.
 bool CircularRules::shares_from(const BlockHolders& holders, const CacheGroup&,
                                 const RowBlocks& held, int64_t) const {
   return std::any_of(held.blocks.begin(), held.blocks.end(),

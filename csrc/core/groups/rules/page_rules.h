@@ -201,7 +201,7 @@ class PageRules {
   // Whether the result of a step that ends after num_tokens tokens can be published.
   virtual bool may_end_at(const CacheGroup&, int64_t /*num_tokens*/) const { return true; }
 
-  // Called before the row's blocks move to the host; releases the blocks that do not move.
+  // Releases the blocks that do not move to the host. Called before the row's other blocks move.
   virtual void leave_device(const RowContext&, int32_t /*row*/, const CacheGroup&) const {}
   // The host pages, starting at column `first`, that a swapped-out row needs for the span.
   // is_onboarded: whether each page is loaded into its own block.

@@ -36,7 +36,7 @@ void replace_changed(const Growth& growth, int32_t row, const CacheGroup& group,
 
 }  // namespace
 
-// A row that gives up blocks continues in its page if no other row shares it.
+// A row that gives up blocks continues in its current page if no other row shares that page.
 bool StateRules::moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                        const Span& span, bool gives_up) {
   const bool has_any = held.num_alive() > 0;
@@ -98,7 +98,7 @@ bool StateRules::shares_from(const BlockHolders& holders, const CacheGroup&, con
   return held.num_alive() > 0 && holders.is_shared(held[held.num_dropped]);
 }
 
-// A state on the host is loaded into the page that continues from it.
+// A state that is on the host is loaded directly into the page in which the row continues.
 void StateRules::take_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
                           int64_t start) const {
   if (start != hit.num_tokens || hit.on_host[group.id].empty()) return;

@@ -97,7 +97,7 @@ class TokenRules final : public PageRules {
 
 inline constexpr TokenRules kTokenRules;
 
-// Calls `ask` with the group's rules. Inlines the token rules, which most groups use.
+// Calls `ask` with the group's rules. The token rules are inlined, because most groups use them.
 template <class Ask>
 [[gnu::always_inline]] inline auto with_rules(const CacheGroup& group, const Ask& ask) {
   if (group.rules == &kTokenRules) return ask(kTokenRules);
