@@ -511,7 +511,7 @@ class Driver:
         return len(rows) == len(model.rows) and not others and not is_fenced
 
     def most_with_drafts(self, row: int, start: int, num_ids: int = 0) -> int:
-        """Return the most tokens that a step may compute from `start`: known tokens plus drafts."""
+        """Return the maximum number of known tokens and drafts that a step from `start` computes."""
         if not self.model.max_drafts:
             return LONGEST
         known = len(self.requests[row][1].tokens) + num_ids

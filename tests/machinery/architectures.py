@@ -37,7 +37,7 @@ _NOT_BUILT = "not built"  # transformers itself cannot build or run a tiny insta
 class Verdict(NamedTuple):
     """The outcome for one architecture.
 
-    The fields after `reason` are set only for right answers.
+    The fields after `reason` are set only if the answers are correct.
     """
 
     answer: str
@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
 
 
 def prompts() -> list[list[int]]:
-    """Prompts longer and shorter than a step, a block and a window.
+    """Return prompts that are longer or shorter than a step, a block and a window.
 
     The fifth prompt shares a prefix with the first.
     """

@@ -39,7 +39,7 @@ class WrongAnswer(AssertionError):
 
 
 class EngineRun:
-    """A run of an engine with random settings, in a pool slightly larger than one request.
+    """A run of an engine with random settings. Its pool is slightly larger than one request.
 
     `with_store` adds an in-memory store with random faults of every kind, at a random rate.
     `checks_invariants`: whether to check the manager's invariants occasionally.

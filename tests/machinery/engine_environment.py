@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments with an inference engine, in which tests run on kvcache's checkout."""
+"""Virtual environments that contain an inference engine, for tests of the checkout of kvcache."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     python -m tests.machinery.exchange_faults FOLDER [--requests N] [--kills N] [--stops N] [--tp N]
 
 FOLDER contains a model. Runs in SGLang's environment (`python -m tests.machinery.sglang_environment
--m tests.machinery.exchange_faults ...`) and prints the counts as JSON. Prompts go from vLLM to
-SGLang and back in turns.
+-m tests.machinery.exchange_faults ...`) and prints the counts as JSON. Prompts are exchanged in
+both directions in turn.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def of_backend(storage=None, **backend):
 
 
 def of_identity(**arguments):
-    """Return the fingerprint with changed identity arguments of the caller."""
+    """Return the fingerprint after changes to the identity arguments that a caller passes."""
     manager = KVCacheManager.for_groups(
         [GroupSpec("full_attention", 16)], 9, 256, context_parallel=CP
     )
@@ -125,8 +125,8 @@ WINDOW = {"kind": "sliding_window", "options": {"window": 32}}
 STATE = {
     "kind": "recurrent", "num_kv_heads": 0, "head_size": 0, "dtype": "float32", "state_bytes": 4096,
 }  # fmt: skip
-HOW_MANY = "sets the engine's memory or time, not the content of a block"
-WHEN = "sets when blocks are kept, moved or reported, not their content"
+HOW_MANY = "affects the engine's memory or time, not the content of a block"
+WHEN = "affects when blocks are kept, moved or reported, not their content"
 STEPS = "distributes tokens over steps; the content of blocks is the same"
 BY_RANK = "covered by the caller's text `rank`: a manager has no data about other ranks"
 BY_SPEC = "covered by LayerSpec and GroupSpec: stores create no CacheDescription"

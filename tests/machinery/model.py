@@ -850,7 +850,7 @@ class ModelManager:
         return max(n for n in lengths if self.has_all(request.tokens, n, *where))
 
     def checkpoint_tokens(self, request, row, count):
-        """Limit `count` tokens so that the step ends where a state is kept."""
+        """Reduce `count` so that the step ends at a position where a state is kept."""
         start = self.hit_length(request, partial=True, with_host=True)
         shared = self.hit_length(request, partial=True, with_host=True, only_shared=True)
         if row is not None:

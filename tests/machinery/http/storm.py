@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures whether honest clients of a server get correct answers in time next to hostile clients.
+"""Measures whether a server answers honest clients correctly and in time beside hostile clients.
 
 `python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the
 same honest clients run alone first, and then together with hostile clients, which are threads of
@@ -178,7 +178,8 @@ KINDS = [name for name in vars(Hostile) if not name.startswith("_")]
 def be_hostile(port: int, seed: int, pause: float, is_over: object, num_acts: object) -> None:
     """Run the hostile clients' process, with one thread per kind of attack.
 
-    The process has a lower priority than the server, since real clients do not share its cores.
+    The process has a lower priority than the server, since real clients do not use the server's
+    cores.
     """
     os.nice(_NICE)
 
