@@ -10,9 +10,8 @@
 namespace kvcache {
 
 // The kernel commits and clears a page on first access. For a huge page, this takes longer than an
-// entire step should take. While a Prefault exists, zeroed arrays that its thread constructs
-// (zeroed_array.h) are recorded, and `commit` commits them together. Nested Prefaults are
-// independent.
+// entire step should take. While a Prefault exists, it records the zeroed arrays (zeroed_array.h)
+// that its thread constructs, and `commit` commits them together. Nested Prefaults are independent.
 class Prefault {
  public:
   explicit Prefault(bool is_enabled);

@@ -16,7 +16,8 @@ constexpr auto kServed = static_cast<uint8_t>(Status::kServed);
 constexpr auto kWait = static_cast<uint8_t>(Status::kWait);
 constexpr auto kNever = static_cast<uint8_t>(Status::kNever);
 
-// Publishing blocks of earlier steps needs hashes. These chains consist of tokens 0.
+// Blocks of earlier steps can be published only if their hashes are known. These chains consist of
+// tokens 0.
 std::shared_ptr<TokenChain> hashed_chain(int64_t num_tokens) {
   auto chain = Serving::chain_of(num_tokens);
   chain->hashes();

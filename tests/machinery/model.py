@@ -89,7 +89,7 @@ class ModelRow:
     receiving: bool = False
     reads: bool = True  # takes prefix hits when it restarts
     num_hit: int = 0  # tokens hit at admission; external tokens follow them
-    hit_end: int = 0  # before this token, the row holds only the hit blocks that are read after it
+    hit_end: int = 0  # before this token, the row holds only hit blocks that later tokens read
     num_valid: int = FOREVER  # while receiving: upper bound on the number of valid tokens
     drafts: int = 0  # drafts of the last step that may still be rejected; each has a state page
 

@@ -101,8 +101,8 @@ struct CacheGroup {
   int64_t first_needed_block(int64_t num_computed) const {
     return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
   }
-  // The first token whose KV a hit of num_hit tokens provides. After it, a group that is not cached
-  // reads only tokens computed by its own request.
+  // The first token whose KV a hit of num_hit tokens provides. For a group that is not cached, this
+  // is num_hit, because its rows read only KV that they have computed themselves.
   int64_t first_hit_token(int64_t num_hit) const {
     return is_cached ? first_needed_token(num_hit) : num_hit;
   }

@@ -7,8 +7,8 @@
 // inside a block can be hit if a step of the prompt ended at a hash boundary. In that case, the
 // next step also continues in another page.
 //
-// With speculative blocks, that many spare pages follow the page of a row's state. A step writes
-// the state after its i-th draft to the i-th of these pages. If drafts are rejected, the row
+// With n speculative blocks, n spare pages follow the page that contains a row's state. A step
+// writes the state after its i-th draft to the i-th of these pages. If drafts are rejected, the row
 // continues from the page of the last accepted draft. The pages swap places, and no state is
 // copied.
 #pragma once

@@ -81,7 +81,7 @@ class GivenHashes {
 // The source of a chain's hashes.
 struct HashScheme {
   HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor;
-  std::shared_ptr<const GivenHashes> given;  // null: computed here
+  std::shared_ptr<const GivenHashes> given;  // null: the chain computes its hashes
   // The number of tokens after a block that its hash also covers. A block is hashed once these
   // tokens are known.
   int64_t num_lookahead = 0;
@@ -106,8 +106,8 @@ class TokenChain {
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
-  // Whether a call reads the cache, given the call's own setting, if any. Requests with encoder
-  // tokens never do.
+  // Whether a call reads the cache. `read_cache`, if set, is the call's own setting and overrides
+  // that of the chain. Requests with encoder tokens never read the cache.
   bool reads(std::optional<bool> read_cache) const {
     return read_cache.value_or(read_cache_) && num_encoder_tokens_ == 0;
   }

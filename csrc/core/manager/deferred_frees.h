@@ -39,12 +39,14 @@ class DeferredFrees {
   // Removes the references when step `step_id` is done, even if deferral is not enabled.
   void release_after(const BlockId* ids, int64_t n, int64_t step_id);
 
-  // Keeps one reference to each block under this name, which must be new, until release_kept.
+  // Keeps one reference to each block under this name, which must be new, until release_kept is
+  // called.
   void keep(const std::string& name, std::vector<BlockId> ids);
   bool keeps(const std::string& name) const { return kept_.count(name) != 0; }
   void release_kept(const std::string& name);
 
-  // Takes over one reference to the source and to the destination of each copy, until take_copies.
+  // Takes over one reference to the source and to the destination of each copy, until take_copies
+  // is called.
   void await_copies(const std::vector<BlockId>& pairs);
   // Returns the pending (source, destination) pairs in order of arrival, and removes them.
   std::vector<BlockId> take_copies();

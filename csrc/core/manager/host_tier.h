@@ -126,7 +126,7 @@ class HostTier : public EvictionListener {
   std::vector<BlockId> queue_;  // cached blocks that the next step offloads
   PerBlock<uint8_t> is_queued_;
   PerBlock<int32_t> num_hits_;     // kSelective: hits per cached block; otherwise empty
-  std::vector<Offload> offloads_;  // of the current step
+  std::vector<Offload> offloads_;  // offloads of the current step
   // Maps each hash in offloads_ to its groups, as a bit mask.
   std::unordered_map<Hash, uint32_t, HashOf> offloading_;
   std::deque<Onboard> onboards_;

@@ -70,10 +70,10 @@ class MissReasons {
   // The record to which both pools must report the blocks that leave the cache.
   LostBlocks* lost() { return &lost_; }
 
-  // The hits that a lookup found, before the request took one of them.
+  // The lengths of the hits that a lookup found, before the request took one of the hits.
   struct Found {
-    int64_t num_tokens = 0;         // on the tiers that the request reads
-    int64_t num_with_host = 0;      // on both tiers
+    int64_t num_tokens = 0;         // hit length on the tiers that the request reads
+    int64_t num_with_host = 0;      // hit length on both tiers
     int64_t num_shared_tokens = 0;  // see PrefixHit
   };
   struct Asked {
@@ -104,9 +104,9 @@ class MissReasons {
  private:
   // A summary of a request. Summaries are compared before the chains of recent requests are read.
   struct Sign {
-    uint64_t fingerprint = 0;  // of the first tokens
+    uint64_t fingerprint = 0;  // fingerprint of the first tokens
     uint64_t keys = 0;         // digest of the extra keys
-    int64_t first_missed = 0;  // block
+    int64_t first_missed = 0;  // index of the first missed block
     uint64_t missed_word = 0;  // part of the hash of that block; 0: none
   };
   // One of the most recently admitted requests.
@@ -115,11 +115,11 @@ class MissReasons {
     int32_t row = -1;
     std::shared_ptr<TokenChain> chain;  // null: unused
     std::string name;
-    int64_t num_tokens = 0;  // when it was admitted
+    int64_t num_tokens = 0;  // number of tokens at its admission
   };
   static constexpr size_t kMostRecent = 64;
   static constexpr int64_t kMostRecentTokens = int64_t{1} << 22;
-  static constexpr int64_t kFingerprintTokens = 16;  // or one hash block if it is shorter
+  static constexpr int64_t kFingerprintTokens = 16;  // or one hash block if that is shorter
   static constexpr size_t kMostNameBytes = 256;
   // The search for lost blocks ends after this number of sampled blocks that were never seen.
   static constexpr int kMostUnknown = 3;

@@ -9,7 +9,8 @@ namespace kvcache {
 
 namespace {
 
-// Whether a hit needs the group's blocks only in addition to the chain of another group.
+// Whether hits use the group's blocks only together with the chain of a group that keeps all
+// tokens.
 bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& group) {
   return !group.keeps_all && std::any_of(groups.begin(), groups.end(), [](const CacheGroup& each) {
     return each.is_cached && each.keeps_all;

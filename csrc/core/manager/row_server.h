@@ -114,7 +114,7 @@ class RowServer {
   bool keeps_states_at(int32_t row, int64_t num_tokens) const;
   void share_filled(int32_t row);
   void publish_left_states();
-  void await_copies();               // for a call outside of steps
+  void await_copies();               // used by calls outside of steps
   void publish_direct(int32_t row);  // called after a call outside of steps
   void note_shared(ServedRow* served, const PrefixHit& hit);
   void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;

@@ -154,7 +154,8 @@ bool RowSwap::leave(int32_t row) {
   return true;
 }
 
-// Returns nullopt if the host has too few free pages for blocks of the row without a copy there.
+// Returns nullopt if the host has too few free pages for the blocks of the row that have no copy on
+// the host.
 std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
   const BlockPool& pages = c_.host->pages();
   Departure departure{{}, 0};

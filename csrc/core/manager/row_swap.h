@@ -23,8 +23,8 @@ namespace kvcache {
 class RowSwap {
  public:
   struct Return {
-    Demand demand;                          // on the device
-    std::array<int64_t, kMaxGroups> first;  // first block that returns, per group
+    Demand demand;                          // demand on the device
+    std::array<int64_t, kMaxGroups> first;  // first block to load, per group
   };
 
   // Rows can be moved only with a host tier.
@@ -35,9 +35,9 @@ class RowSwap {
   // Shared blocks are counted once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
-  // Returns the maximum number of free device blocks needed when these rows return together and
-  // then get num_slots[i] additional slots each, in this order. `alone`: assumes that the device
-  // holds nothing else.
+  // Returns the maximum number of free device blocks that are needed if these rows are swapped in
+  // together and then, in this order, num_slots[i] more slots are allocated to the i-th row.
+  // `alone`: assumes that the device holds nothing else.
   struct BlocksBack {
     int64_t num_taken, alone;
   };
@@ -64,7 +64,7 @@ class RowSwap {
 
  private:
   struct Departure {             // the move of a row that fits on the host
-    std::vector<BlockId> known;  // (block, page with the same content) pairs
+    std::vector<BlockId> known;  // pairs of a block and a page with its content
     int64_t num_new;             // number of new pages for the other blocks
   };
 

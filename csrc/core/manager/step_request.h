@@ -59,7 +59,7 @@ struct StepRequest {
   int64_t num_ids = 0;                 // total number of ids
   // Number of ids per row; null: one per row, if there are ids.
   const int32_t* num_token_ids = nullptr;
-  // Rejected tokens of the last step to remove first, per row.
+  // Number of rejected tokens of the last step, per row. These tokens are removed first.
   const int32_t* num_rejected = nullptr;
   const int32_t* lookahead = nullptr;      // lookahead slots per row; null: num_lookahead
   int64_t num_lookahead = 0;               // lookahead slots per row, if `lookahead` is null

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The block pool, which records whether each block is free, held or cached, and the hashes of
-// cached blocks.
+// The block pool. It records whether each block is free, held or cached, and the hashes of cached
+// blocks.
 //
 // Every method processes a whole batch of ids, or throws or returns failure without any change. If
 // memory for a policy, an event or a partial hash runs out during a change, the pool is broken
@@ -111,7 +111,7 @@ class BlockPool {
 
   // Like `publish`, for one block that holds a copy of a cached block in another pool.
   void publish_copy(BlockId id, const Copied& copied);
-  Copied copied(BlockId id, bool is_chain) const;  // for a published block
+  Copied copied(BlockId id, bool is_chain) const;  // the block must be published
 
   // Calls between the pools of two tiers, on behalf of the policy (eviction_policy.h). copy_again:
   // the original of this cached and held block was released again and evicted. notify_load: the
@@ -332,7 +332,7 @@ class BlockPool {
   EvictionListener* eviction_listener_ = nullptr;
   LostBlocks* lost_ = nullptr;
   std::unique_ptr<Residency> residency_;
-  bool is_plain_;  // no policy, and no block was ever pinned
+  bool is_plain_;  // whether there is no policy and no block was ever pinned
   std::unique_ptr<Candidates> candidates_;
   std::vector<BlockId> changed_;  // scratch
   std::unique_ptr<Pins> pins_;

@@ -33,7 +33,7 @@ class CacheTree {
   bool is_leaf(BlockId id) const {
     return places_[id].num_children == 0 || blocks_[id].younger != id;
   }
-  // One bit per block for the caller, which is reset when the block is added.
+  // One bit per block that the caller may use. Adding the block resets the bit.
   bool is_marked(BlockId id) const { return places_[id].is_marked != 0; }
   void mark(BlockId id, bool is_marked) { places_[id].is_marked = is_marked; }
   // Adds a block that was just published and is in the ring of its hash. `parent_tag`: tag of its

@@ -29,7 +29,7 @@ class LostBlocks {
   static constexpr size_t kLeastRecords = 262'144;
   struct Loss {
     bool is_evicted;
-    Taker taker;     // of an evicted block
+    Taker taker;     // purpose for which the block was evicted
     int64_t ms_ago;  // rounded to kMsPerUnit
   };
   static constexpr int64_t kMsPerUnit = 100;

@@ -13,9 +13,9 @@ namespace kvcache {
 // A request. Either all of its blocks or only a sample of them are replayed. Its blocks are
 // consecutive: first full blocks, then possibly a partial block, which is never cached.
 struct ReplayedRequest {
-  int64_t num_blocks;    // of the whole request
+  int64_t num_blocks;    // blocks of the whole request
   int64_t first;         // index of its first block among the blocks of all requests
-  int64_t num_held;      // blocks of the request
+  int64_t num_held;      // blocks that are replayed
   int64_t num_full;      // number of full blocks among them
   int64_t num_hittable;  // number of blocks among them that can be hits
   int64_t num_output_tokens;
@@ -25,7 +25,7 @@ struct ReplayedRequest {
 
 struct ReplayedHits {
   int64_t num_hits = 0;
-  int64_t num_hittable = 0;  // of the served requests
+  int64_t num_hittable = 0;  // hittable blocks of the served requests
 };
 
 // Serves the requests in order. Requests of more than `most_blocks` blocks are rejected. If a

@@ -38,7 +38,7 @@ struct ShadowEvent {
   int32_t position;  // first token written, or source block of a copy
   int16_t group;
   int8_t kind;
-  int8_t medium;  // of the source of a copy
+  int8_t medium;  // medium of a copy's source
 };
 
 class Shadow {

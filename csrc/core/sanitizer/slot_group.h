@@ -76,7 +76,7 @@ struct SlotGroup {
   Kind kind;
   int64_t block_size;
   int64_t window, chunk;
-  int64_t columns;  // of a circular table
+  int64_t columns;  // number of columns of a circular table
 
   // The first token that a query at this position reads. For a state, this is the last token that
   // it includes.

@@ -74,7 +74,7 @@ Findings SlotWrites::begin(const SlotGroup& group, const TokenRanges& ranges, co
 }
 
 // Whether a check may find a defect in this write, or the writer of the block changes. Most tokens
-// of a decode step continue a block.
+// of a decode step continue a block and need no checks.
 bool SlotWrites::needs_checks(const Token& token) {
   const ShadowBlock& block = shadow_->block(token.block);
   const uint64_t old = shadow_->slot(token.block, token.offset).tag;

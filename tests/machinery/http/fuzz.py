@@ -33,7 +33,7 @@ SECONDS = 30  # time limit for any request
 OPTIONS = ["--max-model-len=256", "--max-num-seqs=8", "--request-timeout=3", "--grace=1"]
 HONEST = {"model": "llama", "prompt": "An honest prompt.", "max_tokens": 8, "temperature": 0}
 PATHS = ("/v1/completions", "/v1/chat/completions")
-HUGE = "9" * 5_000  # more digits than Python converts
+HUGE = "9" * 5_000  # more digits than Python converts to an int
 
 WRONG: list[object] = [
     *(None, True, False, 0, -1, 1, 2, 2**31 - 1, 2**31, 2**53, 2**63, -(2**63), 2**64, 10**400),

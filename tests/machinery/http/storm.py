@@ -6,7 +6,8 @@ same honest clients run alone first, and then together with hostile clients, whi
 another process. The hostile clients send tiny temperatures, floods of stop strings, large bodies,
 many prompts, many samples, surrogates, huge numbers and broken HTTP. Others disconnect in the
 middle of a stream, do not read, send single bytes slowly, or stay silent. The output is the number
-of correct answers and the honest clients' p99 latency: the medians over the turns and their ratio.
+of correct answers, the honest clients' p99 latency without and with hostile clients (each the
+median over the turns), and the ratio of the two.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class GhostRing {
     uint32_t bucket : 5;     // age bucket reached so far; kDone: no longer counted
     uint32_t turn : 2;       // at most kMostTurn
     uint32_t is_sample : 1;  // whether the record is counted
-    uint32_t is_end : 1;     // whether it is the last block of a request
+    uint32_t is_end : 1;     // whether the block is the last of a request
 
     // Exact for times below 2**46 ms, which is more than 2,000 years.
     int64_t time() const { return int64_t{time_upper} << 32 | time_lower; }

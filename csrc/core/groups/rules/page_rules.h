@@ -176,8 +176,9 @@ class PageRules {
   virtual int64_t resume_point(const CacheGroup&, const RowBlocks&, int64_t limit) const {
     return limit;
   }
-  // first_computed returns the first block with tokens that the row computed after the first
-  // `limit` tokens. num_valid returns the number of leading tokens up to which a block stays valid.
+  // first_computed returns the first block that contains a token that the row computed after its
+  // first `limit` tokens. num_valid returns the number of leading tokens up to which a block stays
+  // valid.
   virtual int64_t first_computed(const CacheGroup& group, const RowBlocks& held,
                                  int64_t limit) const {
     return std::max<int64_t>(held.num_hits, limit / group.block_size);
