@@ -516,8 +516,8 @@ class ModelManager:
         """Return whether all known tokens, computed in chunks, fit now, later or never, and return
         the hits that were tried.
 
-        Excludes a hit that never fits because the first chunk reads one of its pages and writes
-        another. A row that computes these tokens itself needs a single page for both.
+        A hit that can never fit, because the first chunk reads one of its pages and writes another,
+        is excluded. A row that computes these tokens itself needs a single page for both.
         """
         statuses, tried = [], []
         for num_hit, _ in self._hits_to_try(request, cap):

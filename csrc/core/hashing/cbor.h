@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heads of CBOR items (RFC 8949), each in its shortest form.
+// Writes heads of CBOR items (RFC 8949) in their shortest form.
 #pragma once
 
 #include <cstdint>

@@ -18,7 +18,7 @@ namespace {
   int64_t num_new = 0, num_free = supply.num_free;
   for (const CacheGroup& group : groups) {
     const RowBlocks& each = held[group.id];
-    GroupDemand& needs = demand[group];  // a reference, because a copy would wait for each store
+    GroupDemand& needs = demand[group];  // a reference, because copying would stall on each store
     needs = {0, each.num_dropped, 0, 0, 0, false};
     with_rules(group, [&](const auto& rules) __attribute__((always_inline)) {
       rules.demand(on, group, each, asked, &needs, &num_free);

@@ -119,7 +119,7 @@ void Publisher::publish_arrived() {
   c_.host->finish(arrived);
 }
 
-// The content of the chain's blocks from `first_block` on.
+// Returns the content of the chain's blocks from `first_block` on.
 Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
                               int64_t first_block) const {
   const Hash* hashes = chain.known_hashes().data();

@@ -44,8 +44,7 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
   return span;
 }
 
-// In most steps, a row only advances, and its blocks and everything that depends on them do not
-// change.
+// In most steps, a row only advances: neither its blocks nor anything that depends on them changes.
 inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
   if (span.stop + span.lookahead > c_.rows->quiet_until(row)) return false;
   Row& r = (*c_.rows)[row];

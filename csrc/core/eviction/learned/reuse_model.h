@@ -88,8 +88,8 @@ class ReuseModel {
     if (is_sample || is_last) add_record(key, release, is_sample, is_end);
   }
 
-  // Ends a release. Values are recomputed every 32 releases, and only every 128 after the first
-  // 1,024, because they change slowly from then on.
+  // Must be called at the end of each release. Values are recomputed every 32 releases. After the
+  // first 1,024 releases, they change slowly and are recomputed only every 128 releases.
   void learn() {
     if (++num_releases_ % 32 != 0) return;
     age_samples();

@@ -9,8 +9,8 @@
 
 namespace kvcache {
 
-// Held keys, and released keys in the order of their releases. While more than `capacity` keys are
-// present, the released key that is first in this order is removed.
+// Stores held keys, and released keys in the order of their releases. While more than `capacity`
+// keys are present, the released key that is first in this order is removed.
 class ShadowLru {
  public:
   explicit ShadowLru(int64_t capacity)  // 1 to 32,767

@@ -161,8 +161,8 @@ void StateRules::accept_drafts(Growth* growth, int32_t row, const CacheGroup& gr
 }
 
 // For a row that continues at token span.start, makes the page that contains its state the first
-// page again. Pages of accepted drafts become spare pages. The row leaves these pages if other rows
-// hold them, or if they contain states at block ends that are kept.
+// page again. Pages of accepted drafts become spare pages. The row leaves a page instead if another
+// row holds the page, or if the page contains a state at a block end that is kept.
 void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
                         bool keeps_passed) {
   RowBlocks& each = growth->held(row, group);
