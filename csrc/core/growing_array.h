@@ -14,8 +14,9 @@
 namespace kvcache {
 
 // Growth never copies more than kMostCopied bytes, so that no single append of a long context takes
-// much longer than the others. A larger array has dedicated pages. The kernel moves them by
-// changing page tables, and commits them on first access, so unused capacity takes no memory.
+// much longer than the others. A larger array is stored in dedicated memory pages. The kernel moves
+// these pages by changing page tables, and commits them on first access, so unused capacity takes
+// no memory.
 template <class T>
 class GrowingArray {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -41,7 +42,7 @@ class GrowingArray {
   const T& operator[](size_t i) const { return data_[i]; }
   const T& back() const { return data_[size_ - 1]; }
 
-  // The values must not lie in this array.
+  // The arguments must not refer to elements of this array.
   void push_back(const T& value) {
     if (size_ == capacity_) grow(size_ + 1);
     data_[size_++] = value;
@@ -61,8 +62,8 @@ class GrowingArray {
     if (size > size_) std::memset(static_cast<void*>(data_ + size_), 0, (size - size_) * sizeof(T));
     size_ = size;
   }
-  // Provides capacity for at least this number of values; twice that for a large array, where it
-  // takes no memory.
+  // Provides capacity for at least this number of values. A large array reserves twice as much,
+  // because unused capacity takes no memory there.
   void reserve(size_t capacity) {
     if (capacity <= capacity_) return;
     move_to(capacity * sizeof(T) > kMostCopied ? 2 * capacity : capacity);

@@ -23,7 +23,7 @@ constexpr size_t kSmall = size_t{64} << 20;
 bool commit_pages(char* data, size_t num_bytes) {
 #ifdef MADV_POPULATE_WRITE
   if (madvise(data, num_bytes, MADV_POPULATE_WRITE) == 0) return true;
-  // If memory has run out, writing to the pages would end the process.
+  // If memory has run out, the system would kill the process for writing to the pages.
   if (errno != EINVAL) return false;
 #endif
   // Kernels before 5.14 do not support this request.
@@ -60,8 +60,8 @@ constexpr GroupFiles kFirstVersion = {"memory.limit_in_bytes", "memory.usage_in_
                                       "total_inactive_file"};
 constexpr GroupFiles kSecondVersion = {"memory.max", "memory.current", "inactive_file"};
 
-// Returns the unused part of the limits of a control group and the groups that contain it. The
-// kernel reclaims cached files, such as a model's weights, before a group exceeds its limit.
+// Returns how many more bytes a control group and all groups that contain it may use. The kernel
+// reclaims cached files, such as a model's weights, before a group exceeds its limit.
 int64_t left_in(const std::string& root, std::string group, const GroupFiles& files) {
   int64_t left = std::numeric_limits<int64_t>::max();
   for (;; group.erase(group.rfind('/'))) {

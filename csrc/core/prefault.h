@@ -9,10 +9,9 @@
 
 namespace kvcache {
 
-// The kernel commits and clears a page on first access. For a huge page, this takes longer than a
-// whole step should. While a Prefault exists, zeroed arrays that its thread constructs
-// (zeroed_array.h) are recorded, and `commit` commits them together. Nested Prefaults are
-// independent.
+// The kernel commits and clears a page on first access. For a huge page, this takes longer than an
+// entire step should take. While a Prefault exists, it records the zeroed arrays (zeroed_array.h)
+// that its thread constructs, and `commit` commits them together. Nested Prefaults are independent.
 class Prefault {
  public:
   explicit Prefault(bool is_enabled);
@@ -20,13 +19,13 @@ class Prefault {
   Prefault(const Prefault&) = delete;
 
   // Commits the memory of the recorded arrays. Arrays created later are not recorded. If the arrays
-  // need more than 64 MiB and half of the available memory, nothing is committed, because the
-  // system kills a process that exceeds it.
+  // need more than 64 MiB and more than half of the available memory, nothing is committed, because
+  // the system kills processes that exceed the available memory.
   void commit();
   int64_t num_bytes() const { return num_committed_; }  // committed bytes
   double seconds() const { return seconds_; }           // time that `commit` took
 
-  // Called by arrays. `remove` is for an array that is destroyed.
+  // Called by arrays: `note` when an array is constructed, `remove` when it is destroyed.
   static void note(void* data, size_t num_bytes) {
     if (current_ != nullptr) current_->add(data, num_bytes);
   }

@@ -12,7 +12,7 @@ namespace kvcache {
 // Anyone who sends tokens can search for hashes with equal prefixes, but the collisions of folds
 // depend on the key. A fold is a sum of products of 32-bit words, each plus a random number
 // (multilinear hashing, Lemire and Kaser, "Strongly universal string hashing is fast"). For a
-// random key, the upper halves of the sums of any two hashes are equal with a probability of
+// random key and any two distinct hashes, the upper halves of their sums are equal with probability
 // 2**-32.
 class SecretKey {
  public:
@@ -29,8 +29,8 @@ class SecretKey {
       __asm__("" : "+r"(words));
       sum += (numbers_[i] + static_cast<uint32_t>(words)) * (numbers_[i + 1] + (words >> 32));
     }
-    // Apply a bijection, because the lower bits of a sum depend only on the lower bits of the
-    // words.
+    // A bijection mixes the bits, because the lower bits of a sum depend only on the lower bits of
+    // the words.
     sum ^= sum >> 32;
     sum *= 0x9E3779B97F4A7C15ull;
     return sum ^ sum >> 32;
@@ -40,12 +40,12 @@ class SecretKey {
   uint64_t numbers_[10] = {};
 };
 
-// 64 bits of a hash, constant during the process. Two hashes that were not chosen to collide have
-// equal tags with a probability of 2**-64, so decisions based on tags do not depend on the secret
-// key.
+// Folds a hash to 64 bits that stay the same for the life of the process. Two distinct hashes that
+// were not chosen to collide have equal tags with probability 2**-64, so decisions based on tags do
+// not depend on the secret key.
 inline uint64_t tag_of(const Hash& hash) { return SecretKey::of_process().fold(hash); }
 
-// 32 bits of a hash, for uses in which a collision only costs time.
+// Folds a hash to 32 bits, for uses in which a collision only costs time.
 inline uint32_t short_tag_of(const Hash& hash) { return static_cast<uint32_t>(tag_of(hash)); }
 
 // A hash function for hash tables.

@@ -45,7 +45,7 @@ class Soundness {
  private:
   [[noreturn]] void fail() const {
     throw std::runtime_error(std::string("the ") + object_ + " is broken: memory ran out within `" +
-                             broken_by_ + "`, which had partially changed it: make a new one");
+                             broken_by_ + "`, which had partially changed it: create a new one");
   }
 
   const char* object_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An array of zero bytes that has no cost until it is accessed.
+// An array of zero bytes that costs neither time nor memory until it is accessed.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,7 +18,7 @@ namespace kvcache {
 // on first access. A pool of ten million blocks is therefore constructed in microseconds, and only
 // blocks that were used take up memory. A Prefault commits the pages at construction.
 enum class Pages {
-  kHuge,   // for random access over many megabytes, which TLB misses limit
+  kHuge,   // for random access over many megabytes, where TLB misses dominate
   kSmall,  // if the memory is not committed at construction: clearing a huge page takes
            // milliseconds
 };
@@ -33,7 +33,7 @@ class ZeroedArray {
     if (p == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<T*>(p);
 #ifdef MADV_HUGEPAGE
-    // If the request fails, the array is only slower.
+    // If the request fails, the array still works but is slower.
     if (num_bytes_ >= (size_t{4} << 20)) {
       (void)madvise(p, num_bytes_, pages == Pages::kHuge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     }

@@ -250,7 +250,7 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
   throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " cannot get " +
                         std::to_string(num_new) + " slots and " + std::to_string(lookahead) +
                         " more, because only " + std::to_string(native_->pool().num_free()) +
-                        " blocks are free: expected a call of can_append_slots first");
+                        " blocks are free: expected a call to can_append_slots first");
 }
 
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the body of a test in a child process. Each body needs a new runtime, because settings are
-// read only once from the environment, a sticky error is permanent, and an access to device memory
-// kills the process.
+// Runs the body of a test in a child process. Each body needs a new runtime, because the runtime
+// reads its settings from the environment only once, a sticky error is permanent, and an access to
+// device memory kills the process.
 #pragma once
 
 #include <sys/wait.h>
@@ -59,7 +59,7 @@ Ended run_child(const Variables& variables, Body&& body) {
   return ended;
 }
 
-// Checks that the body passes in a child process with these variables.
+// Checks that the body passes in a child process with these environment variables.
 template <class Body>
 void in_child(const Variables& variables, Body&& body) {
   const Ended ended = run_child(variables, body);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes random calls of both kinds (steps and single requests) to a manager with mixed groups.
-// Checks tables that follow the plans, and the invariants.
+// Makes random calls of both kinds (steps and individual requests) to a manager with mixed groups.
+// Applies the plans to block tables, and checks the tables and the invariants.
 #pragma once
 
 #include <algorithm>
@@ -184,7 +184,7 @@ class ManagerDriver {
           break;
         }
         {
-          (void)manager_.take_copies();  // copies of an earlier admission
+          (void)manager_.take_copies();  // discards the copies of an earlier admission
           const RowAsk ask{row->first, 1 + below(room(row->first)), below(20)};
           if (below(2) == 0) {
             manager_.extend(ask);
@@ -340,7 +340,7 @@ class ManagerDriver {
     }
   }
 
-  // Makes queries, which change nothing.
+  // Makes queries. They must not change anything.
   void ask() {
     const int64_t num_free = manager_.pool().num_free();
     const Request request = new_request();
@@ -443,7 +443,7 @@ class ManagerDriver {
   void check() {
     CHECK_EQ(manager_.num_rows(), rows_.size());
     for (const auto& [id, state] : rows_) {
-      // The other tables are sent by the next plan or a later plan.
+      // Tables of other rows are not sent by plans, or not until a later plan.
       if (!state.by_step || manager_.must_resend(id) || manager_.is_on_host(id)) continue;
       for (size_t g = 0; g < options_.groups.size(); ++g) {
         CHECK(tables_[id][g] == manager_.blocks(id, static_cast<int64_t>(g)));

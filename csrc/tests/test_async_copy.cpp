@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Emulated asynchronous copies arrive when the kernel waits for them, and not earlier.
+// Tests that emulated asynchronous copies arrive when the kernel waits for them, and not earlier.
 
 #include <vector>
 

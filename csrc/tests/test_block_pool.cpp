@@ -294,7 +294,8 @@ TEST(an_undrained_event_log_is_bounded_and_counts_dropped_events) {
   EventLog events(/*most_events=*/4, /*most_tokens=*/100);
   const std::vector<Hash> hashes = kvcache::test::hashes_from(1, 20);
   for (const Hash& hash : hashes) events.removed(hash, 0, kvcache::Tier::kDevice);
-  // The first four events are dropped, then three at a time after a notice: 4 + 5 * 3 + 1.
+  // When the log is full, its events are dropped and replaced by a notice. The first time, four
+  // events are dropped, and after that three each time. The last event stays: 4 + 5 * 3 + 1 = 20.
   EventLog::Drained drained = events.drain();
   CHECK_EQ(drained.events.size(), 2);
   CHECK(drained.events[0].kind == EventLog::Kind::kCleared);
@@ -311,7 +312,7 @@ TEST(an_undrained_event_log_is_bounded_and_counts_dropped_events) {
 TEST(clear_removes_all_hashes_and_keeps_held_blocks) {
   BlockPool pool(5);
   BlockId ids[3];
-  for (int round = 0; round < 70000; ++round) {  // beyond the 16 bits of an epoch
+  for (int round = 0; round < 70000; ++round) {  // more often than a 16-bit epoch can count
     CHECK(pool.allocate(3, ids));
     const Hash hashes[] = {hash_of(1), hash_of(2), hash_of(3)};
     publish(&pool, ids, hashes, 3);
@@ -337,7 +338,7 @@ TEST(descendants_of_an_invalid_block_are_evicted_without_their_parent) {
   Content content{chain, &seed};
   content.root = &chain[0];
   pool.publish(ids, content, 4, 0);
-  // A branch with another second block after the first block.
+  // A second chain, which shares only the first block.
   const Hash branch = hash_of(12);
   Content other{&branch, &chain[0]};
   other.root = &chain[0];

@@ -109,7 +109,7 @@ TEST(leaked_references_are_detected) {
   f.check(ids);
   CHECK_THROWS(f.check(), "block 1 has 1 references, but 0 are held");
   take(f.tiers.host_pages(), 1);
-  CHECK_THROWS(f.check(ids), "page of the host 1 has 1 references, but 0 are held");
+  CHECK_THROWS(f.check(ids), "host page 1 has 1 references, but 0 are held");
 }
 
 TEST(both_tiers_share_one_event_log) {

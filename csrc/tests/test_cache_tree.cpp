@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares the tree of cached blocks with counts by hash.
+// Compares the tree of cached blocks with a count of children for each hash.
 #include "core/pool/cache_tree.h"
 
 #include <cstring>
@@ -27,7 +27,8 @@ struct Cached {
   explicit Cached(int num_blocks)
       : blocks(num_blocks), numbers(num_blocks), index(blocks.data(), num_blocks) {}
 
-  // `by_tag`: like pools of copies, which do not know parents.
+  // `by_tag`: adds the block without its parent, as in pools of copies, which know parents only by
+  // tag.
   void add(BlockId id, uint32_t number, bool by_tag) {
     blocks[id].hash = hash_of(number);
     index.insert(id);
@@ -60,7 +61,7 @@ struct Cached {
     }
     return found;
   }
-  // Checks that blocks that were not reported as changed have not changed.
+  // Checks that every block that became a leaf, or is no longer a leaf, was reported as changed.
   void check_changes() {
     std::vector<bool> now(blocks.size());
     for (size_t id = 1; id < blocks.size(); ++id) {

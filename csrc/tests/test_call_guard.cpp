@@ -67,7 +67,7 @@ TEST(an_exception_during_a_change_breaks_the_object) {
   } catch (const std::bad_alloc&) {
   }
   CHECK_THROWS(guard.check_caller(), "the manager is broken: memory ran out within `step`");
-  CHECK_THROWS(guard.check_reader(), "make a new one");
+  CHECK_THROWS(guard.check_reader(), "create a new one");
   CHECK_THROWS(Soundness::Change(&guard.soundness(), "free"), "is broken");
 }
 

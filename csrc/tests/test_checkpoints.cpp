@@ -10,7 +10,8 @@ using namespace kvcache::test;
 
 namespace {
 
-// Attention in blocks of 2,048 tokens, states in blocks of 512, hits at multiples of 16.
+// Returns an attention group with blocks of 2,048 tokens and a state group with blocks of 512
+// tokens. Hits end at multiples of 16 tokens.
 std::vector<CacheGroup> hybrid_groups() {
   return {group_of(std::make_shared<FullAttention>(), 2048, 0, 16),
           group_of(std::make_shared<RecurrentState>(), 512, 1, 16)};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block copy takes few launches, because each launch has the maximum number of regions and pairs
-// in its parameters.
+// Tests that a block copy takes few launches, because the parameters of each launch hold as many
+// regions and pairs as possible.
 
 #include <cstring>
 #include <vector>

@@ -173,9 +173,9 @@ TEST(each_draft_needs_a_page_for_its_state) {
   const Ids more = take(&f.pool, 3);
   f.held.blocks.insert(f.held.blocks.end(), more.begin(), more.end());
   CHECK_EQ(f.running({3, 7, 0, 3, 1}).groups[0].num_new, 0);  // the pages of the row are reused
-  // Except the page with the state after 4 tokens.
+  // All pages of the row are reused except the page with the state after 4 tokens.
   CHECK_EQ(f.running({5, 9, 0, 3, 3}).groups[0].num_new, 1);
-  // The row leaves that page in this step.
+  // The row leaves the page with the state after 4 tokens in this step.
   CHECK_EQ(f.running({4, 8, 0, 3, 1}).groups[0].num_new, 1);
 }
 

@@ -439,7 +439,7 @@ TEST(shared_memory_of_a_block_that_has_exited_is_not_read) {
   const auto kernel = [] {
     KV_DYN_SHARED(int, buffer);
     buffer[threadIdx.x] = 1;
-    if (blockIdx.x == 1) return;  // exits without a barrier after the reads of the other block
+    if (blockIdx.x == 1) return;  // exits without waiting for the reads of the other block
     for (int i = 0; i < 50; ++i) __syncthreads();
     buffer[threadIdx.x] = *emul::shared_of_block(buffer + threadIdx.x, 1);
   };
@@ -514,7 +514,7 @@ struct Seed {
   ~Seed() { unsetenv("KVCACHE_EMUL_SEED"); }
 };
 
-// Returns for how many of the seeds 1 to 20 a predicate is true.
+// Returns the number of seeds from 1 to 20 for which a predicate is true.
 template <class F>
 int num_seeds(F&& holds) {
   int count = 0;

@@ -27,7 +27,7 @@ TEST(the_array_holds_the_same_values_as_a_vector) {
           array.push_back(i);
           vector.push_back(i);
           break;
-        case 1:  // longer or shorter
+        case 1:  // makes the array longer or shorter
           array.resize(array.size() / 2 + n);
           vector.resize(vector.size() / 2 + n);
           break;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests the index with known keys: which blocks it finds, and how far it searches.
+// Tests which blocks the index finds and how far it searches, with known keys.
 #include "core/pool/hash_index.h"
 
 #include <algorithm>
@@ -150,8 +150,9 @@ TEST(any_order_of_insertions_and_removals_agrees_with_a_map) {
   }
 }
 
-// Under one key, the entries of an epoch fill many buckets in a row. Those of the next epoch must
-// neither find them nor count them as displaced.
+// The hashes collide under a known key, so the entries of an epoch fill many consecutive buckets.
+// In the next epoch, searches must not find these entries, and insertions must not count them as
+// displaced.
 TEST(a_new_epoch_starts_with_an_empty_index) {
   constexpr int kNum = 60;
   Indexed all(kNum + 1);

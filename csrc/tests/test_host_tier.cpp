@@ -43,7 +43,7 @@ TEST(write_back_offloads_blocks_in_the_plan_that_evicts_them) {
   f.host.offload_queued(f.host.num_queued(), false);
   take(&f.device, 6);
   CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1}));
-  // Not found before the step that writes it ends.
+  // The page is not found before the step that writes it ends.
   CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 0);
   CHECK(f.host.publish_offloaded() == Ids({1}));
   CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 1);

@@ -105,14 +105,15 @@ TEST(end_blocks_join_the_segment_in_which_their_hit_ends) {
   constexpr int64_t kOnlyLongest = EndBlocks::kHeld - 1;
   add_all();
   CHECK(!ends.empty());
-  // A shared part of 32 tokens: only the longest hit that ends there. Each block is taken once.
+  // For a shared part of 32 tokens, only the blocks of the longest hit that ends there are taken,
+  // each of them once.
   CHECK(taken(0, 32, kOnlyLongest) == (std::vector<BlockId>{3}));
   CHECK(taken(0, 32, kOnlyLongest) == (std::vector<BlockId>{2}));
   CHECK(taken(0, 32, kOnlyLongest).empty());
-  // The request's own part: all hits that are longer than its own hit.
+  // For the request's own part, the blocks of all hits that are longer than its own hit are taken.
   CHECK(taken(32, EndBlocks::kHeld, 48) == (std::vector<BlockId>{4, 5, 7}));
   CHECK(taken(32, EndBlocks::kHeld, 48).empty());
-  // If its hit is the longest, the blocks of the hit.
+  // If the request's own hit is the longest, the blocks of that hit are taken.
   add_all();
   CHECK(taken(32, EndBlocks::kHeld, 80) == (std::vector<BlockId>{5, 7}));
   ends.clear();
@@ -137,7 +138,7 @@ TEST(a_factor_is_the_ratio_of_observed_to_expected_uses) {
     const double expected = ReuseClass::answer_of(own) == 0 ? 0.24 : 0.08;
     CHECK(std::abs(factors.hazard(own, 7, 0.1) - expected) < 0.001);
   }
-  // Without samples, a factor stays as it is.
+  // Without samples, a factor does not change.
   const double before = factors.hazard(5, 3, 0.1);
   factors.fit({}, of_all);
   CHECK_EQ(factors.hazard(5, 3, 0.1), before);
@@ -262,7 +263,8 @@ TEST(only_samples_are_counted_but_segment_ends_are_recorded) {
   for (int i = 1; i <= kKeys; ++i)
     larger.note_release(key_of(i), larger.release_of(2, 0, 639), false, false);
   CHECK_EQ(larger.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
-  // Of long segments, fewer blocks are sampled, such that fewer than 64 are expected.
+  // A smaller fraction of a long segment's blocks is sampled, such that fewer than 64 samples are
+  // expected.
   for (const auto& [num_blocks, share] : std::map<int64_t, double>{{640, 0.5}, {2'559, 0.25}}) {
     ReuseModel of_long(30'000);
     for (int i = 1; i <= kKeys; ++i) {
@@ -331,8 +333,8 @@ TEST(the_shadow_cache_holds_the_keys_of_an_lru_cache) {
   }
 }
 
-// A cache that evicts the most recently used key while the policy is trusted, which loses many hits
-// on some workloads and gains many on others.
+// A cache that evicts the most recently used key while the policy is trusted. Compared with LRU,
+// this loses many hits on some workloads and gains many on others.
 struct GuardedCache {
   explicit GuardedCache(size_t num_keys)
       : capacity(num_keys), guard(static_cast<int64_t>(num_keys) + 1) {}
@@ -373,8 +375,8 @@ TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
         is_loop = random() % 2 == 0;
         span = static_cast<uint32_t>(capacity) + random() % 40;
       }
-      // LRU has no hits in a loop over more keys than it holds. Keys that return soon are hits of
-      // LRU only.
+      // LRU has no hits in a loop over more keys than it holds. Keys that are used again soon are
+      // hits only with LRU.
       const uint32_t key =
           2 * static_cast<uint32_t>(is_loop ? n % span : n / 3 + random() % (capacity / 4));
       const bool is_hit = lru.contains(key);
@@ -417,7 +419,7 @@ TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {
   CHECK_EQ(wait(), 20);
   for (int i = 0; i < 19; ++i) win();
   CHECK_EQ(lose(), 10);
-  CHECK_EQ(wait(), 40);  // it did not gain enough
+  CHECK_EQ(wait(), 40);  // the policy did not gain enough
   for (int i = 0; i < 20; ++i) win();
   CHECK_EQ(lose(), 10);
   CHECK_EQ(wait(), 40);
@@ -451,7 +453,7 @@ TEST(copies_in_the_other_tier_are_evicted_before_low_value_blocks) {
   };
   add(1, 5, 1);
   model.set_now(1'000'000);
-  model.set_now(5);  // does not go back
+  model.set_now(5);  // the clock does not go back
   add(2, 5, 1);
   add(3, 6, 0.001F);
   CHECK(order.worth(segments.of(3)) < order.worth(segments.of(1)));

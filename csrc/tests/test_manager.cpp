@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The manager under random calls of both kinds (steps and single requests), over mixed groups:
-// checks tables that follow the plans, and the invariants. tests/allocator/test_allocator_random.py
-// compares every result with a model; this test runs under the sanitizers.
+// Tests the manager with random calls of both kinds (steps and individual requests) over mixed
+// groups. Checks the tables to which the plans are applied, and the invariants.
+// tests/allocator/test_allocator_random.py compares every result with a model; this test runs under
+// the sanitizers.
 #include "core/manager/manager.h"
 
 #include <algorithm>
@@ -141,7 +142,7 @@ TEST(calls_made_while_hashing_are_rejected) {
 
 TEST(a_request_that_outgrows_max_model_len_during_hashing_is_rejected) {
   Manager manager(make_options(4, 9, 12));
-  // Two requests are hashed at a time, before the last one.
+  // The first two requests are hashed together, before the last one.
   const Request first = make_request(8), second = make_request(8, 1), last = make_request(8, 2);
   {
     bool has_grown = false;
@@ -321,7 +322,7 @@ TEST(a_policy_is_notified_of_hits_releases_and_accesses) {
   };
 
   const Request first = make_request(10);
-  // A chunk of 6 tokens, and a block for drafts.
+  // Allocates a chunk of 6 tokens, and a block for drafts.
   step_new(&manager, {{first.chain, 6}}, /*lookahead=*/4);
   serve(&manager, 0, 4, 0);  // serves the remaining tokens
   notified({});
@@ -381,9 +382,9 @@ TEST(a_policy_is_notified_of_partial_hits_and_of_every_group) {
   manager.free(0);
   log.clear();
   const Request second = make_request(13, 0, 2);
-  // 12 tokens: one and a half blocks, and the blocks of the window
+  // The hit has 12 tokens: one and a half blocks of the chain, and the blocks of the window.
   step_new(&manager, {{second.chain, 100}});
-  // The block from which half was copied is idle again.
+  // The block whose first half was copied is idle again.
   CHECK(log == std::vector<std::string>({"hit 2", "hit 1", "hit 4 5", "idle 2"}));
   manager.free(0);
   manager.check_invariants();

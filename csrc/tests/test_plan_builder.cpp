@@ -123,7 +123,7 @@ TEST(invariant_checks_detect_plans_that_a_worker_cannot_apply) {
   CHECK_THROWS(made([](PlanBuilder* plan) { plan->copy(2, 3), plan->swap_in(1, 2); }),
                "copied before it is loaded");
   CHECK_THROWS(made([](PlanBuilder* plan) { plan->swap_out(1, 2), plan->swap_out(3, 2); }),
-               "host is written twice");
+               "host page is written twice");
   CHECK_THROWS(made([](PlanBuilder* plan) { plan->swap_out(1, 2), plan->swap_in(2, 3); }),
                "written and loaded");
   CHECK_THROWS(made([](PlanBuilder* plan) {

@@ -16,7 +16,8 @@ constexpr auto kServed = static_cast<uint8_t>(Status::kServed);
 constexpr auto kWait = static_cast<uint8_t>(Status::kWait);
 constexpr auto kNever = static_cast<uint8_t>(Status::kNever);
 
-// Publishing blocks of earlier steps needs hashes. These chains consist of tokens 0.
+// Blocks of earlier steps can be published only if their hashes are known. These chains consist of
+// tokens 0.
 std::shared_ptr<TokenChain> hashed_chain(int64_t num_tokens) {
   auto chain = Serving::chain_of(num_tokens);
   chain->hashes();
@@ -103,7 +104,7 @@ TEST(a_row_is_quiet_until_a_block_leaves_its_window) {
   window.num_prealloc = 2;
   Fixture f({window});
   f.admit({{hashed_chain(6), 6}});
-  // The token at position 9 reads tokens from position 4 on.
+  // The token at position 9 attends to the tokens from position 4 on.
   CHECK_EQ(served_to_its_quiet_end(&f, 0), 9);
   f.end();
   f.begin();
@@ -156,7 +157,7 @@ TEST(external_tokens_have_slots_after_the_hit) {
   f.server.serve_new(request, {8, 8, 4});
   f.server.publish_served();
   const StepPlan& plan = f.end();
-  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // the last request was counted from 4
+  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // assumed a hit of 4 tokens
   CHECK(plan.num_computed_tokens == Ids({14, 17, 14}));
   CHECK_EQ(f.rows[0].num_computed, 17);
   CHECK_EQ(f.ids(0).size(), 5);

@@ -74,7 +74,7 @@ TEST(the_first_token_to_which_a_block_contributes) {
   CHECK_EQ(rows.first_token(row, groups[0], 3), 6);
   CHECK_EQ(rows.first_token(row, groups[1], 4), 8);
   CHECK_EQ(rows.first_token(row, groups[2], 1), 0);
-  rows[row].num_computed = 8;  // a hit only, so the next token is the first to read it
+  rows[row].num_computed = 8;  // the row has only a hit, so the next token is the first to read it
   CHECK_EQ(rows.first_token(row, groups[1], 1), 7);
 }
 

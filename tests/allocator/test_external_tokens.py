@@ -396,7 +396,7 @@ def test_a_state_that_a_connector_reads_is_not_updated_in_place():
 def test_receiving_request_can_only_be_freed_with_keep_blocks():
     manager = make()
     request, _ = receiver(manager)
-    with pytest.raises(ValueError, match=r"row 0 is receiving external tokens: expected a call of"):
+    with pytest.raises(ValueError, match=r"row 0 is receiving external tokens: expected a call to"):
         manager.free(request)
     manager.free(request, keep_blocks=True)
     assert (manager.pool.num_kept, hit_length(manager, 21)) == (4, 0)

@@ -906,7 +906,7 @@ def test_requests_continue_only_after_copies_are_taken():
         lambda: manager.extend(b, 1),
         lambda: manager.advance([manager.row(b)], [30], [31]),
     ):
-        with pytest.raises(ValueError, match="expected a call of take_copies before"):
+        with pytest.raises(ValueError, match="expected a call to take_copies before"):
             go_on()
     c = Request("c", range(30))  # several requests may be admitted before the copies are taken
     manager.admit(Admit(c, num_tokens=2), manager.cache.find_prefix(c).block_ids)

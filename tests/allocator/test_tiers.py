@@ -606,7 +606,7 @@ def test_swaps_are_rejected_without_a_host_tier():
         (
             {"min_gain_to_write": 1.5},
             ValueError,
-            "min_gain_to_write is 1.5.*: expected hits per bl",
+            "min_gain_to_write is 1.5.*: expected 0 to 1 hits per bl",
         ),
         ({"min_gain_to_write": float("nan")}, ValueError, "min_gain_to_write is "),
         ({"min_gain_to_write": "x"}, TypeError, "min_gain_to_write is 'x': expected a number"),

@@ -152,7 +152,7 @@ def test_can_allocate_ignores_hits():
 
 def test_prompt_that_does_not_fit_is_rejected_and_changes_nothing():
     manager = make(num_gpu_blocks=3)
-    with pytest.raises(ValueError, match="expected a call of can_allocate first"):
+    with pytest.raises(ValueError, match="expected a call to can_allocate first"):
         manager.allocate(Group("r", [seq(0, 9)]))
     assert counts(manager)[0] == 2
     manager.check_invariants()
@@ -324,7 +324,7 @@ def test_slots_that_do_not_fit_are_rejected_and_can_be_requested_again():
     one = admitted(manager, 8).seqs[0]
     one.tokens += [1]
     with pytest.raises(
-        ValueError, match="1 slots and 2 more, because only 0 blocks are free: expected a call of"
+        ValueError, match="1 slots and 2 more, because only 0 blocks are free: expected a call to"
     ):
         manager.append_slots(one, 2)
     manager.check_invariants()
@@ -816,7 +816,7 @@ def test_a_swap_out_that_does_not_fit_changes_nothing():
     group = admitted(manager, 12)
     assert not manager.can_swap_out(group)
     with pytest.raises(
-        ValueError, match="does not fit on the host, 2 blocks are free: expected a call of can_sw"
+        ValueError, match="does not fit on the host, 2 blocks are free: expected a call to can_sw"
     ):
         manager.swap_out(group)
     assert counts(manager) == (7, 2)
@@ -938,7 +938,7 @@ def test_a_swap_in_that_does_not_fit_changes_nothing():
     admitted(manager, 5, "s")
     assert manager.can_swap_in(group, 0) == LATER
     with pytest.raises(
-        ValueError, match="does not fit on the device, 1 blocks are free: expected a call of can"
+        ValueError, match="does not fit on the device, 1 blocks are free: expected a call to can"
     ):
         manager.swap_in(group)
     assert counts(manager) == (1, 8)

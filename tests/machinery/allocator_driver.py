@@ -2,8 +2,8 @@
 """Drives the manager and its plain model through the same random calls and compares every result.
 
 The choices come either from hypothesis, which shrinks its failures, or from a seeded generator,
-which is fast. An error names its seed. Keep each failure as a fixed case. `make soak SECONDS=600`
-runs for a given time.
+which is fast. An error names the seed of its run. Keep each failure as a fixed test case.
+`make soak SECONDS=600` runs for a given time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tests.machinery.model import (
 
 @register("test_sinks_and_stride")
 class Strided(AttentionKind):
-    """A user-defined kind. A token reads from the start of the stride before the one that contains
-    it.
+    """A user-defined attention kind. A token attends to earlier tokens back to the start of the
+    stride before its own.
     """
 
     def __init__(self, *, stride: int) -> None:
@@ -75,7 +75,7 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Kind:
-    spec: Callable[[int], GroupSpec]  # argument: block size
+    spec: Callable[[int], GroupSpec]  # takes the block size
     model: Callable[[int], ModelGroup]
 
 
@@ -186,7 +186,7 @@ MIXES = [
 def groups_of(
     choose: Chooser, kinds: Sequence[tuple[Kind, int]]
 ) -> tuple[list[GroupSpec], list[ModelGroup]]:
-    """Return the groups of a mix and the matching model groups. Some token groups draft."""
+    """Return the groups of a mix and the matching model groups. A drafter uses some of them."""
     specs, groups = [], []
     for kind, size in kinds:
         group = kind.model(size)
@@ -350,7 +350,8 @@ class Driver:
     def later_tokens(self, model: ModelRequest, n: int) -> list[int]:
         """Return up to `n` new tokens.
 
-        The sequence may exceed max_model_len by the last sampled token.
+        The sequence may be one token longer than max_model_len, because the last sampled token is
+        not computed.
         """
         n = min(n, LONGEST + 1 - len(model.tokens))
         return [self.token(len(model.tokens) + i, 99) for i in range(n)]
@@ -493,7 +494,7 @@ class Driver:
         for i, tried, model, count, lookahead in zip(answers, starts, known, asked, ahead):
             for start in tried if want.status[i] == Status.NEVER else ():
                 if has_state and start > 0 and i >= len(rows):
-                    continue  # a state that is hit or external needs one more page
+                    continue  # a state from a hit or an external source needs one more page
                 most = LONGEST if i < len(rows) else len(model.tokens)
                 stop = min(start + max(count, 1), most)
                 self.check_never(model, start, stop, stop - start, lookahead)
@@ -503,14 +504,14 @@ class Driver:
             self.record_row(pair, row)
 
     def hold_all(self, rows: list[int]) -> bool:
-        """Whether these rows hold every held block, and releasing one frees it immediately."""
+        """Whether only these rows hold blocks, and released blocks are free immediately."""
         model = self.model
         is_fenced = model.fence_frees and model.last_issued >= model.num_completed
         others = [*model.kept.values(), *model.fences, *model.loads]
         return len(rows) == len(model.rows) and not others and not is_fenced
 
     def most_with_drafts(self, row: int, start: int, num_ids: int = 0) -> int:
-        """Return the most tokens that a step may compute from `start`: known tokens plus drafts."""
+        """Return the maximum number of known tokens and drafts that a step from `start` computes."""
         if not self.model.max_drafts:
             return LONGEST
         known = len(self.requests[row][1].tokens) + num_ids
@@ -519,7 +520,7 @@ class Driver:
     def check_never(
         self, model: ModelRequest, start: int, stop: int, chunk: int, lookahead: int
     ) -> None:
-        """Check that a request with the status NEVER does not fit an empty manager either.
+        """Check that a request with the status NEVER does not fit into an empty manager either.
 
         The request is computed token by token up to `start`, and then in chunks.
         """
@@ -580,7 +581,7 @@ class Driver:
         return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
 
     def reads_of_call(self, pairs: list[tuple]) -> tuple[list[bool | None] | None, list[bool]]:
-        """Choose `read_cache` for a call. Return it with each request's previous setting."""
+        """Choose `read_cache` for a call. Return it and the previous setting of each request."""
         own = [model.reads for _, model in pairs]
         if not self.choose.chance(4):
             return None, own
@@ -652,8 +653,8 @@ class Driver:
         ids, num_hit, num_shared = self.manager.cache.find_prefix(request, whole_blocks=True)
         assert num_shared == self.model.hit_length(model, only_shared=True)
         assert num_hit == self.model.hit_length(model)
-        # A drafting group can lose the hash block after a hit with one copy of the block, and find
-        # the whole block in another copy.
+        # If a block has several copies, a drafting group may not find the next hash block in one
+        # copy, but find the whole block in another copy.
         assert num_hit <= inside or any(each.drafts for each in self.model.groups)
         assert inside <= self.model.hit_length(model, partial=True)
         want = [held.blocks for held in self.model.hit_blocks(model, num_hit)]
@@ -1073,7 +1074,7 @@ class Driver:
     def parent_of(self, before: tuple) -> bytes | None:
         """Return the parent hash of a block that follows these tokens.
 
-        With engine hashes, a first block has none.
+        With engine hashes, the first block of a sequence has no parent hash.
         """
         if before:
             return self.hash_of(before)
@@ -1093,7 +1094,7 @@ class Driver:
 
 
 def drive(seed: int, num_operations: int) -> None:
-    """Run one seed over all mixes in turn. An error names the seed so that it can be kept."""
+    """Run one seed over all mixes in turn. An error names the seed for a regression test."""
     try:
         Driver(Chooser(seed), MIXES[seed % len(MIXES)]).run(num_operations)
     except BaseException as error:

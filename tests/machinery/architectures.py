@@ -37,7 +37,7 @@ _NOT_BUILT = "not built"  # transformers itself cannot build or run a tiny insta
 class Verdict(NamedTuple):
     """The outcome for one architecture.
 
-    The fields after `reason` are set only for right answers.
+    The fields after `reason` are set only if the answers are correct.
     """
 
     answer: str
@@ -48,9 +48,9 @@ class Verdict(NamedTuple):
 
 
 def prompts() -> list[list[int]]:
-    """Prompts longer and shorter than a step, a block and a window.
+    """Return prompts that are longer or shorter than a step, a block and a window.
 
-    The fifth starts like the first.
+    The fifth prompt shares a prefix with the first.
     """
     rng = np.random.default_rng(3)
     lines = [rng.integers(3, VOCAB_SIZE - 8, count).tolist() for count in (61, 38, 7, 1, 9, 26)]
@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
 def judge(model_type: str) -> Verdict:
     """Build the model, generate reference answers, and compare an engine's answers with them."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # some models print
+        with contextlib.redirect_stdout(io.StringIO()):  # some models print to stdout
             model = tiny_architecture(model_type)
             answers = [greedy(model, prompt, MAX_TOKENS) for prompt in prompts()]
     # The code of two hundred models may raise any exception.
@@ -76,8 +76,9 @@ def judge(model_type: str) -> Verdict:
 
 
 def judge_model(model: PreTrainedModel, answers: list[list[int]]) -> Verdict:
-    """Compare an engine's answers to `prompts()` with these, under preemption by swap and by
-    recompute.
+    """Compare an engine's answers to `prompts()` with the reference answers.
+
+    The engine preempts requests, by swap and by recompute.
     """
     num_preempted = num_cached_tokens = 0
     paged = _in_tight_pool(model)

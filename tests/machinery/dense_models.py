@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with their own dense caches, the reference for an engine's answers."""
+"""Tiny models with dense caches. An engine's answers are compared with those of the models."""
 
 from functools import cache, wraps
 
@@ -38,11 +38,11 @@ def dense(name: str, num_layers: int = 4) -> PreTrainedModel:
 
 
 class Float64(TorchFunctionMode):
-    """Keeps recurrent layers in float64, although they compute in float32 whatever the model's
-    dtype.
+    """Makes recurrent layers compute in float64.
 
-    In float32, the logits vary by up to 1e-4 with the chunking of a prompt, even with the model's
-    own cache.
+    By default, they compute in float32 regardless of the model's dtype. In float32, the logits
+    differ by up to 1e-4 depending on how a prompt is split into chunks, even with the model's own
+    cache.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -110,7 +110,7 @@ def beam_search(
     num_tokens: int,
     stop_token_ids: tuple[int, ...] = (),
 ) -> list[tuple[list[int], float]]:
-    """Return the `width` best answers and their scores. Each beam is recomputed for every token."""
+    """Return the `width` best answers and their scores, recomputing each beam for every token."""
     beams, ended = [([], 0.0)], []
     for _ in range(num_tokens):
         longer = []

@@ -257,7 +257,7 @@ class Engine:
                 assert each.request is request
                 return each
             time.sleep(0.001)
-        raise AssertionError(f"no word of request {request.request_id} within {timeout_s} s")
+        raise AssertionError(f"no result for request {request.request_id} within {timeout_s} s")
 
     def recompute(self, request, loaded):
         """Continue after a load, which may have failed, by computing the remaining known tokens."""
@@ -318,7 +318,7 @@ def queued_s():
 def load_all(engine, requests):
     """Load requests in parallel, compute missing tokens, and free the requests.
 
-    Return one result each.
+    Return one result per request.
     """
     results, waiting = [], {}
     for each in requests:

@@ -48,7 +48,7 @@ class Faults:
             "stops": {"prefill": 0, "decode": 0},
             **dict.fromkeys(("loaded", "computed", "lost", "wrong", "hanging", "leaked"), 0),
             "deadline_s": TIMEOUT_S,
-            "worst_wait_s": 0.0,  # seconds; only requests whose own process was not stopped
+            "worst_wait_s": 0.0,  # seconds; excludes requests whose own process was stopped
             "of_that_without_a_core_s": 0.0,
             "reasons": {},
         }

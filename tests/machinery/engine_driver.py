@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an engine randomly over a tiny model and compares each answer with the model's own.
+"""Runs an engine with random requests over a tiny model, and checks its answers.
 
-`python -m tests.machinery.engine_driver --runs N --seed S [--model NAME]` makes N runs with seeds S, S
-+ 1, .... With `--judge`, wrong answers and failures do not end it: it prints what the sanitizer and the
-comparison found, as JSON (`Judgement`).
+The reference is the model's own answer to each prompt.
+
+`python -m tests.machinery.engine_driver --runs N --seed S [--model NAME]` makes N runs, the
+first with seed S and each later one with the next number. With `--judge`, wrong answers and failures
+do not end the program. It prints what the sanitizer and the comparison have found, as JSON
+(`Judgement`).
 """
 
 import argparse
@@ -32,11 +35,11 @@ class ModelFailed(Exception):
 
 
 class WrongAnswer(AssertionError):
-    """Raised if an answer is not the model's own."""
+    """Raised if an answer differs from the model's own answer."""
 
 
 class EngineRun:
-    """A run of an engine with random settings, in a pool slightly larger than one request.
+    """A run of an engine with random settings. Its pool is slightly larger than one request.
 
     `with_store` adds an in-memory store with random faults of every kind, at a random rate.
     `checks_invariants`: whether to check the manager's invariants occasionally.
@@ -258,8 +261,9 @@ class EngineRun:
 class Judgement:
     """What was found in several runs of an engine that may be defective.
 
-    A run is wrong if any of its answers differs from the model's own. `reported`: runs with reports
-    of the sanitizer, by kind of the first one. `failures`: runs that ended with an error, by its text.
+    A run is wrong if any of its answers differs from the model's own. `reported`: number of runs
+    with sanitizer reports, keyed by the kind of the first report. `failures`: number of runs that
+    ended with an error, keyed by the error's text.
     """
 
     runs: int = 0
@@ -269,7 +273,7 @@ class Judgement:
     failures: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def judge(self, name: str, seed: int) -> None:
-        """Make a run, with the sanitizer of the environment (KVCACHE_SANITIZE=report)."""
+        """Make a run. The environment must enable the sanitizer (KVCACHE_SANITIZE=report)."""
         run = EngineRun(name, seed, checks_invariants=False)
         is_wrong = False
         try:
@@ -307,7 +311,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--judge", action="store_true", help="print what is found, as JSON")
+    parser.add_argument("--judge", action="store_true", help="print all findings, as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:

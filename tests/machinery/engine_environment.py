@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments with an inference engine, in which tests run on kvcache's checkout."""
+"""Virtual environments that contain an inference engine, for tests of the checkout of kvcache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class EngineEnvironment:
         call([str(self.python), "-m", "pip", "install", "--quiet", *arguments])
 
     def add_requirements(self, package: str, left_out: set[str]) -> None:
-        """Install the requirements of a package except for some, and complete the environment.
+        """Install the requirements of a package, except those in `left_out`, and mark the
+        environment as complete.
 
         Raises Unavailable.
         """

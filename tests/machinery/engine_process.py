@@ -83,7 +83,7 @@ class EngineInProcess:
         os.killpg(self.process.pid, number)
 
     def end(self):
-        """Request the end of the process without waiting."""
+        """Request that the process end, without waiting for it."""
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
         self.process.stdin.close()
@@ -99,7 +99,7 @@ class EngineInProcess:
 
 
 class Lines:
-    """Lines of the standard input."""
+    """Reads lines from the standard input."""
 
     def __init__(self):
         self.rest = b""

@@ -304,7 +304,7 @@ class SegmentedLru(Policy):
 
 
 class S3Fifo(Policy):
-    """Puts new blocks into a small queue, and blocks that were hit or returned into a main queue."""
+    """Keeps new blocks in a small queue, and hit or recently evicted blocks in a main queue."""
 
     def __init__(self, num_blocks, small_share=0.1):
         self.small_size = int(small_share * (num_blocks - 1))
@@ -423,7 +423,8 @@ class ByWorth(Policy):
     LEFT = NUM_OWN + NUM_SHARED
     LOOSE, LOADED = LEFT + 1, LEFT + 2
     FIRST_BUCKET = 2_000  # ms
-    # Levels of the time since the previous turn, added tokens and answer of a class of own blocks.
+    # For each class of own blocks, the levels of the time since the previous turn, of the number of
+    # added tokens, and of the answer length.
     LEVELS = tuple((own // 12, own // 4 % 3, own % 4) for own in range(OF_REQUEST))
 
     def open(self, *facts):
@@ -435,9 +436,9 @@ class ByWorth(Policy):
         self.segment_of[i], self.order[i] = segment, self.num_assigned
 
     def follow(self, i, segment, level=0):
-        """Add a copied or expired block.
+        """Add a copied or expired block, which was in `segment` before.
 
-        It joins the last new segment if that one follows the same segment.
+        It joins the last new segment if that one was opened for blocks from the same `segment`.
         """
         followed, following = self.following.get(level, (None, None))
         if followed is not segment or following not in self.segment_of.values():
@@ -448,8 +449,8 @@ class ByWorth(Policy):
         self.assign(i, following)
 
     def joined(self, segment, reuse_class):
-        """Return the segment for a block that no release assigns: `segment`, or a new one if it is
-        full or old.
+        """Return the segment for a block that no release has assigned to a segment: `segment`, or a
+        new one if `segment` is full or old.
         """
         clock = self.source.clock
         num_there = list(self.segment_of.values()).count(segment)
@@ -472,8 +473,8 @@ class ByWorth(Policy):
         return 0, 0
 
     def choose(self, ids):
-        """Choose within the lowest priority: first by the tenant's excess over its share, then by
-        least worth.
+        """Choose a block of the lowest priority: first by the tenant's excess over its share, then
+        by least worth.
         """
         levels = sorted(set(map(self.level, ids)))
         victims = [
@@ -493,7 +494,7 @@ class ByWorth(Policy):
         return min((i for i in ids if self.segment_of[i] is chosen), key=self.order.get)
 
     def choose_segment(self, segments):
-        """Prefer segments loaded from the other tier.
+        """Prefer segments whose blocks were loaded into the other tier.
 
         Otherwise compare the oldest and youngest segment of each class.
         """
@@ -518,7 +519,7 @@ class ByWorth(Policy):
 
 
 class LruGuard:
-    """Counts hits that LRU would have had. After too many, the policy must fall back to LRU."""
+    """Compares a policy's hits with those of LRU. The policy falls back to LRU if it loses many."""
 
     def __init__(self, num_blocks):
         self.one_of = max((num_blocks - 1) // 4_096, 1)
@@ -786,7 +787,7 @@ class Learned(ByWorth):
             self.reached[reuse_class][0] += 1
 
     def learn(self):
-        # Only the youngest record of a key can be used, but all of them age.
+        # Only the youngest record of a key can be used, but all records of the key age.
         for ghost in self.ghosts:
             if not ghost.is_sample or ghost.is_used:
                 continue
@@ -824,7 +825,7 @@ class Learned(ByWorth):
             self.hazards[c], self.index[c] = together
 
     def summed(self, own):
-        """Return the counts of a class of own blocks, over the caller's classes."""
+        """Return the counts of a class of own blocks, summed over all request classes."""
         reached, used = [0.0] * self.NUM_BUCKETS, [0.0] * self.NUM_BUCKETS
         for c in range(own, self.NUM_OWN, self.OF_REQUEST):
             for b in range(self.NUM_BUCKETS):
@@ -856,7 +857,7 @@ class Learned(ByWorth):
                     of_feature[level][r] = min(max(factor, 0.001), 100.0)
 
     def together(self, own, reached, used, unknown):
-        """Return (hazards, index) of a class of own blocks, over the caller's classes."""
+        """Return (hazards, index) of a class of own blocks, over all request classes."""
         if not any(reached):
             return unknown
         prior = [self.expected(own, b, unknown[0][b]) for b in range(self.NUM_BUCKETS)]
@@ -931,7 +932,7 @@ class LearnedCopies(ByWorth):
         self.segment_of.pop(i, None)
 
     def gain(self, segment, candidates):
-        """Return the expected hits of a copy minus the worth of the space it takes.
+        """Return the expected number of hits of a copy, minus the worth of the space it occupies.
 
         Without candidates, space is free.
         """

@@ -3,9 +3,9 @@
 
     python -m tests.machinery.exchange_faults FOLDER [--requests N] [--kills N] [--stops N] [--tp N]
 
-FOLDER is that of a model. Runs in SGLang's environment (`python -m tests.machinery.sglang_environment -m
-tests.machinery.exchange_faults ...`) and prints the counts as JSON. Prompts go from vLLM to SGLang and
-back in turns.
+FOLDER contains a model. Runs in SGLang's environment (`python -m tests.machinery.sglang_environment
+-m tests.machinery.exchange_faults ...`) and prints the counts as JSON. Prompts are exchanged in
+both directions in turn.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Run:
             self.found["wrong"] += sum(a != b for a, b in zip(tokens, wanted))
             all_tokens = sum(map(len, prompts))
             self.found["computed" if computed >= all_tokens else "loaded"] += len(prompts)
-            if victim != "receiver":  # its own process was not stopped
+            if victim != "receiver":  # the receiving engine itself was not stopped
                 self.found["worst_s"] = max(self.found["worst_s"], round(took, 2))
                 self.found["hanging"] += len(prompts) * (took > TIMEOUT_S + MARGIN_S)
         for name in names:
@@ -116,7 +116,7 @@ class Run:
             self.reset(name)
 
     def reset(self, name: str) -> None:
-        """Wait until nothing is held, and empty the cache."""
+        """Wait until no block is held, and then clear the cache."""
         try:
             self.engines[name].wait_until_empty(timeout_s=60)
         except AssertionError:

@@ -82,7 +82,7 @@ def of_backend(storage=None, **backend):
 
 
 def of_identity(**arguments):
-    """Return the fingerprint with changed identity arguments of the caller."""
+    """Return the fingerprint after changes to the identity arguments that a caller passes."""
     manager = KVCacheManager.for_groups(
         [GroupSpec("full_attention", 16)], 9, 256, context_parallel=CP
     )
@@ -99,9 +99,9 @@ def of_description(**_):
 
 @dataclass(frozen=True)
 class Row:
-    """Two engines that differ in one field only. `same` says why their fingerprints are equal.
+    """Two engines that differ in one field only. `same` states why their fingerprints are equal.
 
-    Without `changed`, `same` names another field that distinguishes the engines, or says why the
+    Without `changed`, `same` names another field that distinguishes the engines, or states why the
     field cannot be tested.
     """
 
@@ -125,8 +125,8 @@ WINDOW = {"kind": "sliding_window", "options": {"window": 32}}
 STATE = {
     "kind": "recurrent", "num_kv_heads": 0, "head_size": 0, "dtype": "float32", "state_bytes": 4096,
 }  # fmt: skip
-HOW_MANY = "sets the engine's memory or time, not the content of a block"
-WHEN = "sets when blocks are kept, moved or reported, not their content"
+HOW_MANY = "affects the engine's memory or time, not the content of a block"
+WHEN = "affects when blocks are kept, moved or reported, not their content"
 STEPS = "distributes tokens over steps; the content of blocks is the same"
 BY_RANK = "covered by the caller's text `rank`: a manager has no data about other ranks"
 BY_SPEC = "covered by LayerSpec and GroupSpec: stores create no CacheDescription"
@@ -199,7 +199,7 @@ TABLE: dict[str, Row] = {
     "CachePlan.max_encoder_tokens": Row(
         of_layer, {"plan": {"max_encoder_tokens": 64}}, {"kind": "cross_attention"}, HOW_MANY
     ),
-    "AttentionBackend.name": Row(of_backend, {"name": "Y"}, same="bytes lie as the orders say"),
+    "AttentionBackend.name": Row(of_backend, {"name": "Y"}, same="only its orders matter"),
     "AttentionBackend.dims": Row(
         of_backend, {"dims": ("block", "token", "kv", "head", "element")}
     ),
@@ -258,7 +258,7 @@ TABLE: dict[str, Row] = {
     "CacheOptions.fence_frees": Row(of_build, {"fence_frees": True}, same=WHEN),
     "CacheOptions.engine_copies_states": Row(of_build, {"engine_copies_states": True}, same=WHEN),
     "CacheOptions.in_step_hits": Row(of_build, {"in_step_hits": "wait"}, same=WHEN),
-    "CacheOptions.enable_events": Row(of_build, {"enable_events": False}, same="a tier needs them"),
+    "CacheOptions.enable_events": Row(of_build, {"enable_events": False}, same="a tier requires events"),
     "CacheOptions.announce_reused": Row(of_build, {"announce_reused": True}, same=WHEN),
     "CacheOptions.track_residency": Row(of_build, {"track_residency": True}, same=WHEN),
     "CacheOptions.prefault": Row(of_build, {"prefault": False}, same=WHEN),
@@ -296,7 +296,7 @@ TABLE: dict[str, Row] = {
     "fingerprint.rank": Row(of_identity, {"rank": "tp 1 of 2"}),
     "fingerprint.contents": Row(of_identity, {"contents": "v and k"}),
     "fingerprint.cp_kv_cache_interleave_size": Row(of_identity, {"cp_kv_cache_interleave_size": 2}),
-    "CacheDescription.engine_id": Row(of_description, same="a name; all engines share a store"),
+    "CacheDescription.engine_id": Row(of_description, same="a name; all engines share one store"),
     "CacheDescription.tp_size": Row(of_description, same=BY_RANK),
     "CacheDescription.pp_size": Row(of_description, same=BY_RANK),
     "CacheDescription.stages": Row(of_description, same=BY_RANK),

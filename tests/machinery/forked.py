@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test processes forked from a process that has already imported torch, which takes seconds.
+"""Forks test processes from a process that has already imported torch, because the import is slow.
 
-Uses multiprocessing's fork server. Each test process has one, which ends with it.
+Uses multiprocessing's fork server. Each test process has its own server, which ends with the
+process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ context.set_forkserver_preload(
 
 
 class Forked:
-    """A process that runs `serve(commands, **options)`. Leaving the block kills it.
+    """A process that runs `serve(commands, **options)`. Leaving the `with` block kills the process.
 
     Commands and responses are JSON objects. `greeting` is the first object that `serve` sends.
     """
@@ -79,7 +80,7 @@ class Forked:
         return all(each.read_text().rpartition(") ")[2][0] == "T" for each in tasks)
 
     def answer(self, timeout_s: float = 90) -> dict:
-        """Return the next response. Most commands have one, which `ask` returns."""
+        """Return the next response. For commands with exactly one response, use `ask`."""
         assert self._commands.poll(timeout_s), f"no answer within {timeout_s} s"
         return received(self._commands)
 

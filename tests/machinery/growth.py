@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long runs whose memory use must stay flat: `python -m tests.machinery.growth [--scale F] [--seed N]`.
+"""Checks that memory use stays flat in long runs.
+
+    python -m tests.machinery.growth [--scale F] [--seed N]
 
 During the warm-up, tables, indices and the event queue reach their final size. After the warm-up,
 resident memory may grow by at most `MOST_GROWTH`, by twice that with many live requests, and by

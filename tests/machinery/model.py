@@ -18,7 +18,7 @@ FOREVER = 10**9
 
 @dataclass
 class ModelGroup:
-    """A cache group. `reads_from(n)` is the first token read by token n or by any later token."""
+    """A cache group. `reads_from(n)`: first token to which token n or any later token attends."""
 
     block_size: int
     reads_from: Callable[[int], int] = lambda n: 0
@@ -89,7 +89,7 @@ class ModelRow:
     receiving: bool = False
     reads: bool = True  # takes prefix hits when it restarts
     num_hit: int = 0  # tokens hit at admission; external tokens follow them
-    hit_end: int = 0  # before this token, the row holds only the hit blocks that are read after it
+    hit_end: int = 0  # before this token, the row holds only hit blocks that later tokens read
     num_valid: int = FOREVER  # while receiving: upper bound on the number of valid tokens
     drafts: int = 0  # drafts of the last step that may still be rejected; each has a state page
 
@@ -430,7 +430,7 @@ class ModelManager:
         return answer
 
     def _hits_to_try(self, request, cap, num_external=0):
-        """Yield the hits to try at admission, each with its `num_shared`."""
+        """Yield each hit to try at admission, together with its `num_shared`."""
         for partial in (False,) if num_external else (True, False):
             num_hit, with_host = self.capped_hit(request, cap, partial)
             yield num_hit, self.hit_length(request, partial, with_host, only_shared=True)
@@ -445,12 +445,12 @@ class ModelManager:
     def _copies(self, request, num_hit):
         """Whether the hit ends inside a block.
 
-        The source block is then held until the step completes.
+        If so, the source block is held until the step completes.
         """
         return any(each.source for each in self.hit_blocks(request, num_hit))
 
     def _reads_beside(self, request, num_hit):
-        """Whether the row reads one hit page and writes another: for a partial-block copy or a
+        """Whether the row reads one hit page and writes another, for a partial-block copy or a
         state.
         """
         held = self.hit_blocks(request, num_hit)
@@ -516,8 +516,8 @@ class ModelManager:
         """Return whether all known tokens, computed in chunks, fit now, later or never, and return
         the hits that were tried.
 
-        Excludes a hit that never fits because the first chunk reads one of its pages and writes
-        another. A row that computes these tokens itself needs a single page for both.
+        A hit that can never fit, because the first chunk reads one of its pages and writes another,
+        is excluded. A row that computes these tokens itself needs a single page for both.
         """
         statuses, tried = [], []
         for num_hit, _ in self._hits_to_try(request, cap):
@@ -657,7 +657,7 @@ class ModelManager:
         return max(state.num_computed - kept, 0)
 
     def num_slots(self, row):
-        """Return the number of leading tokens that have a slot in the row's blocks."""
+        """Return how many leading tokens have a slot in the row's blocks."""
         state = self.rows[row]
         return min(
             (
@@ -704,7 +704,7 @@ class ModelManager:
                 stop = held.num_dropped + state.drafts + 1
             for column, block in enumerate(held.blocks[:stop]):
                 is_found = self.pool.content.get(block, (0, None))[1] is not None
-                is_found &= group.pages != STATE  # a state page was also computed by earlier tokens
+                is_found &= group.pages != STATE  # a state page also depends on earlier tokens
                 if group.pages != ENCODER and block and not is_found:
                     self._note_dropped(state, g, column, block)
 
@@ -756,7 +756,7 @@ class ModelManager:
         return count
 
     def most_slots(self, start):
-        """Return the most slots, lookahead included, that a step from token `start` may request."""
+        """Return the maximum number of slots, including lookahead, of a step from token `start`."""
         return min(
             columns * group.block_size - (start - group.reads_from(start))
             if group.pages == CIRCULAR
@@ -767,7 +767,7 @@ class ModelManager:
     # Hits ------------------------------------------------------------------------------------------
 
     def find(self, g, prefix, with_host=False):
-        """Return the block for this prefix, negative for a host page, or 0."""
+        """Return the block for this prefix (negative for a host page), or 0 if there is none."""
         return self.pool.find(g, prefix) or (
             -self.host.find(g, prefix) if with_host and self.host else 0
         )
@@ -796,7 +796,7 @@ class ModelManager:
         return frozenset(ends - {0})
 
     def is_retained(self, state, g, num_tokens):
-        """Whether the group caches what a hit of this length reads."""
+        """Whether the group has cached everything that a hit of this length reads."""
         if self.retention_interval is None or not self.groups[g].sparse:
             return num_tokens > 0 and num_tokens % self.unit == 0
         every = self.retention_interval
@@ -850,7 +850,7 @@ class ModelManager:
         return max(n for n in lengths if self.has_all(request.tokens, n, *where))
 
     def checkpoint_tokens(self, request, row, count):
-        """Limit `count` tokens so that the step ends where a state is kept."""
+        """Reduce `count` so that the step ends at a position where a state is kept."""
         start = self.hit_length(request, partial=True, with_host=True)
         shared = self.hit_length(request, partial=True, with_host=True, only_shared=True)
         if row is not None:
@@ -880,7 +880,7 @@ class ModelManager:
         return n == 0 or n + max(redone, default=0) <= full
 
     def capped_hit(self, request, cap, partial=False):
-        """Return the hit length with at most `cap` loads, and whether host pages were considered."""
+        """Return the hit length with at most `cap` host pages, and whether the host was searched."""
         num_hit = self.hit_length(request, partial, with_host=True)
         held = self.hit_blocks(request, num_hit)
         num_loads = sum(b < 0 for h in held for b in h.blocks)
@@ -926,7 +926,8 @@ class ModelManager:
     def _needs(self, held, start, after, lookahead, drafts=0, accepted=0, gives_up=False):
         """Return (number of new blocks, first column to keep) per group.
 
-        `drafts`: drafts among these tokens. `accepted`: accepted drafts of the previous step.
+        `drafts`: number of drafts among these tokens. `accepted`: number of accepted drafts of the
+        previous step.
         `gives_up`: release the states at block ends that the accepted drafts have passed.
         """
         needs = []
@@ -955,7 +956,7 @@ class ModelManager:
 
     @staticmethod
     def _moves(group, each, start, sure):
-        """Whether the state moves to another page: it ends a block, or the row has no state."""
+        """Whether the state moves to another page: after a block ends or if the row has no state."""
         size = group.block_size
         return sure > (ceil_div(start, size) if any(each.blocks) else len(each.blocks)) * size
 
@@ -983,7 +984,7 @@ class ModelManager:
         return free
 
     def _shared(self, state, start, after, lookahead, drafts, accepted):
-        """Return (group, column) of shared blocks that these tokens write to."""
+        """Return (group, column) of each shared block in which these tokens have slots."""
         found = []
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
             size = group.block_size
@@ -1005,7 +1006,7 @@ class ModelManager:
     def _is_shared(self, block):
         """Whether another row holds the block.
 
-        A connector that may still read it counts as a row.
+        A connector that may still read the block counts as a row.
         """
         count = self._num_holders(block) - self.held_for_step.count(block)
         return count + sum(blocks.count(block) for blocks in self.kept.values()) > 1
@@ -1037,7 +1038,7 @@ class ModelManager:
         if room < 0:
             surplus = self._surplus(state.held, start, after + lookahead, drafts, accepted)
             alive = sum(
-                1 + drafts  # if alone, a state stays in its page
+                1 + drafts  # if the row is alone, its state stays in its page
                 if group.pages == STATE
                 else len(each.blocks) - len(tail) - drop_to + num_new
                 for group, each, tail, (num_new, drop_to) in zip(
@@ -1326,7 +1327,7 @@ class ModelManager:
             each.blocks += taken[g]
 
     def _own(self, state, g, column, block, start):
-        """Replace a shared block by the row's own block, and copy the contents (copy-on-write)."""
+        """Replace a shared block with the row's own block, and copy the content (copy-on-write)."""
         each, size = state.held[g], self.groups[g].block_size
         shared, each.blocks[column] = each.blocks[column], block
         each.num_hits = min(each.num_hits, column)
@@ -1570,7 +1571,7 @@ class ModelManager:
         g, prefix, _ = self.pool.content[block]
         page = self.host.find(g, prefix)
         if page:
-            self.host.retain(page)  # one more use
+            self.host.retain(page)  # the page is used once more
             self.writes.append((page, g, prefix, "there"))
             return False
         if any((group, key) == (g, prefix) for _, group, key, _ in self.writes):
@@ -1753,7 +1754,7 @@ class ModelManager:
         group = self.groups[g]
         if group.pages == ENCODER:
             return 0
-        # Every step since has updated the state, and the next step reads it.
+        # Every step since then has updated the state, and the next step reads it.
         if group.pages == STATE:
             return min(state.held[g].state_start, state.num_computed - 1)
         return column * group.block_size
@@ -1973,7 +1974,7 @@ class ModelManager:
                         continue
                     if block:
                         is_invalid = prefix in [whole, *partial]
-                        # In a page that the row has released.
+                        # The state may also be in a page that the row has released.
                         if group.pages == STATE and self.has_partial[g]:
                             is_invalid |= n < end and n <= state.num_computed
                     else:  # dropped blocks: full blocks if still found, partial blocks always
@@ -2014,7 +2015,7 @@ class ModelManager:
         return all(pool.find(g, prefix[:n]) and prefix[:n] not in invalid_prefixes for n in ends)
 
     def _can_resume(self, state, num_tokens):
-        """Whether the row's own blocks hold the KV that the next token reads and the block that it
+        """Whether the row's blocks contain the KV that the next token reads and the slot that it
         writes.
         """
         if num_tokens == 0:

@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 
 class Master:
-    """A master process. Leaving the block kills it."""
+    """A master process. Leaving the `with` block kills the process."""
 
     def __init__(self) -> None:
         import mooncake

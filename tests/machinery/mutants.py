@@ -742,7 +742,7 @@ SURVIVORS = {
     "block_pool.cpp:10": "Python cannot publish partial blocks in a bare pool; `make ctest` detects it.",
     "block_copy.h:3": "Runs are cut only for mapped host memory; `make gpu-less` detects it.",
     "host_tier.cpp:3": "A block that is queued twice is still written only once.",
-    "hash_index.cpp:2": "It only costs time: a search ends at the longest walk instead.",
+    "hash_index.cpp:2": "The mutant only costs time: a search ends at the longest walk instead.",
     "transfer_plan.py:2": "With one head per rank, the skipped search finds no fewer fragments.",
     "hash_index.cpp:5": "Python cannot set the key; `make ctest`, which can, detects it.",
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The interface of eviction policies, which choose the next cached block to evict.
 //
-// The pool enforces the rules common to all policies: a block that is held, pinned, or has a cached
-// child is not a candidate, and uncached blocks are taken first. A policy only ranks candidates.
+// The pool enforces the rules common to all policies: a block that is held or pinned, or that has a
+// cached child, is not a candidate, and uncached blocks are allocated first. A policy only ranks
+// the candidates.
 #pragma once
 
 #include <cstddef>
@@ -17,24 +18,24 @@ namespace kvcache {
 // Retention priority that a caller assigns to tokens [first, stop) of a request.
 struct Retention {
   int64_t first, stop;
-  int32_t priority;  // 0 to 100; the lowest is evicted first
+  int32_t priority;  // 0 to 100; lower priorities are evicted first
   int64_t ttl_ms;    // counted from the release; negative: unlimited
 };
 
-// Features of a request segment whose blocks are released.
+// Features of a request segment whose blocks are being released.
 struct ReleaseFeatures {
   int32_t turn = 0;               // index of the turn in the conversation
   int64_t num_prefix_tokens = 0;  // hit length at admission
   int64_t num_new_blocks = 0;
-  int64_t num_output_tokens = -1;  // -1: the manager uses the tokens appended to the prompt
+  int64_t num_output_tokens = -1;  // -1: the manager counts the tokens appended to the prompt
   int32_t request_class = -1;      // chosen by the caller; -1: none
   int64_t logical_time = 0;        // number of releases so far
-  int64_t wall_ms = 0;             // the caller's clock
+  int64_t wall_ms = 0;             // time on the caller's clock
   int64_t tokens_per_block = 1;    // blocks start at multiples of this number
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
   uint32_t tenant = 0;  // derived from the cache salt; 0: none
-  // Whether the blocks form a chain. Otherwise they belong to windows or states of a request whose
+  // Whether the blocks form a chain. If false, they are window or state blocks of a request whose
   // chains are released next.
   bool is_chain = true;
   bool is_swapped_out = false;  // the request continues later, from copies on the host
@@ -49,15 +50,15 @@ struct ReleasedAs {
   uint16_t reuse_class = 0;
 };
 
-// One access of a request. It is attributed to the request's blocks when they are released, because
-// most requests are accessed far more often than they release blocks.
+// One access by a request. It is recorded for the request's blocks only when they are released,
+// because most requests access their blocks far more often than they release them.
 struct Access {
-  double now = 0;      // the caller's clock
-  int64_t number = 0;  // number in the order of accesses; 0: none
+  double now = 0;      // time on the caller's clock
+  int64_t number = 0;  // sequence number of the access; 0: no access
 };
 
-// A policy is notified only of blocks of its pool. Its records of a block are valid until the block
-// is forgotten or reallocated.
+// A policy is notified only about the blocks of its own pool. What it records about a block is
+// valid until the block is forgotten or reallocated.
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
@@ -81,15 +82,17 @@ class EvictionPolicy {
   // `is_first`: no other block is cached under this hash.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/, bool /*is_first*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // a request hits these cached blocks
-  // These blocks of windows and states were published for hits that are likely: a repeated prompt,
-  // or a prefix that another request shares. Sent while they are held.
+  // These window and state blocks were published because a hit on them is likely: by a repeated
+  // prompt, or by another request with the same prefix. Sent while the blocks are held.
   virtual void on_retain(const BlockId*, int64_t) {}
-  // Cached blocks of windows and states, held or not, that the likely hits of a request read.
-  // `hit_ends`: the length of the hit, in tokens. Sent before the request releases its blocks.
+  // These cached window and state blocks, held or not, are read by the likely hits of a request.
+  // `hit_ends`: for each block, the length in tokens of the hit that reads it. Sent before the
+  // request releases its blocks.
   virtual void on_release_ends(const BlockId*, const int64_t* /*hit_ends*/, int64_t) {}
   // A request releases these blocks. prefix_tokens[i] counts the tokens up to the end of block i.
-  // After a fence, the blocks become idle later. For blocks released by a continuing request
-  // (outside a window, for a copy, or invalid), only `on_released` is called.
+  // If a fence defers the release, the blocks become idle later. If a request releases blocks but
+  // keeps running (blocks that left the window, were replaced by a copy, or are invalid), only
+  // `on_released` is called.
   virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
                           const ReleaseFeatures&) {}
   virtual void on_released(const BlockId*, int64_t) {}  // blocks were released for any reason
@@ -103,18 +106,19 @@ class EvictionPolicy {
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
   virtual void set_now(int64_t /*ms*/) {}
   virtual void clear() {}  // no block is cached any more
-  // Exchange of data between the policies of two tiers. `released_as` returns this policy's
-  // classification of a block. `on_copy` passes the classification of a copied block to the policy
-  // of the copy's tier, and is called again after each later eviction from the other tier. Copied
-  // blocks are cached and held.
+  // The following functions exchange data between the policies of two tiers. `released_as` returns
+  // this policy's classification of a block. `on_copy` passes the classification of a copied block
+  // to the policy of the copy's tier, and is called again after each later eviction from the other
+  // tier. Copied blocks are cached and held.
   virtual ReleasedAs released_as(BlockId) const { return {}; }
   virtual void on_copy(BlockId, const ReleasedAs&) {}
   virtual void on_load(BlockId) {}  // the copied block is cached in the other tier again
-  // Returns the expected hits of a copy of a block with this classification, minus the value of its
-  // space for other blocks; at least 1 without any data. `evicts`: no uncached block is left.
+  // Returns the expected number of hits of a copy of a block with this classification, minus the
+  // value of the space that the copy would occupy; at least 1 if nothing has been learned yet.
+  // `evicts`: the copy would evict a cached block, because no uncached block is left.
   virtual double gain_of_copy(const ReleasedAs&, bool /*evicts*/) { return 1; }
   // Returns the learned reuse statistics for another policy of the same kind, or nothing if there
-  // are none. `learn` replaces the statistics; the caller checks their number.
+  // are none. `learn` replaces the statistics; the caller must have checked the number of values.
   virtual std::vector<double> learned() const { return {}; }
   virtual void learn(const std::vector<double>&) {}
   // Whether a learning policy currently evicts in LRU order because it had fewer hits than LRU.

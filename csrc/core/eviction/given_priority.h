@@ -16,7 +16,7 @@ struct GivenPriority {
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
   int32_t priority = -1;  // -1: no priority
-  int64_t end = 0;        // ms
+  int64_t end = 0;        // time at which the priority expires, in ms
 
   // Returns the priority of the block that ends with this prefix.
   static GivenPriority of(int64_t prefix_tokens, const ReleaseFeatures& features, int64_t now) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Evicts the block with the earliest last access first, then by longest prefix, then by release
-// order.
+// Evicts the block whose last access is earliest. Ties are broken by longest prefix, then by
+// release order.
 //
-// A block's access time is the `now` of its last access, regardless of later releases. A block
-// without any access has the time of its last release: the caller's clock at that time (the largest
-// `now` so far, 0 before the first), and then the logical time of the release. Without accesses,
-// the least recent release is therefore evicted first, and within a release the longest prefix.
+// A block's access time is the value of `now` at its last access; later releases do not change it.
+// A block that was never accessed is ordered by its last release instead: by the caller's clock at
+// that time (the largest `now` so far, or 0 before the first access), then by the logical time of
+// the release. If no block is ever accessed, blocks are therefore evicted in the order of their
+// releases and, within a release, longest prefix first.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +53,7 @@ class LastAccess : public EvictionPolicy {
   void on_idle(BlockId id) override {
     State& state = states_[id];
     state.idle = ++num_idle_;
-    // A fence may have delayed this, so the time of the release was recorded.
+    // A fence may have delayed this call, so the time recorded at the release is used.
     if (!state.is_accessed) {
       state.time = state.is_told ? state.announced_time : clock_;
       state.tick = state.is_told ? state.told_tick : logical_time_;
@@ -85,14 +86,15 @@ class LastAccess : public EvictionPolicy {
   }
 
  private:
-  // Among blocks with equal times, accessed ones are evicted first, because releases came later.
+  // Among blocks with equal times, accessed blocks are evicted first, because a release at the same
+  // time follows the access.
   static constexpr int64_t kAccessed = INT64_MIN;
   struct State {
     double time;
     int64_t tick;  // logical time of the release, or kAccessed
     int64_t num_prefix_tokens;
     int64_t idle;           // number of the release, counted over all blocks
-    double announced_time;  // time of a release that was announced but has not happened yet
+    double announced_time;  // time of a release that was announced but has not taken effect
     int64_t told_tick;
     // Number of the block's last access, or of the latest access before it was reallocated.
     int64_t last_access;

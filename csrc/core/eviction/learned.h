@@ -2,13 +2,14 @@
 // Evicts the blocks that are least worth keeping, based on the observed reuse of similar blocks.
 //
 // The blocks that a request releases form segments. Blocks shared with other conversations and
-// blocks used only by the request's own conversation are in different segments. A segment's class
-// describes similar segments. For a sample of blocks, cached or not, the policy records when they
-// were released and when they are used again. These records give the value of a block for each
-// class and age. The policy chooses the oldest or youngest segment of the class with the lowest
-// value, and evicts all its blocks, deepest first, before it chooses the next. Ages are measured on
-// the caller's clock: the same calls at the same times give the same evictions. While there are too
-// few records to judge the oldest segments, the oldest segment is evicted first.
+// blocks used only by the request's own conversation are in different segments. Segments with
+// similar features have the same class. For a sample of blocks, cached or not, the policy records
+// when they are released and when they are used again. From these records, it estimates the value
+// of a block for each class and age. The policy chooses the oldest or youngest segment of the class
+// with the lowest value, and evicts all its blocks, deepest first, before it chooses the next. Ages
+// are measured on the caller's clock, so the same calls at the same times cause the same evictions.
+// While there are too few records to assess the oldest segments, the oldest segment is evicted
+// first.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +32,7 @@ class Learned : public EvictionPolicy {
  public:
   // `double_cost_tokens`: prefix length after which a block costs twice as much to recompute as the
   // first block, and is worth twice as much; 0: all blocks cost the same. `tenant_share`: fraction
-  // of the blocks that one salt may keep while others need space; 1: all.
+  // of the blocks that one cache salt may keep while others need space; 1: no limit.
   Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1)
       : double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
@@ -46,10 +47,10 @@ class Learned : public EvictionPolicy {
   BlockId victim() override { return levels_.victim(); }
 
   void on_publish(BlockId, const Hash* hash, uint8_t group, bool is_first) override {
-    // A window block or state that is computed again would not have been a hit.
+    // A recomputed window block or state does not count as a missed hit.
     if (hash == nullptr || is_side(group)) return;
     const uint32_t key = ReuseModel::key_of(*hash, group);
-    // Content that is cached already is computed again for other reasons than an eviction.
+    // If the content is still cached, it was not recomputed because of an eviction.
     if (is_first) model_->guard().note_use(key, /*is_hit=*/false);
     model_->note_use(key);
   }
@@ -92,7 +93,7 @@ class Learned : public EvictionPolicy {
     for (int64_t i = n - 1; i >= 0; --i) {
       if (i >= kPrefetchBlocks) prefetch(ids[i - kPrefetchBlocks]);
       const Block* block = blocks_.find(ids[i]);
-      // A candidate is not held, so it is not released.
+      // No request holds a candidate, so none can release it.
       if (block == nullptr || levels_.of(ids[i]).segments.is_candidate(ids[i])) continue;
       Released& last = chain_[num_in_chain_];
       last = {prefix_tokens[i], ids[i], ReuseModel::key_of(block->hash, block->group)};
@@ -147,7 +148,8 @@ class Learned : public EvictionPolicy {
  private:
   static constexpr int32_t kNone = Segments::kNone;
   static constexpr int64_t kPrefetchBlocks = 8;
-  // Loose blocks are numerous, so they are sampled like blocks of a segment of this size.
+  // Blocks without a reported release are numerous, so they are sampled at the rate for a segment
+  // of this size.
   static constexpr int64_t kLooseBlocks = 4'096;
   struct Released {  // a block with a hash
     int64_t prefix_tokens;
@@ -167,8 +169,8 @@ class Learned : public EvictionPolicy {
     const int64_t n = num_in_chain_;
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
-    // The known part of the chain, and whether this request continues an earlier request that ended
-    // there.
+    // Finds the last block of the chain that has a record, or else the end of the hit. The request
+    // continues an earlier request if that request ended with this block.
     int64_t num_known = n;
     const GhostRing::Record* last = nullptr;
     for (; num_known > 0; --num_known) {
@@ -253,7 +255,7 @@ class Learned : public EvictionPolicy {
                        int num_forks, const ReleaseFeatures& features) {
     Levels::Level* last = nullptr;
     int32_t s = kNone;
-    // Opens the segment with the first block, as segments must not be empty.
+    // Opens the segment only when its first block is known, because segments must not be empty.
     const auto segment_in = [&](Levels::Level& level) {
       if (&level == last) return s;
       last = &level;
@@ -289,8 +291,8 @@ class Learned : public EvictionPolicy {
     if (is_candidate) return level.segments.insert(block.id);
     levels_.told().set_told(block.id);
   }
-  // Groups of windows and states. Their blocks are used only at the ends of hits, so their uses do
-  // not count as those of a chain.
+  // Groups of windows and states. Their blocks are used only at the ends of hits, so these uses do
+  // not count as uses of a chain.
   bool is_side(uint8_t group) const { return (side_groups_ >> group & 1) != 0; }
   void note_side(BlockId id) {
     const Block* block = blocks_.find(id);
@@ -325,7 +327,7 @@ class Learned : public EvictionPolicy {
   std::shared_ptr<ReuseModel> model_;
   Levels levels_;
   PublishedBlocks blocks_;
-  // The first `num_in_chain_` blocks are those of the current release, first block first.
+  // The first `num_in_chain_` entries are the blocks of the current release, in chain order.
   std::vector<Released> chain_;
   int64_t num_in_chain_ = 0;
   EndBlocks ends_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks that callers want to keep. A pin is not a reference: pinned blocks are evicted if no other
-// cached block is left.
+// Blocks that callers want to keep cached. A pin is not a reference: pinned blocks are evicted if
+// no other cached block is left.
 #pragma once
 
 #include <cstddef>

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Evicts by priority, lowest first, then least recently released.
 //
-// A release may assign priorities, with a time to live, to ranges of its tokens. A block takes the
-// highest priority that overlaps its tokens, which replaces an earlier priority. Among equal
-// priorities, it takes the one that expires last. A release without a priority for a block does not
-// change its priority. Blocks without a priority, or with an expired one, have the default
-// priority.
+// A release may assign priorities, with a time to live, to ranges of its tokens. A block is
+// assigned the highest priority whose range overlaps its tokens, and among equal priorities the one
+// that expires last. The new priority replaces an earlier one. A release without a priority for a
+// block does not change its priority. Blocks without a priority, or with an expired one, have the
+// default priority.
 #pragma once
 
 #include <algorithm>

@@ -29,7 +29,7 @@ std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
     const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks,
     const EvictionPolicy* device);
 
-// These functions throw the same errors without creating a policy.
+// These functions throw the same errors as the functions above, without creating a policy.
 void check_host_eviction(const std::string& name, const std::map<std::string, double>& options);
 void check_host_eviction_beside(const std::string& host, const std::string& device);
 

@@ -44,7 +44,7 @@ class Ghosts {
     where_.clear();
   }
   size_t num_bytes() const {
-    // A list node and a map node.
+    // Size of a list node and a map node.
     constexpr size_t kEntryBytes = 3 * sizeof(void*) + 4 * sizeof(void*);
     return order_.size() * kEntryBytes + where_.bucket_count() * sizeof(void*);
   }

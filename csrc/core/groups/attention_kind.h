@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kind of attention, which determines which earlier tokens are still read.
+// A kind of attention, which determines which earlier tokens are still needed.
 //
 // first_needed_token determines which blocks can be dropped while a request runs, and which blocks
 // must be found for a prefix hit.
@@ -15,8 +15,8 @@ class AttentionKind {
  public:
   virtual ~AttentionKind() = default;
 
-  // Returns the first token that the token at `num_computed_tokens` or any later token reads. The
-  // result must be between 0 and `num_computed_tokens`, and must not decrease as
+  // Returns the first token to which the token at `num_computed_tokens` or any later token attends.
+  // The result must be between 0 and `num_computed_tokens`, and must not decrease as
   // `num_computed_tokens` grows.
   virtual int64_t first_needed_token(int64_t num_computed_tokens) const = 0;
 
@@ -30,8 +30,8 @@ class AttentionKind {
   // The page rules (core/groups/rules). The default is kTokenRules.
   virtual const PageRules& rules() const;
 
-  // For states: the number of drafts per step with a page for their state, so that they can be
-  // rejected.
+  // For states: the number of drafts per step that can be rejected, because each of them has its
+  // own page for the state after it.
   virtual int64_t num_speculative_blocks() const { return 0; }
 
   // The maximum distance from the first token that a step reads to the last token that it writes;

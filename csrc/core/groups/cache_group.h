@@ -21,7 +21,7 @@ inline constexpr size_t kMaxGroups = 32;  // the maximum number of groups in one
 // Does not overflow for sizes up to kMaxSize.
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Ends of hits for which the blocks of a request stay cached, in tokens; 0: unused entry.
+// Lengths, in tokens, of the hits for which the blocks of a request stay cached; 0: unused entry.
 using RetainedEnds = std::array<int64_t, 6>;
 
 struct CacheGroup {
@@ -38,7 +38,7 @@ struct CacheGroup {
   int64_t num_hashes;   // per block
   int64_t hit_unit;     // tokens; hits of the manager end at multiples of this number
   // tokens; blocks stay cached for hits that end at multiples of this number, by default hit_unit.
-  // 0: only for the ends that are retained for each request
+  // 0: blocks stay cached only for the ends that are retained for each request
   int64_t retained_every;
   int64_t max_blocks;       // maximum per request; circular: the size of the buffer
   int64_t num_places;       // maximum number of tokens with slots per row, or kUnbounded
@@ -62,7 +62,7 @@ struct CacheGroup {
   bool is_retained(int64_t hit, const RetainedEnds& ends) const {
     return hit > 0 && first_retained(hit, ends) == hit;
   }
-  // Whether a retained hit can read this whole block, or recomputes it for a drafter. Only the
+  // Whether a retained hit can read this whole block or must recompute it for a drafter. Only the
   // shortest hit that ends after the block is checked, because longer hits read no earlier tokens.
   bool may_be_hit(int64_t block, const RetainedEnds& ends) const {
     if (keeps_all) return true;
@@ -81,34 +81,35 @@ struct CacheGroup {
            (drafts && is_retained(num_tokens - block_size / num_hashes, ends));
   }
 
-  // The number of tokens after a hit that the group must also find, and that are recomputed.
+  // The number of tokens after a hit that the group must also find and that are then recomputed.
   int64_t num_redone(bool with_partial) const {
     if (!drafts || !is_cached) return 0;
     return with_partial && has_partial ? block_size / num_hashes : block_size;
   }
 
-  // Clamped, because a user-defined kind may return any number.
+  // The result is clamped, because a user-defined attention kind may return any number.
   int64_t first_needed_token(int64_t num_computed) const {
     return keeps_all ? 0
                      : std::clamp<int64_t>(kind->first_needed_token(num_computed), 0, num_computed);
   }
-  // Whether writing slots up to `stop` keeps all tokens that the token at `start` reads.
+  // Whether slots up to `stop` can be written without overwriting a token that the token at `start`
+  // reads.
   bool has_places_for(int64_t start, int64_t stop) const {
     return stop - first_needed_token(start) <= num_places;
   }
-  // The first block that is still read.
+  // The first block that is still needed after num_computed tokens.
   int64_t first_needed_block(int64_t num_computed) const {
     return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
   }
-  // The first token whose KV a hit of num_hit tokens provides. After it, a group that is not cached
-  // reads only tokens computed by its own request.
+  // The first token whose KV a hit of num_hit tokens provides. For a group that is not cached, this
+  // is num_hit, because its rows read only KV that they have computed themselves.
   int64_t first_hit_token(int64_t num_hit) const {
     return is_cached ? first_needed_token(num_hit) : num_hit;
   }
   int64_t first_hit_block(int64_t num_hit) const { return first_hit_token(num_hit) / block_size; }
 };
 
-// Whether all blocks have the size of one hash block.
+// Whether the blocks of all groups have the size of one hash block.
 inline bool are_uniform(const std::vector<CacheGroup>& groups) {
   return std::all_of(groups.begin(), groups.end(),
                      [](const CacheGroup& group) { return group.num_hashes == 1; });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each token reads the earlier tokens of its own chunk of the sequence.
+// Each token attends to the earlier tokens in its own chunk of the sequence.
 #pragma once
 
 #include "core/groups/attention_kind.h"

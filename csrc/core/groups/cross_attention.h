@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every token reads all encoder tokens. No other request can use the encoder's KV.
+// Every token attends to all encoder tokens. No other request can use the encoder's KV.
 #pragma once
 
 #include "core/groups/attention_kind.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every token reads all earlier tokens.
+// Every token attends to all earlier tokens.
 #pragma once
 
 #include "core/groups/attention_kind.h"

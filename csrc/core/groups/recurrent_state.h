@@ -3,12 +3,12 @@
 //
 // A step updates the state in place, in the page of the block that contains its last token. If the
 // step enters another block, the plan first copies the state to the new page. The old page contains
-// the state at a block boundary only if a step ended there. In that case it can be hit. A state
+// the state at the block boundary, and can be hit, only if a step ended exactly there. A state
 // inside a block can be hit if a step of the prompt ended at a hash boundary. In that case, the
 // next step also continues in another page.
 //
-// With speculative blocks, that many spare pages follow the page of a row's state. A step writes
-// the state after its i-th draft to the i-th of these pages. If drafts are rejected, the row
+// With n speculative blocks, n spare pages follow the page that contains a row's state. A step
+// writes the state after its i-th draft to the i-th of these pages. If drafts are rejected, the row
 // continues from the page of the last accepted draft. The pages swap places, and no state is
 // copied.
 #pragma once

@@ -13,7 +13,7 @@
 namespace kvcache {
 
 // Computes the ends of the hits that are retained for a request, in addition to the multiples of
-// the retention interval. Without an interval they are the likely hits, of which the eviction
+// the retention interval. Without an interval, these are the likely hits about which the eviction
 // policy is notified.
 class RetainedHits {
  public:
@@ -31,8 +31,8 @@ class RetainedHits {
   }
 
   // A repeated prompt hits all but its last tokens. Another request with the same first num_shared
-  // tokens hits these tokens, or with a drafter fewer if it continues differently. They are not
-  // retained again if the request has hit them.
+  // tokens hits those tokens; with a drafter, it hits fewer if it continues differently. Nothing
+  // more is retained for the shared tokens if the request itself has hit them.
   RetainedEnds ends(int64_t num_prompt, int64_t num_hit, int64_t num_shared) const {
     RetainedEnds ends{};
     if (keeps_all_) return ends;

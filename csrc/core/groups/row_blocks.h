@@ -21,7 +21,7 @@ struct RowBlocks {
   int32_t num_hits = 0;       // number of leading blocks that the row has not computed
   // For has_partial: number of leading hash blocks that are published or never will be.
   int32_t num_partial = 0;
-  // For states: the number of tokens in the state when it entered the first page.
+  // For states: the number of tokens that the state summarized when it entered the first page.
   int32_t state_start = 0;
   // For states: whether the first page contains a published state inside a block. The next step
   // then writes to another page or, if none is available, gives up the published state.
@@ -41,12 +41,12 @@ struct RowBlocks {
     blocks.insert(blocks.end(), spare.begin(), spare.end());
     num_dropped = column;
   }
-  // Limits the hits to the first n blocks.
+  // Counts only blocks among the first n as hits.
   void lower_hits(int64_t n) { num_hits = static_cast<int32_t>(std::min<int64_t>(num_hits, n)); }
   void resize(int64_t size) { blocks.resize(static_cast<size_t>(size), kNullBlock); }
 
-  // Appends blocks. A full row doubles its capacity, up to `most` blocks, so that the first blocks
-  // after a long prompt do not copy the row.
+  // Appends blocks. A full row doubles its capacity, up to `most` blocks, so that the row is rarely
+  // copied while it generates tokens.
   void append(const BlockId* ids, int64_t n, int64_t most) {
     const auto needed = blocks.size() + static_cast<size_t>(n);
     if (needed > blocks.capacity()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each token reads itself and the window - 1 tokens before it.
+// Each token attends to itself and the window - 1 tokens before it.
 #pragma once
 
 #include <algorithm>

@@ -28,7 +28,7 @@ void digest(HashAlgorithm algorithm, uint8_t* data, size_t size, Hash* out) {
   if (algorithm == HashAlgorithm::kSha256Cbor) {
     sha256_in_place(data, size, out->bytes);
   } else {
-    *out = {};  // the digest is shorter
+    *out = {};  // clears the bytes after the digest
     xxh3_128(data, size, out->bytes);
   }
 }

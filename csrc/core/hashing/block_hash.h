@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block hashes, which are chained digests over canonical CBOR, in the format of other engines.
+// Block hashes in the format of other engines: chained digests over canonical CBOR.
 //
 //   none_hash  = H(CBOR text string of the seed)
 //   hash of a block = H(CBOR of [parent hash, [token ids], extra keys or null])
 //
 // Canonical CBOR (RFC 8949) writes every integer in its shortest form. Extra keys are passed
-// already encoded. H is SHA-256 (32 bytes), or 128-bit XXH3 (16 bytes) if speed matters more.
+// already encoded. H is SHA-256 (32 bytes), or 128-bit XXH3 (16 bytes) if speed matters more than
+// collision resistance.
 #pragma once
 
 #include <array>
@@ -39,12 +40,12 @@ struct BlockContent {
   std::string_view extra;  // the CBOR of the block's extra keys; empty means null
 };
 
-// Hashes blocks, reusing its buffers.
+// Hashes blocks. Reuses its buffers between calls.
 class BlockHasher {
  public:
   void hash(const BlockContent& block, Hash* out);
-  // Writes the hashes of two blocks to out[0] and out[1], in less time than one after the other.
-  // Neither block may be the parent of the other.
+  // Writes the hashes of two blocks to out[0] and out[1]. This is faster than hashing one after the
+  // other. Neither block may be the parent of the other.
   void hash_two(const BlockContent& first, const BlockContent& second, Hash* out);
 
  private:

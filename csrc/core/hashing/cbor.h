@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heads of CBOR items (RFC 8949), each in its shortest form.
+// Writes heads of CBOR items (RFC 8949) in their shortest form.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ enum CborMajor : uint8_t {
 };
 inline constexpr uint8_t kCborNull = 0xF6;
 inline constexpr int64_t kMaxHeadBytes = 5;  // one byte, and a value of up to 32 bits
-// Written by write_head; bytes after the head are undefined.
+// The number of bytes that write_head writes. The bytes after the head are undefined.
 inline constexpr int64_t kBytesWritten = 8;
 
 // Returns the end of the head. Branch-free, because the head sizes of a prompt's token ids are

@@ -22,8 +22,9 @@ uint8_t* write_one_by_one(uint8_t* p, const int32_t* values, int64_t n) {
 
 #ifdef KV_AVX512
 
-// Writes eight integers at a time. Each takes eight bytes of a register: its initial byte, its
-// value in big-endian order, and three unused bytes. The bytes of its form are then moved together.
+// Writes eight integers at a time. Each integer takes eight bytes of a register: its initial byte,
+// its value in big-endian order, and three unused bytes. The bytes that the shortest form of each
+// integer uses are then packed together.
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt"))) uint8_t* write_avx512(
     uint8_t* p, const int32_t* values, int64_t n) {
   const __m512i value_places = _mm512_set4_epi32(0x80808008, 0x090A0B80, 0x80808000, 0x01020380);

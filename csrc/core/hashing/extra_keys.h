@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Extra keys contain everything besides the tokens that the KV of a request depends on, as CBOR per
-// block.
+// Extra keys identify everything besides the tokens that the KV of a request depends on. They are
+// encoded as CBOR, separately for each block.
 //
 // A block's keys, in this order: ["lora", name, path] on every block; ["mm", identifier, first
 // token of the item - first token of the block] on every block that overlaps the item;
@@ -28,7 +28,7 @@ struct MmItem {
   }
 };
 
-// Digests, one per block, of the rows that replace a request's tokens.
+// Provides one digest per block of the embedding rows that replace a request's tokens.
 class RowDigests {
  public:
   virtual ~RowDigests() = default;
@@ -41,21 +41,21 @@ class ExtraKeys {
  public:
   ExtraKeys() = default;
   // A block's keys list items in the order of `items`, which may overlap. Items may cover tokens
-  // that are not known yet, because keys do not depend on the time of the call.
+  // that are not known yet.
   ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
             std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
             std::shared_ptr<const RowDigests> embeds);  // null: no rows
 
-  // Whether the first blocks have equal keys. Throws the errors of row digests.
+  // Whether the first num_blocks blocks have equal keys. Rethrows the errors of row digests.
   bool begins_like(const ExtraKeys& other, int64_t num_blocks) const;
 
-  // A digest of all keys except rows of embeddings.
+  // Returns a digest of all keys except embedding rows.
   uint64_t digest() const;
-  // The name of the first kind of keys that differs; empty if none does. Rows of embeddings are
-  // compared only by their number.
+  // Returns the name of the first kind of keys that differs, or an empty string if none does. Of
+  // embedding rows, only the number is compared.
   const char* first_difference(const ExtraKeys& other) const;
 
-  // A number derived from the salt, equal in every process; 0: no salt.
+  // A number derived from the cache salt. It is the same in every process; 0: no salt.
   uint32_t tenant() const { return tenant_; }
 
   // Returns the CBOR of a block's keys, which is empty without keys and valid until the next call.

@@ -38,13 +38,14 @@ class HashedTokens : public GivenHashes {
     return covered / block_size_ - num_blocks();
   }
 
-  // Returns the hashes of the `num_filled_by` blocks after `tokens` follow the known tokens.
-  // `extras` is empty, or contains the CBOR of each block's extra keys. Does not change the object.
+  // Returns the hashes of the `num_filled_by` blocks that can be hashed once `tokens` are appended
+  // to the known tokens. `extras` is empty, or contains the CBOR of each block's extra keys. Does
+  // not change the object.
   std::vector<Hash> hash_behind(const std::vector<int32_t>& tokens,
                                 const std::vector<std::string>& extras) const;
   // Appends tokens, with the result of `hash_behind`.
   void append(std::vector<int32_t> tokens, std::vector<Hash> hashes);
-  // Removes all blocks after the first `num_blocks`, which must exist, and all later tokens.
+  // Removes everything after the first `num_blocks` blocks, which must exist.
   void truncate(int64_t num_blocks);
   // Moves out all tokens without a copy. Returns no tokens if they were already taken.
   std::vector<int32_t> take_tokens();

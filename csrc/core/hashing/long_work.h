@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Splits long computations into pieces, so that the embedding application can interrupt them in
-// between.
+// Splits long computations into pieces, so that the application can interrupt them between pieces.
 #pragma once
 
 #include <chrono>
@@ -10,11 +9,11 @@
 namespace kvcache {
 
 // Called between pieces of work whose effects are not visible yet. May throw. Null disables the
-// calls. `is_long`: other threads have been waiting for milliseconds.
+// calls. `is_long`: other threads have been waiting for several milliseconds.
 inline void (*between_pieces)(bool is_long) = nullptr;
 
-// The number of tokens hashed per piece, which takes at most a few milliseconds. Tests use pieces
-// of one block.
+// The number of tokens hashed per piece. Each piece takes at most a few milliseconds. Tests use
+// pieces of one block.
 inline int64_t tokens_per_piece = int64_t{1} << 16;
 constexpr std::chrono::milliseconds kLong{5};
 
@@ -34,7 +33,7 @@ class Pieces {
 
  private:
   int64_t num_tokens_ = 0;
-  // Time of the first piece or the last call.
+  // Start time of the first piece, or the time of the last call of `between_pieces`.
   std::optional<std::chrono::steady_clock::time_point> since_;
 };
 

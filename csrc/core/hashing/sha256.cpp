@@ -83,8 +83,9 @@ void digest_portable(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
 
 #if defined(__x86_64__)
 
-// SHA requires SSE4.1 and its predecessors. The CPU is queried directly, because not every
-// compiler's __builtin_cpu_supports knows "sha". Kernels always save the SSE registers.
+// The implementation also uses SSE4.1 and its predecessors. The CPU is queried directly, because
+// not every compiler's __builtin_cpu_supports knows "sha". No check of the operating system is
+// needed, because it always saves the SSE registers.
 bool has_sha_ni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (b & bit_SHA) == 0) return false;
@@ -216,9 +217,9 @@ const std::vector<Sha256Implementation>& sha256_implementations() {
 }
 
 size_t sha256_pad(uint8_t* data, size_t size) {
-  // The padding consists of a set bit, zeros, and the number of bits in 8 bytes.
+  // The padding consists of a one bit, zeros, and the message length in bits as an 8-byte integer.
   const size_t num_chunks = (size + 8) / kChunkBytes + 1;
-  std::memset(data + size, 0, kSha256Padding);  // the size is fixed, which is faster
+  std::memset(data + size, 0, kSha256Padding);  // a fixed size is faster
   data[size] = 0x80;
   uint8_t* const end = data + num_chunks * kChunkBytes;
   const uint64_t num_bits = uint64_t{size} * 8;

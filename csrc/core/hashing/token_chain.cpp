@@ -37,8 +37,9 @@ void TokenIds::append_any(const int32_t* tokens, int64_t n) {
   }
 }
 
-// Reserves for generated tokens, so that the first one does not move a long prompt. Requests that
-// are admitted together get different capacities. Otherwise all of them would grow in one step.
+// Reserves space for generated tokens, so that appending the first one does not copy a long prompt.
+// Requests that are admitted together get different capacities. Otherwise, all of them would grow
+// in the same step.
 void TokenIds::reserve(size_t num_prompt_tokens) {
   constexpr size_t kLeast = 256, kStride = 37;  // odd, so that kLeast requests differ
   static thread_local size_t num_requests = 0;
@@ -104,7 +105,8 @@ void TokenChain::forget_removed() {
   if (variants_.size() > num_full) variants_.resize(num_full);
 }
 
-// A chain whose missing hashes are computed. Its tokens do not change meanwhile.
+// A chain whose missing hashes are being computed. Its tokens cannot change while this object
+// exists.
 class TokenChain::Hashing {
  public:
   explicit Hashing(TokenChain* chain) : chain_(chain) {

@@ -26,8 +26,8 @@ using HashList = GrowingArray<Hash>;
 // The known token ids, shared by the chains of a request.
 class TokenIds {
  public:
-  // Ids are at least 0. With `takes_placeholders`, negative ids are also allowed. Their content is
-  // defined by other data.
+  // Ids are at least 0. With `takes_placeholders`, negative ids are also allowed. They stand for
+  // content that other data identifies.
   explicit TokenIds(bool takes_placeholders = false) : takes_placeholders_(takes_placeholders) {}
   TokenIds(const std::vector<int32_t>& ids, bool takes_placeholders)
       : takes_placeholders_(takes_placeholders) {
@@ -70,7 +70,7 @@ class TokenIds {
   std::vector<TokenChain*> readers_;  // chains that read given hashes when tokens arrive
 };
 
-// Hashes of a request's blocks that the engine computes.
+// Block hashes of a request that the engine computes.
 class GivenHashes {
  public:
   virtual ~GivenHashes() = default;
@@ -81,12 +81,14 @@ class GivenHashes {
 // The source of a chain's hashes.
 struct HashScheme {
   HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor;
-  std::shared_ptr<const GivenHashes> given;  // null: computed here
-  // Tokens after a block that its hash also covers. A block is hashed once they are known.
+  std::shared_ptr<const GivenHashes> given;  // null: the chain computes its hashes
+  // The number of tokens after a block that its hash also covers. A block is hashed once these
+  // tokens are known.
   int64_t num_lookahead = 0;
 };
 
-// The caller's labels for event readers, which are opaque to the manager. Null: none.
+// Labels that the caller provides for event readers. The manager does not interpret them. Null:
+// none.
 using EventLabels = std::shared_ptr<const void>;
 
 // A request's block hashes for one block size and one root. Given hashes are read when the chain is
@@ -104,7 +106,8 @@ class TokenChain {
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
-  // Used by calls that specify whether to read the cache. Does not support encoder tokens.
+  // Whether a call reads the cache. `read_cache`, if set, is the call's own setting and overrides
+  // that of the chain. Requests with encoder tokens never read the cache.
   bool reads(std::optional<bool> read_cache) const {
     return read_cache.value_or(read_cache_) && num_encoder_tokens_ == 0;
   }
@@ -126,8 +129,8 @@ class TokenChain {
   // hashes are kept.
   const HashList& hashes();
 
-  // Computes the missing hashes of several chains. Two at a time take less time than one after the
-  // other. Throws the errors of `hashes`; hashes that are already computed are kept.
+  // Computes the missing hashes of several chains. Hashing two chains at a time is faster than one
+  // after the other. Throws the errors of `hashes`; hashes that are already computed are kept.
   static void hash_all(TokenChain* const* chains, size_t n);
 
   // Returns the hashes computed so far, without computing more.
@@ -142,8 +145,8 @@ class TokenChain {
   // Whether both chains have equal KV for their first num_tokens tokens. Hashes known to both must
   // agree.
   bool begins_like(const TokenChain& other, int64_t num_tokens) const;
-  // Copies the hashes of another chain's blocks within its first num_tokens tokens, which are
-  // equal.
+  // Copies another chain's hashes for the blocks within the first num_tokens tokens. Both chains
+  // must have the same tokens up to there.
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
 
   // Removes the last n tokens, which only the caller has used, and the hashes of their blocks.

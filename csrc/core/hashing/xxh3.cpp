@@ -37,7 +37,7 @@ struct Digest {
   uint64_t low, high;
 };
 
-// Little-endian, like every supported machine.
+// XXH3 reads little-endian words. All supported machines are little-endian.
 inline uint32_t read32(const uint8_t* p) {
   uint32_t value;
   std::memcpy(&value, p, sizeof(value));

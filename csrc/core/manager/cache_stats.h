@@ -13,10 +13,10 @@ struct HitCount {
   int64_t num_requests = 0;     // admitted requests that read the cache
   int64_t query_tokens = 0;     // tokens of these requests
   int64_t hit_tokens = 0;       // tokens found in the cache
-  int64_t host_hit_tokens = 0;  // the hit_tokens from the first block on the host onwards
+  int64_t host_hit_tokens = 0;  // the hit_tokens from the hit's first host block onward
 };
 
-// Pages that moved between the tiers.
+// Counts of pages that were moved between the tiers, or were not moved.
 struct TierCount {
   int64_t written_blocks = 0;      // cached blocks written to the host
   int64_t unwritten_blocks = 0;    // not written because no host page was free

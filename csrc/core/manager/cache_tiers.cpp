@@ -104,7 +104,7 @@ void CacheTiers::check_invariants(PerBlock<int32_t> device, PerBlock<int32_t> ho
   if (host_ != nullptr) {
     host_->pages().check_invariants();
     host_->check_invariants(&device, &host);
-    compare(host_->pages(), host, "page of the host");
+    compare(host_->pages(), host, "host page");
   }
   compare(pool_, device, "block");
 }

@@ -42,7 +42,7 @@ class CacheTiers {
   BlockHolders holders() const { return {&pool_, &frees_, host_.get(), &steps_->plan()}; }
   const Clock& clock() const { return clock_; }
 
-  // Makes both pools record the blocks that leave the cache.
+  // Makes both pools record in `lost` the blocks that leave the cache.
   void record_lost(LostBlocks* lost);
 
   // Makes both pools share the soundness state of their manager.

@@ -19,8 +19,8 @@ Checkpoints::Checkpoints(const std::vector<CacheGroup>& groups, int64_t unit,
   }
 }
 
-// The last token is always computed. The tokens that a drafting group must find after the hit end
-// at a hash boundary.
+// The last token is always computed. A drafting group must also find tokens after the hit, and
+// these tokens end at a hash boundary.
 int64_t Checkpoints::last_hit(int64_t num_tokens) const {
   const int64_t num_hashed = num_tokens / hash_block_size_ * hash_block_size_;
   const int64_t most = std::min(num_tokens - 1, num_hashed - num_redone_);

@@ -2,7 +2,7 @@
 // Chooses the positions at which the steps of a prompt end, so that later requests can hit the
 // states there.
 //
-// Invariant: changes nothing.
+// Invariant: no call changes anything.
 #pragma once
 
 #include <cstdint>
@@ -24,10 +24,10 @@ class Checkpoints {
   // `unit`: hits end at multiples of this number of tokens.
   Checkpoints(const std::vector<CacheGroup>& groups, int64_t unit, int64_t hash_block_size);
 
-  // Returns how many of the next num_tokens tokens to compute. The step ends at the end of the
-  // shared tokens, otherwise at the last position where the hit of an equal prompt can end,
-  // otherwise at the last block boundary of the states. It includes all tokens if none of these
-  // positions is in range or if no states are kept.
+  // Returns how many of the next num_tokens tokens to compute. The step ends at the first of these
+  // positions that it can reach: the end of the shared tokens, the last position where the hit of
+  // an equal prompt can end, or the last block boundary of the states. It includes all tokens if it
+  // reaches none of these positions or if no states are kept.
   int64_t num_tokens_to_next(const Prompt& prompt, int64_t num_tokens) const;
 
  private:

@@ -114,12 +114,14 @@ void DeferredFrees::check_invariants(PerBlock<int32_t>* references) const {
     ++kept_of[id];
     ++(*references)[id];
   }
-  if (num_waiting != num_waiting_) throw std::logic_error("num_waiting is not what fences hold");
-  if (num_kept != num_kept_) throw std::logic_error("num_kept is not what names hold");
+  if (num_waiting != num_waiting_)
+    throw std::logic_error("num_waiting differs from the references of fences");
+  if (num_kept != num_kept_)
+    throw std::logic_error("num_kept differs from the references under names");
   for (BlockId id = 1; id < pool_->num_blocks(); ++id) {
     if (counted[id] != waiting_[id] || kept_of[id] != kept_of_[id]) {
-      throw std::logic_error("fences and names hold block " + std::to_string(id) +
-                             " a different number of times");
+      throw std::logic_error("the reference counts of block " + std::to_string(id) +
+                             " differ from the fences and names");
     }
   }
 }

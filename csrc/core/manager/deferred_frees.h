@@ -21,17 +21,17 @@ namespace kvcache {
 
 class DeferredFrees {
  public:
-  // Without `is_enabled`, only explicit requests wait, because CUDA streams order the reads of
-  // steps in flight.
+  // Without `is_enabled`, a release is deferred only on explicit request, because the order of the
+  // CUDA stream protects the reads of steps in flight.
   DeferredFrees(BlockPool* pool, const StepNumbers* steps, bool is_enabled);
 
-  // Whether blocks that this step reads must wait for the report on it.
+  // Whether blocks that this step reads must be held until the step is reported as done.
   bool defers(int64_t step_id) const { return is_enabled_ && step_id >= steps_->num_completed; }
 
   // Removes one reference from each block, in the given order, immediately or when step `step_id`
   // is done.
   void release_or_defer(const BlockId* ids, int64_t n, int64_t step_id);
-  // Releases blocks that only issued steps read.
+  // Releases blocks that no step after the last issued step reads.
   void release_or_defer(const BlockId* ids, int64_t n) {
     release_or_defer(ids, n, steps_->last_issued);
   }
@@ -39,12 +39,14 @@ class DeferredFrees {
   // Removes the references when step `step_id` is done, even if deferral is not enabled.
   void release_after(const BlockId* ids, int64_t n, int64_t step_id);
 
-  // Keeps one reference to each block under this name, which must be new, until release_kept.
+  // Keeps one reference to each block under this name, which must be new, until release_kept is
+  // called.
   void keep(const std::string& name, std::vector<BlockId> ids);
   bool keeps(const std::string& name) const { return kept_.count(name) != 0; }
   void release_kept(const std::string& name);
 
-  // Takes over one reference to the source and to the destination of each copy, until take_copies.
+  // Takes over one reference to the source and to the destination of each copy, until take_copies
+  // is called.
   void await_copies(const std::vector<BlockId>& pairs);
   // Returns the pending (source, destination) pairs in order of arrival, and removes them.
   std::vector<BlockId> take_copies();

@@ -18,7 +18,7 @@ namespace {
   int64_t num_new = 0, num_free = supply.num_free;
   for (const CacheGroup& group : groups) {
     const RowBlocks& each = held[group.id];
-    GroupDemand& needs = demand[group];  // a reference, because a copy would wait for each store
+    GroupDemand& needs = demand[group];  // a reference, because copying would stall on each store
     needs = {0, each.num_dropped, 0, 0, 0, false};
     with_rules(group, [&](const auto& rules) __attribute__((always_inline)) {
       rules.demand(on, group, each, asked, &needs, &num_free);
@@ -91,7 +91,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const NewRow& asked, const Spa
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     // Free blocks of the hit are no longer available as new blocks once the request takes them.
-    // Each block on the host takes a free block.
+    // Each block on the host needs a free block, into which it is loaded.
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       num_free -= stops_being_free(each[b]);
     }

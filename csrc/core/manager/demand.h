@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Computes the blocks that a row needs to be served.
 //
-// Invariant: changes nothing.
+// Invariant: no call changes anything.
 #pragma once
 
 #include <array>
@@ -41,15 +41,15 @@ class DemandRules {
               const DeferredFrees* frees, const StepNumbers* steps, BlockHolders holders,
               const ManagerOptions& options);
 
-  // The demand of a row on the device. If the row does not fit, the status states whether it ever
-  // can. `may_share`: other rows may hold blocks that it writes. `gives_up`: if the row does not
-  // fit, it releases its blocks without a slot of the span, and its pages with states after earlier
-  // drafts.
+  // The demand of a row on the device. If the row does not fit, the status states whether it can
+  // ever fit. `may_share`: other rows may hold blocks that it writes. `gives_up`: if the row does
+  // not fit, it releases its blocks that contain no slot of the span, and its pages with states
+  // after earlier drafts.
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
                     bool gives_up = false) const;
 
-  // The demand of a request that would start with these blocks. Null blocks after num_dropped are
-  // to be onboarded.
+  // The demand of a request that would start with these blocks. Null blocks after the first
+  // num_dropped stand for host blocks to onboard.
   Demand of_new(const RowBlocks* held, const NewRow& asked, const Span& span) const;
 
   // Returns whether a request whose first chunk has this demand can be computed completely with the
@@ -65,7 +65,7 @@ class DemandRules {
   bool shares_from(const RowBlocks* held, int64_t start) const;
 
   int64_t watermark_blocks() const { return watermark_blocks_; }
-  // Returns the status of a row of num_blocks blocks that does not fit.
+  // Returns whether a row of num_blocks blocks that does not fit now can ever fit.
   Status never_or_wait(int64_t num_blocks) const {
     return num_blocks > pool_->num_total() ? Status::kNever : Status::kWait;
   }

@@ -27,7 +27,7 @@ bool HostTier::offload(BlockId id) {
   const Copied content = content_of(id);
   BlockId page = pages_->find(content.hash, content.group);
   if (page != kNullBlock) {
-    pages_->retain(&page, 1);  // keeps the page as long as a page written by this plan
+    pages_->retain(&page, 1);  // keeps the page for as long as the pages that this plan writes
     offloads_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
     return false;
   }
@@ -158,7 +158,7 @@ bool HostTier::may_publish(const Onboard& onboard) const {
 }
 
 void HostTier::note_loaded(const Onboard& onboard) {
-  // With kLearned, evicting the page first would gain hits, but keeping it avoids another write.
+  // With kLearned, evicting the page first would gain hits, but keeping it avoids writing it again.
   if (writes_.mode != HostWrite::kLearned) pages_->notify_load(onboard.page);
 }
 
@@ -182,7 +182,7 @@ void HostTier::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
   }
   for (BlockId id = 1; id < device_->num_blocks(); ++id) {
     if (counted[id] == num_onboards_[id]) continue;
-    throw std::logic_error("the blocks that onboards hold are counted wrongly");
+    throw std::logic_error("the count of blocks held by onboards is wrong");
   }
   if (!offloads_.empty() || !offloading_.empty()) {
     throw std::logic_error("a step has left offloads unpublished");

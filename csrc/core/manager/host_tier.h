@@ -73,7 +73,7 @@ class HostTier : public EvictionListener {
   // Removes the hashes of all pages, and all queued blocks.
   void clear();
 
-  // Also publishes this page of a swapped-out row, which contains a copy of a cached block.
+  // Publishes this page of a swapped-out row, because it contains a copy of a cached block.
   void add_row_page(BlockId page, BlockId block);
 
   // Publishes the pages that this step writes. The pages are held until then, so that no other
@@ -126,8 +126,8 @@ class HostTier : public EvictionListener {
   std::vector<BlockId> queue_;  // cached blocks that the next step offloads
   PerBlock<uint8_t> is_queued_;
   PerBlock<int32_t> num_hits_;     // kSelective: hits per cached block; otherwise empty
-  std::vector<Offload> offloads_;  // of the current step
-  // Hashes in offloads_ -> groups as a bit mask.
+  std::vector<Offload> offloads_;  // offloads of the current step
+  // Maps each hash in offloads_ to its groups, as a bit mask.
   std::unordered_map<Hash, uint32_t, HashOf> offloading_;
   std::deque<Onboard> onboards_;
   PerBlock<int32_t> num_onboards_;  // references held by onboards

@@ -20,7 +20,7 @@ void Invalidation::add_failed(const std::vector<BlockId>& blocks,
   std::vector<BlockId> failed = blocks;
   if (context_.host != nullptr) {
     for (const HostTier::Onboard& onboard : context_.host->onboards()) {
-      // The content of the page is not the expected content of the block, so the page is never
+      // The page does not contain the content that is expected in the block, so it must never be
       // onboarded again.
       const bool is_named = std::find(blocks.begin(), blocks.end(), onboard.block) != blocks.end();
       if (!is_named && pages_.count(onboard.page) == 0) continue;

@@ -52,7 +52,7 @@ class Invalidation {
   // Finds everything that was computed from the invalid content.
   void spread();
 
-  // Returns the limits of all rows that must recompute, and possibly of other rows.
+  // Returns the limits of all rows that must recompute, and possibly those of other rows.
   const Limits& limits() const { return limits_; }
   std::vector<BlockId> blocks() const;  // in ascending order
   InvalidChains chains() const;         // invalid chains of both tiers

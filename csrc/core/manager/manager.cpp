@@ -162,8 +162,8 @@ std::vector<BlockId> Manager::take_copies() {
   return tiers_.frees().take_copies();
 }
 
-// Reconstructs the hit that `lookup` returned as these blocks, if it ends inside a block. The last
-// block of each group is the source of the copy.
+// If the hit that `lookup` returned as these blocks ends inside a block, reconstructs the hit. The
+// last block of each group is the source of the copy.
 std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
                                               const std::vector<std::vector<BlockId>>& computed) {
   if (!copies_hits_ || !asked.reads()) return std::nullopt;
@@ -262,7 +262,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   server_.serve_rows(request);
   swap_.answer(request, have_left);
   server_.serve_new(request, hits);
-  // Called after rows have been served, because rows have priority.
+  // Called after rows have been served, because rows have priority over offloads.
   tiers_.offload_queued(num_queued, server_.fills());
   server_.publish_served();
   publisher_.publish_offloaded();
@@ -314,12 +314,12 @@ Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& comp
   return server_.allocate(asked, hit);
 }
 
-// Checks that the copies for partial-block hits have been taken (`take_copies`). Rows that continue
-// need the blocks that these copies fill.
+// Checks that the caller has taken the copies for partial-block hits (`take_copies`). Rows need the
+// blocks that these copies fill before they can continue.
 void Manager::check_copies_taken() const {
   if (!tiers_.frees().awaits_copies()) return;
   throw std::invalid_argument(
-      "hits of admit end inside blocks, and their copies were not taken: expected a call of "
+      "hits of admit end inside blocks, and their copies were not taken: expected a call to "
       "take_copies before requests continue");
 }
 

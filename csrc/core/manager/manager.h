@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The request manager maps requests to rows, and allocates blocks for a whole batch per call.
 //
-// There are two tiers with one page size: the pool of the device and, if configured, the pool of
-// the host. Plans list the pages to move between the pools as pairs. These are the pages of rows
-// that are swapped out or in, and cached blocks that stay on the host after the device has evicted
-// them.
+// There are two tiers with the same page size: the device pool and, if configured, the host pool.
+// Plans list the pages to move between the pools as pairs. These are the pages of rows that are
+// swapped out or in, and cached blocks that stay on the host after the device has evicted them.
 //
 // A row is the stable index of a request in the block tables. `step` allocates blocks to rows in
 // each cache group, and returns the table changes as one StepPlan. `admit` and `serve` allocate
-// blocks for single requests of a caller that keeps its own tables. A row can only be served by the
-// kind of call that admitted it. All other calls accept both kinds of rows.
+// blocks for individual requests from a caller that maintains its own tables. A row can only be
+// served by the kind of call that admitted it. All other calls accept both kinds of rows.
 //
 // A manager belongs to the thread that first uses it. Every call that changes the manager first
 // checks its arguments, then computes the hashes that it needs, and then makes its changes. Hashing
-// a long prompt can be interrupted, and lets signal handlers and other threads run. Calls from
-// these are rejected. If memory runs out during the changes, the manager is broken: every later
-// call except `free` throws.
+// a long prompt can be interrupted, and lets signal handlers and other threads run. Calls that
+// these make during hashing are rejected. If memory runs out during the changes, the manager is
+// broken: every later call except `free` throws.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +59,7 @@ class Manager {
   const std::vector<CacheGroup>& groups() const { return setup_.groups; }
   const BlockPool& pool() const { return tiers_.pool(); }
   BlockPool& pool() { return tiers_.pool(); }
-  // The pool of the host; null without a host tier.
+  // The host pool; null without a host tier.
   const BlockPool* host() const { return tiers_.host_pages(); }
   BlockPool* host() { return tiers_.host_pages(); }
   const CacheStats& stats() const { return stats_; }
@@ -79,8 +78,8 @@ class Manager {
   void check_reader() const { guard_.check_reader(); }
   bool is_broken() const { return guard_.is_broken(); }
   void check_sound() const { guard_.check_sound(); }
-  // For changes made by the caller that belong to a call of the manager. While the result exists,
-  // an exception breaks the manager.
+  // For callers that make changes of their own as part of a manager call. While the returned object
+  // exists, an exception breaks the manager.
   Soundness::Change change(const char* call) { return {soundness(), call}; }
   Soundness* soundness() { return &guard_.soundness(); }
 
@@ -113,14 +112,14 @@ class Manager {
                           std::optional<bool> read_cache = std::nullopt,
                           int64_t most_tokens = kUnbounded);
 
-  // Returns the copies, as (source, destination) pairs, that hits of `admit` require since the last
-  // call.
+  // Returns the copies, as (source, destination) pairs, that hits of `admit` have required since
+  // the last call of `take_copies`.
   std::vector<BlockId> take_copies();
 
   // Returns the status that a step with only this new request would return. With `whole`, returns
   // the status for all known tokens, computed in chunks of num_tokens tokens.
   Status would_fit(const NewRow& asked, bool whole);
-  // Returns the status that a row would get for this number of additional tokens.
+  // Returns the status that the row would get if it were served with this number of new tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   // Returns how many of the next num_tokens tokens a step should compute, so that it ends at a
@@ -149,7 +148,7 @@ class Manager {
   // `give_back`. `lists_new`: whether the result lists the new blocks.
   void take_in(const RowAsk* asks, size_t n);
   Slots serve(const RowAsk& ask, bool lists_new = true);
-  // Both calls in one, for one row.
+  // Combines `take_in` and `serve` for one row.
   Slots extend(const RowAsk& ask, bool lists_new = true);
   void give_back(const RowAsk& ask) { rows_[ask.row].chain->take_back(ask.num_ids); }
 
@@ -162,15 +161,16 @@ class Manager {
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // Swaps out rows created by `admit`. If they do not all fit, no row is moved. Returns (device
-  // page, host page) pairs. A block shared by several rows is moved only once. `swap_in` does the
-  // reverse. The moves must be executed in the order of the calls.
+  // page, host page) pairs. A block shared by several rows is moved only once. `swap_in` is the
+  // reverse operation. The moves must be executed in the order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
   bool is_on_host(int32_t row) const { return row_at(row).on_host; }
   bool by_step(int32_t row) const { return row_at(row).by_step; }
-  // Returns the number of blocks with KV. All rows must be on one tier.
+  // Returns the number of distinct blocks with KV that these rows hold. All rows must be on the
+  // same tier.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
-  // See RowSwap. num_slots: at least 0 per row.
+  // See RowSwap. `num_slots`: one number per row, at least 0.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                                       const std::vector<int64_t>& num_slots) const;
 
@@ -190,12 +190,12 @@ class Manager {
   // Releases the blocks that were kept under this name.
   void release_kept(const std::string& name);
 
-  // Processes the report of a worker on a step. If completed, this step and all earlier ones are
-  // done, and blocks released before can be reused. Otherwise, this step and all later ones are
-  // aborted. Their results are removed from the cache, the rows return to their earlier state, and
-  // the next plan sends the tables of these rows again. The `failed` device blocks and
-  // `failed_on_host` pages, which were not written correctly, are invalidated. Throws, without any
-  // change, if an argument is rejected.
+  // Processes a worker's report on a step. If completed, this step and all earlier ones are done,
+  // and blocks released before can be reused. Otherwise, this step and all later ones are aborted.
+  // Their results are removed from the cache, the rows return to their earlier state, and the next
+  // plan sends the tables of these rows again. The `failed` device blocks and `failed_on_host`
+  // pages, which were not written correctly, are invalidated. Throws, without any change, if an
+  // argument is rejected.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
   Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, {}, {}); }
@@ -222,8 +222,8 @@ class Manager {
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
 
   bool reset_prefix_cache();
-  // Resets one group. Returns false, without any change, while rows hold blocks of the group or
-  // loads are in flight.
+  // Removes all cached content of one group. Returns false, without any change, while rows hold
+  // blocks of the group or loads are in flight.
   bool reset_group(int64_t group);
 
   // Must be called after the weights have changed. Earlier hashes are no longer found, and existing

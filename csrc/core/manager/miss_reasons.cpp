@@ -31,8 +31,8 @@ MissReasons::MissReasons(const Parts& parts, int64_t one_of)
   }
 }
 
-// Prefers the smallest blocks of a group that keeps all tokens, because they show which tokens were
-// seen.
+// Prefers groups that keep all tokens and, among these, the group with the smallest blocks, because
+// they show most precisely which tokens were seen.
 const CacheGroup* MissReasons::group_of(const std::vector<CacheGroup>& groups) {
   const CacheGroup* best = nullptr;
   for (const CacheGroup& group : groups) {
@@ -99,7 +99,7 @@ MissReport MissReasons::of(const Asked& asked, const Found& found) const {
   }
   if (position < last) {
     const int64_t lost = find_lost(chain, position, last, &report);
-    // A group with all tokens hits every cached block whose predecessors are cached.
+    // A group that keeps all tokens can hit every cached block whose predecessors are cached.
     MissReason reason = group_->keeps_all ? MissReason::kEvicted : MissReason::kBoundary;
     if (report.lost) reason = report.lost->is_evicted ? MissReason::kEvicted : MissReason::kRemoved;
     add_until(std::min(lost, last), reason);
@@ -206,7 +206,7 @@ int64_t MissReasons::find_other_keys(const TokenChain& chain, const Sign& sign, 
     if (signs_[i].fingerprint != sign.fingerprint || signs_[i].keys == sign.keys) continue;
     const Recent& each = recent_[i];
     if (each.chain == nullptr || at >= each.chain->known_hashes().size()) continue;
-    // Items later in the prompt do not matter.
+    // The hashes agree, so the keys differ only in items later in the prompt.
     if (each.chain->known_hashes()[at] == chain.known_hashes()[at]) continue;
     end = std::max(end, num_equal(chain, *each.chain, std::min(each.num_tokens, stop)));
   }

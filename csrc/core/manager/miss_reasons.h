@@ -22,15 +22,15 @@
 
 namespace kvcache {
 
-// Except for kNotRead, listed in the order of their ranges in a request.
+// Except for kNotRead, the reasons are listed in the order of their ranges in a request.
 enum class MissReason : uint8_t {
   kNotRead,    // the request or the manager does not use the cache
   kExternal,   // the KV came from another source (`NewRow::num_external`)
   kNotTaken,   // cached, but the request took a shorter hit, because the longer one did not fit
   kNotLoaded,  // on the host, but not loaded
-  kBoundary,   // cached, but not every other block, window or state that the hit needs
+  kBoundary,   // cached, but another block, window or state that the hit needs is not
   kEvicted,    // evicted to make room
-  kRemoved,    // removed by a reset, an invalidation or a call of `evict`
+  kRemoved,    // removed by a reset, an invalidation or a call to `evict`
   kInFlight,   // a running request has not computed the block yet
   kOtherKeys,  // a recent request had the same tokens with another salt, adapter or item
   kNew,        // never seen, or forgotten
@@ -46,8 +46,8 @@ struct MissReport {
   Counts missed{};  // tokens by reason
   // How the first block that is no longer cached left the cache, if this is known.
   std::optional<LostBlocks::Loss> lost;
-  // The length of the longest prefix shared with a recent request, including its generated tokens;
-  // -1 if there is none.
+  // The length of the longest prefix that the request shares with a recent request, whose generated
+  // tokens count too; -1 if there is none.
   int64_t num_alike = -1;
   std::string alike;            // name of that request
   const char* differs_in = "";  // the first extra key that differs; empty: none
@@ -64,16 +64,16 @@ class MissReasons {
     int64_t hash_block_size;
     bool is_enabled;  // whether the manager caches blocks
   };
-  // Records one of `one_of` blocks that leave the cache.
+  // Of the blocks that leave the cache, one in `one_of` is recorded.
   MissReasons(const Parts& parts, int64_t one_of);
 
   // The record to which both pools must report the blocks that leave the cache.
   LostBlocks* lost() { return &lost_; }
 
-  // The hits that a lookup found, before the request took one of them.
+  // The lengths of the hits that a lookup found, before the request took one of the hits.
   struct Found {
-    int64_t num_tokens = 0;         // on the tiers that the request reads
-    int64_t num_with_host = 0;      // on both tiers
+    int64_t num_tokens = 0;         // hit length on the tiers that the request reads
+    int64_t num_with_host = 0;      // hit length on both tiers
     int64_t num_shared_tokens = 0;  // see PrefixHit
   };
   struct Asked {
@@ -84,10 +84,10 @@ class MissReasons {
     std::string_view name;
   };
 
-  // Releases requests that are no longer recent, which may run Python code. Called before a call
-  // changes anything.
+  // Releases requests that are no longer recent. This may run Python code, so it must be called
+  // before a call changes anything.
   void release_dropped() { dropped_.clear(); }
-  // Records that the request becomes this row. Called before blocks are evicted for it.
+  // Records that the request is admitted as this row. Called before blocks are evicted for it.
   void note(int32_t row, const Asked& asked, const Found& found);
   // Records that the row is a fork, which has no misses.
   void note_fork(int32_t row, const TokenChain& chain);
@@ -104,9 +104,9 @@ class MissReasons {
  private:
   // A summary of a request. Summaries are compared before the chains of recent requests are read.
   struct Sign {
-    uint64_t fingerprint = 0;  // of the first tokens
+    uint64_t fingerprint = 0;  // fingerprint of the first tokens
     uint64_t keys = 0;         // digest of the extra keys
-    int64_t first_missed = 0;  // block
+    int64_t first_missed = 0;  // index of the first missed block
     uint64_t missed_word = 0;  // part of the hash of that block; 0: none
   };
   // One of the most recently admitted requests.
@@ -115,11 +115,11 @@ class MissReasons {
     int32_t row = -1;
     std::shared_ptr<TokenChain> chain;  // null: unused
     std::string name;
-    int64_t num_tokens = 0;  // when it was admitted
+    int64_t num_tokens = 0;  // number of tokens at its admission
   };
   static constexpr size_t kMostRecent = 64;
   static constexpr int64_t kMostRecentTokens = int64_t{1} << 22;
-  static constexpr int64_t kFingerprintTokens = 16;  // or one hash block if it is shorter
+  static constexpr int64_t kFingerprintTokens = 16;  // or one hash block if that is shorter
   static constexpr size_t kMostNameBytes = 256;
   // The search for lost blocks ends after this number of sampled blocks that were never seen.
   static constexpr int kMostUnknown = 3;
@@ -133,7 +133,8 @@ class MissReasons {
     return static_cast<size_t>((block + 1) * group_->num_hashes - 1);
   }
   bool is_cached(const TokenChain& chain, int64_t block) const;
-  // These return the end of the range that begins at token `first`; `first` if it is empty.
+  // These functions return the end of the range that begins at token `first`, or `first` if the
+  // range is empty.
   int64_t find_lost(const TokenChain& chain, int64_t first, int64_t stop, MissReport* report) const;
   int64_t find_cached(const TokenChain& chain, int64_t first, int64_t stop) const;
   int64_t find_recent(const TokenChain& chain, const Sign& sign, int64_t first, int64_t stop,

@@ -41,7 +41,7 @@ void check_optional(const ManagerOptions& options) {
   if (!(options.min_gain_to_write >= 0 && options.min_gain_to_write <= 1)) {
     throw std::invalid_argument("min_gain_to_write is " +
                                 std::to_string(options.min_gain_to_write) +
-                                ": expected hits per block, 0 to 1");
+                                ": expected 0 to 1 hits per block");
   }
 }
 

@@ -19,7 +19,7 @@ enum class HostWrite : uint8_t {
   kBack,       // when the device evicts it
   kThrough,    // by the step after the step that filled it
   kSelective,  // by the step after its n-th hit
-  kLearned,    // when the device evicts it, if enough hits on the host are expected
+  kLearned,    // when the device evicts it, if its copy is expected to be hit often enough
 };
 
 struct GroupOptions {
@@ -41,14 +41,15 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   std::vector<GroupOptions> groups;
   int64_t num_blocks = 0;     // including the null block
   int64_t max_model_len = 0;  // tokens
-  // Tokens per hash, which must divide every block size. If it is set and smaller than a block of
-  // tokens, hits may also end inside blocks. If 0, the largest common divisor is used, and hits
-  // consist of whole blocks.
+  // Tokens per hash. Must divide every block size. If this number is smaller than a block size,
+  // hits may also end inside blocks. If 0, the greatest common divisor of the block sizes is used,
+  // and hits consist of whole blocks.
   int64_t hash_block_size = 0;
   int64_t hash_bytes = 32;  // length of each hash, 1 to 32
   bool enable_caching = true;
-  // Interval in tokens of the hits for which window blocks and states stay cached, in addition to
-  // the end of each prompt and the ends of shared prefixes. 0: only these. Negative: all hits.
+  // Window blocks and states stay cached for hits that end at multiples of this number of tokens,
+  // at the end of each prompt, or at the end of a shared prefix. 0: only prompts and shared
+  // prefixes. Negative: all hits.
   int64_t retention_interval = -1;
   int64_t num_preallocate_tokens = 0;
   int64_t max_num_reqs = 0;  // maximum number of rows; 0: unlimited
@@ -66,9 +67,10 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   int64_t num_host_blocks = 0;  // including the null block; 0: no host tier
   HostWrite host_write = HostWrite::kBack;
   int64_t num_hits_to_write = 2;    // for kSelective: hits before a block is written
-  double min_gain_to_write = 0.05;  // for kLearned: minimum expected hits
-  // Allows groups of recurrent states in calls outside of steps. The engine copies a state from the
-  // row's old page to the new page. The old page is kept until the last issued step is reported.
+  double min_gain_to_write = 0.05;  // for kLearned: minimum expected number of hits
+  // Allows groups of recurrent states in calls outside of steps. The engine itself then copies a
+  // state from the row's old page to the new page. The old page is kept until the last issued step
+  // is reported as done.
   bool engine_copies_states = false;
 };
 
@@ -100,7 +102,8 @@ struct ManagerSetup {
   const std::vector<CacheGroup> groups;
 };
 
-// Null selects the pool's built-in order, least recently released first.
+// Returns the eviction policy for a pool. Null selects the pool's built-in order, least recently
+// released first.
 std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks);
 
 }  // namespace kvcache

@@ -116,8 +116,8 @@ void PlanBuilder::check_invariants() const {
   }
   for (size_t i = 0; i < plan_.swap_out.size(); i += 2) {
     const BlockId page = plan_.swap_out[i + 1];
-    require(host_written.insert(page).second, "a page of the host is written twice", page);
-    require(loaded.count(page) == 0, "a page of the host is written and loaded", page);
+    require(host_written.insert(page).second, "a host page is written twice", page);
+    require(loaded.count(page) == 0, "a host page is written and loaded", page);
   }
   require(is_step_ || held_.empty(), "blocks are held for a step that is over", 0);
 }

@@ -3,7 +3,8 @@
 //
 // Between steps, the builder collects what the next plan must contain: freed rows to clear, and
 // rows whose tables must be sent again. Within a step, it holds the blocks that the plan reads.
-// Invariant: a plan names each row once per section, and each page once as a destination.
+// Invariant: a plan names each row at most once per section, and each page at most once as a
+// destination.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +29,13 @@ class PlanBuilder {
   const std::vector<int32_t>& direct_pairs() const { return direct_pairs_; }
   bool is_step() const { return is_step_; }
 
-  // Sets the numbers of results for running rows and for rows to swap out, which come first. The
-  // results for new requests follow.
+  // Sets the number of results for running rows, which come first, and for rows to swap out, which
+  // come second. The results for new requests follow.
   void set_parts(int64_t num_running, int64_t num_leaving) {
     plan_.num_running = num_running;
     plan_.num_leaving = num_leaving;
   }
-  // Adds a result. `row` is -1 for a request that got no row.
+  // Adds a result. `row` is -1 for a request that was not admitted.
   void answer(int32_t row, Status status, int64_t num_computed_tokens, int64_t num_tokens) {
     plan_.rows.push_back(row);
     plan_.status.push_back(static_cast<uint8_t>(status));
@@ -43,7 +44,7 @@ class PlanBuilder {
   }
   // Clears a row that starts in this step.
   void clear(int32_t row) { plan_.clear_rows.push_back(row); }
-  // Appends the blocks of the row, from block from[g] on in each group g.
+  // Appends the blocks of the row to its tables, starting with block from[g] in each group g.
   void append(int32_t row, const RowBlocks* blocks, const int64_t* from);
   // Replaces one entry of a table that the worker already has.
   void replace(int32_t row, uint8_t group, int64_t block, BlockId id) {

@@ -69,12 +69,12 @@ BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
   return host_->find(hash_at(end), group.id, variant_at(end));
 }
 
-// Returns how many of the first num_blocks blocks of a group are found, counting from the first
-// block.
+// Returns the number of consecutive blocks of a group that are found, starting with the first
+// block; at most num_blocks.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
   std::vector<BlockId>& found = hit_.blocks[group.id];
-  // A miss of the first block identifies a cold prompt, so nothing is prepared for the other blocks
-  // yet.
+  // If the first block is missing, the prompt is cold, and no memory is prepared for the other
+  // blocks.
   const bool any = num_blocks > 0 && is_found(group, 0);
   found.resize(any ? static_cast<size_t>(num_blocks) : 0);
   int64_t n = 0;
@@ -173,7 +173,7 @@ int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_to
   if (num_leading < 0) {
     num_leading = find_leading(group, std::max<int64_t>(num_tokens + redone, 0) / bs);
   }
-  // The hit ends no later than in the block after the whole blocks.
+  // The hit ends no later than inside the block that follows the whole blocks.
   num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_ - redone);
   num_tokens -= num_tokens % step_;
   const auto is_missing = [&](int64_t n) {
@@ -202,7 +202,7 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
     int64_t block = num_tokens / bs - 1;
     while (block >= first_token / bs && is_found(group, block)) --block;
     if (block < first_token / bs) break;
-    // The hit includes at most a part of the block.
+    // The hit includes at most a part of the missing block.
     num_tokens = (block + 1) * bs - hash_block_size_;
     num_tokens -= num_tokens % step_;
   }

@@ -21,7 +21,7 @@ struct PrefixHit {
   };
   int64_t num_tokens = 0;
   // The hit of the groups that keep all tokens, regardless of windows and states. Without such
-  // groups, the hit of all groups except states; 0 without these, too.
+  // groups, the hit of all groups except states; 0 if there are only states.
   int64_t num_shared_tokens = 0;
   // Per group: whole blocks; null if the block is no longer read, or is on the host.
   std::vector<std::vector<BlockId>> blocks;
@@ -30,7 +30,7 @@ struct PrefixHit {
   // Per group: the block whose first num_tokens % block_size tokens are copied, or null.
   std::vector<BlockId> sources;
 
-  // Creates the hit of a caller that looked up whole blocks on the device.
+  // Creates a hit from whole blocks that the caller has looked up on the device.
   static PrefixHit of_device(int64_t num_tokens, const std::vector<std::vector<BlockId>>& blocks);
 
   // Returns the first token of the hit whose block is on the host, or num_tokens if there is none.
@@ -71,13 +71,13 @@ class PrefixFinder {
   PrefixFinder(const Context& context, const ManagerOptions& options);
 
   // Returns the hit of a request, which excludes at least the last token. The result is valid until
-  // the next call. Empty if caching is disabled or the request does not read the cache. Does not
-  // change the pools. The hashes of the chain must be known. Partial blocks are found only on the
-  // device.
+  // the next call. The hit is empty if caching is disabled or the request does not read the cache.
+  // Does not change the pools. The hashes of the chain must be known. Partial blocks are found only
+  // on the device.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host) {
     return find(chain, with_partial, with_host, chain.read_cache());
   }
-  // Overrides the setting of the chain with `reads`. The hit has at most `most_tokens` tokens.
+  // `reads` overrides the chain's setting. The hit has at most `most_tokens` tokens.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads,
                         int64_t most_tokens = kUnbounded);
 

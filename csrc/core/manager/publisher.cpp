@@ -9,7 +9,8 @@ namespace kvcache {
 
 namespace {
 
-// Whether the blocks of the group serve hits of another group's chains.
+// Whether hits use the group's blocks only together with the chain of a group that keeps all
+// tokens.
 bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& group) {
   return !group.keeps_all && std::any_of(groups.begin(), groups.end(), [](const CacheGroup& each) {
     return each.is_cached && each.keeps_all;
@@ -118,7 +119,7 @@ void Publisher::publish_arrived() {
   c_.host->finish(arrived);
 }
 
-// The content of the chain's blocks from `first_block` on.
+// Returns the content of the chain's blocks from `first_block` on.
 Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
                               int64_t first_block) const {
   const Hash* hashes = chain.known_hashes().data();
@@ -144,7 +145,7 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
 }
 
 // Announces the blocks that the row has taken. With external tokens, the row may take fewer blocks
-// than the hit has.
+// than the hit contains.
 void Publisher::announce(int32_t row, const PrefixHit& hit) const {
   const TokenChain& chain = *(*c_.rows)[row].chain;
   for (const CacheGroup& group : *c_.groups) {
@@ -168,7 +169,7 @@ void Publisher::publish_ids(const Content& content, const CacheGroup& group, con
   if (c_.host != nullptr) c_.host->on_published(ids, n);
 }
 
-// An abort needs the blocks that steps published, including those of freed rows.
+// If a step is aborted, the blocks that it published must be known, including those of freed rows.
 void Publisher::note(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
   c_.journal->note_published(row, (*c_.rows)[row], block * group.block_size, group.id, id,
                              c_.pool->generation(id));

@@ -42,7 +42,7 @@ class Publisher {
   }
   // Publishes the blocks filled since the last call. Their hashes must have been computed.
   void publish(int32_t row) {
-    if (may_publish(row)) publish_filled(row);  // few rows in a step
+    if (may_publish(row)) publish_filled(row);  // true for few rows in a step
   }
   // Publishes only whole blocks of tokens, for later rows of the step that fills them.
   void publish_blocks(int32_t row);
@@ -55,7 +55,8 @@ class Publisher {
   void announce_hit(int32_t row, const PrefixHit& hit) const {
     if (announces_reused_) announce(row, hit);
   }
-  // Must be called when the blocks of the row or their publication have changed by other means.
+  // Must be called when the row's blocks, or which of them are published, were changed by anything
+  // other than this class.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
 
   // The number of tokens of the row that are known to have KV.

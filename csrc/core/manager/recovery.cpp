@@ -110,8 +110,8 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
 }
 
 // Rows with invalid computed tokens return to the end of their valid tokens. If a row does not hold
-// all blocks that it reads from there, it starts again. A receiving row does this after its tokens
-// have arrived.
+// all blocks that it needs to continue from there, it restarts. A receiving row does this after its
+// tokens have arrived.
 Recompute Recovery::recompute(const Invalidation::Limits& limits) {
   RowTable& rows = *c_.rows;
   Recompute out;

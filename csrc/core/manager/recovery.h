@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Processes reports. Completes steps, or returns rows and caches to valid content after an aborted
-// step or invalid content.
+// Processes reports: completes steps, or restores rows and caches to valid content after a step was
+// aborted or content was found to be invalid.
 //
 // The class has no state. Invariant: a row that recomputes keeps no invalid token, and no cache
 // contains a block computed from an invalid token.
@@ -39,8 +39,8 @@ class Recovery {
   // from it are removed from both caches, and the rows that used it recompute.
   Recompute invalidate(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
 
-  // Reports that at most num_tokens tokens of a receiving row have arrived. The row continues after
-  // them.
+  // Ends the wait of a receiving row. At most num_tokens of its tokens have arrived, and the row
+  // continues after them.
   void receive(int32_t row, int64_t num_tokens);
   // Releases the blocks of the row. The row continues from its hit in the device cache.
   void restart(int32_t row);

@@ -59,7 +59,7 @@ void RequestChecks::fail_drafts(int32_t row, int64_t num_tokens, int64_t num_sur
 void RequestChecks::fail_receiving(int32_t row) {
   throw std::invalid_argument(
       "row " + std::to_string(row) +
-      " is receiving external tokens: expected a call of finish_receiving first");
+      " is receiving external tokens: expected a call to finish_receiving first");
 }
 
 void RequestChecks::check_has_no_state(const char* call) const {
@@ -136,14 +136,14 @@ void RequestChecks::check_departure(int32_t row, const Departure& departure) con
   if ((*c_.rows)[row].is_receiving && departure.keep_as == nullptr) {
     throw std::invalid_argument(
         "row " + std::to_string(row) +
-        " is receiving external tokens: expected a call of finish_receiving "
+        " is receiving external tokens: expected a call to finish_receiving "
         "first, or keep_blocks");
   }
   if (departure.keep_as == nullptr) return;
   check_on_device(row);
   if (!c_.frees->keeps(*departure.keep_as)) return;
   throw std::invalid_argument("blocks of request '" + *departure.keep_as +
-                              "' are already kept: expected a call of release_blocks first");
+                              "' are already kept: expected a call to release_blocks first");
 }
 
 void RequestChecks::check_kept(const std::string& name) const {

@@ -37,7 +37,8 @@ class RequestChecks {
   void check_length(int64_t num_total, const char* what) const {
     if (num_total > c_.setup->options.max_model_len) fail_length(num_total, what);
   }
-  // Checks whether the row is driven by `step` or by a caller that keeps its own tables.
+  // Checks that the row is driven by `step` or, if not by_step, by a caller that maintains its own
+  // tables.
   void check_driver(int32_t row, bool by_step) const {
     if (c_.rows->at(row).by_step != by_step) fail_driver(row, by_step);
   }
@@ -45,12 +46,13 @@ class RequestChecks {
     if ((*c_.rows)[row].is_receiving) fail_receiving(row);
   }
   // For circular buffers, checks that the slots of a step do not overwrite tokens that the step
-  // reads. `what` requests `num_slots` slots, including lookahead, from token `start` on.
+  // reads. The step needs `num_slots` slots, including lookahead, from token `start` on. `what`
+  // describes the request in errors.
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_bound_) check_bound(start, num_slots, what);
   }
-  // Checks the tokens of a request after its external tokens, which end at `start`. Only the last
-  // external tokens that fit arrive.
+  // Checks the tokens of a request after its external tokens, which end at `start`. Only as many of
+  // the last external tokens as fit are received.
   void check_new_places(const NewRow& asked, int64_t start) const {
     const int64_t num_tokens = std::min(asked.num_tokens, asked.chain->num_tokens() - start);
     check_places(start, num_tokens + asked.num_lookahead, "a new request");
@@ -70,7 +72,7 @@ class RequestChecks {
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
   void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
-  // Checks the counts of a request for a row.
+  // Checks the numbers of tokens and blocks in a request for a new row.
   void check_counts(const NewRow& asked) const;
   void check_rejected(int32_t row, int64_t num_rejected) const;
   // Checks the request for one row outside of a step.

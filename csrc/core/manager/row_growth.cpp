@@ -12,8 +12,8 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   const std::vector<BlockId>& blocks = hit.blocks[group.id];
   held->blocks.assign(blocks.begin(), blocks.end());
   held->num_published = held->size();
-  // If a window begins inside the last block of the hit, the block lacks earlier tokens. In that
-  // case, only its partial hashes after the hit are valid for readers.
+  // If a window begins inside the last block of the hit, the block lacks the tokens before the
+  // window. In that case, only its partial hashes after the hit are valid for readers.
   const bool is_whole =
       group.first_hit_token(hit.num_tokens) <= held->num_published * group.block_size;
   held->num_partial =

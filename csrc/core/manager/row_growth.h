@@ -2,8 +2,8 @@
 // Assigns blocks to rows: cache hits, new blocks, and copies of shared blocks.
 //
 // Applies a Demand that fits to the blocks of the row, the plan and the journal. Invariant: a row
-// holds exactly the blocks that it was given and has not released. Between steps, no state is about
-// to leave its page.
+// holds exactly the blocks that were assigned to it and that it has not released. Between steps, no
+// state is about to leave its page.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ class RowGrowth {
   static void set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
                       int64_t start);
 
-  // Adds a reference to each block of the hit with which the row starts.
+  // Adds a reference to each block of the hit that is among the row's initial blocks.
   void take_hit(ServedRow* served, const PrefixHit& hit);
 
   // Drops the blocks that the row no longer reads or that it gives up, and allocates its demand.

@@ -25,7 +25,8 @@ void RowRelease::let_go(int32_t row) {
   release_row(row, /*with_all=*/false);
 }
 
-// Records computed blocks of a released row that cannot be found, and its onboards, in the journal.
+// Records in the journal the onboards of a released row, and those of its computed blocks that
+// lookups cannot find.
 void RowRelease::note_left(int32_t row) const {
   if (!c_.journal->notes((*c_.rows)[row])) return;
   c_.journal->note_left((*c_.rows)[row]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Releases all blocks of rows that leave, or the blocks after a row's valid tokens.
+// Releases all blocks of rows that are freed, or the blocks after a row's valid tokens.
 //
 // Invariant: before blocks are released, the eviction policy is notified, and the journal records
 // the blocks that cannot be found otherwise.
@@ -16,13 +16,13 @@
 
 namespace kvcache {
 
-// Options for the blocks of a row that leaves.
+// Options for the blocks of a row that is freed.
 struct Departure {
   int64_t after_step = -1;               // keep the blocks until this step is done
   const std::string* keep_as = nullptr;  // keep the blocks under this name
 };
 
-// These options for several rows.
+// The same options for several rows.
 struct LeavingBlocks {
   int64_t after_step = -1;
   std::vector<std::string> keep_as = {};  // one name per row, or none
@@ -41,7 +41,8 @@ class RowRelease {
   // clears it.
   void leave(int32_t row, const ReleaseFeatures& features, const Departure& departure);
 
-  // Called when hashes of held blocks are removed. After that, a published block may not be found.
+  // Called when hashes of held blocks are removed. From then on, lookups may fail to find a
+  // published block.
   void note_forgotten() { has_forgotten_ = true; }
 
   // Notifies the eviction policy. Called before the blocks of the row are released.
@@ -55,9 +56,9 @@ class RowRelease {
   void let_go(int32_t row);
 
   // Whether the row holds all blocks that the token at `num_tokens` reads, and the block to which
-  // it is written.
+  // its KV is written.
   bool can_resume(int32_t row, int64_t num_tokens) const;
-  // Returns the row to num_tokens computed tokens, where it must be able to resume.
+  // Truncates the row to num_tokens computed tokens, from which it must be able to resume.
   void truncate(int32_t row, int64_t num_tokens);
 
  private:

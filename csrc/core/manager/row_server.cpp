@@ -44,8 +44,7 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
   return span;
 }
 
-// In most steps, a row only advances, and its blocks and everything that depends on them do not
-// change.
+// In most steps, a row only advances: neither its blocks nor anything that depends on them changes.
 inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
   if (span.stop + span.lookahead > c_.rows->quiet_until(row)) return false;
   Row& r = (*c_.rows)[row];
@@ -149,7 +148,7 @@ const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
   return hit;
 }
 
-// Tokens between the hit and the start come from another source.
+// The tokens between the end of the hit and the start of the span come from another source.
 Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
   const int64_t num_known = asked.chain->num_tokens();
   const int64_t start = hit.num_tokens + asked.num_external;
@@ -165,8 +164,8 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     const Row& r = (*c_.rows)[served.row];
     if (r.next_publish == kUnbounded) continue;
     const int64_t first = std::max(served.start, num_hit);
-    // The first retained boundary that the row passes and the hit does not. For states, this can
-    // only be the end of the step.
+    // The first retained boundary that the row passes and that lies after the end of the hit. For
+    // states, this can only be the end of the step.
     const int64_t from = has_state_ ? r.num_computed - r.num_drafts : (first / unit + 1) * unit;
     const int64_t stop = first_retained(served.row, from, unit);
     if (has_state_ && stop != from) continue;
@@ -309,7 +308,8 @@ void RowServer::keep_own_blocks(const ServedRow& served) {
   }
 }
 
-// The demand of a request that takes this hit. Stores its first blocks in `candidate_`.
+// Computes the demand of a request that takes this hit. Stores the request's initial blocks in
+// `candidate_`.
 Demand RowServer::demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span) {
   for (const CacheGroup& group : *c_.groups) {
     RowGrowth::set_hit(&candidate_[group.id], group, hit, span.start);
@@ -449,7 +449,7 @@ void RowServer::publish_direct(int32_t row) {
   parts_.publisher->publish(row);
 }
 
-// Adds the blocks of the row, from block from[g] on in each group g.
+// Adds the blocks of the row to `slots`, starting with block from[g] in each group g.
 void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const {
   for (const CacheGroup& group : *c_.groups) {
     const std::vector<BlockId>& blocks = c_.rows->blocks(row)[group.id].blocks;

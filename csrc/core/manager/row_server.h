@@ -46,8 +46,8 @@ class RowServer {
 
   // Serves the running rows of a step in the given order.
   void serve_rows(const StepRequest& request);
-  // Serves the new requests of a step. `external_hits`: the hits before external tokens, for
-  // requests that have them.
+  // Serves the new requests of a step. `external_hits`: lengths of the hits before external tokens,
+  // for requests that have external tokens.
   void serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits = {});
   // Called when all rows of the step are served, so that later plans, but not this plan, can hit
   // the blocks that the step computes.
@@ -59,11 +59,11 @@ class RowServer {
   // Returns the status that a step with only this new request would return. With `whole`, returns
   // the status for all known tokens, computed in chunks. The hashes of the request must be known.
   Status would_fit(const NewRow& asked, bool whole);
-  // Returns the status that a row would get for num_tokens additional tokens.
+  // Returns the status that the row would get if it were served with num_tokens new tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
 
-  // Returns the tokens of the hit that this request would take if it were admitted now. The hashes
-  // of the request must be known.
+  // Returns the length in tokens of the hit that this request would take if it were admitted now.
+  // The hashes of the request must be known.
   int64_t num_hit_tokens(const NewRow& asked) {
     return find_hit(asked, HitChoice::kPartial).num_tokens;
   }
@@ -76,8 +76,8 @@ class RowServer {
   Slots serve(const RowAsk& ask, bool lists_new = true);
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
-  // Continues a row, which has released its blocks, from its hit in the device cache. Encoder pages
-  // on the host stay there until the row is swapped in.
+  // Continues a row that has released its blocks from its hit in the device cache. Encoder pages on
+  // the host stay there until the row is swapped in.
   void restart(int32_t row);
 
   // Returns how many leading blocks of the row in this group are held by exactly num_running rows.
@@ -114,7 +114,7 @@ class RowServer {
   bool keeps_states_at(int32_t row, int64_t num_tokens) const;
   void share_filled(int32_t row);
   void publish_left_states();
-  void await_copies();               // for a call outside of steps
+  void await_copies();               // used by calls outside of steps
   void publish_direct(int32_t row);  // called after a call outside of steps
   void note_shared(ServedRow* served, const PrefixHit& hit);
   void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;

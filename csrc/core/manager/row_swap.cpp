@@ -154,7 +154,8 @@ bool RowSwap::leave(int32_t row) {
   return true;
 }
 
-// Returns nullopt if the host has too few free pages for blocks of the row without a copy there.
+// Returns nullopt if the host has too few free pages for the blocks of the row that have no copy on
+// the host.
 std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
   const BlockPool& pages = c_.host->pages();
   Departure departure{{}, 0};
@@ -182,7 +183,7 @@ std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
 void RowSwap::move_out(int32_t row, const Departure& departure) {
   BlockPool& host = c_.host->pages();
   const bool is_cached = (*c_.rows)[row].by_step;
-  std::unordered_set<BlockId> taken;  // blocks for whose pages the row already has a reference
+  std::unordered_set<BlockId> taken;  // blocks whose pages the row already references
   for (size_t i = 0; i < departure.known.size(); i += 2) {
     const BlockId id = departure.known[i], page = departure.known[i + 1];
     host.retain(&page, 1);  // so that no new page replaces it
@@ -251,7 +252,7 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
   return back;
 }
 
-// Whether another row has just loaded the same page, and this row does not write it next.
+// Whether another row has just loaded the same page and this row does not write to it next.
 bool RowSwap::shares_onboard(const CacheGroup& group, int64_t column, int64_t start,
                              BlockId page) const {
   return moved_.count(page) != 0 && group.rules->may_share_onboard(group, column, start);

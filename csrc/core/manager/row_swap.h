@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Moves rows from the device to the host, and back.
 //
-// Invariant: a row is on one tier, and a block or page that several rows of a call hold moves once.
+// Invariant: each row is on exactly one tier. A block or page that several rows of a call hold is
+// moved only once.
 #pragma once
 
 #include <array>
@@ -22,21 +23,21 @@ namespace kvcache {
 class RowSwap {
  public:
   struct Return {
-    Demand demand;                          // on the device
-    std::array<int64_t, kMaxGroups> first;  // first block that returns, per group
+    Demand demand;                          // demand on the device
+    std::array<int64_t, kMaxGroups> first;  // first block to load, per group
   };
 
   // Rows can be moved only with a host tier.
   RowSwap(const RowContext& context, Publisher* publisher, RowRelease* release)
       : c_(context), publisher_(publisher), release_(release) {}
 
-  // Returns the number of blocks with KV of these rows, which must be on one tier. Shared blocks
-  // count once.
+  // Returns the number of blocks with KV that these rows hold. All rows must be on the same tier.
+  // Shared blocks are counted once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
-  // Returns the maximum number of free device blocks needed when these rows return together and
-  // then get num_slots[i] additional slots each, in this order. `alone`: assumes that the device
-  // holds nothing else.
+  // Returns the maximum number of free device blocks that are needed if these rows are swapped in
+  // together and then, in this order, num_slots[i] more slots are allocated to the i-th row.
+  // `alone`: assumes that the device holds nothing else.
   struct BlocksBack {
     int64_t num_taken, alone;
   };
@@ -63,7 +64,7 @@ class RowSwap {
 
  private:
   struct Departure {             // the move of a row that fits on the host
-    std::vector<BlockId> known;  // (block, page with the same content) pairs
+    std::vector<BlockId> known;  // pairs of a block and a page with its content
     int64_t num_new;             // number of new pages for the other blocks
   };
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of requests, their blocks per group, and the free rows.
+// The rows that requests use, the blocks of each row in each group, and the free rows.
 //
-// Invariants: the count of rows in use is exact. The blocks of a row are null exactly in the
-// columns below num_dropped. A row holds references on the device or, after it was swapped out, on
-// the host. Serving a row up to its `quiet_until` changes no block.
+// Invariants: the count of rows in use is exact. A row's blocks are null in the columns below
+// num_dropped, and only there. A row holds references on the device or, after it was swapped out,
+// on the host. Serving a row up to its `quiet_until` changes no block.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Row {
   std::shared_ptr<TokenChain> chain;  // null: the row is not in use
   int64_t num_computed = 0;           // tokens with a slot; they have KV after the plans have run
   int64_t start = 0;                  // num_computed before the row was last served
-  // Number of computed tokens below which there is nothing to publish.
+  // The number of computed tokens below which the row has nothing to publish.
   int64_t next_publish = kUnbounded;
   int64_t admission = 0;  // number of the admission that created the row
   uint32_t stamp = 0;     // stamp of the last call that named the row
@@ -57,7 +57,8 @@ struct AdmissionInfo {     // data of the admission that is needed later
   int64_t num_prompt = 0;  // known tokens at admission
   int64_t num_hit = 0;     // tokens of the hit; updated when the row is restarted
   int64_t num_marked = 0;  // tokens marked as computed
-  // Prompt tokens that groups which keep all tokens would hit, regardless of windows and states.
+  // The number of prompt tokens that the groups that keep all tokens would hit, regardless of
+  // windows and states.
   int64_t num_shared = 0;
   Access access;                   // last access that is not yet recorded for the row's blocks
   int64_t num_valid = kUnbounded;  // maximum number of valid tokens while the row receives
@@ -80,7 +81,8 @@ class RowTable {
     return is_in_use(row) && rows_[row].admission == admission;
   }
 
-  // Throws std::invalid_argument if the row is not in use. Accepts any number.
+  // Returns the row. `row` may be any number; throws std::invalid_argument if no row with this
+  // number is in use.
   const Row& at(int32_t row) const {
     if (row < 0 || row >= size() || !is_in_use(row)) fail_not_in_use(row);
     return rows_[row];
@@ -98,8 +100,8 @@ class RowTable {
     quiet_until_[static_cast<size_t>(row)] = num_tokens;
   }
   void disturb(int32_t row) { set_quiet_until(row, 0); }
-  // Recomputes the value with the page rules. It is 0 for a row that shares blocks, receives or is
-  // on the host.
+  // Recomputes `quiet_until` with the page rules. It is 0 for a row that shares blocks, receives or
+  // is on the host.
   int64_t next_quiet_until(int32_t row) const;
 
   RowBlocks* blocks(int32_t row) { return &blocks_[first_of(row)]; }  // indexed by group
@@ -108,8 +110,8 @@ class RowTable {
   bool has_free() const {
     return !free_.empty() || max_rows_ == 0 || static_cast<int64_t>(rows_.size()) < max_rows_;
   }
-  // Takes the smallest free row, with a new admission number and without blocks. A row must be
-  // free.
+  // Takes the lowest-numbered free row, with a new admission number and without blocks. There must
+  // be a free row.
   int32_t take();
   // Frees the row, which has released its blocks.
   void give_up(int32_t row);
@@ -129,7 +131,7 @@ class RowTable {
 
   int64_t num_written(int32_t row, const CacheGroup& group) const;
   PageRules::Columns computed(int32_t row, const CacheGroup& group) const;
-  // Blocks of all groups, without null blocks.
+  // Returns the blocks of all groups that contain KV, without null blocks.
   std::vector<BlockId> written_blocks(int32_t row) const;
   // Returns all blocks of the row. Blocks later in the sequence come first, because tails are
   // evicted before heads in all groups. With `with_all`, blocks that do not follow the sequence

@@ -68,8 +68,8 @@ class StepJournal {
   // Returns the last issued step that was not aborted, or -1.
   int64_t last_kept() const { return in_flight_.empty() ? last_left_ : in_flight_.back().id; }
 
-  // Add notes to the last opened step, also between steps. Notes are recorded only for rows
-  // admitted by `step`, and only while a step is in flight.
+  // These functions add notes to the last opened step, also between steps. Notes are recorded only
+  // for rows admitted by `step`, and only while a step is in flight.
   void note_served(int32_t row, const Row& r, int64_t start) {
     in_flight_.back().rows.push_back({row, r.admission, start});
   }
@@ -82,8 +82,8 @@ class StepJournal {
   }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
   void note_left(const Row& r);
-  // Records a block that an aborted step published and that its row had released. It is no longer
-  // found.
+  // Records a block that an aborted step published and that its row had released. Lookups no longer
+  // find this block.
   void note_forgotten(const Published& published, const std::shared_ptr<TokenChain>& chain);
   // Whether notes on this row are recorded.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
@@ -105,7 +105,7 @@ class StepJournal {
   void check_invariants() const;
 
  private:
-  // After this, the oldest step cannot be aborted.
+  // Removes the oldest step, which can then no longer be aborted.
   void forget_oldest();
 
   StepNumbers numbers_;

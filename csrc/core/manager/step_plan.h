@@ -18,10 +18,10 @@ struct StepPlan {
   // Results for running rows come first, then results for rows to swap out, then results for new
   // requests.
   int64_t num_running = 0, num_leaving = 0;
-  std::vector<int32_t> rows;  // per result; -1: no row
+  std::vector<int32_t> rows;  // one per result; -1: no row
   std::vector<uint8_t> status;
   std::vector<int32_t> num_computed_tokens;  // position at which the new tokens of the row start
-  std::vector<int32_t> num_tokens;           // tokens that got slots; 0 if not served
+  std::vector<int32_t> num_tokens;           // tokens with allocated slots; 0 if not served
   std::vector<int32_t> clear_rows;
   std::vector<int32_t> append_rows;
   struct Group {
@@ -33,10 +33,10 @@ struct StepPlan {
   std::vector<int32_t> copy;      // (source, destination) pairs
   std::vector<int32_t> zero;
   std::vector<int32_t> swap_in;     // (host page, device page) pairs
-  std::vector<int32_t> depends_on;  // (row, row that fills blocks it reads) pairs
+  std::vector<int32_t> depends_on;  // pairs of a row and the row that fills blocks it reads
 
   void clear();
-  // Whether the worker has nothing to do: no page moves, and no table changes.
+  // Whether the worker has nothing to do, because no page moves and no table changes.
   bool is_empty() const;
 };
 

@@ -18,7 +18,7 @@ struct NewRow {
   std::shared_ptr<TokenChain> chain;
   int64_t num_tokens =
       kMaxSize;  // maximum number of tokens after the hit, clipped to the known tokens
-  // Maximum number of host blocks in a hit; a hit with more uses no host blocks.
+  // Maximum number of host blocks in a hit; a hit with more host blocks uses none of them.
   int64_t max_host_blocks = kMaxSize;
   int64_t num_external = 0;  // tokens after the hit whose KV comes from an external source
   // The KV of external tokens arrives later, and the row is not served until then.
@@ -30,9 +30,10 @@ struct NewRow {
   // The whole prompt is computed in one step from its own K and V. Therefore, blocks outside the
   // window at the end of the prompt are never allocated.
   bool computes_whole = false;
-  // Tokens of the prompt; 0: all known tokens. A request that was preempted also knows its output.
+  // Tokens of the prompt; 0: all known tokens. The known tokens of a preempted request also include
+  // its output.
   int64_t num_prompt = 0;
-  // For `admit`: `PrefixHit::num_shared_tokens` of the lookup. Steps look it up.
+  // For `admit`: `PrefixHit::num_shared_tokens` of the lookup. Steps do this lookup themselves.
   int64_t num_shared = 0;
   // Blocks are published when `mark_computed` reports that their tokens have KV, not when they are
   // filled.
@@ -58,7 +59,7 @@ struct StepRequest {
   int64_t num_ids = 0;                 // total number of ids
   // Number of ids per row; null: one per row, if there are ids.
   const int32_t* num_token_ids = nullptr;
-  // Rejected tokens of the last step to remove first, per row.
+  // Number of rejected tokens of the last step, per row. These tokens are removed first.
   const int32_t* num_rejected = nullptr;
   const int32_t* lookahead = nullptr;      // lookahead slots per row; null: num_lookahead
   int64_t num_lookahead = 0;               // lookahead slots per row, if `lookahead` is null
@@ -75,7 +76,7 @@ struct StepRequest {
   }
 };
 
-// The request for one running row, from an engine that keeps its own tables.
+// The request for one running row, from an engine that maintains its own tables.
 struct RowAsk {
   int32_t row;
   int64_t num_tokens;            // slots; may be 0 with ids or lookahead slots

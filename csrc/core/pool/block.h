@@ -10,7 +10,7 @@ namespace kvcache {
 
 // The state of a block, except for its free-list links.
 struct alignas(16) Block {
-  Hash hash;  // valid while indexed
+  Hash hash;  // valid while the block is indexed
   // Ring of blocks published under the same (hash, group); null: not indexed.
   BlockId older, younger;
   int32_t ref_count;   // > 0: held

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The block pool, which records whether each block is free, held or cached, and the hashes of
-// cached blocks.
+// The block pool. It records whether each block is free, held or cached, and the hashes of cached
+// blocks.
 //
 // Every method processes a whole batch of ids, or throws or returns failure without any change. If
 // memory for a policy, an event or a partial hash runs out during a change, the pool is broken
-// (soundness.h). The pool handles only block ids and 32-byte hashes, but no requests, tokens or KV
+// (soundness.h). The pool handles only block ids and 32-byte hashes, not requests, tokens or KV
 // bytes. It is plain C++17 and does not use torch, CUDA or Python.
 #pragma once
 
@@ -80,7 +80,7 @@ class BlockPool {
   void check_id(BlockId id, const char* what) const { (void)at(id, what); }
   // The number of allocations of the block, modulo 256.
   uint8_t generation(BlockId id) const { return blocks_[id].generation; }
-  // The group of a cached block's content, and the hashes of its partial content.
+  // Return the group of a cached block's content, and the hashes of its partial content.
   uint8_t group_of(BlockId id) const { return blocks_[id].group; }
   std::vector<Hash> partial_hashes_of(BlockId id) const { return partial_.of(id); }
   // The number of cached blocks of a group that were evicted for other content.
@@ -109,14 +109,14 @@ class BlockPool {
   // Records an event for the reuse of blocks with this content, which a request has hit.
   void announce(const Content& content, int64_t n, uint8_t group);
 
-  // Like `publish`, for one block that holds a copy of a cached block of another pool.
+  // Like `publish`, for one block that holds a copy of a cached block in another pool.
   void publish_copy(BlockId id, const Copied& copied);
-  Copied copied(BlockId id, bool is_chain) const;  // for a published block
+  Copied copied(BlockId id, bool is_chain) const;  // the block must be published
 
-  // Exchange between the pools of two tiers, for the policy (eviction_policy.h). copy_again: the
-  // original of this cached and held block was released again and evicted. notify_load: the content
-  // of this block is in the other pool again. gain_of_copy: returns the expected hits of a copy,
-  // minus the value of its space.
+  // Calls between the pools of two tiers, on behalf of the policy (eviction_policy.h). copy_again:
+  // the original of this cached and held block was released again and evicted. notify_load: the
+  // content of this block is in the other pool again. gain_of_copy: returns the expected number of
+  // hits of a copy, minus the value of the space it would occupy.
   void copy_again(BlockId id, const Copied& copied);
   void notify_load(BlockId id);
   double gain_of_copy(const Copied& copied);
@@ -147,7 +147,7 @@ class BlockPool {
 
   void evict_group(uint8_t group);  // removes the hashes of all blocks of the group
 
-  // Adds the chains of the given blocks that are cached.
+  // Adds to `invalid` the chains of those given blocks that are cached.
   void add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const;
 
   // Evicts invalid blocks and everything that may have been computed from them. These are all
@@ -237,7 +237,7 @@ class BlockPool {
   void share(Soundness* soundness) { soundness_ = soundness; }
   void check_sound() const { soundness_->check(); }
 
-  // Lifetimes of cached blocks, recorded while tracking is enabled.
+  // Lifetimes of cached blocks are recorded while tracking is enabled.
   void track_residency();
   Residency* residency() { return residency_.get(); }
 
@@ -269,7 +269,7 @@ class BlockPool {
   void set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
-  // Removes all hashes of the block and its place in the index.
+  // Removes the block from the index, with all of its hashes.
   void forget(BlockId id, bool evicted = false);
   void forget_hashes(BlockId id, uint32_t tag);  // `tag`: the index's tag of the block's hash
   FreeList& list_of(const Block& block) {
@@ -332,7 +332,7 @@ class BlockPool {
   EvictionListener* eviction_listener_ = nullptr;
   LostBlocks* lost_ = nullptr;
   std::unique_ptr<Residency> residency_;
-  bool is_plain_;  // no policy, and no block was ever pinned
+  bool is_plain_;  // whether there is no policy and no block was ever pinned
   std::unique_ptr<Candidates> candidates_;
   std::vector<BlockId> changed_;  // scratch
   std::unique_ptr<Pins> pins_;

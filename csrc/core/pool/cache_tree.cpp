@@ -22,7 +22,7 @@ bool CacheTree::is_known(BlockId parent, uint64_t key) const {
   return blocks_[parent].older != kNullBlock && key_of(blocks_[parent]) == key;
 }
 
-// Assigns children to this block that arrived before any block under their parent's hash.
+// Assigns to this block the children that were added before any block under its hash.
 void CacheTree::adopt(BlockId id, uint64_t key) {
   const auto found = finds_by_tag_ ? entries_.try_emplace(key).first : entries_.find(key);
   if (found == entries_.end()) return;
@@ -56,7 +56,7 @@ void CacheTree::add(BlockId id, BlockId parent, const uint64_t* parent_tag,
   if (++places_[parent].num_children == 1 && is_alone(parent)) changed->push_back(parent);
 }
 
-// Any block of the ring may hold part of the count.
+// Decrements the count in any block of the ring, because only the sum over the ring matters.
 inline void CacheTree::drop_child_of(BlockId parent, std::vector<BlockId>* changed) {
   BlockId each = parent;
   while (places_[each].num_children == 0) {
@@ -144,10 +144,10 @@ void CacheTree::check_invariants(const std::vector<Member>& members) const {
   for (const auto& [key, num] : num_counted) {
     const auto found = num_children.find(key);
     require(num == (found == num_children.end() ? 0 : found->second),
-            "the children of a hash are counted wrongly");
+            "the number of children of a hash is wrong");
     if (found != num_children.end()) num_children.erase(found);
   }
-  require(num_children.empty(), "children are counted nowhere");
+  require(num_children.empty(), "children of a hash are not counted");
 }
 
 }  // namespace kvcache

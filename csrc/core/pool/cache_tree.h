@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chains of cached blocks. A block should not be evicted before its cached successors, because
-// lookups would no longer find the successors.
+// The chains of cached blocks. A block should not be evicted before the cached blocks that follow
+// it in a chain, because lookups would no longer find those blocks.
 #pragma once
 
 #include <cstddef>
@@ -28,12 +28,12 @@ class CacheTree {
   CacheTree(const Block* blocks, int64_t num_blocks)
       : blocks_(blocks), places_(static_cast<size_t>(num_blocks)) {}
 
-  // Whether no other cached block is found only through this block, because it has no cached child
-  // or because another block has the same hash.
+  // Whether lookups could still find all other cached blocks without this block, because it has no
+  // cached child or because another block has the same hash.
   bool is_leaf(BlockId id) const {
     return places_[id].num_children == 0 || blocks_[id].younger != id;
   }
-  // One bit per block for the caller, which is reset when the block is added.
+  // One bit per block that the caller may use. Adding the block resets the bit.
   bool is_marked(BlockId id) const { return places_[id].is_marked != 0; }
   void mark(BlockId id, bool is_marked) { places_[id].is_marked = is_marked; }
   // Adds a block that was just published and is in the ring of its hash. `parent_tag`: tag of its
@@ -65,8 +65,8 @@ class CacheTree {
     uint32_t num_children : 31;
     uint32_t is_marked : 1;
   };
-  // An entry for a hash whose children may not know a block under it. Contains one block under the
-  // hash, or the number of children if there is none.
+  // An entry for a hash whose children may not have recorded a block under it. Contains one block
+  // under the hash, or the number of children if there is none.
   struct Entry {
     BlockId block;
     int32_t num_children;

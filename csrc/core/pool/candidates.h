@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blocks from which a policy may choose, which are always leaves.
+// The blocks from which a policy may choose its victim. All of them are leaves.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ class Candidates {
   // `is_idle`: whether the block is cached, not held and not pinned. If it is also a leaf, it is a
   // candidate.
   void set_idle(BlockId id, bool is_idle) {
-    if (!is_idle && !has(id)) return;  // usual: a held block
+    if (!is_idle && !has(id)) return;  // usually because the block is held
     const bool is_in = is_idle && tree_.is_leaf(id);
     if (is_in == has(id)) return;
     tree_.mark(id, is_in);

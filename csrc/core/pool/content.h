@@ -32,7 +32,7 @@ struct Content {
   const Hash* root = nullptr;          // first hash of the chain; null: each block is a chain
   const int32_t* tokens = nullptr;     // tokens_per_block tokens for each block
   int64_t tokens_per_block = 0;
-  int64_t num_lookahead = 0;  // tokens after each block that its hash also covers
+  int64_t num_lookahead = 0;  // number of tokens after a block that its hash also covers
   int64_t first_token = 0;    // position of the first of `tokens`
   const std::shared_ptr<const void>* labels = nullptr;  // labels for events; null: none
   bool is_chain = true;         // whether a block is useless without its parent

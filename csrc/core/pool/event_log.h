@@ -28,7 +28,7 @@ class EventLog {
     Hash parent = {};
     bool is_reused = false;  // the block was already stored and a request hit it
     int64_t first_token = 0;
-    int64_t num_dropped = 0;  // for cleared events: events dropped since the last drain
+    int64_t num_dropped = 0;  // for cleared events: number of events dropped since the last drain
     // Labels of the request that computed or hit the block.
     std::shared_ptr<const void> labels = nullptr;
   };

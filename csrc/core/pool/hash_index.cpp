@@ -49,7 +49,8 @@ void HashIndex::draw_new_key() {
       }
     }
   } catch (const std::exception&) {
-    // Without memory or random bytes, the index remains unchanged. It is correct but slow.
+    // If there is no memory or there are no random bytes, the index remains unchanged. It is then
+    // correct but slow.
   }
   // If the new key did not help, the next attempt is delayed, so that the total cost of attempts
   // stays low.

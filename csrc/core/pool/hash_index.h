@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Maps a hash to the blocks with its content.
+// Maps each hash to the blocks that contain its content.
 #pragma once
 
 #if defined(__SSE2__)
@@ -42,7 +42,8 @@ class HashIndex {
   bool insert(BlockId id) { return insert(tag_of(id), id); }
   bool erase(uint32_t tag, BlockId id);  // returns whether it was the last block under its hash
   bool erase(BlockId id) { return erase(tag_of(id), id); }
-  // O(1): buckets of an earlier epoch count as empty, and are emptied by the first insertion.
+  // Takes O(1): buckets of an earlier epoch count as empty, and the first insertion into a bucket
+  // empties it.
   void clear() {
     longest_walk_ = 1;
     if (++epoch_ == 0) buckets_.zero();  // the epoch wrapped around
@@ -56,8 +57,8 @@ class HashIndex {
     if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
   }
   size_t num_bytes() const { return buckets_.num_bytes(); }
-  // The maximum number of buckets per search. With a secret key, more than kLongestWalk buckets are
-  // practically impossible. If it happens, the index draws a new key and is rebuilt.
+  // The maximum number of buckets per search. With a secret key, a search of more than kLongestWalk
+  // buckets practically never occurs. If it does, the index draws a new key and is rebuilt.
   int64_t longest_walk() const { return longest_walk_; }
   static constexpr int64_t kLongestWalk = 16;
   int64_t num_keys() const { return num_keys_; }  // number of keys drawn

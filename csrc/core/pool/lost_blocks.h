@@ -16,7 +16,7 @@ namespace kvcache {
 
 // The purpose for which a block was evicted.
 enum class Taker : uint8_t {
-  kOther = 0,      // swaps, and loads of a connector
+  kOther = 0,      // a swap, or a load by a connector
   kRunning = 1,    // the next tokens of a running request
   kNew = 2,        // a new request without a hit
   kContinued = 3,  // a new request with a hit
@@ -29,23 +29,24 @@ class LostBlocks {
   static constexpr size_t kLeastRecords = 262'144;
   struct Loss {
     bool is_evicted;
-    Taker taker;     // of an evicted block
+    Taker taker;     // purpose for which the block was evicted
     int64_t ms_ago;  // rounded to kMsPerUnit
   };
   static constexpr int64_t kMsPerUnit = 100;
 
-  // Samples one of `one_of` blocks of the group, and keeps the latest records: four times as many
-  // as a pool of num_blocks blocks has of them, and at least kLeastRecords.
+  // Samples one in `one_of` blocks of the group and keeps the latest records: four times as many as
+  // a pool of num_blocks blocks has sampled blocks, and at least kLeastRecords.
   LostBlocks(int64_t num_blocks, int64_t one_of, uint8_t group)
       : last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
         group_(group),
         buckets_(num_buckets(num_blocks / one_of)) {}
 
-  // Selects blocks by their hashes, so that the blocks of all requests are sampled alike.
+  // Selects blocks by their hashes, so that all requests with the same block agree on whether it is
+  // sampled.
   bool is_sampled(const Hash& hash) const { return is_sampled(mixed(hash)); }
 
   void set_now(int64_t ms) { now_ = static_cast<uint32_t>(ms / kMsPerUnit); }
-  // Evictions from now on make room for this purpose.
+  // Sets the purpose to which later evictions are attributed.
   void set_taker(Taker taker) { taker_ = taker; }
 
   // A block has left the cache: it was evicted to make room, or removed for another reason.

@@ -51,7 +51,7 @@ class PartialIndex {
     Key key;
     BlockId block;
     int32_t older, younger;  // neighbors under the same hash
-    int32_t next_of_block;   // the next shorter part, or the next unused entry
+    int32_t next_of_block;   // the block's next shorter part, or the next unused entry
     uint64_t variant;
   };
   struct Ends {

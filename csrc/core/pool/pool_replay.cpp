@@ -63,7 +63,7 @@ class Replay {
   const Hash* hashes_;
   const int64_t* ends_;
   std::vector<BlockId> ids_;
-  std::vector<int64_t> ends_held_;  // of the released blocks
+  std::vector<int64_t> ends_held_;  // ends of the released blocks
   int64_t num_releases_ = 0;
 };
 

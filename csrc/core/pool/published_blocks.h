@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The hashes of a pool's blocks, for its eviction policy.
+// Gives a pool's eviction policy access to the hashes of the pool's blocks.
 #pragma once
 
 #include <cstdint>

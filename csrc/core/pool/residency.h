@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long blocks stay cached, from publication and from the last release until eviction.
+// Measures how long blocks stay cached: from publication to eviction, and from the last release to
+// eviction.
 #pragma once
 
 #include <algorithm>

@@ -30,7 +30,8 @@ class TagsAhead {
     fold(i + kAhead);
     return tag;
   }
-  // Returns a tag that `next` will return within kAhead calls, if the key does not change.
+  // Returns the i-th tag, which one of the next kAhead calls of `next` will return if the key does
+  // not change.
   uint32_t operator[](int64_t i) const { return tags_[i % kAhead]; }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distinguishes different content with equal hashes.
+// Distinguishes contents that differ although their hashes are equal.
 //
 // The interoperable hash contains an image's identifier and start, but not its number of tokens.
 // Two requests that use the same identifier with different lengths may have equal hashes but

@@ -62,7 +62,7 @@ void token_hashes(const TokenRanges& ranges, const int64_t* values, uint64_t key
     const int64_t start = ranges.starts[r], count = ranges.counts[r];
     if (parents != nullptr) {
       positions.resize(static_cast<size_t>(count) + 1);
-      positions[0] = start - 1;  // of the last token before the new ones
+      positions[0] = start - 1;  // position of the last token before the new ones
     }
     for (int64_t i = 0; i < count; ++i) {
       int64_t position = start + i;

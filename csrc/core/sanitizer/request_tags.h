@@ -14,7 +14,7 @@
 
 namespace kvcache::sanitizer {
 
-// A pseudo-random number for a pair of value and position (splitmix64).
+// Returns a pseudo-random number for a value and its position (splitmix64).
 uint64_t token_hash(uint64_t value, uint64_t position);
 
 // A range of new or accessed tokens per request. `rows` are indices of requests, or -1.
@@ -50,7 +50,7 @@ class RequestTags {
 
   // The tags of a request's tokens.
   const uint64_t* tags(int64_t row) const { return at(row).tags.data() + 1; }
-  // The tag of the encoder's input at a position, which cross attention reads.
+  // The tag of the encoder's input at a position. Cross attention reads these tags.
   uint64_t encoder_tag(int64_t row, int64_t position) const {
     return token_hash(at(row).encoder, static_cast<uint64_t>(position)) | 1;
   }

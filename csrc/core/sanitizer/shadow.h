@@ -18,9 +18,9 @@ struct ShadowSlot {
   int64_t origin;  // serial number of the request that computed it << 32 | position
 };
 
-// Requests are serial numbers, or kNobody.
+// Requests are identified by their serial numbers; kNobody means no request.
 struct ShadowBlock {
-  int64_t holder = kNobody;  // last request that got the block
+  int64_t holder = kNobody;  // last request to which the block was allocated
   int64_t writer = kNobody;  // last request that wrote the block
   int64_t write_step = -1;
   int64_t num_events = 0;
@@ -38,12 +38,12 @@ struct ShadowEvent {
   int32_t position;  // first token written, or source block of a copy
   int16_t group;
   int8_t kind;
-  int8_t medium;  // of the source of a copy
+  int8_t medium;  // medium of a copy's source
 };
 
 class Shadow {
  public:
-  // `stride`: slots per block, the largest block size. `history`: events that are kept per block.
+  // `stride`: slots per block, the largest block size. `history`: number of events kept per block.
   Shadow(int64_t num_blocks, int64_t stride, int64_t history);
 
   int64_t num_blocks() const { return num_blocks_; }
@@ -70,8 +70,9 @@ class Shadow {
   void drop_stale(int64_t block, int64_t first_offset);
   // Assigns a block to this group, and drops content of any other group.
   void take_over(int64_t block, int16_t group);
-  // Copies single slots of a group, `block * block_size + offset`. All are read before any is
-  // written. A slot with content of another group counts as never written.
+  // Copies individual slots of a group. The number of a slot is `block * block_size + offset`. All
+  // source slots are read before any slot is written. A slot with content of another group counts
+  // as never written.
   void copy_slots(int16_t group, int64_t block_size, const std::vector<int64_t>& src,
                   const std::vector<int64_t>& dst, int64_t step);
 
@@ -80,7 +81,7 @@ class Shadow {
   // Returns the last events of a block, oldest first.
   std::vector<ShadowEvent> events(int64_t block) const;
 
-  bool tracks_holders = false;  // whether allocations are reported
+  bool tracks_holders = false;  // whether allocations are reported to the shadow
 
  private:
   int64_t num_blocks_, stride_, history_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A cache group as the sanitizer's checks see it, a view of its block tables, and their findings.
+// The properties of a cache group that the sanitizer checks use, a view of the group's block
+// tables, and the findings of the checks.
 #pragma once
 
 #include <algorithm>
@@ -75,9 +76,10 @@ struct SlotGroup {
   Kind kind;
   int64_t block_size;
   int64_t window, chunk;
-  int64_t columns;  // of a circular table
+  int64_t columns;  // number of columns of a circular table
 
-  // The first token that a query at this position reads. A state counts as its last token.
+  // The first token that a query at this position reads. For a state, this is the last token that
+  // it includes.
   int64_t first_needed(int64_t position) const {
     if (kind == Kind::kWindow || kind == Kind::kCircular) {
       return std::max(position - (window - 1), int64_t{0});
@@ -114,8 +116,8 @@ struct Table {
     }
     return loaded<int32_t>(entry);
   }
-  // Whether the entries of a row from column `begin` on are equal to these. False if they must be
-  // compared one by one.
+  // Whether the entries of a row from column `begin` on are equal to these. May return false for
+  // equal entries that must be compared one by one.
   bool equals(int64_t row, int64_t begin, const std::vector<int32_t>& entries) const {
     const auto size = static_cast<int64_t>(entries.size());
     return !is_wide && column_stride == sizeof(int32_t) && begin < size &&

@@ -13,8 +13,8 @@
 
 namespace kvcache::sanitizer {
 
-// The reads of one group. Only slots that were not checked before, or whose block or table entry
-// has changed since, are compared.
+// Checks the reads of one group. Only slots that were not checked before, or whose block or table
+// entry has changed since, are compared.
 class SlotReads {
  public:
   SlotReads(const SlotGroup& group, std::shared_ptr<Shadow> shadow,
@@ -30,7 +30,7 @@ class SlotReads {
   // Limits a table to the columns that ranges with these ends read. Throws std::invalid_argument
   // if it has fewer columns.
   void cut(Table* table, const int64_t* stops, int64_t size);
-  int64_t num_columns() const { return num_columns_; }  // of the last table
+  int64_t num_columns() const { return num_columns_; }  // columns of the last table
   Findings check(const Ranges& ranges, const Table& table);
   // Checks the state after `num_tokens` of each request. A request without tokens reads none.
   Findings check_states(const int64_t* rows, const int64_t* num_tokens, const int64_t* pages,

@@ -73,8 +73,8 @@ Findings SlotWrites::begin(const SlotGroup& group, const TokenRanges& ranges, co
   return advance();
 }
 
-// Whether a check may find a defect or the block gets a new writer. Most tokens of a decode step
-// continue a block.
+// Whether a check may find a defect in this write, or the writer of the block changes. Most tokens
+// of a decode step continue a block and need no checks.
 bool SlotWrites::needs_checks(const Token& token) {
   const ShadowBlock& block = shadow_->block(token.block);
   const uint64_t old = shadow_->slot(token.block, token.offset).tag;
@@ -165,7 +165,7 @@ void SlotWrites::take_blocks() {
   }
 }
 
-// Reports content of shared blocks that the write replaces with other content.
+// Reports writes that replace content of shared blocks with other content.
 void SlotWrites::check_content() {
   int64_t before = -1;  // block of the last new writer
   for (Token& token : tokens_) {

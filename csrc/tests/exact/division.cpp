@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares the fp8 codes of ScaleDivisor and of a true division, for
-//   - every bfloat16 and every float16 and `num_scales` scales each,
-//   - `num_floats` pairs of a random float32 and a scale, most of them near a boundary of fp8
-//   codes, where
-//     the quotient itself must be equal to the true quotient.
+// Compares the fp8 codes of ScaleDivisor with those of a true division, for
+//   - every bfloat16 and every float16, with `num_scales` scales each;
+//   - `num_floats` pairs of a random float32 and a scale, most of them near a boundary between
+//     fp8 codes. For these pairs, the quotients themselves must be equal.
 // Usage: division num_scales num_floats seed. Prints counts. The exit code is 1 if codes differ.
 #include <cmath>
 #include <cstdio>

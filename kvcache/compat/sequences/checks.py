@@ -65,4 +65,4 @@ def device_name(device: Enum | str) -> str:
 
 def fail_to_fit(what: str, num_free: int, question: str) -> NoReturn:
     """Raise ValueError for a request that needs more than the free blocks."""
-    raise ValueError(f"{what}, {num_free} blocks are free: expected a call of {question} first")
+    raise ValueError(f"{what}, {num_free} blocks are free: expected a call to {question} first")

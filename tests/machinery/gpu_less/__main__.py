@@ -23,9 +23,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a program")
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- program ...")
-    commands.add_parser("build", help="only build what is needed")
-    test = commands.add_parser("test", help="tests marked gpu, and swaps under orders of streams")
-    test.add_argument("--seeds", type=int, default=20, help="number of orders (default: 20)")
+    commands.add_parser("build", help="only build the required components")
+    test = commands.add_parser("test", help="run tests marked gpu, and swaps in many stream orders")
+    test.add_argument("--seeds", type=int, default=20, help="number of stream orders (default: 20)")
     arguments = parser.parse_args()
     try:
         built = build.build()

@@ -54,7 +54,7 @@ class Built:
     runtime: Path  # libcudart.so.13
     driver: Path  # libcuda.so.1
     kernels: Path
-    limits: Path | None  # limits of the kernels' launches; None if cuobjdump is missing
+    limits: Path | None  # file with the kernels' launch limits; None if cuobjdump is missing
     toolkit: Path
 
     def environment(self, tree: Path = TREE) -> dict[str, str]:

@@ -47,7 +47,7 @@ def totals() -> dict[str, int]:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Yield a dict that holds the counter increments within the block, filled in at its end."""
+    """Yield a dict that receives the counters' increments at the end of the `with` block."""
     found: dict[str, int] = {}
     before = totals()
     yield found

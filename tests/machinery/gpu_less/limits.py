@@ -17,8 +17,8 @@ from pathlib import Path
 
 _TRITON = "backends/nvidia/bin/cuobjdump"  # path inside the triton package
 _RESERVED_SHARED = (
-    # Bytes reserved by the system, included in the figure of kernels with shared memory from sm_90
-    # on.
+    # Bytes that the system reserves. From sm_90 on, the reported size of a kernel that uses shared
+    # memory includes them.
     1024
 )
 _MOST_THREADS = 1024

@@ -5,8 +5,8 @@ kvcache's kernels, copies and events go through the runtime. Torch's kernels can
 can run their code. A call of an operator first drains its stream and then reads the inputs. The
 results are written when the stream reaches the operator, later than the call, as on a device. During
 graph capture, an operator is recorded as a host node, which runs the operator when the graph runs. An
-operator that makes the host wait for a value or a shape is rejected in a capture, and is handled as
-torch's sync debug mode specifies.
+operator that makes the host wait for a value or a shape is rejected in a capture, and is otherwise
+handled as torch's sync debug mode specifies.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ _captured: list = []  # never freed: a graph may run until the process ends
 def _run_captured(number):
     try:
         _captured[number]()
-    except BaseException:  # there is no caller to raise to
+    except BaseException:  # no caller could catch an exception here
         traceback.print_exc()
         os.abort()
 

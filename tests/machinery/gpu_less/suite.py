@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests marked `gpu` but not `exhaustive`, followed by swaps under many stream orders.
+"""Runs tests marked `gpu` but not `exhaustive`, followed by swaps in many stream orders.
 
-Each job is a process.
+Each job runs in its own process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random HTTP requests: modified bodies for each endpoint, raw bytes, broken HTTP, and clients that
-disconnect.
+"""Sends random HTTP requests: modified bodies for each endpoint, raw bytes, broken HTTP, and
+clients that disconnect.
 
 `python -m tests.machinery.http.fuzz --requests N --seed S` starts a server and sends it N requests. No
 request may crash or hang the server, or get a status of 500 or above. An error about a modified
@@ -33,7 +33,7 @@ SECONDS = 30  # time limit for any request
 OPTIONS = ["--max-model-len=256", "--max-num-seqs=8", "--request-timeout=3", "--grace=1"]
 HONEST = {"model": "llama", "prompt": "An honest prompt.", "max_tokens": 8, "temperature": 0}
 PATHS = ("/v1/completions", "/v1/chat/completions")
-HUGE = "9" * 5_000  # more digits than Python converts
+HUGE = "9" * 5_000  # more digits than Python converts to an int
 
 WRONG: list[object] = [
     *(None, True, False, 0, -1, 1, 2, 2**31 - 1, 2**31, 2**53, 2**63, -(2**63), 2**64, 10**400),
@@ -204,7 +204,8 @@ def case_of(rng: random.Random) -> Case:
 def send(port: int, case: Case) -> Reply | None:
     """Send a case.
 
-    Return the reply, or None if the client left first. Raises TimeoutError without a reply.
+    Return the reply, or None if the client disconnected first. Raises TimeoutError if no reply
+    arrives.
     """
     try:
         with connect(port, SECONDS) as connection:
@@ -227,7 +228,7 @@ def fault_of(case: Case, reply: Reply | None) -> str | None:
     if reply.status >= 500:
         return f"status {reply.status}"
     if case.kind == "right" and reply.status != 200:
-        return f"status {reply.status} for a request that is right"
+        return f"status {reply.status} for a valid request"
     if reply.status == 200 and case.is_whole and b'"error"' in reply.body:
         return "an error in an answer"
     if reply.status in (400, 413, 429) and case.is_whole:

@@ -29,8 +29,8 @@ class Reply(NamedTuple):
 class ServeProcess:
     """A context manager that runs a server of a tiny model.
 
-    `args`: options of `kvcache serve`. After the process has ended, `log` holds its stderr. The pipe
-    of stderr is read only then, so requests are not logged by default.
+    `args`: options of `kvcache serve`. After the process has ended, `log` holds its stderr. The
+    stderr pipe is read only then, so request logging is off by default.
     """
 
     def __init__(self, *args: str, model: str = "llama") -> None:

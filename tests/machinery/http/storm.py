@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures whether honest clients of a server get correct answers in time next to hostile clients.
+"""Measures whether a server answers honest clients correctly and in time beside hostile clients.
 
 `python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the
 same honest clients run alone first, and then together with hostile clients, which are threads of
 another process. The hostile clients send tiny temperatures, floods of stop strings, large bodies,
-many prompts, many samples, surrogates, huge numbers and broken HTTP. Others leave in the middle of
-a stream, do not read, send single bytes slowly, or stay silent. The output is the number of correct
-answers and the honest clients' p99 latency: the medians over the turns and their ratio.
+many prompts, many samples, surrogates, huge numbers and broken HTTP. Others disconnect in the
+middle of a stream, do not read, send single bytes slowly, or stay silent. The output is the number
+of correct answers, the honest clients' p99 latency without and with hostile clients (each the
+median over the turns), and the ratio of the two.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ KINDS = [name for name in vars(Hostile) if not name.startswith("_")]
 def be_hostile(port: int, seed: int, pause: float, is_over: object, num_acts: object) -> None:
     """Run the hostile clients' process, with one thread per kind of attack.
 
-    The process has a lower priority than the server, since real clients do not share its cores.
+    The process has a lower priority than the server, since real clients do not use the server's
+    cores.
     """
     os.nice(_NICE)
 
@@ -266,7 +268,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--pause", type=float, default=0.2, help="seconds between a hostile's acts")
+    parser.add_argument("--pause", type=float, default=0.2, help="seconds between hostile acts")
     args = parser.parse_args()
     print(f"seed {args.seed}; {NUM_HONEST} honest clients, {len(KINDS)} hostile", flush=True)
     ratio, num_wrong = storm(args.turns, args.seed, args.pause)

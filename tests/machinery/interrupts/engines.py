@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Engine`: no token is lost or duplicated if a signal handler raises at any moment."""
+"""Checks that `Engine` neither loses nor duplicates a token if a signal handler raises."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ class Served:
         return [[sample.token_ids for sample in each.samples] for each in self.generations]
 
     def check(self, answers: list[list[list[int]]]) -> None:
-        """Check that all requests have finished, match an undisturbed engine, and had each token
-        returned once.
+        """Check that all requests have finished correctly and that each token was returned once.
+
+        `answers`: the answers of an undisturbed engine.
         """
         assert self.answers() == answers
         for generation in self.generations:
@@ -94,7 +95,7 @@ def undisturbed(name: str, seed: int) -> list[list[list[int]]]:
 
 
 def run_to_end(served: Served, step: Callable[[Callable], bool], most: int = 3_000) -> int:
-    """Run the engine to its end with `step`, which may interrupt.
+    """Run the engine to its end by calling `step`, which may be interrupted.
 
     Return the number of interrupts.
     """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVCacheManager`: after an interrupt, each request is either admitted and can be freed, or is
-unknown.
+"""Checks `KVCacheManager` under interrupts.
+
+After an interrupt, each request is either admitted and can be freed, or is unknown to the manager.
 """
 
 from __future__ import annotations

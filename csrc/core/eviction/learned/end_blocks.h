@@ -16,8 +16,8 @@ namespace kvcache {
 // segment of the chain in which the hit ends, and are evicted together with it.
 class EndBlocks {
  public:
-  // `hit_end`: length of the hit that reads the block; kHeld: the request holds the block until its
-  // end.
+  // `hit_end`: length of the hit that reads the block; kHeld: the request holds the block until the
+  // request ends.
   static constexpr int64_t kHeld = std::numeric_limits<int64_t>::max();
 
   bool empty() const { return all_.empty(); }
@@ -30,8 +30,8 @@ class EndBlocks {
     });
   }
 
-  // Takes the blocks of the longest hit that ends in (first, stop], and of all hits there that are
-  // longer than `num_hit`. Calls a function once with each of these blocks.
+  // Takes the blocks of the longest hit that ends in (first, stop], and of all hits in this range
+  // that are longer than `num_hit`. Calls `take` once with each of these blocks.
   template <class Take>
   void take(int64_t first, int64_t stop, int64_t num_hit, Take take) {
     int64_t longest = 0;

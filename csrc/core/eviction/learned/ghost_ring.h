@@ -19,16 +19,16 @@ class GhostRing {
   static constexpr int kMostTurn = 3;    // higher turn numbers are recorded as this one
   static constexpr uint32_t kDone = 31;  // bucket of records that are not sampled or were used
   struct Record {
-    uint32_t key;             // even
+    uint32_t key;             // always even
     uint32_t time_lower = 0;  // lower and upper bits of the release time
     uint32_t time_upper : 14;
     uint32_t reuse_class : 9;
     uint32_t bucket : 5;     // age bucket reached so far; kDone: no longer counted
     uint32_t turn : 2;       // at most kMostTurn
     uint32_t is_sample : 1;  // whether the record is counted
-    uint32_t is_end : 1;     // whether it is the last block of a request
+    uint32_t is_end : 1;     // whether the block is the last of a request
 
-    // Exact below 2**46 ms, which is more than 2,000 years.
+    // Exact for times below 2**46 ms, which is more than 2,000 years.
     int64_t time() const { return int64_t{time_upper} << 32 | time_lower; }
     void set_time(int64_t time) {
       time_lower = static_cast<uint32_t>(time);
@@ -81,10 +81,10 @@ class GhostRing {
 
  private:
   static constexpr uint16_t kNone = UINT16_MAX;
-  // If half of 32,768 records are unsampled, one of four counts is not 0. With 16,384 counts, two
-  // of three were not, and a release took 6 ns more per block.
+  // If half of 32,768 records are unsampled, one count in four is nonzero. With 16,384 counts, two
+  // in three were nonzero, and a release took 6 ns longer per block.
   static constexpr uint32_t kNumCounts = 65'536;
-  // A count that has reached this value stays there, because more records may have been counted.
+  // A count that has reached this value is never decreased, because the true count may be higher.
   static constexpr uint8_t kMostCount = UINT8_MAX;
 
   size_t place_of(int64_t number) const {
@@ -109,7 +109,7 @@ class GhostRing {
 
   std::vector<Record> records_;
   std::vector<uint16_t> heads_, next_;
-  std::vector<uint8_t> num_unsampled_;  // number of records, by key
+  std::vector<uint8_t> num_unsampled_;  // number of unsampled records, by key
   int64_t num_added_ = 0;
 };
 

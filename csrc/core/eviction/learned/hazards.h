@@ -15,8 +15,8 @@
 namespace kvcache {
 
 // Counts, per class and age bucket, the sampled blocks that reached the bucket, and those used
-// again within it. They yield the Gittins index of a class at an age: the highest ratio, over all
-// stopping ages, of expected hits to the time that the block is kept.
+// again within it. These counts yield the Gittins index of a class at an age: the highest ratio,
+// over all stopping ages, of the expected number of hits to the time for which the block is kept.
 class Hazards {
  public:
   static constexpr int kBuckets = AgeBuckets::kNum;
@@ -63,7 +63,7 @@ class Hazards {
     }
   }
 
-  // Expected hits per tick of a block of this class and age.
+  // Returns the Gittins index of a block of this class and age, in hits per tick.
   double index(int reuse_class, int64_t age) const {
     const int b = ages_.of(age);
     const double here = solved_[reuse_class].index[b];
@@ -72,8 +72,8 @@ class Hazards {
     return here + share * (solved_[reuse_class].index[b + 1] - here);
   }
 
-  // Expected hits of a block of this class and age, minus the price of each tick until the optimal
-  // stopping age. Each hit counts as `cost`.
+  // Returns the expected number of hits of a block of this class and age, each weighted by `cost`,
+  // minus `price` for each tick until the optimal stopping age.
   double gain(int reuse_class, int64_t age, double cost, double price) const {
     const int first = ages_.of(age);
     double alive = 1, gain = 0, best = 0;
@@ -119,19 +119,19 @@ class Hazards {
   };
 
   static constexpr double kKept = 0.997;  // decay factor of the counts
-  static constexpr double kOfClass = 60;  // weight of the expectation for a class, in samples
+  static constexpr double kOfClass = 60;  // weight of a class's expected hazard, in samples
   static constexpr double kOfAll = 30;    // weight of the prior, in samples
-  static constexpr double kPrior = 0.02;  // prior of use per bucket; per tick it falls with age
-  // Minimum factor between successive buckets, over all classes.
+  static constexpr double kPrior = 0.02;  // prior use per bucket; per tick, it falls with age
+  // Minimum ratio of the hazard in a bucket to that in the previous bucket, over all classes.
   static constexpr double kLeastFall = 0.8;
 
-  // `prior` is used where a class has little data.
+  // `prior` dominates in buckets where a class has little data.
   Solved solved(const Counts& counts, const Row& prior) const {
     Row hazard;
     for (int b = 0; b < kBuckets; ++b) {
       const ReuseCount& count = counts[b];
-      // Blocks are counted when they reach a bucket, which is before their use, so their counts
-      // have decayed more.
+      // The ratio may exceed 1: a block is counted as reaching a bucket before it is counted as
+      // used, so the count of blocks that reached the bucket has decayed more.
       hazard[b] = std::min((count.used + kOfClass * prior[b]) / (count.reached + kOfClass), 1.0);
     }
     return {hazard, index_of(hazard)};
@@ -150,7 +150,7 @@ class Hazards {
     }
     return index;
   }
-  // Adds up the counts of a class of own blocks over the caller's classes.
+  // Sums the counts of a class of own blocks over all request classes.
   void sum_requests(int own) {
     Counts& sum = own_[own];
     sum = {};
@@ -162,7 +162,7 @@ class Hazards {
       }
     }
   }
-  // Solves the classes of own blocks, first together and then by the caller's classes.
+  // Solves a class of own blocks, first for all request classes together and then for each of them.
   void solve_requests(int own, const Solved& unknown) {
     Solved together = unknown;
     const auto is_reached = [](const ReuseCount& count) { return count.reached > 0; };

@@ -51,8 +51,8 @@ class Levels {
     CopiedSegment ended;  // blocks whose priority has expired
   };
 
-  // `tenant_share`: fraction of the blocks that one tenant may keep while others need space; 1:
-  // all.
+  // `tenant_share`: fraction of the blocks that one tenant may keep while others need space; 1: no
+  // limit.
   Levels(int64_t num_blocks, const ReuseModel* model, double tenant_share)
       : num_blocks_(num_blocks),
         model_(model),
@@ -63,14 +63,14 @@ class Levels {
   // The level that owns this block's segment.
   Level& of(BlockId id) { return places_.empty() ? default_ : *level_of(id); }
   const Level& of(BlockId id) const { return const_cast<Levels*>(this)->of(id); }
-  // The segments that store, for the blocks of all levels, whether a request has released the
+  // The segments that record, for the blocks of all levels, whether a request has released the
   // block.
   Segments& told() { return default_.segments; }
   void prefetch(BlockId id) const { default_.segments.prefetch(id); }
 
   // Moves a block, which is being released and is not a candidate, to its level. If the release
-  // assigns no priority, the block keeps its priority until it expires. `tenant`: a number for the
-  // tenant; 0: no tenant, and no share.
+  // assigns no priority, the block keeps its priority until it expires. `tenant`: the number of the
+  // tenant; 0: no tenant, so no share applies.
   Level& move(BlockId id, const GivenPriority& given, uint32_t tenant) {
     const int bucket = has_shares_ && tenant != 0 ? static_cast<int>(1 + tenant % kTenants) : 0;
     if (given.priority < 0 && bucket == 0 && places_.empty()) return default_;
@@ -108,7 +108,7 @@ class Levels {
     return kNullBlock;
   }
 
-  // Segments of different levels have different numbers.
+  // Combines the segment's number with its level, because each level numbers its own segments.
   ReleasedAs released_as(BlockId id) const {
     ReleasedAs as = of(id).segments.released_as(id);
     if (as.segment == 0) return as;
@@ -126,7 +126,7 @@ class Levels {
     num_of_.fill(0);
   }
   size_t num_bytes() const {
-    // Estimated size of a map node, a set node, and a place in a level.
+    // Estimated total size of a map node, a set node, and a place in a level.
     constexpr size_t kPlaceBytes = 128;
     return default_.segments.num_bytes() + places_.size() * kPlaceBytes;
   }

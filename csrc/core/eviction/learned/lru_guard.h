@@ -10,10 +10,11 @@
 
 namespace kvcache {
 
-// Counts, for a sample of blocks, the hits of the pool and the hits that it would have had with
-// LRU. If the pool falls behind by as many hits as LRU holds sampled blocks (C), the policy must
-// evict the oldest segment first, like LRU, for C uses. Each further time, this period doubles. It
-// is halved again whenever the policy has gained 2 C hits over LRU since the last change.
+// For a sample of blocks, counts the hits of the pool and the hits that it would have had with LRU.
+// Let C be the number of sampled blocks that an LRU cache of this size holds. If the pool falls C
+// hits behind LRU, the policy must evict the oldest segment first, like LRU, for the next C uses.
+// This period doubles each time the pool falls behind again. It is halved whenever the policy has
+// gained 2 C hits over LRU since the last change.
 //
 // Bound: after n uses of sampled blocks, the pool has at most 2 C (2 + log2(1 + n / C)) hits fewer
 // than LRU. Proof and assumptions: docs/eviction.md.
@@ -50,7 +51,7 @@ class LruGuard {
   void note_release(uint32_t key) {
     if (is_sampled(key)) shadow_.release(key);
   }
-  // A block has lost its hash for another reason than an eviction.
+  // A block has lost its hash for a reason other than eviction.
   void forget(uint32_t key) {
     if (is_sampled(key)) shadow_.remove(key);
   }
@@ -58,7 +59,7 @@ class LruGuard {
   size_t num_bytes() const { return shadow_.num_bytes(); }
 
  private:
-  static constexpr int64_t kMostSampled = 4'096;  // the shadow cache holds fewer than twice as many
+  static constexpr int64_t kMostSampled = 4'096;  // the shadow holds fewer than twice this number
   static constexpr int kMostLevel = 40;
 
   LruGuard(int64_t num_blocks, int64_t one_of)  // samples one of `one_of` blocks
@@ -68,8 +69,8 @@ class LruGuard {
 
   uint32_t last_sampled_;  // keys up to this one are sampled
   ShadowLru shadow_;
-  int64_t gain_ = 0;      // hits more than LRU since the last change of the level
-  int64_t deficit_ = 0;   // hits fewer than LRU, since the policy was furthest ahead
+  int64_t gain_ = 0;      // hits gained over LRU since the last change of the level
+  int64_t deficit_ = 0;   // hits lost to LRU since the policy was furthest ahead
   int64_t num_left_ = 0;  // uses until the policy is tried again
   int level_ = 0;
 };

@@ -27,7 +27,7 @@ class ReuseClass {
   static constexpr int kRequests = 4;  // no request class, class 0, class 1, and all other classes
   static constexpr int kOfRequest = kGaps * kAdded * kAnswers;
   static constexpr int kOwn = kRequests * kOfRequest;
-  static constexpr int kLeft = kOwn + kForks;  // left behind by a conversation
+  static constexpr int kLeft = kOwn + kForks;  // blocks left behind by a conversation
   static constexpr int kLoose = kLeft + 1;
   static constexpr int kLikely = kLoose + 1;  // a window or state, published for likely hits
   static constexpr int kHit = kLoose + 2;     // a window or state that was hit: once, twice, more

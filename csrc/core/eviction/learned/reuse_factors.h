@@ -17,11 +17,11 @@ struct ReuseCount {
 using ReuseCounts = std::array<ReuseCount, AgeBuckets::kNum>;
 using ReuseHazards = std::array<double, AgeBuckets::kNum>;
 
-// Most classes have too few samples to estimate the probability of reuse at every age. Here, the
-// probability of a class is that of all blocks, times one factor per feature. A factor depends on
-// the level of the feature and on the range of ages. The factors are fitted by iterative
-// proportional fitting, such that for each level and range the expected number of uses is the
-// observed number.
+// Most classes have too few samples to estimate the probability of reuse at every age. This model
+// therefore uses the probability over all blocks, times one factor per feature of the class. A
+// factor depends on the level of the feature and on the range of ages. The factors are fitted by
+// iterative proportional fitting, such that for each level and range, the expected number of uses
+// equals the observed number.
 class ReuseFactors {
  public:
   using CountsOfClasses = std::array<ReuseCounts, ReuseClass::kOfRequest>;
@@ -41,7 +41,8 @@ class ReuseFactors {
                     kMost);
   }
 
-  // Improves the factors. They change slowly, so that two rounds from the last ones are sufficient.
+  // Refits the factors, starting from the current ones. Two rounds suffice, because the factors
+  // change slowly.
   void fit(const CountsOfClasses& counts, const ReuseHazards& of_all) {
     for (int round = 0; round < 2; ++round) {
       for (int feature = 0; feature < kFeatures; ++feature) fit_feature(feature, counts, of_all);
@@ -52,7 +53,7 @@ class ReuseFactors {
   static constexpr int kFeatures = 3, kLevels = 6;
   static constexpr int kInRange = 4;  // buckets in a range of ages
   static constexpr int kRanges = (AgeBuckets::kNum + kInRange - 1) / kInRange;
-  static constexpr double kPriorUses = 30;  // weight of the factor 1, in uses
+  static constexpr double kPriorUses = 30;  // weight of the prior factor 1, in uses
   static constexpr double kLeastFactor = 0.001, kMostFactor = 100, kMost = 0.98;
   static_assert(ReuseClass::kGaps <= kLevels && ReuseClass::kAnswers <= kLevels);
 

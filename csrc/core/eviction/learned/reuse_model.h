@@ -17,9 +17,9 @@
 
 namespace kvcache {
 
-// Blocks are identified by keys of their hashes, cached or not. Ages are measured in milliseconds
-// of the caller's clock, because a tool or a person needs the same time on a busy server as on an
-// idle one.
+// Blocks, whether cached or not, are identified by keys derived from their hashes. Ages are
+// measured in milliseconds of the caller's clock, because a tool call or a person takes the same
+// time whether the server is busy or idle.
 class ReuseModel {
  public:
   static constexpr double kFirstBucket = 2'000;  // ms
@@ -39,8 +39,8 @@ class ReuseModel {
     sample();
   }
 
-  // Returns an even key that is never 0. It is equal in every process, because sampling must not
-  // depend on a secret.
+  // Returns an even key that is never 0. The key is the same in every process, because sampling
+  // must not depend on a secret.
   static uint32_t key_of(const Hash& hash, uint8_t group) {
     uint64_t word;
     std::memcpy(&word, hash.bytes, sizeof(word));
@@ -76,19 +76,20 @@ class ReuseModel {
     int64_t turn;
     uint32_t last_sampled;  // keys up to this one are sampled
   };
-  // Fewer blocks of long segments are sampled, because they are usually reused together.
+  // A smaller fraction of a long segment's blocks is sampled, because they are usually reused
+  // together.
   Release release_of(int reuse_class, int64_t turn, int64_t num_blocks) const {
     return {reuse_class, turn, last_sampled_ / share_of(num_blocks)};
   }
-  // Records the release of a block, if it is sampled or the last block of its segment. The last
-  // blocks reveal turns and forks.
+  // Records the release of a block if it is sampled or is the last block of its segment. Records of
+  // last blocks are needed to detect turns and forks.
   void note_release(uint32_t key, const Release& release, bool is_last, bool is_end) {
     const bool is_sample = key <= release.last_sampled;
     if (is_sample || is_last) add_record(key, release, is_sample, is_end);
   }
 
-  // Ends a release. Values are recomputed every 32 releases, and only every 128 after the first
-  // 1,024, because they change slowly from then on.
+  // Must be called at the end of each release. Values are recomputed every 32 releases. After the
+  // first 1,024 releases, they change slowly and are recomputed only every 128 releases.
   void learn() {
     if (++num_releases_ % 32 != 0) return;
     age_samples();
@@ -100,12 +101,13 @@ class ReuseModel {
   double index(int reuse_class, int64_t time) const {
     return hazards_.index(reuse_class, clock_ - time);
   }
-  // Returns the expected hits of a block, minus the price of each millisecond for which it is kept.
+  // Returns the expected number of hits of a block, minus `price` for each millisecond for which it
+  // is kept.
   double gain(const ReleasedAs& as, double price) const {
     return hazards_.gain(as.reuse_class, clock_ - as.time, double{as.cost}, price);
   }
-  // Whether the values of blocks released since this time are reliable: records reach back at least
-  // twice as far, and the policy does not have fewer hits than LRU.
+  // Whether the values of blocks released since this time are reliable: the records must reach back
+  // at least twice as far, and the policy must not be falling back to LRU.
   bool knows_since(int64_t time) const {
     if (guard_.falls_back()) return false;
     return !ghosts_.is_full() || clock_ - ghosts_.at(ghosts_.first()).time() >= 2 * (clock_ - time);
@@ -117,10 +119,10 @@ class ReuseModel {
 
  private:
   static constexpr int64_t kNumGhosts = 32'768;
-  static constexpr int64_t kMostSampled = 64;  // expected samples of a segment
+  static constexpr int64_t kMostSampled = 64;  // limit on the expected samples of a segment
 
-  // Returns n if one of n blocks of a segment is sampled among those that would be otherwise: the
-  // lowest power of two with which fewer than `kMostSampled` are expected.
+  // Returns the factor by which sampling is reduced in a segment of this many blocks: the lowest
+  // power of two for which fewer than `kMostSampled` samples are expected.
   uint32_t share_of(int64_t num_blocks) const {
     uint32_t one_of = 1;
     while (num_blocks >= kMostSampled * one_of * one_of_ && one_of < 128) one_of *= 2;
@@ -146,7 +148,7 @@ class ReuseModel {
     if (record.is_sample) hazards_.reach(release.reuse_class, 0);
   }
 
-  // Counts each sample that reached an age bucket unused.
+  // Counts each sample that has reached an age bucket without being used.
   void age_samples() {
     for (int b = 1; b < AgeBuckets::kNum; ++b) {
       int64_t& number = aged_to_[b];
@@ -162,7 +164,7 @@ class ReuseModel {
   }
 
   int64_t num_blocks_;
-  int64_t one_of_;         // one of this number of blocks is sampled
+  int64_t one_of_;         // one block in this many is sampled
   uint32_t last_sampled_;  // keys up to this one are sampled
   AgeBuckets ages_;
   Hazards hazards_;

@@ -20,10 +20,11 @@ namespace kvcache {
 // oldest first.
 //
 // A block takes only 8 bytes, because members form a singly linked list. Blocks usually leave from
-// the front: the deepest block is assigned first, and evicted or released again first. Otherwise
-// the predecessor is searched from the front. The search remembers the members that it passed,
-// because the next block to leave is usually a neighbor. A block that joins no other segment stays
-// linked until the next search, so that the blocks of a long segment can be forgotten in any order.
+// the front: the deepest block is assigned first, and evicted or released again first. Otherwise,
+// the predecessor of the block is found by a search from the front. The search remembers the
+// members that it passed, because the next block to leave is usually a neighbor. A block that joins
+// no other segment stays linked until the next search, so that the blocks of a long segment can be
+// forgotten in any order.
 class Segments {
  public:
   static constexpr int32_t kNone = 0;
@@ -81,7 +82,7 @@ class Segments {
     return is_told;
   }
 
-  // The classification of the block at its release.
+  // Returns the classification of the block at its release.
   ReleasedAs released_as(BlockId id) const {
     const int32_t s = of(id);
     if (s == kNone) return {};
@@ -124,7 +125,7 @@ class Segments {
     const int32_t s = of(id);
     Segment& segment = all_[s];
     places_[id].next |= kFlag;
-    // This is the only candidate unless the blocks do not form a chain or a pin was removed.
+    // There are other candidates only if the blocks do not form a chain or a pin was removed.
     segment.scanned = segment.num_candidates++ == 0 ? id : segment.first;
     if (!segment.is_listed) list(s);
   }

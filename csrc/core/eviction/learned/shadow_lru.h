@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blocks that a pool would cache if it evicted the least recently released block first, for a
-// sample of the blocks. Blocks that requests hold are not evicted.
+// Simulates, for a sample of the blocks, a pool that evicts the least recently released block
+// first. Blocks held by requests are not evicted.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace kvcache {
 
-// Held keys, and released keys in the order of their releases. While more than `capacity` keys are
-// present, the released key that is first in this order is removed.
+// Stores held keys, and released keys in the order of their releases. While more than `capacity`
+// keys are present, the released key that is first in this order is removed.
 class ShadowLru {
  public:
   explicit ShadowLru(int64_t capacity)  // 1 to 32,767
@@ -66,7 +66,7 @@ class ShadowLru {
   static constexpr uint16_t kNone = UINT16_MAX;
   struct Node {
     uint32_t key;
-    uint16_t older, younger;  // of a held key: the node itself
+    uint16_t older, younger;  // for a held key, the node itself
     uint16_t same_head;       // next node with the same head; also links unused nodes
   };
 
@@ -84,7 +84,7 @@ class ShadowLru {
     return i;
   }
   bool is_held(uint16_t i) const { return nodes_[i].older == i; }
-  // Adds a node without a place in the list. Returns kNone if there are too many.
+  // Adds a node that is not linked into the list. Returns kNone if there are too many.
   uint16_t add(uint32_t key) {
     uint16_t i = unused_;
     if (i != kNone) {
@@ -108,7 +108,7 @@ class ShadowLru {
       drop(oldest);
     }
   }
-  // Removes a node that has no place in the list.
+  // Removes a node that is not linked into the list.
   void drop(uint16_t i) {
     uint16_t* at = &heads_[head_of(nodes_[i].key)];
     while (*at != i) at = &nodes_[*at].same_head;

@@ -17,7 +17,8 @@ void CircularRules::demand(const DemandBasis& on, const CacheGroup& group, const
   }
 }
 
-// After a hit or external tokens, new blocks are zeroed, because they contain no earlier tokens.
+// After a hit or external tokens, new blocks are zeroed, because they do not contain the KV of
+// earlier tokens.
 const BlockId* CircularRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
                                    const Take& take, const BlockId* own) const {
   RowBlocks& each = growth->held(served->row, group);
@@ -46,13 +47,13 @@ PageRules::ChunkDemand CircularRules::chunk_demand(const CacheGroup& group, cons
   return {stop, std::max<int64_t>(stop - held.size(), 0), 0};
 }
 
-// Returns false if tokens that are read again were overwritten.
+// Returns false if a token that must be read again has been overwritten.
 bool CircularRules::can_resume(const CacheGroup& group, const RowBlocks&, const AdmissionInfo& info,
                                int64_t num_tokens) const {
   return group.has_places_for(num_tokens, info.num_slots);
 }
 
-// Every block may be written again.
+// The row may write to every block of the buffer again.
 bool CircularRules::shares_from(const BlockHolders& holders, const CacheGroup&,
                                 const RowBlocks& held, int64_t) const {
   return std::any_of(held.blocks.begin(), held.blocks.end(),

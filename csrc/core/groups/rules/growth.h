@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Helpers that several rules use to give rows their blocks.
+// Helpers with which several page rules allocate blocks to rows.
 #pragma once
 
 #include <array>
@@ -43,7 +43,7 @@ struct Growth {
   RowBlocks& held(int32_t row, const CacheGroup& group) const {
     return c.rows->blocks(row)[group.id];
   }
-  // Loads a host page into a block, and takes over one reference of the page.
+  // Loads a host page into a block, and takes over one reference to the page.
   void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
                BlockId block, bool is_hit) const;
   // Replaces a shared block with `own`, and copies the content if `copies` is true.

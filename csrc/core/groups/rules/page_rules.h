@@ -37,7 +37,7 @@ struct PageTraits {
   bool updates_in_place;  // a page stores a summary of all tokens up to the end of a step
 };
 
-// The tokens [start, stop) that get slots, followed by `lookahead` slots for drafts.
+// The tokens [start, stop) for which slots are allocated, followed by `lookahead` slots for drafts.
 struct Span {
   int64_t start, stop, lookahead;
   // For states: tokens at the end that may be rejected, and accepted drafts of the previous step.
@@ -84,7 +84,7 @@ class PageRules {
 
   // The demand of a row that releases all blocks it can, because it lacks blocks in other groups.
   struct LeastDemand {
-    int64_t num_surplus;  // released blocks at the end, which have no slot of the span
+    int64_t num_surplus;  // released blocks at the end, which contain no slot of the span
     int64_t num_freed;    // number of released blocks that become free
     int64_t num_blocks;   // blocks that the row holds afterwards, none of them shared
   };
@@ -93,8 +93,8 @@ class PageRules {
     return {0, 0, held.size() - needs.drop_to + needs.num_new};
   }
 
-  // The demand of one chunk of a prompt, whose first chunk is `first`, for a row that starts with
-  // the hit `held`.
+  // The demand of one chunk of a prompt. `first` is the prompt's first chunk, and `held` is the hit
+  // with which the row starts.
   struct ChunkDemand {
     int64_t num_held;  // blocks of the row after the chunk
     int64_t num_new;   // number of these blocks that are not from the hit
@@ -116,7 +116,7 @@ class PageRules {
   // of the hit that are still read from token `start` on.
   virtual void take_hit(RowBlocks*, const CacheGroup&, const PrefixHit&, int64_t /*start*/) const {}
 
-  // The new blocks that a row gets, which are at least its demand.
+  // The new blocks to allocate to a row, which cover at least its demand.
   struct Take {
     int64_t num_new, num_shared;
     bool moves;  // for states
@@ -169,15 +169,16 @@ class PageRules {
   virtual int64_t num_slots(const CacheGroup&, const RowBlocks&) const { return kMaxSize; }
 
   // Whether the row holds all blocks that it needs to recompute the token at `num_tokens`: the
-  // blocks that the token reads, and the block to which it is written.
+  // blocks that the token reads, and the block to which its KV is written.
   virtual bool can_resume(const CacheGroup& group, const RowBlocks& held, const AdmissionInfo& info,
                           int64_t num_tokens) const = 0;
-  // Returns how many of its first `limit` tokens a row can keep. These tokens are valid.
+  // Returns how many of its first `limit` tokens, all of which are valid, a row can keep.
   virtual int64_t resume_point(const CacheGroup&, const RowBlocks&, int64_t limit) const {
     return limit;
   }
-  // first_computed returns the first block with tokens that the row computed after the first
-  // `limit` tokens. num_valid returns the number of leading tokens up to which a block stays valid.
+  // first_computed returns the first block that contains a token that the row computed after its
+  // first `limit` tokens. num_valid returns the number of leading tokens up to which a block stays
+  // valid.
   virtual int64_t first_computed(const CacheGroup& group, const RowBlocks& held,
                                  int64_t limit) const {
     return std::max<int64_t>(held.num_hits, limit / group.block_size);
@@ -186,7 +187,7 @@ class PageRules {
     return std::max(limit, block * group.block_size);
   }
 
-  // Publishes the blocks, among the first num_hashed hash blocks, that have been filled since the
+  // Publishes the blocks within the first num_hashed hash blocks that have been filled since the
   // last call. Called for cached groups only.
   virtual void publish(Publisher*, int32_t /*row*/, const CacheGroup&,
                        int64_t /*num_hashed*/) const {}
@@ -201,9 +202,9 @@ class PageRules {
   // Whether the result of a step that ends after num_tokens tokens can be published.
   virtual bool may_end_at(const CacheGroup&, int64_t /*num_tokens*/) const { return true; }
 
-  // Called before the row's blocks move to the host; releases the blocks that do not move.
+  // Releases the blocks that do not move to the host. Called before the row's other blocks move.
   virtual void leave_device(const RowContext&, int32_t /*row*/, const CacheGroup&) const {}
-  // The host pages from column `first` on, which a swapped-out row needs for the span.
+  // The host pages, starting at column `first`, that a swapped-out row needs for the span.
   // is_onboarded: whether each page is loaded into its own block.
   struct Returning {
     int64_t first;
@@ -225,7 +226,7 @@ class PageRules {
   ~PageRules() = default;
 };
 
-// The number of drafts of a step that every group of states can reject; 0 without such groups.
+// The number of drafts per step that every group of states can reject; 0 without such groups.
 inline int64_t max_drafts(const std::vector<CacheGroup>& groups) {
   int64_t most = -1;
   for (const CacheGroup& group : groups) {

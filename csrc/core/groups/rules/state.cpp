@@ -11,8 +11,8 @@ namespace kvcache {
 
 namespace {
 
-// Returns the number of pages with states at block ends that accepted drafts have passed. The row
-// leaves these pages.
+// Returns the number of pages that the row leaves because accepted drafts have moved past them, and
+// that contain a state at the end of a block.
 int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    const Span& span, bool gives_up) {
   const int64_t before = span.start - span.num_accepted;
@@ -36,7 +36,7 @@ void replace_changed(const Growth& growth, int32_t row, const CacheGroup& group,
 
 }  // namespace
 
-// A row that gives up blocks continues in its page if no other row shares it.
+// A row that gives up blocks continues in its current page if no other row shares that page.
 bool StateRules::moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                        const Span& span, bool gives_up) {
   const bool has_any = held.num_alive() > 0;
@@ -98,7 +98,7 @@ bool StateRules::shares_from(const BlockHolders& holders, const CacheGroup&, con
   return held.num_alive() > 0 && holders.is_shared(held[held.num_dropped]);
 }
 
-// A state on the host is loaded into the page that continues from it.
+// A state that is on the host is loaded directly into the page in which the row continues.
 void StateRules::take_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
                           int64_t start) const {
   if (start != hit.num_tokens || hit.on_host[group.id].empty()) return;
@@ -160,9 +160,9 @@ void StateRules::accept_drafts(Growth* growth, int32_t row, const CacheGroup& gr
   settle(growth, row, group, span, /*keeps_passed=*/true);
 }
 
-// Moves the state of a row that continues at token span.start back into its first page. Pages of
-// accepted drafts become spare pages. The row leaves these pages if other rows hold them, or if
-// they contain states at block ends that are kept.
+// For a row that continues at token span.start, makes the page that contains its state the first
+// page again. Pages of accepted drafts become spare pages. The row leaves a page instead if another
+// row holds the page, or if the page contains a state at a block end that is kept.
 void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
                         bool keeps_passed) {
   RowBlocks& each = growth->held(row, group);

@@ -38,7 +38,7 @@ class StateRules final : public PageRules {
   void accept_drafts(Growth* growth, int32_t row, const CacheGroup& group,
                      const Span& span) const override;
   void fork(RowBlocks* held) const override {
-    held->resize(std::min(held->size(), held->num_dropped + 1));  // without the pages for drafts
+    held->resize(std::min(held->size(), held->num_dropped + 1));  // drops the pages for drafts
   }
   bool shares_from(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start) const override;

@@ -85,7 +85,7 @@ class TokenRules final : public PageRules {
 
  private:
   static void drop(const Growth& growth, int32_t row, const CacheGroup& group, int64_t drop_to);
-  // Returns the number of shared blocks to which tokens [start, stop) are written.
+  // Returns the number of shared blocks to which the KV of tokens [start, stop) is written.
   static int64_t num_shared(const BlockHolders& holders, const CacheGroup& group,
                             const RowBlocks& held, int64_t start, int64_t stop) {
     const int64_t last = std::min(ceil_div(stop, group.block_size), held.size());
@@ -97,7 +97,7 @@ class TokenRules final : public PageRules {
 
 inline constexpr TokenRules kTokenRules;
 
-// Calls `ask` with the group's rules. Inlines the token rules, which most groups use.
+// Calls `ask` with the group's rules. The token rules are inlined, because most groups use them.
 template <class Ask>
 [[gnu::always_inline]] inline auto with_rules(const CacheGroup& group, const Ask& ask) {
   if (group.rules == &kTokenRules) return ask(kTokenRules);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in each Python process without a GPU. Replaces NVIDIA's libraries with the simulated runtime.
+"""Replaces NVIDIA's libraries with the simulated runtime when a Python process starts.
 
 The dynamic linker finds a loaded library by its soname, so torch uses these libraries. After torch
 has been imported, tests.machinery.gpu_less.plugin takes over torch's own operators.
