@@ -23,7 +23,7 @@ MAX_INT64 = 2**63 - 1
 MAX_LAYERS = 4096  # maximum number of layers in a model; bounds the total work per layer
 _MOST_SHOWN = 200  # maximum length of a shown value, in characters
 _MOST_DIMENSIONS = 8  # maximum nesting depth of lists; no argument needs more than 3
-_NO_NESTING = (str, bytes, range, memoryview)  # sequences whose entries are not sequences
+_NO_NESTING = (str, bytes, range, memoryview)  # sequence types whose entries are never sequences
 
 
 def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
@@ -142,10 +142,12 @@ def as_array(values: object, name: str) -> np.ndarray:
 
 
 def _check_nested(values: Sequence, name: str, depth: int) -> None:
-    """Check the lengths of nested sequences. NumPy would read all of them before comparing lengths."""
+    """Check the lengths of nested sequences, because NumPy reads all of them before it compares
+    lengths.
+    """
     for i, entry in enumerate(islice(values, len(values))):
         if i == 0 and isinstance(entry, int | float):
-            return  # numpy does not read sequences that follow a number
+            return  # NumPy does not read any sequences after a number
         if not hasattr(entry, "__len__"):
             continue
         inner = f"{name}[{i}]"
@@ -216,8 +218,8 @@ def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
 
 
 def text(value: str, name: str) -> str:
-    """Return a string after checking that UTF-8 can encode it (no lone surrogates). Raises
-    TypeError or ValueError.
+    """Return a string after checking that UTF-8 can encode it, that is, that it contains no lone
+    surrogates. Raises TypeError or ValueError.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string")
@@ -268,7 +270,7 @@ def check_once(what: str, ids: np.ndarray) -> None:
 def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return int64[n, *shape] without truncating values. Raises ValueError or TypeError."""
     array = as_array(values, name)
-    if array.size == 0 and array.ndim <= 1 + len(shape):  # accept [] as an empty list of pairs
+    if array.size == 0 and array.ndim <= 1 + len(shape):  # [] is accepted as an empty list of pairs
         return np.zeros((0, *shape), np.int64)
     if array.shape[1:] != shape or array.ndim != 1 + len(shape):
         wanted = ", ".join(["n", *map(str, shape)])

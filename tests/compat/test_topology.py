@@ -521,9 +521,9 @@ class Disordered(EngineBackend):
 
 
 def test_inconsistent_engine_backend_is_rejected():
-    with pytest.raises(ValueError, match=r"backend gives the shape \(2, 4096, 11, 576\)"):
+    with pytest.raises(ValueError, match=r"backend returned the shape \(2, 4096, 11, 576\)"):
         topology(backend=Blockless)
-    with pytest.raises(ValueError, match=r"backend gives the stride order \(0, 1, 2, 3, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"backend returned the stride order \(0, 1, 2, 3, 4, 4\)"):
         topology(backend=Disordered, tensor_shape=(1,) * 6)
     with pytest.raises(TypeError, match="backend is 3: expected a name"):
         topology(backend=3)
