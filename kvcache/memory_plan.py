@@ -32,7 +32,7 @@ from kvcache.specs import (
     checked_context_parallel,
 )
 
-_SLACK = 1.1  # maximum bytes per request, relative to the optimum, accepted to reduce the number of groups
+_SLACK = 1.1  # maximum bytes per request, relative to the optimum, of a plan with fewer groups
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ import torch
 
 # Arguments that must be on the host for every op.
 _ONLY_ON_HOST = {"groups", "regions", "offsets"}
-_KEY = "CompositeExplicitAutograd"  # dispatch key of all backends that have no kernel of their own for an op
+_KEY = (
+    "CompositeExplicitAutograd"  # dispatch key of all backends without their own kernel for an op
+)
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 and newer define it
 _libraries: list[torch.library.Library] = []  # deleting these objects removes the registrations
 
@@ -316,7 +318,7 @@ class _Fragments:
     def shares_pages(self, source: _Fragments, region: int) -> bool:
         """Return whether source and destination share pages. Raises RuntimeError if pages partially
         overlap.
-"""
+        """
         if source._storage.data_ptr() != self._storage.data_ptr():
             return False
         if source._shift >= self._end or self._shift >= source._end:

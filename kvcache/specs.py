@@ -135,9 +135,11 @@ class GroupSpec:
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
     replicated: bool = False  # True: every context-parallel rank holds all tokens of the group
     layers: tuple[str, ...] = ()  # names of the group's layers
-    cached: bool = True  # False: the group's blocks are never hits and do not limit the hits of other groups
+    cached: bool = True  # False: blocks are never hits and do not limit hits of other groups
     transferred: bool = True  # False: the group's blocks are not transferred to other engines
-    drafts: bool = False  # True: contains a drafter's layers, so the last block of a hit is recomputed
+    drafts: bool = (
+        False  # True: contains a drafter's layers, so the last block of a hit is recomputed
+    )
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
@@ -199,9 +201,7 @@ class LayerSpec:
     state_bytes: int = 0  # bytes of one state
     scale_bytes_per_token: int = 0  # scales of all heads together, stored with quantized K and V
     is_mla: bool = False  # True: stores a latent and its rotary part instead of K and V
-    cached: bool = (
-        True  # False: blocks are never hits; the layer attends only to tokens computed by its request
-    )
+    cached: bool = True  # False: blocks are never hits; the layer attends only to tokens computed by its request
     transferred: bool = True  # False: blocks are not transferred to other engines
     drafts: bool = False  # a drafter's layer; see `GroupSpec`
 
