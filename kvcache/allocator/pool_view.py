@@ -35,7 +35,7 @@ class PoolView:
     num_pinned = _count("num_pinned", "Cached blocks that sessions have pinned.")
     peak_used = _count("peak_used", "Maximum number of blocks held at a time.")
     num_bytes = _count(
-        "num_bytes", "Bytes of the pool's data structures after every block has been used."
+        "num_bytes", "Bytes of the pool's data structures once every block has been used."
     )
 
     def ref_counts(self, ids: np.ndarray | Sequence[int]) -> np.ndarray:

@@ -15,5 +15,5 @@ class AllocStatus(Enum):
 
 
 def num_skipped_blocks(num_tokens: int, block_size: int, window: int | None) -> int:
-    """Return the number of leading prompt blocks outside the window of all later tokens."""
+    """Return the number of leading prompt blocks to which no later token attends."""
     return 0 if window is None else max(num_tokens - window + 1, 0) // block_size
