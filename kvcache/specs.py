@@ -137,9 +137,7 @@ class GroupSpec:
     layers: tuple[str, ...] = ()  # names of the group's layers
     cached: bool = True  # False: blocks are never hits and do not limit hits of other groups
     transferred: bool = True  # False: the group's blocks are not transferred to other engines
-    drafts: bool = (
-        False  # True: contains a drafter's layers, so the last block of a hit is recomputed
-    )
+    drafts: bool = False  # True: a drafter's layers, so the last block of a hit is recomputed
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")

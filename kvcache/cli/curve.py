@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option --curve of `kvcache replay`."""
+"""The `--curve` option of `kvcache replay`."""
 
 from __future__ import annotations
 

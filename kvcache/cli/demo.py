@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvcache.engine import Engine
 
 _USERS, _TURNS = 16, 4
-_TEXT_USERS, _TEXT_TURNS = 4, 3  # fewer, because a model that writes English is far larger
+# Fewer chats, because a model that generates English text is far larger.
+_TEXT_USERS, _TEXT_TURNS = 4, 3
 _MAX_CHAT_TOKENS = 320
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache doctor`: versions, native libraries and their origin, build tools."""
+"""`kvcache doctor`: reports versions, native libraries and their origin, and build tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXTRAS = {
 
 
 def table(rows: list[tuple[str, str, bool]]) -> Table:
-    """Return the rows of `diagnosis` as a rich table."""
+    """Return the rows of `diagnosis` as a `rich` table."""
     from rich.table import Table
     from rich.text import Text
 
@@ -66,7 +66,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
 
 
 def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
-    """Return such rows for a model in vLLM with kvcache's scheduler."""
+    """Return rows in the format of `diagnosis` for a model served by vLLM with kvcache's scheduler."""
     if not arguments:
         raise UsageError("--vllm: expected a model, or a folder with its config.json")
     try:
@@ -172,7 +172,7 @@ def _ninja() -> str:
 
     beside = Path(sys.executable).with_name(
         "ninja"
-    )  # in a virtual environment that is not activated
+    )  # found even if the virtual environment is not activated
     found = which("ninja") or (str(beside) if beside.exists() else None)
     if found is None:
         raise LookupError("pip install ninja; only builds at run time need it")

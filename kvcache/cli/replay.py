@@ -110,7 +110,7 @@ def _import_files(args: argparse.Namespace) -> None:
     for path in args.imports or ():
         if not (path.endswith(".py") and os.path.isfile(path)):
             raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
-        import_module("kvcache.kinds")  # so that its own errors are not attributed to the file
+        import_module("kvcache.kinds")  # first, so that its errors are not attributed to the file
         name = f"kvcache_import:{os.path.realpath(path)}"
         if name in sys.modules:
             continue
@@ -127,7 +127,7 @@ def _import_files(args: argparse.Namespace) -> None:
 
 
 def _error_text(error: BaseException, path: str) -> str:
-    """Return type and message of an error, and the last line of the file in its traceback."""
+    """Return an error's type and message, and the last line of the file in its traceback."""
     lines = [f"{type(error).__name__}: {error}"]
     frames = traceback.extract_tb(error.__traceback__)
     lines += [f"line {frame.lineno}" for frame in reversed(frames) if frame.filename == path][:1]
@@ -135,7 +135,7 @@ def _error_text(error: BaseException, path: str) -> str:
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raise MissingError before the work begins if a required module is missing."""
+    """Raise MissingError if a required module is missing, before any work begins."""
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     if args.verify:
@@ -276,7 +276,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             f"--num-blocks is {args.num_blocks}{_and_host(args)}: expected fewer, because this many do "
             f"not fit into memory ({error})"
         ) from None
-    except ValueError as error:  # block sizes without a common multiple of reasonable size
+    except ValueError as error:  # the least common multiple of the block sizes is too large
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     name, workload = _workload(args)
     try:
@@ -372,7 +372,7 @@ def _curve(args: argparse.Namespace) -> int:
 def _exact(
     args: argparse.Namespace, requests: list[WorkloadRequest], sizes: Sequence[int]
 ) -> Comparison:
-    """Replay the whole trace at each size of --curve."""
+    """Replay the whole trace at each size in --curve."""
     replay = import_module("kvcache.replay")
     num_replays = len(sizes) * len(args.curve)
     try:
@@ -534,7 +534,7 @@ def _write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
 
 
 def _exit_code(report: ReplayReport) -> int:
-    """Report wrong KV, if any was found, and return the exit code."""
+    """Report any wrong KV that was found, and return the exit code."""
     found = report.mismatched_requests or []
     for mismatch in found[:_NUM_SHOWN_MISMATCHES]:
         say(str(mismatch))

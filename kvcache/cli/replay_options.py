@@ -16,7 +16,7 @@ from kvcache.cli.parsing import (
     plot_file,
 )
 
-# Default sizes: the pool holds part of the workload, so that there are both hits and evictions.
+# Default sizes. The pool holds only part of the workload, so that both hits and evictions occur.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
 TIMED_CONCURRENCY = 256
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500

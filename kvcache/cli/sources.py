@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_source_options(sub: argparse.ArgumentParser) -> None:
-    """Add the options of all sources, which are off by default."""
+    """Add the options of all sources. All sources are off by default."""
     sub.add_argument(
         "--store",
         metavar="DIR|URL",
@@ -87,7 +87,7 @@ def make_sources(
 
     Args:
         args: Parsed options.
-        model: The model; its weights identify the KV.
+        model: The model. A digest of its weights identifies the KV.
         cache: The model's cache.
         announce: Whether cache events are published, including the store's events.
 

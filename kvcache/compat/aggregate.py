@@ -504,7 +504,7 @@ def _emptied(report: object) -> object:
 
 
 def _assign(report: object, name: str, value: object, *, optional: bool = False) -> None:
-    """Set an attribute, even if the dataclass is frozen. Unless `optional`, raise ValueError on failure."""
+    """Set an attribute, even of a frozen dataclass. Raise ValueError on failure unless `optional`."""
     try:
         try:
             setattr(report, name, value)
@@ -513,6 +513,6 @@ def _assign(report: object, name: str, value: object, *, optional: bool = False)
     except (AttributeError, TypeError) as error:
         if not optional:
             raise ValueError(
-                f"a report is a {type(report).__name__}, whose {name} cannot be set: expected one of a "
-                "class with that attribute"
+                f"a report is a {type(report).__name__}, whose {name} cannot be set: expected a report "
+                "whose class has that attribute"
             ) from error
