@@ -89,7 +89,7 @@ class CachePlan:
         specs = {(group.kind, group.options) for group in self.groups}
         kinds = {
             spec: make_kind(*spec) for spec in specs
-        }  # layers with the same spec share one kind object, because a kind may cache its results
+        }  # groups with equal specs share one kind object, because a kind may cache its results
         return sum(
             _max_pages(
                 group, kinds[group.kind, group.options], num_tokens, encoder_tokens, step, cp

@@ -199,7 +199,8 @@ class LayerSpec:
     state_bytes: int = 0  # bytes of one state
     scale_bytes_per_token: int = 0  # scales of all heads together, stored with quantized K and V
     is_mla: bool = False  # True: stores a latent and its rotary part instead of K and V
-    cached: bool = True  # False: blocks are never hits; the layer attends only to tokens computed by its request
+    # False: blocks are never hits, and the layer attends only to tokens that its request computed.
+    cached: bool = True
     transferred: bool = True  # False: blocks are not transferred to other engines
     drafts: bool = False  # a drafter's layer; see `GroupSpec`
 

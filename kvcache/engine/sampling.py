@@ -21,22 +21,23 @@ class SamplingParams:
 
     - `max_tokens`: the maximum length of the answer, at least 1.
     - `temperature`: 0 selects the most likely token. Otherwise logits are divided by the
-      temperature before sampling. Any positive value is valid. Differences from the largest logit
-      are divided, so if a quotient overflows a float, only the most likely token is sampled.
-    - `top_k`: sample from the `top_k` most likely tokens. None: all tokens. `top_p`: sample from
-      the most likely tokens that together reach this probability.
-    - `seed`: seed of the random draws. They depend only on the seed and the sample's index, not on
-      the rest of the batch. None: a random seed.
+      temperature before sampling. Any positive value is valid: with a temperature so small that a
+      scaled logit would overflow, only the most likely token is sampled.
+    - `top_k`: sample from the `top_k` most likely tokens. None: all tokens.
+    - `top_p`: sample from the most likely tokens that together reach this probability.
+    - `seed`: seed of the random draws, which depend only on the seed and the sample's index, not on
+      other requests in the batch. None: a random seed.
     - `n`: the number of samples. They share the prompt's blocks.
     - `beam_width`: if above 1, return the best answers of a beam search with this width, ranked by
       the sum of log probabilities. Requires temperature 0 and n 1.
     - `stop_token_ids`: tokens that end the answer.
-    - `repetition_penalty`: if above 1, tokens of the prompt and the answer become less likely; below
-      1, more likely. Positive logits are divided by it, and negative ones multiplied (CTRL, Keskar
-      et al., 2019). Incompatible with beam search.
-    - `logprobs`: return the log probability of each token, and of this number of most likely tokens,
-      computed before the penalty and the temperature are applied. None: no log probabilities.
-      Incompatible with beam search.
+    - `repetition_penalty`: a value above 1 makes tokens that occur in the prompt or the answer less
+      likely, and a value below 1 makes them more likely. Positive logits are divided by the penalty,
+      and negative logits are multiplied by it (CTRL, Keskar et al., 2019). Incompatible with beam
+      search.
+    - `logprobs`: return the log probability of each generated token and, at each position, of the
+      `logprobs` most likely tokens, computed before the penalty and the temperature are applied. None:
+      no log probabilities. Incompatible with beam search.
     """
 
     max_tokens: int = 16
@@ -92,10 +93,10 @@ class SamplingParams:
 
 
 class TokenLogprob(NamedTuple):
-    """The log probability of a generated token, and the most likely tokens at its position.
+    """The log probability of a generated token, and the most likely tokens at the same position.
 
-    - `logprob`: natural logarithm of the probability.
-    - `top`: (token, log probability), in descending order.
+    - `logprob`: natural logarithm of the generated token's probability.
+    - `top`: (token, log probability) of the most likely tokens, in descending order.
     """
 
     logprob: float
@@ -103,7 +104,9 @@ class TokenLogprob(NamedTuple):
 
 
 def token_logprob(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return the log probability of `token` given logits [vocab_size], and the `num_top` best ones."""
+    """Return the log probabilities of `token` and of the `num_top` most likely tokens, given logits
+    [vocab_size].
+    """
     logprobs = logits.double().log_softmax(-1)
     best = logprobs.topk(min(num_top, len(logprobs)))
     return TokenLogprob(
@@ -120,7 +123,7 @@ def penalize_repetition(
     penalized = penalized.clone() if penalized is logits else penalized
     values = penalized[seen]
     values = torch.where(values > 0, values / penalty, values * penalty)
-    # A tiny penalty must not make a logit infinite, because weights would be NaN.
+    # A tiny penalty must not make a logit infinite, because the sampling weights would then be NaN.
     penalized[seen] = values.clamp(max=torch.finfo(values.dtype).max)
     return penalized
 
@@ -149,7 +152,7 @@ class Sampler:
         if params.temperature:
             seed = params.seed
             if seed is not None:
-                # Adjacent seeds and samples must not draw equal numbers.
+                # Adjacent seeds and samples must not share random numbers.
                 digest = hashlib.sha256(f"{seed} {nth}".encode()).digest()
                 seed = int.from_bytes(digest[:8], "little")
             self._random = np.random.default_rng(seed)
@@ -160,7 +163,7 @@ class Sampler:
             return int(logits.argmax())
         sums = self._weights(logits.double().cpu().numpy()).cumsum()
         drawn = min(self._random.random() * sums[-1], np.nextafter(sums[-1], 0))
-        # Choose the first sum above the draw, so a token with weight 0 is never chosen.
+        # Choose the first cumulative sum above the draw, so that a token with weight 0 is never chosen.
         return int(sums.searchsorted(drawn, "right"))
 
     def _weights(self, logits: np.ndarray) -> np.ndarray:
