@@ -13,7 +13,7 @@ _MAX_SEQUENCES = 200  # maximum number of listed sequences
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
-    """Return pools by state, hits, counters and the blocks of sequences.
+    """Return the blocks of each pool by state, hits, counters, and the blocks of each sequence.
 
     Must be called in the engine's thread.
     """
