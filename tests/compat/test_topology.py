@@ -468,7 +468,7 @@ def test_targets_and_readers_of_uneven_stages():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: RemoteEngine(2, stages=[(1, 2)]), "tp_size is 2: expected 1 with stages"),
+        (lambda: RemoteEngine(2, stages=[(1, 2)]), "tp_size is 2: expected 1, because stages"),
         (lambda: RemoteEngine(stages=[(1, 0)]), r"tp_size of stages\[0\] is 0"),
         (lambda: with_stages([(1, 2)], 0, 2), "tp_rank is 2: expected 0 to 1"),
         (
