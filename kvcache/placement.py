@@ -157,9 +157,9 @@ def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tupl
 
 
 def full_memory_order(order: Sequence[str]) -> tuple[str, ...]:
-    """Complete a memory order returned by `checked_memory_order` to all six roles.
+    """Add the omitted roles to a memory order returned by `checked_memory_order`.
 
-    Omitted roles are inserted at their implied positions.
+    The result contains all six roles. Omitted roles are inserted at their implied positions.
 
     Example:
         >>> full_memory_order(("block", "token", "element"))

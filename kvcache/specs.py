@@ -197,7 +197,7 @@ class LayerSpec:
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
     replicated: bool = False  # True: every context-parallel rank holds all tokens of the layer
     state_bytes: int = 0  # bytes of one state
-    scale_bytes_per_token: int = 0  # scales of all heads together, stored with quantized K and V
+    scale_bytes_per_token: int = 0  # scales of all heads, stored with quantized K and V
     is_mla: bool = False  # True: stores a latent and its rotary part instead of K and V
     # False: blocks are never hits, and the layer attends only to tokens that its request computed.
     cached: bool = True

@@ -195,7 +195,8 @@ class CacheOptions:
     eviction: str = "lru"
     """Policy that chooses which cached block to evict: "lru" (least recently released), or another of
     `eviction_names()`. Regardless of the policy, a block is evicted only after the blocks that follow it
-    in a chain, and pinned blocks (`pin`) are evicted last."""
+    in a chain, and pinned blocks (`pin`) are evicted last.
+    """
 
     eviction_options: Mapping[str, float] | None = None
     """Options of the eviction policy by name. None: its defaults."""

@@ -23,7 +23,7 @@ class PoolView:
 
     def __init__(self, pool: core.BlockPool, check: Callable[[], None]) -> None:
         self._pool = pool
-        # Raises an error in every thread except the manager's. Because it is a bound method, it keeps the
+        # Raises an error in every thread except the manager's. This bound method also keeps the
         # manager alive.
         self._check = check
 

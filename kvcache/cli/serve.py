@@ -292,10 +292,11 @@ def _byte_count(text: str | None, option: str) -> int:
 
 def _texts(name: str, model: PreTrainedModel) -> Texts:
     """Return the checkpoint's tokenizer, or a byte tokenizer if the checkpoint has no tokenizer and the
-    model has at least 256 tokens."""
+    model has at least 256 tokens.
+    """
     from kvcache.server import ByteTexts, TokenizerTexts
 
-    if not model.name_or_path:  # a tiny model
+    if not model.name_or_path:  # tiny models have no folder
         return ByteTexts()
     ends, tokenizer = end_token_ids(model), load_tokenizer(model)
     if tokenizer is not None:

@@ -109,12 +109,12 @@ class KVOutputAggregator:
 
     @property
     def remaining_sending(self) -> dict[str, int]:
-        """Number of missing reports for each request that some, but not all, workers have sent."""
+        """Number of missing reports for each request that only some workers have finished sending."""
         return dict(self._state.remaining_sending)
 
     @property
     def remaining_recving(self) -> dict[str, int]:
-        """Number of missing reports for each request that some, but not all, workers have received."""
+        """Number of missing reports for each request that only some workers have finished receiving."""
         return dict(self._state.remaining_recving)
 
     @property
@@ -496,7 +496,7 @@ def _says_nothing(report: object, name: str) -> bool:
 
 
 def _emptied(report: object) -> object:
-    """Return a copy of a report in which every attribute has its default value, or None."""
+    """Return a copy of a report with all attributes set to their defaults, or None without a default."""
     emptied = copy.copy(report)
     for name in _attributes(report):
         _assign(emptied, name, _default(report, name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables with the argument lists of vLLM and of its NPU variant."""
+"""Block tables with the constructor arguments of vLLM and of vLLM's NPU variant."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """Counts and times of a demo, and its comparison with a dense cache."""
+    """Counts and times of a demo, and the results of the comparison with a dense cache."""
 
     model: str
     requests: int
@@ -95,7 +95,8 @@ def summary(report: DemoReport) -> str:
 
 def transcript(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a chat as text: each question, its first answer, and the dense cache's answer if it
-    differs."""
+    differs.
+    """
     instance(chat, Chat, "chat")
     if not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(f"tokenizer is {shown(tokenizer)}: expected one of transformers")

@@ -136,8 +136,8 @@ def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     if not logits.is_cpu:
         largest, best = logits.max(-1)
         return best.cpu().numpy(), largest.double().cpu().numpy()
-    # At 8 x 32,000 float32, numpy takes 17 us, `torch.max` 270 us, `torch.argmax` 440 us (one core
-    # with AVX-512). numpy has no bfloat16, and is slow for float16.
+    # For 8 x 32,000 float32 values on one core with AVX-512, NumPy takes 17 us, `torch.max` 270 us and
+    # `torch.argmax` 440 us. NumPy does not support bfloat16 and is slow for float16.
     rows = (logits.float() if logits.itemsize < 4 else logits).numpy()
     best = rows.argmax(-1)
     return best, rows[np.arange(len(rows)), best]
@@ -169,7 +169,7 @@ class Sampler:
     def _weights(self, logits: np.ndarray) -> np.ndarray:
         """Return the unnormalized weight of each token."""
         top_k, top_p = self._params.top_k, self._params.top_p
-        # Values are at most 0, and the largest value is 0, so division by a tiny temperature gives
+        # The largest value is 0 and all others are negative, so dividing by a tiny temperature yields
         # -inf but never NaN.
         with np.errstate(over="ignore"):
             weights = np.exp((logits - logits.max()) / self._params.temperature)

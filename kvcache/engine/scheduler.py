@@ -444,18 +444,18 @@ class Scheduler:
                 sequence.num_cached_tokens = arrived.num_computed_tokens
 
     def _cancel_loads(self, step: ScheduledStep) -> None:
-        """Queue sequences again whose loads have not started."""
+        """Return sequences whose loads have not started to the queue."""
         while step.loading:
             sequence = step.loading.pop(0)
             self._loading.give_up(sequence)
             self._wait_again(sequence)
 
     def _running(self, leaving: list[Sequence]) -> tuple[Decoding, list[tuple[Sequence, int]], int]:
-        """Return the decoding sequences, all other sequences with blocks on the device together with
-        the numbers of tokens to compute, and the number of tokens that the step can still compute.
+        """Return the running sequences to compute and the remaining token budget of the step.
 
-        If any sequence has drafts, all sequences are in the second list, beginning with the sequences
-        that have one known token to compute.
+        The result contains the decoding sequences, then a list with every other sequence and its number
+        of tokens to compute, and finally the budget. If any sequence has drafts, all sequences are in
+        the list, beginning with the sequences that have one known token to compute.
         """
         if leaving or not self._is_current():
             self._collect(leaving)

@@ -28,8 +28,8 @@ def _forced_jit() -> bool:
 
 
 def _load_core() -> ModuleType:
-    # Search only this package, because an editable install would also find modules of another
-    # checkout.
+    # Search only this package's folder. The import hook of an editable install could find the module of
+    # another checkout.
     spec = PathFinder.find_spec("kvcache._core", [str(_PACKAGE)])
     if spec is not None and not _forced_jit():
         module = importlib.util.module_from_spec(spec)

@@ -108,7 +108,7 @@ class Admission:
             self._give_to(count, turn, is_first=False)
 
     def _give_to(self, count: int, turn: asyncio.Future[None], is_first: bool) -> None:
-        if not turn.done():  # not cancelled
+        if not turn.done():  # the request was not cancelled
             self._num_given += count
             self._num_requests += is_first
             turn.set_result(None)

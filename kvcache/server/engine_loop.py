@@ -322,7 +322,7 @@ def _put(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
 
 
 def _resolve(added: asyncio.Future[None], error: Exception | None) -> None:
-    if added.done():  # cancelled
+    if added.done():  # the caller was cancelled
         return
     if error is None:
         added.set_result(None)

@@ -41,7 +41,7 @@ class AskedText(Fields):
 
 
 class PromptReader:
-    """Tokenizes prompts from clients. Rejects texts that are too long before they are tokenized."""
+    """Tokenizes prompts from clients. Overlong texts are rejected before tokenization."""
 
     def __init__(self, texts: Texts, max_model_len: int) -> None:
         self._texts, self._max_model_len = texts, max_model_len

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence groups with forks, swaps and windows, on top of the native manager."""
+"""Manages the blocks of sequence groups, including forks, swaps and sliding windows."""
 
 from __future__ import annotations
 
