@@ -34,7 +34,7 @@ def check_curve(args: argparse.Namespace) -> None:
     ):
         if given:
             raise UsageError(
-                f"{option} is given with --curve: expected one of them, because a curve "
+                f"{option} is given with --curve: expected only one of the two, because a curve "
                 "covers one full-attention group and one request at a time, at several sizes"
             )
     replay = import_module("kvcache.replay")

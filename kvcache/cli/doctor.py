@@ -127,7 +127,7 @@ def _cuda_ops() -> str:
     import torch
 
     if not torch.version.cuda:
-        return "not needed: torch is without CUDA"
+        return "not needed: torch is built without CUDA"
     return _library("libkvcache_cuda")
 
 
@@ -137,7 +137,7 @@ def _cuda_driver() -> str:
     from kvcache.native import load
 
     if not torch.version.cuda:
-        return "not needed: torch is without CUDA"
+        return "not needed: torch is built without CUDA"
     _library("libkvcache_cpu")
     return load.cuda_versions() or "unknown: it cannot be queried without a CUDA library"
 
@@ -158,7 +158,9 @@ def _sha256() -> str:
     from kvcache.native.load import core
 
     name = core.sha256_implementations()[0]
-    return "portable C++: this processor has no instructions for it" if name == "portable" else name
+    return (
+        "portable C++: this processor has no SHA-256 instructions" if name == "portable" else name
+    )
 
 
 def _compiler() -> str:

@@ -176,12 +176,12 @@ def _resolve(args: argparse.Namespace) -> None:
     _check_comparison(args)
     if args.host_blocks == 1:
         raise UsageError(
-            "--host-blocks is 1: expected 2 or more (one is the null block), or 0: none"
+            "--host-blocks is 1: expected 2 or more (one is the null block), or 0 for no host tier"
         )
     if args.store_blocks and args.verify:
         raise UsageError(
-            f"--store-blocks is {args.store_blocks} with --verify: expected one of them, as the store is "
-            "simulated without content"
+            f"--store-blocks is {args.store_blocks} with --verify: expected only one of the two, because "
+            "the store is simulated without content"
         )
     args.policies = policy_options(args, "--host-blocks")
     args.between = _between(args)
@@ -208,7 +208,7 @@ def _between(args: argparse.Namespace) -> Disaggregation | None:
         *(("--chunk-tokens", args.chunk_tokens), ("--store-blocks", args.store_blocks)),
     ):
         if value:
-            raise UsageError(f"{option} is given with --disaggregate: expected one of them")
+            raise UsageError(f"{option} is given with --disaggregate: expected only one of the two")
     try:
         return import_module("kvcache.replay").Disaggregation.parse(args.disaggregate)
     except (TypeError, ValueError) as error:
@@ -228,7 +228,9 @@ def _service(args: argparse.Namespace) -> Service | None:
 def _check_comparison(args: argparse.Namespace) -> None:
     if args.compare is None:
         if args.sizes is not None and args.curve is None:
-            raise UsageError("--sizes is given without --compare: expected both, or --num-blocks")
+            raise UsageError(
+                "--sizes is given without --compare or --curve: expected one of them, or use --num-blocks"
+            )
         return
     for option, value in (
         ("--eviction", args.eviction),
@@ -238,7 +240,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
         ("--why", args.why),
     ):
         if value:
-            raise UsageError(f"{option} is given with --compare: expected one of them")
+            raise UsageError(f"{option} is given with --compare: expected only one of the two")
     policies = import_module("kvcache.replay.policies")
     args.compared = args.compare.split(",") if args.compare else None
     for text in args.compared or ():

@@ -164,7 +164,8 @@ def run_serve(args: argparse.Namespace) -> int:
     check_source_options(args)
     if args.api_key is not None and args.prefill:
         raise UsageError(
-            "--api-key is given with --prefill: expected one of them, because /prefill checks no key"
+            "--api-key is given with --prefill: expected only one of the two, because /prefill checks no "
+            "key"
         )
     options = policy_options(args, "--host-budget") | {"explain_misses": args.explain_misses}
     budgets = _byte_count(args.budget, "--budget"), _byte_count(args.host_budget, "--host-budget")

@@ -28,8 +28,8 @@ class AskedTokens(Fields):
     @model_validator(mode="after")
     def _has_one(self) -> AskedTokens:
         if (self.prompt is None) == (self.messages is None):
-            given = "neither" if self.prompt is None else "both"
-            refuse(f"prompt and messages: {given} is given, expected one of them", "prompt")
+            given = "neither is" if self.prompt is None else "both are"
+            refuse(f"prompt and messages: {given} given, expected exactly one of the two", "prompt")
         return self
 
 
