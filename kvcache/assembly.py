@@ -46,7 +46,7 @@ class KVCache:
     plan: CachePlan
     manager: KVCacheManager
     tables: BlockTables  # one per group
-    storages: tuple[KVStorage, ...]  # one per group, in kernel blocks; share the memory of `pages`
+    storages: tuple[KVStorage, ...]  # one per group, with kernel blocks, over the memory of `pages`
     pages: Pages
     host_pages: Pages | None  # None without a host tier
     worker: Worker
@@ -91,8 +91,9 @@ class KVCache:
             int64[num_tokens].
 
         Raises:
-            ValueError: `num_tokens` exceeds the tokens of the last `compute_slot_mapping` or
-                `commit_slot_mapping`, or the layer is recurrent and has no slots.
+            ValueError: `num_tokens` exceeds the number of tokens in the last call to
+                `compute_slot_mapping` or `commit_slot_mapping`, or the layer is recurrent and has no
+                slots.
         """
         num_tokens = integer(num_tokens, "num_tokens")
         return self._slots(layer_name, num_tokens, f"num_tokens is {num_tokens}")

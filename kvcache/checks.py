@@ -30,7 +30,7 @@ def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int
     """Return an integer in [least, most]. Raises TypeError or ValueError."""
     try:
         number = index(value)  # converts numpy integers, which would overflow
-    except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
+    except (TypeError, RuntimeError):  # a meta tensor raises RuntimeError
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)}: expected an integer")
@@ -102,7 +102,7 @@ def shown(value: object) -> str:
 
 
 def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
-    """Return the number of entries of an argument without iterating over it, because it may be
+    """Return the number of entries of an argument without iterating over the argument, which may be
     infinite.
 
     Raises TypeError if the argument has no length, and ValueError if the length exceeds an int32.

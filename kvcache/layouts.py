@@ -184,7 +184,7 @@ class AttentionBackend:
         head_size: int,
         v_head_size: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the shape of one layer's cache as the backend indexes it.
+        """Return the shape of one layer's cache in the backend's dimension order.
 
         Args:
             num_blocks: Number of blocks.

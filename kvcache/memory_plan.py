@@ -229,8 +229,8 @@ class _Demand:
     buckets: Sequence[GroupSpec]
     kinds: Sequence[KindProperties]  # one per bucket
     layer_page: int
-    max_num_batched_tokens: int | None  # None: the number of tokens of the request
-    max_encoder_tokens: int | None  # None: the number of tokens of the request
+    max_num_batched_tokens: int | None  # None: the request's number of tokens
+    max_encoder_tokens: int | None  # None: the request's number of tokens
     context_parallel: ContextParallel
 
     def num_groups(self, size: int) -> int:

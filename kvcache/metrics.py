@@ -147,7 +147,7 @@ class CacheMetrics(Collector):
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
         labels = checked_labels(labels)
         self._label_names, self._label_values = [*labels], tuple(labels.values())
-        self._before: dict[tuple[str, ...], float] = {}  # offset of counters that were reset
+        self._before: dict[tuple[str, ...], float] = {}  # total counts before resets
         self._last: dict[tuple[str, ...], float] = {}
         self._manager: weakref.ref[KVCacheManager] | None = None
         self._families: list[Metric] = []
@@ -160,7 +160,7 @@ class CacheMetrics(Collector):
             store: The `stats` of the manager's `StoreTier`, if it has one.
 
         Raises:
-            TypeError: `manager` or `store` does not have the expected counts.
+            TypeError: `manager` or `store` does not have the expected attributes.
             RuntimeError: The method was not called from the manager's thread.
         """
         instance(manager, KVCacheManager, "manager")

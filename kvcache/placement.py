@@ -99,7 +99,7 @@ class Placement:
         return merged_runs(table[np.lexsort((table[:, 1], table[:, 0]))])
 
     def of_head(self, head: int) -> Placement:
-        """Return the placement of one head, as for a cache with a single head."""
+        """Return the placement of one head, as if the cache had only this head."""
         return replace(
             self,
             regions=_read_only(self.regions + head * self.head_regions),

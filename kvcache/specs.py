@@ -133,7 +133,7 @@ class GroupSpec:
     kind: str  # name of a registered attention kind
     block_size: int  # tokens per allocation block on one context-parallel rank
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
-    replicated: bool = False  # True: every context-parallel rank holds all tokens of the group
+    replicated: bool = False  # True: every context-parallel rank stores all tokens of the group
     layers: tuple[str, ...] = ()  # names of the group's layers
     cached: bool = True  # False: blocks are never hits and do not limit hits of other groups
     transferred: bool = True  # False: the group's blocks are not transferred to other engines
@@ -195,7 +195,7 @@ class LayerSpec:
     v_head_size: int | None = None  # elements of V per head; None: head_size, or 0 with MLA
     dtype: str = "bfloat16"  # name of a dtype, or a torch.dtype
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
-    replicated: bool = False  # True: every context-parallel rank holds all tokens of the layer
+    replicated: bool = False  # True: every context-parallel rank stores all tokens of the layer
     state_bytes: int = 0  # bytes of one state
     scale_bytes_per_token: int = 0  # scales of all heads, stored with quantized K and V
     is_mla: bool = False  # True: stores a latent and its rotary part instead of K and V

@@ -31,7 +31,7 @@ class NativeEvents(NamedTuple):
     hashes: np.ndarray
     parents: np.ndarray
     tokens: np.ndarray
-    first_tokens: np.ndarray  # positions; number of dropped events for AllBlocksCleared
+    first_tokens: np.ndarray  # positions; for AllBlocksCleared, number of dropped events
     is_reused: np.ndarray
     labels: list[RequestLabels | None]
 

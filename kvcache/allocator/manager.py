@@ -367,7 +367,7 @@ class KVCacheManager:
                 concatenated in row order. For rows that are served, these tokens are appended to the
                 row's request.
             num_token_ids: int[n]. Number of `token_ids` of each row. Default: one per row.
-            num_rejected_tokens: int[n]. Number of each row's last tokens that were rejected drafts.
+            num_rejected_tokens: int[n]. Number of rejected drafts at the end of each row's tokens.
                 Their slots are reused for the next tokens.
             num_lookahead_tokens: Additional slots for drafts of the running rows, as one number for
                 all rows or int[n]. Drafts are never cached, and later tokens reuse their slots. No
@@ -452,7 +452,7 @@ class KVCacheManager:
         - The last multiple of the recurrent group's block size.
 
         Args:
-            request: An admitted request, or a request to admit, whose tokens follow its hit.
+            request: An admitted request, or a new request, whose next tokens are those after its hit.
             num_tokens: Maximum number of tokens. None: all known tokens.
 
         Returns:
@@ -689,7 +689,7 @@ class KVCacheManager:
 
         Args:
             *requests: The requests. The options apply to all of them.
-            turn: Turn of the conversation, for eviction policies.
+            turn: Number of the conversation's turn, for eviction policies.
             request_class: A class number chosen by the caller, for eviction policies. -1: no class.
             num_output_tokens: Number of tokens in the answer, for eviction policies. None: the
                 number of tokens appended to the prompt.

@@ -23,7 +23,7 @@ MISS_REASONS = {
 
 - `external`: the KV came from `Admit.external`.
 - `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
-- `not_loaded`: the hit has more host blocks than `Admit.max_host_blocks`.
+- `not_loaded`: the hit needs more host blocks than `Admit.max_host_blocks` allows.
 - `evicted`, `removed`: all tokens up to the end of the request's last block that has left the cache.
 - `in_flight`: a running request holds blocks with the same content that are not computed yet. Only the
   64 most recent requests are compared.

@@ -23,7 +23,10 @@ HOST_WRITES = {
 
 
 class PolicyArguments(TypedDict, total=False):
-    """Options of `CacheOptions` that neither a plan nor a host tier sets. Used by type checkers."""
+    """Options of `CacheOptions` that do not depend on a plan or on the size of a host tier.
+
+    Used by type checkers.
+    """
 
     retention_interval: int | None
     hash_block_size: int | None
@@ -51,7 +54,7 @@ class PolicyArguments(TypedDict, total=False):
 
 
 class CacheArguments(PolicyArguments, total=False):
-    """Options of `CacheOptions` that calls accept as keyword arguments.
+    """Options of `CacheOptions` that `KVCacheManager` accepts as keyword arguments.
 
     Used by type checkers and editors.
     """

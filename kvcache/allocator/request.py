@@ -58,8 +58,8 @@ class Request:
         write_cache: Whether the request's blocks are cached.
         num_encoder_tokens: Number of tokens that cross-attention groups store for the request. A
             request with encoder tokens does not use cached blocks, and its blocks are not cached.
-        block_hashes: Hashes computed by the engine, one per full block (of `hash_block_size`
-            tokens) of the known tokens, each with the manager's `hash_bytes` bytes. With
+        block_hashes: Hashes computed by the engine: one hash of `hash_bytes` bytes for each full block
+            of `hash_block_size` known tokens, as configured in the manager. With
             `num_hash_lookahead_tokens`, a block is treated as full once that many tokens after it are
             known. kvcache does not compute hashes for this request. The list is not copied. Extend
             the list before you append the tokens of another block, and do not change its entries. When

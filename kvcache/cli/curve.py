@@ -10,7 +10,7 @@ from kvcache.cli.modules import import_module
 
 
 def check_curve(args: argparse.Namespace) -> None:
-    """Parse the policies of --curve, in place. Raise UsageError for options that conflict."""
+    """Parse the policies in `args.curve` in place. Raise UsageError for conflicting options."""
     if args.curve is None:
         for option, given in (("--rate", args.rate is not None), ("--exact", args.exact)):
             if given:
@@ -45,5 +45,5 @@ def check_curve(args: argparse.Namespace) -> None:
             policies.parse_eviction(text)
         except ValueError as error:
             raise UsageError(f"--curve has {error}") from None
-    if args.sizes is not None:  # with the null block, like --num-blocks
+    if args.sizes is not None:  # includes the null block, like --num-blocks
         args.sizes = tuple(sorted({size - 1 for size in args.sizes}))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
-_MOST_RECORDED = 2**18  # --why samples the evicted blocks of larger pools
+_MOST_RECORDED = 2**18  # for larger pools, --why records a sample of evictions
 _DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
 
 

@@ -228,7 +228,7 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = error.strerror.partition(" (")[0]  # without the address that Python appends
+        reason = error.strerror.partition(" (")[0]  # remove the address that Python appends
         raise UsageError(
             f"--host is {host!r}, --port is {port}: expected an address and a port that are free here "
             f"({reason}); --port 0 selects a free port"

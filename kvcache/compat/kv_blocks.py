@@ -17,7 +17,7 @@ from kvcache.worker.pages.regions import Region, format_of, matched_regions
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # source and destination of a layer
+Pair = tuple[torch.Tensor, torch.Tensor]  # a layer's source and destination tensor
 
 # Maximum bytes of host staging memory for blocks in the memory order of the device.
 _STAGED_BYTES = 1 << 28

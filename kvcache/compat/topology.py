@@ -252,8 +252,8 @@ class KVTopology:
     def block_size_position(self) -> int:
         """Index of the token dimension within a block, counted from the end (negative).
 
-        The index refers to the shape as the backend indexes it. If layers are packed, the index refers
-        to the memory order instead, which is the shape of the tensor with all layers.
+        The index refers to the shape in the backend's dimension order. If layers are packed, the index
+        refers to the memory order instead, which is the shape of the tensor with all layers.
 
         Example:
             >>> KVTopology("a", tp_rank=0, tp_size=1, backend="FLASHINFER").block_size_position

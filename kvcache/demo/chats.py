@@ -60,7 +60,7 @@ class Chat:
     messages: list[list[int]]
     history: list[int]
     max_tokens: int = 16  # maximum length of each answer
-    num_samples: int = 1  # answers to each message; the chat continues after the first
+    num_samples: int = 1  # answers per message; the chat continues with the first one
     stop_token_ids: tuple[int, ...] = ()  # tokens that end an answer
     # Text of each message; empty if the messages are given as token ids.
     questions: tuple[str, ...] = ()

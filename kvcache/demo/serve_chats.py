@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_HOST_SHARE = 4  # size of the host tier, in multiples of the pool
+_HOST_SHARE = 4  # size of the host tier, in multiples of the pool size
 
 
 @dataclass(slots=True)

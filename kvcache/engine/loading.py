@@ -95,7 +95,7 @@ class Loading:
             self._fail(sequence, source, error)
 
     def forget(self, sequence: Sequence) -> None:
-        """Release a sequence that ends, in any state."""
+        """Release a sequence that ends, regardless of its state."""
         self._loading.pop(sequence.request.request_id, None)
         chosen = self._chosen.pop(sequence, None)
         # Cancel the chosen source first, because it may still write to blocks that the other

@@ -80,7 +80,7 @@ class OutputProcessor:
         self.scheduler, self.metrics = scheduler, metrics
         self.generations: dict[str, Generation] = {}
         self.deltas: list[Delta] = []
-        self._columns: _Columns | None = None  # columns of the last step's `decoding`
+        self._columns: _Columns | None = None  # data of the last step's `decoding`
 
     def new_sample(
         self, generation: Generation, token_ids: np.ndarray, num_rows: int = 1
@@ -117,7 +117,7 @@ class OutputProcessor:
         if at == len(step.sequences):
             return
         if any(sample.sampler is not None for sample in step.sequences[at:]):
-            logits = logits.cpu()  # copy once, not once per draw
+            logits = logits.cpu()  # copy to the host once, not for each draw
         stops = step.starts[at:] + list(map(len, step.token_ids[at:])) - step.num_drafts[at:]
         rest = step.sequences[at:], step.num_logits[at:].tolist(), stops.tolist()
         best, are_finite = best.tolist(), are_finite.tolist()
@@ -171,7 +171,7 @@ class OutputProcessor:
         if last_tokens(decoding.requests, decoding.num_computed - 1) is None:
             return 0
         if columns.samplers:
-            logits = logits[:num].cpu()  # copy once, not once per draw
+            logits = logits[:num].cpu()  # copy to the host once, not for each draw
         tokens = best[:num].astype(np.int32)
         errors: dict[int, Exception] = {}
         for i, sampler in columns.samplers:
@@ -276,7 +276,7 @@ class OutputProcessor:
         return []
 
     def _end_beams(self, generation: Generation) -> list[Delta]:
-        """Replace the samples of the request by its best beams."""
+        """Replace the request's samples with its best beams."""
         samples = []
         num_cached = generation.num_cached_tokens
         for i, (token_ids, score, _) in enumerate(generation.beams.best):
@@ -301,7 +301,7 @@ class OutputProcessor:
         return [self.end(sample, reason, error) for sample in running]
 
     def end(self, sample: Sample, reason: FinishReason, error: Exception | None = None) -> Delta:
-        """Release the resources of a sample. With the last sample, the request ends."""
+        """Release the resources of a sample. The request ends with its last sample."""
         self._columns = None  # so that this reference does not keep the sample alive
         generation = sample.generation
         is_complete = reason in ("stop", "length")

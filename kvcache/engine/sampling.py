@@ -144,7 +144,7 @@ def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Sampler:
-    """Draws the tokens of one sample with its own random generator."""
+    """Draws the tokens of one sample with a separate random generator."""
 
     def __init__(self, params: SamplingParams, nth: int) -> None:
         self._params = params

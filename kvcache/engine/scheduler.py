@@ -153,8 +153,8 @@ class Scheduler:
         )
         self.preemption = preemption
         self._loading = Loading(sources)
-        self.waiting: list[Sequence] = []  # sequences without a row, by rank
-        self.admitted: list[Sequence] = []  # sequences with a row, by rank
+        self.waiting: list[Sequence] = []  # sequences without a row, ordered by rank
+        self.admitted: list[Sequence] = []  # sequences with a row, ordered by rank
         self.num_swapped_out = self.num_recomputed = 0
         self.max_num_rows = manager.options.max_num_reqs or MAX_INT32
         kinds = [make_kind(group.kind, group.options) for group in manager.groups]
@@ -162,7 +162,7 @@ class Scheduler:
         self._has_states = bool(of_states)
         self._max_drafts = min(of_states, default=MAX_INT32)
         self._decoding: Decoding | None = None  # None: must be rebuilt
-        self._others: list[Sequence] = []  # running sequences that are not in `_decoding`, by rank
+        self._others: list[Sequence] = []  # other running sequences, ordered by rank
         # Whether sequences have started or stopped running since `_decoding` was built.
         self._has_changed = False
         self._victim: Sequence | None = None
@@ -264,7 +264,7 @@ class Scheduler:
                 swap_out=[manager.row(sequence.request) for sequence in leaving],
             )
         except BaseException:
-            self._decoding = None  # a sequence to preempt is still running
+            self._decoding = None  # rebuild it, because a sequence to preempt is still running
             raise
         return self._answered(plan, decoding, asked, leaving, new)
 

@@ -85,7 +85,7 @@ class KindProperties:
         Planning checks `max_pages` against this number. The arguments are those of `max_pages`.
 
         Raises:
-            KindError: The options leave too few pages for a step.
+            KindError: With the kind's options, a step needs more pages than a request can hold.
         """
         return None
 

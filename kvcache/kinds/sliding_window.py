@@ -24,6 +24,6 @@ class SlidingWindow(KindProperties, core.SlidingWindow):
         return self._window
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the number of tokens in a step plus the earlier tokens in its first token's window."""
+        """Return the number of a step's tokens plus the earlier tokens in the first token's window."""
         check_tokens(num_tokens, step_tokens)
         return self._window - 1 + step_tokens

@@ -120,7 +120,7 @@ def build_ops(name: str) -> Path:
             )
 
     library = _cached(name, f"{name}.so", root, facts, compile_into)
-    torch.ops.load_library(str(library))  # loading the same file twice registers its ops once
+    torch.ops.load_library(str(library))  # loading a file twice registers its ops only once
     return library
 
 

@@ -45,10 +45,10 @@ def make_app(
     """Create the application for `Server` or another ASGI server. The application runs `loop`.
 
     Args:
-        loop: The engine loop, not started.
+        loop: The engine loop. It must not have been started.
         texts: Tokenizes prompts and decodes answers.
         model_name: The model name that requests must use.
-        limits: Limits of requests. Only `Server` enforces the limits of connections.
+        limits: Limits of requests. Only `Server` enforces the limits on connections.
         trust_clients: Whether requests may set `cache_salt` and `priority`, which are otherwise
             rejected. With these fields, a client could use another client's salt to share that
             client's cache, or use a priority to be served before other clients.

@@ -27,7 +27,7 @@ _MOST_AT_ONCE = 2**16
 
 
 def refuse_untrusted(asked: BaseModel, names: tuple[str, ...]) -> None:
-    """Raise AskError for fields that affect other clients, on servers that do not trust clients."""
+    """Unless the server trusts its clients, raise AskError for fields that affect other clients."""
     for name in names:
         if getattr(asked, name):
             raise AskError(

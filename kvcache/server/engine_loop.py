@@ -283,7 +283,7 @@ class EngineLoop:
         try:
             deltas = self.engine.step()
         except Exception as error:
-            # The step was undone, and the next step computes it again.
+            # The step was undone. The next step computes the same tokens again.
             self._num_failures += 1
             _log.exception("step failed")
             if self._num_failures == _MAX_FAILURES:

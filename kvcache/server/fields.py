@@ -195,7 +195,7 @@ class Message(Fields):
     content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
 
     def as_dict(self) -> dict[str, str]:
-        """Return the role and the complete text."""
+        """Return the message's role and complete text."""
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 

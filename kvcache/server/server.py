@@ -119,7 +119,7 @@ class _Protocol(H11Protocol):
 
     @property
     def is_receiving_body(self) -> bool:
-        """Whether a request has arrived without the rest of its body."""
+        """Whether a request's headers have arrived, but not its complete body."""
         return self.is_receiving and self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:

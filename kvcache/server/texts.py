@@ -134,7 +134,9 @@ def _checked_tokens(token_ids: Sequence[int], name: str = "token_ids") -> list[i
 
 
 def _checked_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return messages with only role and content, both strings. Raises TypeError or ValueError."""
+    """Return messages reduced to their role and content. Raises TypeError or ValueError unless both
+    are strings.
+    """
     messages = listed(messages, "messages", "a list of messages")
     for i, message in enumerate(messages):
         if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):

@@ -13,7 +13,7 @@ class CrossTables:
     def __init__(self, native: core.Manager, tokens: TokenSource) -> None:
         self._native = native
         self._tokens = tokens
-        self.by_request: dict[object, int] = {}  # row by request id, updated by native code
+        self.by_request: dict[object, int] = {}  # rows keyed by request id; updated by native code
 
     def rows(self) -> list[int]:
         """Return all rows."""

@@ -10,7 +10,7 @@ class AllocStatus(Enum):
     """Result of `can_allocate` and `can_swap_in`."""
 
     OK = auto()
-    LATER = auto()  # fits once other blocks are free
+    LATER = auto()  # fits once other blocks have been freed
     NEVER = auto()  # needs more blocks than the device has
 
 

@@ -66,7 +66,7 @@ class SequenceSwaps(SequenceTables):
             self._known(seq).num_tokens + count > self.max_model_len
             for seq, count in zip(seqs, new)
         )
-        slots += [0] * (len(rows) - len(slots))  # 0 for the row of the encoder
+        slots += [0] * (len(rows) - len(slots))  # the encoder's row needs no new slots
         required, alone = self._native.num_blocks_back(rows, slots)
         if self._pool.num_free - required >= self.watermark_blocks and not too_long:
             return AllocStatus.OK

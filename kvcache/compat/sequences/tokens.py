@@ -58,7 +58,7 @@ class TokenSource:
     def of_child(self, child_seq: SequenceLike, tokens: Tokens, num_tokens: int) -> Tokens:
         """Return a copy for a child that begins with these tokens.
 
-        Compares the last block of known ids.
+        Raises ValueError if the child's ids differ from the parent's in the last `block_size` tokens.
         """
         length = core.length_of(child_seq)
         if length < num_tokens:

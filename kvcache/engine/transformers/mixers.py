@@ -23,7 +23,7 @@ Forward = Callable[..., torch.Tensor]
 
 
 def wrap(module: torch.nn.Module) -> None:
-    """Redirect the module's calls to pages while a `PagedModel` runs."""
+    """Make the module read and write states in pages while a `PagedModel` runs."""
     module.forward = functools.partial(_forward, module, module.forward)
 
 

@@ -77,7 +77,7 @@ class PagedCache(Cache):
 
         Returns:
             The K and V in `Parts.slots`, [1, heads, c, size]. If kernels read pages directly, `key` and
-            `value` unchanged.
+            `value` are returned unchanged.
         """
         if layer_idx in self._written:
             raise RuntimeError(f"layer {layer_idx} updates its K and V twice")

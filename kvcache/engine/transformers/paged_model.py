@@ -205,7 +205,7 @@ def attach(
     once per request.
 
     Before allocating the cache, `attach` runs a self-check. It computes three short prompts, split
-    into chunks and batched together, with a small paged cache. Their logits are compared with the
+    into chunks and batched together, with a small paged cache. The logits are compared with the
     logits of the model's own forward pass without a cache. The fastest method that agrees is used.
     The check computes about a hundred tokens per method, and does not change generators, training
     flags or hooks.

@@ -71,7 +71,7 @@ class _PagedLayer(CacheLayerMixin):
 
 
 class _PagedHybridLayer(LinearAttentionLayer, _PagedLayer):
-    """A layer with K and V and a recurrent state."""
+    """A layer with K, V and a recurrent state."""
 
     is_compileable = False
 
