@@ -207,7 +207,7 @@ class KVCacheManager:
         except MemoryError:
             raise MemoryError(
                 f"num_gpu_blocks is {num_gpu_blocks}, num_host_blocks is {options.num_host_blocks}: "
-                "expected numbers of blocks for which the system has memory, about 100 bytes per block"
+                "expected fewer blocks, because the system lacks memory for them (about 100 bytes per block)"
             ) from None
         self._pool = DevicePoolView(self._native)
         self._host_pool = None

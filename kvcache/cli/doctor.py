@@ -149,8 +149,8 @@ def _locked_memory() -> str:
     if limit == resource.RLIM_INFINITY:
         return "not limited"
     return (
-        f"{limit / 2**20:,.1f} MiB at most (`ulimit -l`): more host pages may not be pinned; "
-        "`ulimit -l unlimited`, `docker run --ulimit memlock=-1`"
+        f"{limit / 2**20:,.1f} MiB at most (`ulimit -l`): pinning more host pages may fail; raise the "
+        "limit with `ulimit -l unlimited` or `docker run --ulimit memlock=-1`"
     )
 
 

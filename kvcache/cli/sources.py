@@ -42,15 +42,15 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--prefill-from",
         metavar="HOST:PORT",
-        help="let this server, which runs with --prefill, prefill prompts, and load their KV from it; "
-        "prompts are computed locally while it does not answer",
+        help="server that runs with --prefill; it prefills prompts, and their KV is loaded from it; "
+        "prompts are computed locally while that server does not respond",
     )
     sub.add_argument(
         "--prefill-timeout",
         metavar="SECONDS",
         type=number("--prefill-timeout", 1, 86_400),
         default=10,
-        help="time limit for a prefill, and for the load of its KV; default 10",
+        help="timeout for a prefill, and for loading its KV; default 10",
     )
     sub.add_argument(
         "--transport",

@@ -219,8 +219,8 @@ class AskedChat(Asked):
         limits = self.max_completion_tokens, self.max_tokens
         if None not in limits and limits[0] != limits[1]:
             refuse(
-                f"max_completion_tokens is {limits[0]} and max_tokens is {limits[1]}: expected one of "
-                "them, or equal values",
+                f"max_completion_tokens is {limits[0]} and max_tokens is {limits[1]}: expected only "
+                "one of the two, or equal values",
                 "max_completion_tokens",
             )
         if self.top_logprobs is not None and not self.logprobs:

@@ -90,7 +90,7 @@ class _LoadCollector(Collector):
         )
         yield GaugeMetricFamily(
             "kvcache_usage_ratio",
-            "Blocks of the device that requests hold, as a fraction of all blocks.",
+            "Device blocks held by requests, as a fraction of all blocks.",
             num_held / sum(pool.values()),
         )
 

@@ -307,8 +307,8 @@ def _longest(model: PreTrainedModel) -> tuple[int, str]:
                 longest, reason = (
                     short,
                     (
-                        "because longrope uses other factors for longer requests, which would have to "
-                        "apply to all keys of a request from its first chunk onwards"
+                        "because longrope uses different factors for longer requests, which would "
+                        "also have to apply to the keys of earlier chunks"
                     ),
                 )
     return longest, reason
