@@ -207,7 +207,8 @@ class KVCacheManager:
         except MemoryError:
             raise MemoryError(
                 f"num_gpu_blocks is {num_gpu_blocks}, num_host_blocks is {options.num_host_blocks}: "
-                "expected fewer blocks, because the system lacks memory for them (about 100 bytes per block)"
+                "expected fewer blocks, because the system lacks memory for them (about 100 bytes per "
+                "block)"
             ) from None
         self._pool = DevicePoolView(self._native)
         self._host_pool = None
