@@ -102,7 +102,8 @@ async def complete(request: web.Request) -> web.StreamResponse:
         failure = {"error": {"message": text, "type": "bad_gateway", "code": 502}}
         if not response.prepared:
             return web.json_response(failure, status=502)
-        await response.write(f"data: {json.dumps(failure)}\n\n".encode())  # while streaming
+        # The status was already sent, so the error is sent as the last event of the stream.
+        await response.write(f"data: {json.dumps(failure)}\n\n".encode())
     return response
 
 

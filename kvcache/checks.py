@@ -111,9 +111,9 @@ def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
         count = math.prod(values.shape) if hasattr(values, "shape") else len(values)
     except OverflowError:
         count = MAX_INT64
-    except (TypeError, ValueError):  # ValueError: a negative length
+    except (TypeError, ValueError):  # a negative length raises ValueError
         raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
-    if not isinstance(count, int):  # nested tensors
+    if not isinstance(count, int):  # for example, a nested tensor
         raise TypeError(f"{name} has no fixed number of entries: expected {expected}")
     if count > MAX_INT32:
         raise ValueError(f"{name} has {shown(count)} entries: expected at most {MAX_INT32}")
@@ -208,7 +208,8 @@ def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
     or ValueError.
     """
     found = dtype
-    if type(dtype).__module__ == "torch":  # torch is not imported here
+    # Checked by name, because this module does not import torch.
+    if type(dtype).__module__ == "torch":
         found = str(dtype).removeprefix("torch.")
     if not isinstance(found, str):
         raise TypeError(f"{name} is {shown(dtype)}: expected a torch.dtype or its name")

@@ -143,7 +143,7 @@ class Request:
         has_placeholders = bool(self._mm_items) or not (
             prompt_embeds is None and block_hashes is None
         )
-        if isinstance(block_hashes, core.HashedTokens):  # may already have been taken
+        if isinstance(block_hashes, core.HashedTokens):  # its tokens may already be taken
             self._tokens = block_hashes.take_tokens()
             self._tokens.append(token_sequence(token_ids)[len(self._tokens) :])
         else:

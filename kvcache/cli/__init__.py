@@ -143,7 +143,7 @@ def _doctor(options: argparse.Namespace) -> int:
         with writing():
             found = [{"what": name, "found": text, "ok": ok} for name, text, ok in rows]
             print(json.dumps({"ok": is_ok, "rows": found}))
-    elif find_spec("rich") is None:  # reported as missing
+    elif find_spec("rich") is None:  # one of the rows reports rich as missing
         print("\n".join(f"{name}: {text}" for name, text, _ in rows))
     else:
         show(doctor.table(rows))

@@ -126,7 +126,7 @@ def _serve(args: argparse.Namespace) -> int:
         show(demo.report_table(report))
         show(demo.summary(report))
     if args.kv_cache_dtype is not None:
-        return 0  # quantized KV changes answers
+        return 0  # with quantized KV, different answers are not errors
     return 0 if report.identical_sequences == report.sequences else 1
 
 

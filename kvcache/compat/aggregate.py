@@ -286,8 +286,8 @@ class _Merged:
     invalid_block_ids: set[int] = field(default_factory=set)
     stats: dict[type, object] = field(default_factory=dict)
     worker_meta: object | None = None
-    events: dict[int, object] = field(default_factory=dict)  # events of each worker, by rank
-    others: dict[str, object] = field(default_factory=dict)  # merged value, by attribute name
+    events: dict[int, object] = field(default_factory=dict)  # keyed by worker
+    others: dict[str, object] = field(default_factory=dict)  # keyed by attribute name
 
     def add_stats(self, stats: object | None, worker: int) -> None:
         if stats is None:

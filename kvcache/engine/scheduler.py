@@ -542,7 +542,7 @@ class Scheduler:
     def _swapped(self, budget: int) -> tuple[list[tuple[Sequence, int]], int]:
         asked: list[tuple[Sequence, int]] = []
         if len(self._decoding) + len(self._others) == len(self.admitted):
-            return asked, budget  # all are running
+            return asked, budget  # no sequence is swapped out
         for sequence in self.admitted:
             if sequence.state is State.SWAPPED and budget:
                 sequence.drafts = []

@@ -48,10 +48,10 @@ class Sequence:
     state: State = State.WAITING
     has_begun: bool = False  # admitted or forked earlier; has priority over new sequences
     num_preemptions: int = 0
-    num_cached_tokens: int | None = None  # tokens of the prefix hit at first admission; None before
+    num_cached_tokens: int | None = None  # length of the prefix hit at the first admission
     num_loaded_tokens: int = 0  # tokens loaded from sources
     num_external_tokens: int = 0  # tokens that a source was expected to load at the last admission
-    admitted_at: float | None = None  # `time.monotonic()` of the first admission; None before
+    admitted_at: float | None = None  # `time.monotonic()` at the first admission
     failed_sources: list[object] = field(default_factory=list)  # sources that are not queried again
 
     def __post_init__(self) -> None:

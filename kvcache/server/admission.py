@@ -29,7 +29,8 @@ class Admission:
         self._num_given = 0
         self._num_requests = 0  # number of requests whose first prompts have rows
         self._order = itertools.count()
-        self._first: list[tuple[int, int, int, asyncio.Future[None]]] = []  # a heap
+        # A heap of (priority, number, count, future).
+        self._first: list[tuple[int, int, int, asyncio.Future[None]]] = []
         self._further: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._error: Exception | None = None  # error raised for new requests
         self._ended: Exception | None = None  # set once no request is waiting

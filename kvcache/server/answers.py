@@ -23,7 +23,7 @@ from kvcache.server.request_log import RequestLog, RequestRecord
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import AnswerText, Texts
 
-_NUMBERS = itertools.count()  # numbers of answers
+_NUMBERS = itertools.count()  # consecutive numbers for the IDs of answers
 
 
 class Source:

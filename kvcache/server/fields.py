@@ -137,7 +137,7 @@ class Asked(Fields):
     stop_token_ids: Annotated[
         list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=_MOST_STOP_TOKENS)
     ] = []
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # smaller first
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # smaller values are served first
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")

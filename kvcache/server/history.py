@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 _INTERVAL_S = 0.5
-_MOST_POINTS = 1_200  # ten minutes of continuous work
+_MOST_POINTS = 1_200  # covers ten minutes of continuous work
 
 
 class History:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from kvcache.engine import Delta, Generation
 
-_MOST_FINISHED = 40  # finished requests in the timeline
+_MOST_FINISHED = 40  # number of finished requests in the timeline
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1, 2.5, 5, 10, 30, 60, 120, 300),
@@ -37,7 +37,7 @@ class RequestRecord:
         self.ended_at: float | None = None
         self.reason: str | None = None  # finish reason of the sample that ended last
         self.generation: Generation | None = None  # None until the engine has added the prompt
-        self.last_token_at: dict[int, float] = {}  # by sample
+        self.last_token_at: dict[int, float] = {}  # keyed by sample
 
     @property
     def admitted_at(self) -> float | None:

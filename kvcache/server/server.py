@@ -134,7 +134,7 @@ class _Protocol(H11Protocol):
         own = transport.get_extra_info("socket")
         if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):
             own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            with contextlib.suppress(AttributeError, OSError):  # not available on every system
+            with contextlib.suppress(AttributeError, OSError):  # some options are platform-specific
                 own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
         self._bound_receiving()
 
