@@ -765,9 +765,7 @@ def test_more_different_layer_specs_than_groups_are_rejected():
         for i in range(MAX_GROUPS + 1)
     ]
     assert len(plan_cache(layers[1:], GIB, max_model_len=64).groups) == MAX_GROUPS
-    with pytest.raises(
-        ValueError, match=r"^layers have 33 different specs: expected at most 32$"
-    ):
+    with pytest.raises(ValueError, match=r"^layers have 33 different specs: expected at most 32$"):
         plan_cache(layers, GIB, max_model_len=64)
 
 
