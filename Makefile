@@ -1,4 +1,4 @@
-# Every command of the kvcache project. `make demo` and `make test` only require g++, make, and
+# All commands of the kvcache project. `make demo` and `make test` require only g++, make, and
 # Python 3.11 or newer with headers and venv.
 PYTHON ?= python3
 # The torch version used for development. PIP_TORCH_ARGS is passed to pip, for example to install
@@ -9,8 +9,7 @@ PIP_TORCH_ARGS ?=
 VENV ?= .venv
 SHELL := bash
 BIN := $(VENV)/bin
-# Keep bytecode caches, because tests start many processes that would otherwise recompile the
-# modules.
+# Keep bytecode caches, because tests start many processes that would otherwise recompile all modules.
 export PYTHONDONTWRITEBYTECODE :=
 GPU_RESULTS ?= benchmarks/results
 SECONDS ?= 600
@@ -38,8 +37,8 @@ test-exhaustive: setup
 planted-breaks: setup
 	$(BIN)/python -m tests.machinery.planted_breaks
 
-# Do the same with the many small changes of tests/machinery/mutants.py, and print how many of them the
-# tests detect. Takes hours.
+# Apply the many small changes of tests/machinery/mutants.py one at a time, and print how many of them
+# the tests detect. Takes hours.
 mutants: setup
 	$(BIN)/python -m tests.machinery.planted_breaks --mutants
 
@@ -76,8 +75,8 @@ ctest: setup
 	$(BIN)/cmake --build build/cmake
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure -j 2
 
-# Do the same with AddressSanitizer and UndefinedBehaviourSanitizer. CI runs this target instead of
-# ctest.
+# The same as ctest, with AddressSanitizer and UndefinedBehaviourSanitizer. CI runs this target instead
+# of ctest.
 sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=ON
@@ -91,9 +90,9 @@ sanitize-thread: setup
 	$(BIN)/cmake --build build/sanitize-thread --target $(THREAD_TESTS)
 	for name in $(THREAD_TESTS); do build/sanitize-thread/$$name || exit 1; done
 
-# Run random operations on the allocator for SECONDS, comparing it with a simple model. Then run
-# about a hundred times as many on the native manager for another SECONDS, checking its invariants.
-# Finally, check that memory use does not grow. Prints seeds, rates and memory use.
+# Run random operations on the allocator for SECONDS, and compare the results with a simple model. Then
+# run random operations on the native manager for another SECONDS, at about a hundred times the rate, and
+# check its invariants. Finally, check that memory use does not grow. Prints seeds, rates and memory use.
 soak: setup
 	$(BIN)/python -m tests.machinery.allocator_driver $(SECONDS)
 	$(BIN)/cmake -S . -B build/soak -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
@@ -103,18 +102,18 @@ soak: setup
 	$(BIN)/python -m tests.machinery.growth
 
 # Run the tests in vLLM's schedulers, in a separate virtual environment with vLLM. VLLM=0.32.0 selects
-# a version, and VLLM=newest the newest one on PyPI. ARGS go to pytest: `-o addopts=` also runs the
-# tests marked exhaustive. Creating the environment takes a few minutes.
+# a version, and VLLM=newest selects the newest version on PyPI. ARGS are passed to pytest; for example,
+# `-o addopts=` also runs the tests marked exhaustive. Creating the environment takes a few minutes.
 test-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) $(ARGS)
 
-# Run the tests of the plug-ins for SGLang, in a separate virtual environment with SGLang. ARGS go to
-# pytest. Creating the environment takes a few minutes.
+# Run the tests of the plug-ins for SGLang, in a separate virtual environment with SGLang. ARGS are passed
+# to pytest. Creating the environment takes a few minutes.
 test-sglang: setup
 	$(BIN)/python -m tests.machinery.sglang_environment $(ARGS)
 
-# Run the tests that need NIXL, Mooncake, Dynamo or a browser, with these installed into a folder
-# outside the checkout. Tests that are skipped count as failed.
+# Run the tests that need NIXL, Mooncake, Dynamo or a browser, which are installed into a folder outside
+# the checkout. Skipped tests are treated as failures.
 test-real: setup
 	$(BIN)/python -m tests.machinery.real_parts -n auto --dist worksteal
 
@@ -124,7 +123,7 @@ bench-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) -m benchmarks.vllm_schedule
 
 # Call the public API with invalid and hostile arguments for SECONDS, or CALLS times. Prints the seed
-# and any findings. SCENES limits the run to some modules, and SEED repeats an earlier run.
+# and any findings. SCENES restricts the run to the given modules, and SEED repeats an earlier run.
 fuzz: setup
 	$(BIN)/python -m tests.machinery.wrong_calls --seconds $(SECONDS) $(CALLS:%=--calls %) \
 	  $(SEED:%=--seed %) $(SCENES:%=--scene=%)
@@ -134,14 +133,14 @@ cuda-check: setup
 	$(BIN)/python -m benchmarks.cuda_check
 
 # Run the tests marked gpu on a CUDA runtime without a GPU (docs/gpu_less.md). Requires nvcc, and
-# downloads the CUDA build of torch (gigabytes) once. If either is unavailable, prints a message and
-# succeeds. Swaps run under SEEDS different stream orders.
+# downloads the CUDA build of torch (gigabytes) once. If nvcc or torch is unavailable, prints a message
+# and succeeds. Swaps are tested with SEEDS different orders of streams.
 gpu-less:
 	$(PYTHON) -m tests.machinery.gpu_less test $(SEEDS:%=--seeds %)
 
-# Build a source distribution and, from only that distribution, a wheel with all native libraries
-# (docs/building.md#wheels). The CUDA library is included if there is an nvcc, or according to
-# KVCACHE_CUDA.
+# Build a source distribution and, from that distribution alone, a wheel with all native libraries
+# (docs/building.md#wheels). The CUDA library is included if nvcc is found, unless KVCACHE_CUDA overrides
+# this.
 WHEEL_ARCHS := 80;90;100;110;120
 NVCC := $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc)$(shell command -v nvcc)
 wheel: setup
@@ -151,8 +150,8 @@ wheel: setup
 	  $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
 	$(MAKE) repair-wheel WHEEL="$$(echo build/wheel/*.whl)" DIST=dist AUDITWHEEL=$(BIN)/auditwheel
 
-# Build all libraries once, into build/prebuilt/kvcache. The wheels of other Pythons take the
-# libraries of ops from there (KVCACHE_PREBUILT).
+# Build all libraries once, in build/prebuilt/kvcache. Wheels for other Python versions reuse the op
+# libraries in this folder (KVCACHE_PREBUILT).
 prebuilt:
 	KVCACHE_CUDA=1 KVCACHE_CUDA_ARCHS="$(WHEEL_ARCHS)" $(BIN)/python setup.py build_ext \
 	  --build-lib build/prebuilt --build-temp build/prebuilt/objects
@@ -175,7 +174,7 @@ docs: setup $(VENV)/.docs
 	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
-# Install only the requirements of the extra, because installing the package with the extra would
+# Install only the requirements of the `docs` extra, because installing the package with the extra would
 # rebuild the libraries.
 $(VENV)/.docs: pyproject.toml $(VENV)/.built
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
@@ -187,8 +186,8 @@ $(VENV)/.docs: pyproject.toml $(VENV)/.built
 gpu:
 	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS) $(SECOND:1=--second)
 
-# Do the same run with small sizes on the CUDA runtime without a GPU. Exit code 3 means that the
-# runtime is unavailable on this machine.
+# The same run as `make gpu`, with small sizes, on the CUDA runtime without a GPU. Exit code 3 means that
+# this runtime is unavailable on the machine.
 gpu-rehearsal:
 	$(PYTHON) -m benchmarks.gpu --rehearse $(SECOND:1=--second) || [ $$? -eq 3 ]
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds kvcache._core (pybind11, no torch) and the op libraries (LibTorch stable ABI).
 
-torch is located but never imported. The CUDA library is built if torch is a CUDA build and nvcc is
-found. KVCACHE_CUDA=0 or 1 overrides this. KVCACHE_CUDA_ARCHS selects the architectures (default
-"80;90;100", as far as the toolkit supports them), and CXX selects the compiler. Libraries in the
-folder KVCACHE_PREBUILT are copied instead of built.
+torch is located but never imported. The CUDA library is built if torch is built with CUDA and nvcc is
+found. KVCACHE_CUDA=0 or 1 overrides this. KVCACHE_CUDA_ARCHS selects the architectures (by default,
+those of "80;90;100" that the toolkit supports), and CXX selects the compiler. Libraries in the folder
+KVCACHE_PREBUILT are copied instead of built.
 """
 
 import sys
@@ -35,14 +35,14 @@ build = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(build)
 
 ROOT = Path("csrc")
-# Commands that do not compile, so that an isolated environment without torch can run them.
+# Commands that do not compile anything. An isolated environment without torch can run them.
 WITHOUT_TORCH = {"sdist", "egg_info", "clean"}
 
 
 class Native(Extension):
-    """A library built by the compiler calls below.
+    """A library that is built by the compiler calls below.
 
-    The last part of `name` is the name of the file.
+    The last component of `name` is the name of the file.
     """
 
 
@@ -91,7 +91,7 @@ class BuildNative(build_ext):
             1 if self.prebuilt(extension) else len(extension.sources) + 1
             for extension in self.extensions
         )
-        self.lock = Lock()  # with --parallel, several libraries are built at a time
+        self.lock = Lock()  # with --parallel, several libraries are built at the same time
         super().build_extensions()
 
     def prebuilt(self, extension):
@@ -115,7 +115,7 @@ class BuildNative(build_ext):
         self.call(link_command(objects, out, name, folder), f"link {out.name}")
 
     def call(self, command, subject):
-        """Run a compiler, and print its subject and its warnings."""
+        """Run a compiler, and print what it compiles and its warnings."""
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
@@ -126,7 +126,7 @@ class BuildNative(build_ext):
     def count(self, text):
         with self.lock:
             self.num_done += 1
-            # Not shown with -q.
+            # not shown with -q
             self.announce(f"[{self.num_done}/{self.num_commands}] {text}", level=logging.INFO)
 
 
@@ -156,10 +156,10 @@ def extensions():
 
 
 def check_requirements():
-    """Check for everything that a build needs, so that it fails with one line.
+    """Check all build requirements, so that a missing one is reported in a single line.
 
     Raises:
-        RuntimeError: Something is missing.
+        RuntimeError: A requirement is missing.
     """
     build.check_torch()
     build.pybind11_include()

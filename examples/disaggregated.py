@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode in two processes: TP 2, block size 16, HND becomes TP 1, block size 32, NHD.
+"""Prefill and decode in two processes, with different tensor-parallel sizes, block sizes and layouts.
 
-The prefill engine computes a prompt and publishes its blocks under a lease. The decode engine loads the
-blocks and compares every byte of the KV of the prompt. All other messages between the engines are JSON.
+The prefill engine (TP 2, block size 16, HND) computes a prompt and publishes the prompt's blocks under a
+lease. The decode engine (TP 1, block size 32, NHD) loads the blocks and compares every byte of the
+prompt's KV. All other messages between the engines are JSON.
 """
 
 import json
@@ -16,11 +17,12 @@ from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOption
 
 HEADS, SIZE, LAYERS, MAX_LEN = 4, 64, 4, 2048
 PROMPT = [(7 * i) % 1000 for i in range(1500)]
-OPTIONS = ConnectorOptions(transport="gloo", lease_s=30, timeout_s=20)  # omit it to use NIXL
+# Remove `transport` to use NIXL.
+OPTIONS = ConnectorOptions(transport="gloo", lease_s=30, timeout_s=20)
 
 
 class Engine:
-    """The manager, the pages of each rank, and the connector to other engines."""
+    """An engine's manager, the pages of each rank, and the connector to other engines."""
 
     def __init__(self, engine_id: str, tp_size: int, block_size: int, layout: str) -> None:
         shape = {"num_kv_heads": HEADS // tp_size, "head_size": SIZE, "dtype": "float32"}
@@ -36,7 +38,7 @@ class Engine:
         self.connector = Connector(self.manager, self.ranks, engine_id=engine_id, options=OPTIONS)
 
     def parts(self, request: Request, first: int, end: int):
-        """Yield the slots of K and V for each layer and rank, and the values that the model computes."""
+        """Yield, for each layer and rank, the slots of K and V and the values that the model computes."""
         positions = torch.arange(first, end)
         blocks = torch.from_numpy(self.manager.block_ids(request))
         size = self.manager.block_sizes[0]
@@ -62,9 +64,9 @@ def prefill(pipe) -> None:
         request = Request("r1", prompt)
         step = engine.manager.step(new=[request])
         engine.compute(request, int(step.num_computed_tokens[0]), len(prompt))
-        offer = engine.connector.publish(request)  # in place of `manager.free`
+        offer = engine.connector.publish(request)  # instead of `manager.free`
         pipe.send((json.dumps(offer), time.perf_counter() - begun))
-        while engine.connector.num_leased_requests:  # engines poll once per step
+        while engine.connector.num_leased_requests:  # an engine polls once per step
             engine.connector.poll()
             time.sleep(0.001)
         pipe.send(engine.manager.pool.num_total - engine.manager.pool.num_free)
@@ -73,7 +75,9 @@ def prefill(pipe) -> None:
 
 
 def decode(engine: Engine, offer: str) -> tuple[dict[str, float], int]:
-    """Load the blocks, compute the last token, and return seconds by phase and compared bytes."""
+    """Load the blocks and compute the last token. Return the seconds per phase and the number of compared
+    bytes.
+    """
     times, num_compared, last = {}, 0, time.perf_counter()
     request = Request("r1", [*PROMPT, 5])
 
@@ -81,14 +85,16 @@ def decode(engine: Engine, offer: str) -> tuple[dict[str, float], int]:
         nonlocal last
         times[phase], last = time.perf_counter() - last, time.perf_counter()
 
-    count = engine.connector.match(request, json.loads(offer))  # or raises ValueError
+    # `match` raises ValueError if the offer is invalid.
+    count = engine.connector.match(request, json.loads(offer))
     engine.manager.step(new=[Admit(request, external=External(count, delayed=True))])
     done("check, allocate")
     engine.connector.begin(request)
     while not (loaded := engine.connector.poll()):
         time.sleep(0.0005)
     done("connect, pull")
-    assert loaded[0].error is None, loaded[0].error  # after an error: recompute the rest
+    # After an error, an engine recomputes the remaining tokens.
+    assert loaded[0].error is None, loaded[0].error
     for cache, at, right in engine.parts(request, 0, count):
         assert torch.equal(cache[at], right)
         num_compared += right.nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router's view of a cache: events are published, and a subscriber replays missed events."""
+"""A router's view of a cache: events are published, and a subscriber has missed events replayed."""
 
 from kvcache import KVCacheManager, Request, StepReport
 from kvcache.router_events import EventPublisher, EventSubscriber
@@ -21,10 +21,10 @@ def serve(name: str, tokens: range) -> Request:
 
 
 with publisher:
-    # There is no subscriber yet: it requests these events later.
+    # There is no subscriber yet. It will request a replay of these events later.
     first = serve("first", range(70))
     with EventSubscriber(publisher.endpoint, publisher.replay_endpoint) as reader:
-        # The second request evicts the device blocks of the first, which are offloaded to the host.
+        # The second request evicts the first request's device blocks, which are offloaded to the host.
         second = serve("second", range(1000, 1120))
         while reader.next_seq < 2:
             reader.poll(timeout_s=0.1)

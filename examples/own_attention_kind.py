@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A custom attention kind in one file, used for planning, allocation, block tables and verification.
 
-A token attends to its own segment of the sequence and to the `lookback` segments before it, as in the
-local layers of long-context encoders, and in decoders with block attention. Run this file, or use it
-in a replay:
+A token attends to its own segment of the sequence and to the `lookback` preceding segments. The local
+layers of long-context encoders, and decoders with block attention, use this form of attention. Run this
+file, or use it in a replay:
 
     kvcache replay --verify --chunk-tokens 128 --import examples/own_attention_kind.py \
         --groups full_attention,segment_local:segment=64
@@ -49,7 +49,7 @@ def main() -> None:
     plan = plan_cache(layers, 2**20, max_model_len=1024, max_num_batched_tokens=64)
     for group in plan.groups:
         print(f"{group.kind}: {len(group.layers)} layers, blocks of {group.block_size} tokens")
-    # Per local group: 63 + 64 tokens of the attended segments, and 64 tokens of the step.
+    # Each local group holds 63 + 64 tokens of the attended segments, and 64 tokens of the step.
     print(f"a request of 1,024 tokens holds at most {plan.pages_per_request(1024)} pages")
 
     manager = KVCacheManager.for_groups(plan.groups, plan.num_pages, plan.max_model_len)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A custom cache layout in one file, used for storage, transfers and block copies.
 
-The layout stores all data of one KV head in a block together: K, then V. The heads of a tensor-parallel
-rank are therefore contiguous in a page, and merging the pages of two ranks takes only a few large copies.
+In each block, the layout stores all data of one KV head together: K, followed by V. The heads of a
+tensor-parallel rank are therefore contiguous in a page, and merging the pages of two ranks needs only a
+few large copies.
 """
 
 import ctypes
@@ -15,7 +16,8 @@ from kvcache.compat import copy_kv_blocks
 from kvcache.layouts import AttentionBackend, register_backend
 from kvcache.transfer import CacheDescription, plan_transfer, region_addresses
 
-# The complete description: how a kernel indexes a layer's cache, and the memory order (outermost first).
+# The complete description of the layout: the order in which a kernel indexes a layer's cache, and the
+# memory order (outermost first).
 HEAD_MAJOR = register_backend(
     AttentionBackend(
         "HEAD_MAJOR",
@@ -41,7 +43,9 @@ def storage_of(num_kv_heads: int) -> KVStorage:
 
 
 def describe(engine_id: str, tp_size: int) -> CacheDescription:
-    """Return the description for another engine: plain values, independent of the name HEAD_MAJOR."""
+    """Return the description for another engine. It contains only plain values, so the other engine need
+    not know the name HEAD_MAJOR.
+    """
     return CacheDescription(
         engine_id=engine_id,
         num_layers=LAYERS,

@@ -4,9 +4,9 @@
     python examples/prefill_decode_proxy.py --port 8000 --prefill http://localhost:8100 \\
         --decode sglang:http://localhost:30000
 
-Servers are vLLM with `KVCacheConnector`, or, with the prefix `sglang:`, SGLang with KVCACHE_EXCHANGE.
-Needs only aiohttp, which both install. If the prefill server fails, the decode server computes the
-prompt. If the decode server fails, the client gets status 502 with the reason.
+A server is vLLM with `KVCacheConnector` or, with the prefix `sglang:`, SGLang with KVCACHE_EXCHANGE. The
+proxy needs only aiohttp, which both engines install. If the prefill server fails, the decode server
+computes the prompt. If the decode server fails, the client receives status 502 and the reason.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import json
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-PREFILL_TIMEOUT_S = 60  # after this, the decode server computes the prompt
+PREFILL_TIMEOUT_S = 60  # after this timeout, the decode server computes the prompt
 NOT_FOR_PREFILL = ("stream", "stream_options", "n", "min_tokens", "max_completion_tokens")
 SERVERS = web.AppKey("servers", argparse.Namespace)
 SESSION = web.AppKey("session", ClientSession)
@@ -27,7 +27,7 @@ def server(text: str) -> tuple[str, bool]:
 
 
 def prefill_request(path: str, body: dict, is_sglang: bool) -> tuple[str, dict] | None:
-    """Return the path and body of the request that computes a prompt. None: not supported."""
+    """Return the path and body of the request that computes a prompt, or None if it is not supported."""
     if is_sglang:
         prompt = body.get("prompt")
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
@@ -42,7 +42,7 @@ def prefill_request(path: str, body: dict, is_sglang: bool) -> tuple[str, dict] 
 
 
 def offer_in(answer: dict, is_sglang: bool) -> dict | None:
-    """Return the offer in the response of a prefill server."""
+    """Return the offer in a prefill server's response."""
     if is_sglang:
         found = [each for each in answer["meta_info"].get("kvcache") or () if each is not None]
         return json.loads(found[-1]) if found else None
@@ -50,7 +50,7 @@ def offer_in(answer: dict, is_sglang: bool) -> dict | None:
 
 
 async def prefill(session: ClientSession, servers: argparse.Namespace, path, body, headers):
-    """Compute the prompt. Return the offer of its blocks, or None if there is none."""
+    """Compute the prompt on the prefill server. Return the offer of its blocks, if there is one."""
     url, is_sglang = servers.prefill
     if (request := prefill_request(path, body, is_sglang)) is None:
         return None
@@ -67,7 +67,7 @@ async def prefill(session: ClientSession, servers: argparse.Namespace, path, bod
 def with_offer(body: dict, offer: dict | None, is_sglang: bool) -> dict:
     """Return the request to the decode server.
 
-    Only the proxy sets offers: the decode server connects to the addresses in them.
+    Offers from clients are removed, because the decode server connects to the addresses in an offer.
     """
     custom = dict(body.get("custom_params") or {})
     custom.pop("kvcache", None)
@@ -82,7 +82,7 @@ def with_offer(body: dict, offer: dict | None, is_sglang: bool) -> dict:
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
-    """Send a request to the prefill server and then to the decode server. Stream the answer."""
+    """Send a request to the prefill server and then to the decode server, and stream the answer."""
     session, servers = request.app[SESSION], request.app[SERVERS]
     body, response = await request.json(), web.StreamResponse()
     headers = {k: v for k, v in request.headers.items() if k in ("Authorization", "X-Request-Id")}
@@ -102,12 +102,13 @@ async def complete(request: web.Request) -> web.StreamResponse:
         failure = {"error": {"message": text, "type": "bad_gateway", "code": 502}}
         if not response.prepared:
             return web.json_response(failure, status=502)
-        await response.write(f"data: {json.dumps(failure)}\n\n".encode())  # within a stream
+        # The status was already sent, so the error is sent as the last event of the stream.
+        await response.write(f"data: {json.dumps(failure)}\n\n".encode())
     return response
 
 
 async def with_session(app: web.Application):
-    """Keep one session for the application's lifetime."""
+    """Keep one HTTP session open for the application's lifetime."""
     async with ClientSession(timeout=ClientTimeout(total=None)) as app[SESSION]:
         yield
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both planes in forty lines: plan the memory, plan a step, apply it, write and read KV by layer.
+"""The control plane and the data plane in forty lines: plan the memory, plan a step, apply the plan, and
+write and read KV by layer.
 
-To describe another model, change LAYERS.
+Change LAYERS to describe another model.
 """
 
 import numpy as np
@@ -40,6 +41,6 @@ def run(request: Request) -> None:
 system_prompt = list(range(100))
 first = Request("first", [*system_prompt, 1, 2, 3])
 run(first)
-manager.free(first)  # its blocks keep their content until they are reused
+manager.free(first)  # the blocks keep their content until they are reused
 run(Request("second", [*system_prompt, 7, 8, 9]))
 print(f"hit rate {manager.cache.stats.hit_rate:.2f}, {manager.pool.num_free} blocks free")

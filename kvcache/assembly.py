@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the manager, block tables, storages, pages and worker of a cache from one plan."""
+"""Builds all parts of a cache from one plan: manager, block tables, storages, pages and worker."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ _GIVEN_BY_PLAN = (
 class KVCache:
     """All parts of one cache, created by `build`. Each part can also be used alone.
 
-    A scheduler calls `manager.step`, and `worker` applies the plan. `tables.compute_slot_mapping`
-    determines where tokens are stored. Layers are written and read by name.
+    A scheduler calls `manager.step`, and `worker` applies the returned plan.
+    `tables.compute_slot_mapping` computes the slots of the step's tokens. `write` and `gather` access
+    a layer's KV by the layer's name.
     """
 
     plan: CachePlan
     manager: KVCacheManager
     tables: BlockTables  # one per group
-    storages: tuple[KVStorage, ...]  # one per group, in kernel blocks; share the memory of `pages`
+    storages: tuple[KVStorage, ...]  # one per group, with kernel blocks, over the memory of `pages`
     pages: Pages
     host_pages: Pages | None  # None without a host tier
     worker: Worker
@@ -63,8 +64,8 @@ class KVCache:
         """Return the tensor that the layer's attention kernel reads, an entry of
         `KVStorage.kv_caches`.
 
-        The block dimension counts kernel blocks, as the layer's table does. For a recurrent layer,
-        the tensor holds states, [num_pages, 1, elements].
+        The block dimension is indexed by kernel block, like the layer's block table. For a recurrent
+        layer, the tensor contains the states and has shape [num_pages, 1, elements].
 
         Args:
             layer_name: Name of the layer.
@@ -78,8 +79,8 @@ class KVCache:
     def slots(self, layer_name: str, num_tokens: int) -> torch.Tensor:
         """Return the slots of the step's first `num_tokens` tokens in a layer, as a device view.
 
-        The slots come from the last `tables.compute_slot_mapping`. For a cross-attention layer,
-        they come from the call for its group,
+        The slots were computed by the last call to `tables.compute_slot_mapping`. Slots of a
+        cross-attention layer are computed separately, by
         `tables[cache.group(layer_name)].compute_slot_mapping`.
 
         Args:
@@ -90,8 +91,9 @@ class KVCache:
             int64[num_tokens].
 
         Raises:
-            ValueError: `num_tokens` exceeds the tokens of the last `compute_slot_mapping` or
-                `commit_slot_mapping`, or the layer is recurrent and has no slots.
+            ValueError: `num_tokens` exceeds the number of tokens in the last call to
+                `compute_slot_mapping` or `commit_slot_mapping`, or the layer is recurrent and has no
+                slots.
         """
         num_tokens = integer(num_tokens, "num_tokens")
         return self._slots(layer_name, num_tokens, f"num_tokens is {num_tokens}")
@@ -113,10 +115,10 @@ class KVCache:
         value: torch.Tensor | None,
         slots: torch.Tensor | None = None,
     ) -> None:
-        """Write the K and V of tokens to a layer, as `KVStorage.write` does.
+        """Write the K and V of tokens to a layer's cache with `KVStorage.write`.
 
-        For a recurrent layer, pass pages as `slots`, the states as `key` [n, 1, elements], and None as
-        `value`.
+        For a recurrent layer, pass page numbers as `slots`, the states as `key` [n, 1, elements], and
+        None as `value`.
 
         Args:
             layer_name: Name of the layer.
@@ -136,8 +138,8 @@ class KVCache:
             num_computed = self.tables[group].num_computed_slots
             if num_computed is not None and num_tokens < num_computed:
                 raise ValueError(
-                    f"key has {num_tokens} tokens: expected {num_computed}, because compute_slot_mapping "
-                    f"prepared so many slots of layer {layer_name!r}; alternatively, pass `slots`"
+                    f"key has {num_tokens} tokens: expected {num_computed}, the number of slots that "
+                    f"compute_slot_mapping prepared for layer {layer_name!r}; alternatively, pass `slots`"
                 )
         self.storages[group].write(index, key, value, slots)
 
@@ -155,16 +157,17 @@ class KVCache:
         num_tokens: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the K and V of the first tokens of each row, concatenated in the order of `rows`.
+        """Read the K and V of each row's first `num_tokens` tokens, concatenated in the order of `rows`.
 
-        Slots are computed from the host tables. The slots of the step (`slots`) stay unchanged.
-        Tokens that have left a window or are held by another context-parallel rank are zeros.
+        Slots are computed from the host tables. The slots of the current step (`slots`) do not change.
+        The K and V of tokens that have left a window, or that another context-parallel rank stores,
+        are returned as zeros.
 
         Args:
             layer_name: Name of the layer.
             rows: Table rows of the requests.
-            num_tokens: Number of tokens of each row. In a circular group, this must be the number of
-                computed tokens. Overwritten tokens are zeros.
+            num_tokens: Number of tokens to read from each row. In a circular group, this must be the
+                number of the row's computed tokens. Overwritten tokens are returned as zeros.
             dtype: Dtype of the result, as in `KVStorage.gather`.
 
         Returns:
@@ -229,8 +232,7 @@ def build(
     num_preallocate_tokens: int = 64,
     **options: Unpack[PolicyArguments],
 ) -> KVCache:
-    """Build all parts of a cache on one device. The call is the same for every model. Only the plan
-    differs.
+    """Build all parts of a cache on one device. Everything that depends on the model is in the plan.
 
     The plan determines the groups, number of pages, page size, `max_model_len`,
     `max_num_batched_tokens`, `max_encoder_tokens` and context parallelism.
@@ -238,15 +240,15 @@ def build(
     Args:
         plan: The plan.
         max_num_reqs: Maximum number of admitted requests.
-        device: Device of the pages.
+        device: Device on which the pages are allocated.
         backend: Attention backend, as in `KVStorage.for_plan`.
         layout: "NHD" or "HND".
         kernel_sizes: Candidates for the attention kernel's block size in tokens, preferred first.
-            Larger blocks of the plan are split into kernel blocks, both in the tables and in
-            `kv_cache`. None: blocks are not split.
+            If the plan's blocks are larger, the block tables and `kv_cache` split them into kernel
+            blocks. None: blocks are not split.
         num_speculative_tokens: Maximum number of draft tokens, as in `BlockTables`.
         cp_kv_cache_interleave_size: Number of consecutive tokens stored on one context-parallel
-            rank before the next rank follows.
+            rank before the following tokens are stored on the next rank.
         num_host_blocks: Pages of the host tier, including its null page. 0: no host tier.
         swap_options: Options of `SwapEngine`. Used only with a host tier.
         enable_caching: As in `CacheOptions`.
@@ -325,7 +327,7 @@ def build(
 
 
 def _num_slots(table: GroupTable) -> int:
-    """Return the number of the group's tokens that have, or may have, slots on the device."""
+    """Return how many slots were computed on the device, or the buffer size if the number is unknown."""
     num_computed = table.num_computed_slots
     return len(table.slot_mapping.gpu) if num_computed is None else num_computed
 

@@ -23,14 +23,14 @@ MAX_INT64 = 2**63 - 1
 MAX_LAYERS = 4096  # maximum number of layers in a model; bounds the total work per layer
 _MOST_SHOWN = 200  # maximum length of a shown value, in characters
 _MOST_DIMENSIONS = 8  # maximum nesting depth of lists; no argument needs more than 3
-_NO_NESTING = (str, bytes, range, memoryview)  # sequences whose entries are not sequences
+_NO_NESTING = (str, bytes, range, memoryview)  # sequence types whose entries are never sequences
 
 
 def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
     """Return an integer in [least, most]. Raises TypeError or ValueError."""
     try:
         number = index(value)  # converts numpy integers, which would overflow
-    except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
+    except (TypeError, RuntimeError):  # a meta tensor raises RuntimeError
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)}: expected an integer")
@@ -102,7 +102,7 @@ def shown(value: object) -> str:
 
 
 def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
-    """Return the number of entries of an argument without iterating over it, because it may be
+    """Return the number of entries of an argument without iterating over the argument, which may be
     infinite.
 
     Raises TypeError if the argument has no length, and ValueError if the length exceeds an int32.
@@ -111,9 +111,9 @@ def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
         count = math.prod(values.shape) if hasattr(values, "shape") else len(values)
     except OverflowError:
         count = MAX_INT64
-    except (TypeError, ValueError):  # ValueError: a negative length
+    except (TypeError, ValueError):  # a negative length raises ValueError
         raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
-    if not isinstance(count, int):  # nested tensors
+    if not isinstance(count, int):  # for example, a nested tensor
         raise TypeError(f"{name} has no fixed number of entries: expected {expected}")
     if count > MAX_INT32:
         raise ValueError(f"{name} has {shown(count)} entries: expected at most {MAX_INT32}")
@@ -142,10 +142,12 @@ def as_array(values: object, name: str) -> np.ndarray:
 
 
 def _check_nested(values: Sequence, name: str, depth: int) -> None:
-    """Check the lengths of nested sequences. NumPy would read all of them before comparing lengths."""
+    """Check the lengths of nested sequences, because NumPy reads all of them before it compares
+    lengths.
+    """
     for i, entry in enumerate(islice(values, len(values))):
         if i == 0 and isinstance(entry, int | float):
-            return  # numpy does not read sequences that follow a number
+            return  # NumPy does not read any sequences after a number
         if not hasattr(entry, "__len__"):
             continue
         inner = f"{name}[{i}]"
@@ -206,7 +208,8 @@ def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
     or ValueError.
     """
     found = dtype
-    if type(dtype).__module__ == "torch":  # torch is not imported here
+    # Checked by name, because this module does not import torch.
+    if type(dtype).__module__ == "torch":
         found = str(dtype).removeprefix("torch.")
     if not isinstance(found, str):
         raise TypeError(f"{name} is {shown(dtype)}: expected a torch.dtype or its name")
@@ -216,8 +219,8 @@ def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
 
 
 def text(value: str, name: str) -> str:
-    """Return a string after checking that UTF-8 can encode it (no lone surrogates). Raises
-    TypeError or ValueError.
+    """Return a string after checking that UTF-8 can encode it, that is, that it contains no lone
+    surrogates. Raises TypeError or ValueError.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string")
@@ -268,7 +271,7 @@ def check_once(what: str, ids: np.ndarray) -> None:
 def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return int64[n, *shape] without truncating values. Raises ValueError or TypeError."""
     array = as_array(values, name)
-    if array.size == 0 and array.ndim <= 1 + len(shape):  # accept [] as an empty list of pairs
+    if array.size == 0 and array.ndim <= 1 + len(shape):  # [] is accepted as an empty list of pairs
         return np.zeros((0, *shape), np.int64)
     if array.shape[1:] != shape or array.ndim != 1 + len(shape):
         wanted = ", ".join(["n", *map(str, shape)])

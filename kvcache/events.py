@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of a prefix cache, emitted when blocks become available for hits or stop being available.
 
-Events are plain data in chronological order. A hash is reported as stored when its first block is cached
-and as removed when its last block is evicted. Other blocks with the same hash emit no events. With
-`announce_reused`, blocks that a request hits are reported as stored again (`is_reused`).
+Events are plain data in chronological order. A hash is reported as stored when the first block with this
+hash is cached, and as removed when the last such block is evicted. In between, caching or evicting other
+blocks with the same hash emits no events. With `announce_reused`, blocks that a request hits are reported
+as stored again (`is_reused`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockStored:
-    """Consecutive blocks of one sequence were cached. With `is_reused`, a request hit them.
+    """Consecutive blocks of one sequence were cached or, if `is_reused` is set, hit by a request.
 
     - `block_hashes`: uint8[n, hash_bytes].
     - `parent_hash`: the hash of the block that precedes the first block. For the first block of a
@@ -32,16 +33,18 @@ class BlockStored:
     - `lookahead_token_ids`: int32[n, num_hash_lookahead_tokens], the tokens after each block that
       its hash also covers, or None if hashes cover only their blocks.
 
-    A reader can compute the hashes from the event:
+    A reader can compute the hashes from the event. The following call returns the same hashes as
+    `cache.hashes`:
 
         hash_blocks(event.token_ids, event.hash_block_size, parent=event.parent_hash,
                     extra_keys=event.extra_keys, algorithm=event.hash_algorithm)
 
-    returns the same hashes as `cache.hashes`. If blocks are larger than hash blocks, it also
-    returns the hashes of the hash blocks inside each block.
+    If blocks are larger than hash blocks, the call also returns the hashes of the hash blocks inside
+    each block.
 
-    Events of the host tier have no parent, tokens or request fields (they are None or empty),
-    because the device's events already reported them. Their blocks need not be consecutive.
+    In events of the host tier, the parent, the tokens and the request fields are None or empty,
+    because the device's events already reported them. The blocks of such an event need not be
+    consecutive.
     """
 
     block_hashes: np.ndarray
@@ -67,7 +70,7 @@ class BlockStored:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockRemoved:
-    """The last blocks with these hashes, uint8[n, hash_bytes], are no longer available."""
+    """The last blocks with the hashes `block_hashes`, uint8[n, hash_bytes], are no longer available."""
 
     block_hashes: np.ndarray
     group: int
@@ -79,8 +82,8 @@ class AllBlocksCleared:
     """All hashes on this medium were removed, in every group.
 
     This event is also emitted after events have been dropped. Events are dropped when the queue of
-    undrained events exceeds 2**20 events or a total of 2**24 tokens. The reader must discard all
-    hashes that it has recorded for the medium. Hashes reported afterwards are cached. Hashes from
+    undrained events exceeds 2**20 events or a total of 2**24 tokens. The reader must then discard all
+    hashes that it has recorded for the medium. Hashes reported after this event are cached. Hashes from
     dropped events may also be cached.
 
     `num_dropped`: number of dropped events on all media together, reported in the event for "gpu".

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extensions in other packages, found through the entry points of the group `kvcache.extensions`."""
+"""Loads extensions that other packages declare as `kvcache.extensions` entry points."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def load_extensions() -> None:
     """Import the extensions of all installed packages, once per process.
 
     An extension registers attention kinds, attention backends, trace formats or stores when it is
-    imported. It is imported when a name is looked up that is not built in, or when the names are
-    listed. An extension that fails to import is skipped with a logged warning.
+    imported. Extensions are imported when a name that is not built in is looked up, or when the names
+    are listed. An extension that fails to import is skipped, and a warning is logged.
 
     Example:
         In the `pyproject.toml` of another package:
@@ -29,7 +29,7 @@ def load_extensions() -> None:
         ```
     """
     global _is_loaded
-    with _loading:  # reentrant, because an import of an extension may look up names
+    with _loading:  # reentrant, because an extension may look up names while it is imported
         if _is_loaded:
             return
         _is_loaded = True

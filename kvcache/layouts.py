@@ -2,8 +2,8 @@
 """Cache layouts. A layout is the shape of an attention backend's cache and the memory order of its
 dimensions.
 
-A new layout only requires an `AttentionBackend`, which your own code registers. `kvcache.placement`
-derives the position of each element from the memory order.
+To add a layout, register an `AttentionBackend`; no other code is needed. `kvcache.placement` derives the
+position of each element from the memory order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from kvcache.specs import LAYOUTS
 
 _log = logging.getLogger("kvcache")
 
-# Sizes used to recognize the dimensions of an engine's backend. 4096 is a multiple of the block
-# sizes that backends accept. All sizes differ, and none is twice another.
+# Distinct probe sizes that identify the dimensions in the shape that an engine's backend returns.
+# 4096 is a multiple of the block sizes that backends accept. No size is twice another, because some
+# backends store K and V in one dimension of twice the head size.
 _PROBE = {"block": 7919, "token": 4096, "head": 11, "element": 576}
 
 
@@ -31,8 +32,8 @@ class EngineBackend(Protocol):
     """An engine's own backend class, or an instance of it, that reports the layout of the running engine.
 
     `get_kv_cache_stride_order` returns the order of the shape's dimensions in memory, outermost first.
-    With its argument, it returns the order for all layers packed together, where dimension 0 is the
-    layer. It may be missing, lack the argument, or raise NotImplementedError.
+    If its argument is True, it returns the order for all layers packed together, where dimension 0 is
+    the layer. The method may be missing, lack the argument, or raise NotImplementedError.
     """
 
     def get_kv_cache_shape(
@@ -46,7 +47,7 @@ class EngineBackend(Protocol):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """The layout of one backend's cache.
+    """The cache layout of one attention backend.
 
     Args:
         name: Name of the backend.
@@ -56,12 +57,12 @@ class AttentionBackend:
         nhd_cross_layers: Memory order, including "layer", if all layers are packed into one tensor.
             None: the backend does not pack layers.
         hnd_cross_layers: The same for "HND".
-        unequal_head_sizes: Whether the last dimension holds a head's K followed by its V, each with its
-            own size. If False, V has the size of K, or there is no V if `dims` lacks "kv".
+        unequal_head_sizes: Whether the last dimension contains a head's K followed by its V, which may
+            differ in size. If False, K and V have the same size, or there is no V if `dims` lacks "kv".
 
     Raises:
-        ValueError: A role is unknown, missing or repeated, or an order does not have the roles of
-            `dims`.
+        ValueError: A role is unknown, missing or repeated, or an order is not a permutation of the
+            roles in `dims`.
 
     Example:
         >>> paged = AttentionBackend("PAGED", ("block", "kv", "token", "head", "element"))
@@ -102,7 +103,7 @@ class AttentionBackend:
         for name, order in orders.items():
             expected = ("layer", *dims) if name.endswith("cross_layers") else dims
             if order is not None and sorted(order) != sorted(expected):
-                raise ValueError(f"{name} is {order}: expected an order of {expected}")
+                raise ValueError(f"{name} is {order}: expected a permutation of {expected}")
             object.__setattr__(self, name, order)
 
     @classmethod
@@ -113,10 +114,10 @@ class AttentionBackend:
         engine.
 
         Memory orders depend on an engine's version and settings. The backends registered in this
-        module describe one version, whereas the class describes the running engine. Because it
-        reports only the configured layout, "NHD" and "HND" of the result are the same order. If the
-        class reports no order, the order of its dimensions is used, with the layer first if layers
-        are packed.
+        module describe a single engine version, whereas the class describes the running engine. The
+        class reports only the configured layout, so the result uses this order for both "NHD" and
+        "HND". If the class reports no order, the order of its dimensions is used, preceded by the
+        layer if layers are packed.
 
         Args:
             backend: The class or an instance.
@@ -129,7 +130,7 @@ class AttentionBackend:
             TypeError: The object has no `get_kv_cache_shape`.
             ValueError: The shape has a dimension other than blocks, tokens, heads, K/V, and
                 elements (of K, or of K followed by V), or the stride order does not match the
-                shape. Other exceptions of the class are not caught.
+                shape. Other exceptions raised by the class are not caught.
 
         Example:
             >>> class EngineBackend:
@@ -146,7 +147,7 @@ class AttentionBackend:
         dims, shape = engine_dims(backend, head_size)
         if None in dims:
             raise ValueError(
-                f"backend gives the shape {shape} for {_PROBE['block']} blocks of {_PROBE['token']} "
+                f"backend returned the shape {shape} for {_PROBE['block']} blocks of {_PROBE['token']} "
                 f"tokens, {_PROBE['head']} heads and head_size {head_size}: expected only dimensions of "
                 "these sizes, of twice head_size, and of 2 (K and V)"
             )
@@ -159,7 +160,7 @@ class AttentionBackend:
             hnd=own,
             nhd_cross_layers=packed,
             hnd_cross_layers=packed,
-            # Also set for the built-in MLA backend, where the rotary part follows the latent.
+            # Also True for the built-in MLA backend, where the rotary part follows the latent.
             unequal_head_sizes="kv" not in dims and ("head" not in dims or 2 * head_size in shape),
         )
 
@@ -170,8 +171,8 @@ class AttentionBackend:
 
     @property
     def blocks_first(self) -> bool:
-        """Whether the first dimension is the block, and each block holds both K and V. False for
-        MLA.
+        """Whether the first dimension is the block, so that each block contains both K and V. False
+        for MLA.
         """
         return blocks_first(self.dims, self.is_mla)
 
@@ -183,7 +184,7 @@ class AttentionBackend:
         head_size: int,
         v_head_size: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the shape of one layer's cache as the backend indexes it.
+        """Return the shape of one layer's cache in the backend's dimension order.
 
         Args:
             num_blocks: Number of blocks.
@@ -244,7 +245,7 @@ class AttentionBackend:
         return head_size if has_v and not self.is_mla else 0
 
     def stride_order(self, layout: str = "NHD", cross_layers: bool = False) -> tuple[int, ...]:
-        """Return the permutation from the indexed shape to the order in memory, outermost first.
+        """Return the dimensions of the indexed shape in memory order, outermost first.
 
         Args:
             layout: "NHD" or "HND".
@@ -290,7 +291,7 @@ class AttentionBackend:
         layout: str = "NHD",
         num_layers: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the shape in memory.
+        """Return the cache's shape with its dimensions in memory order.
 
         Args:
             num_blocks: Number of blocks.
@@ -315,15 +316,17 @@ class AttentionBackend:
 
 
 def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
-    """Return an order of roles as a tuple. Raises TypeError or ValueError."""
-    roles = tuple(listed(order, name, f"an order of {', '.join(ROLES)}"))
+    """Validate a sequence of dimension roles and return it as a tuple. Raises TypeError or
+    ValueError.
+    """
+    roles = tuple(listed(order, name, f"a sequence of {', '.join(ROLES)}"))
     if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
-        raise TypeError(f"{name} is {shown(order)}: expected an order of {', '.join(ROLES)}")
+        raise TypeError(f"{name} is {shown(order)}: expected a sequence of {', '.join(ROLES)}")
     return roles
 
 
 def blocks_first(dims: Sequence[str | None], is_mla: bool) -> bool:
-    """Return whether the first of these dimensions is the block, and each block holds both K and V."""
+    """Return whether the block is the first dimension, so that each block contains both K and V."""
     return dims[0] == "block" and not is_mla
 
 
@@ -376,10 +379,12 @@ def backend(name: str) -> AttentionBackend:
 
 
 def described_backend(given: str | AttentionBackend | EngineBackend) -> AttentionBackend:
-    """Convert a registered name, a description or an engine's own class to a description.
+    """Convert a registered name or an engine's own class to an `AttentionBackend`.
+
+    An `AttentionBackend` is returned unchanged.
 
     Raises:
-        TypeError: The argument is none of these.
+        TypeError: The argument has another type.
         ValueError: As for `backend` and `AttentionBackend.from_engine`.
     """
     if isinstance(given, AttentionBackend):
@@ -397,7 +402,7 @@ def engine_dims(
 
     Raises:
         TypeError: The object has no `get_kv_cache_shape`.
-        ValueError: No dimension of the shape is recognized as blocks, or none as tokens.
+        ValueError: The shape has no recognizable block dimension or no recognizable token dimension.
     """
     ask = getattr(given, "get_kv_cache_shape", None) or getattr(given, "shape", None)
     if not callable(ask) or isinstance(given, str):
@@ -426,7 +431,7 @@ def engine_dims(
     dims = tuple(roles.get(size) for size in shape)
     if any(dims.count(role) != 1 for role in ("block", "token")):
         raise ValueError(
-            f"backend gives the shape {shape} for {sizes['block']} blocks of {sizes['token']} tokens: "
+            f"backend returned the shape {shape} for {sizes['block']} blocks of {sizes['token']} tokens: "
             "expected one dimension of each"
         )
     return dims, shape
@@ -435,8 +440,8 @@ def engine_dims(
 def engine_order(
     given: EngineBackend, dims: tuple[str | None, ...], *, cross_layers: bool
 ) -> tuple[str | None, ...]:
-    """Return the memory order that an engine's backend reports, outermost first, or `dims` if it
-    reports none.
+    """Return the memory order that an engine's backend reports, outermost first, or `dims` if the
+    backend reports none.
 
     Raises:
         ValueError: The stride order is not a permutation of the dimensions.
@@ -454,14 +459,14 @@ def engine_order(
         return dims
     if sorted(order) != list(range(len(dims))):
         raise ValueError(
-            f"backend gives the stride order {tuple(order)}: expected a permutation of 0 to "
+            f"backend returned the stride order {tuple(order)}: expected a permutation of 0 to "
             f"{len(dims) - 1}"
         )
     return tuple(dims[i] for i in order)
 
 
 def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
-    """Return the built-in backend whose cache for one layer has this shape.
+    """Return the built-in backend whose cache for one layer has the given shape.
 
     Raises:
         ValueError: No backend has this shape, or the shape is ambiguous (the first two dimensions
@@ -487,10 +492,10 @@ def backend_names() -> list[str]:
     return sorted(_BACKENDS)
 
 
-# The memory orders of packed layers match the orders in the serving engines, so that their tensors
-# can be used.
-# BLOCK_MAJOR is specific to this library: all data of one layer precedes the next layer in a page,
-# also in HND.
+# The memory orders of packed layers match those of the serving engines, so that the engines' tensors
+# can be used directly.
+# BLOCK_MAJOR is specific to this library. In both NHD and HND, a page stores all data of one layer
+# before the next layer.
 _NHD_PACKED = ("block", "layer", "kv", "token", "head", "element")
 _HND_PACKED = ("block", "head", "layer", "kv", "token", "element")
 for _described in (
@@ -542,8 +547,8 @@ def choose_layout(required: str | None | Iterable[str | None] | Mapping[str, str
     If no connector requires a layout, a message is logged once per process.
 
     Args:
-        required: Requirement of one connector (None: no requirement), an iterable of requirements,
-            or a mapping from connector name to requirement.
+        required: The layout that one connector requires (None: no requirement), an iterable of such
+            requirements, or a mapping from connector name to requirement.
 
     Returns:
         "HND" or "NHD". Defaults to "NHD" if there is no requirement.

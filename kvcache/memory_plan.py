@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the memory of a cache: groups, a uniform page size and the number of pages. Does not need
-torch and keeps no state.
+"""Plans the memory of a cache: groups, a uniform page size and the number of pages. The functions do not
+need torch and keep no state.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kvcache.specs import (
     checked_context_parallel,
 )
 
-_SLACK = 1.1  # maximum bytes of a choice with fewer groups, relative to the optimum
+_SLACK = 1.1  # maximum bytes per request, relative to the optimum, of a plan with fewer groups
 
 
 @dataclass(frozen=True)
 class CachePlan:
     """Memory layout of a pool of equal pages that all groups share. Created by `plan_cache`.
 
-    A page holds a block of one group. It is divided into equal shares of `layer_page_bytes`. Share
-    `i` holds the data of the group's layer `i`, followed by padding.
+    Each page stores a block of one group and is divided into equal shares of `layer_page_bytes`. Share
+    `i` contains the data of the group's layer `i`, followed by padding.
 
     Example:
         >>> layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 8, 128) for i in range(32)]
@@ -72,16 +72,16 @@ class CachePlan:
         instance(self.context_parallel, ContextParallel, "context_parallel of the plan")
 
     def pages_per_request(self, num_tokens: int) -> int:
-        """Return the maximum number of pages, over all groups, that one request holds at the same
+        """Return the maximum total number of pages, in all groups, that one request holds at the same
         time.
 
         A request is computed in steps of up to `max_num_batched_tokens`. Blocks outside the window
         are released before each step. The attention kind of each group determines how many blocks
         remain (`kvcache.kinds.KindProperties.max_pages`). The request is assumed to have
-        `max_encoder_tokens`.
+        `max_encoder_tokens` encoder tokens.
 
         Args:
-            num_tokens: Tokens of the request.
+            num_tokens: Number of tokens in the request.
         """
         num_tokens = integer(num_tokens, "num_tokens", 1)
         step, cp = self.max_num_batched_tokens, self.context_parallel
@@ -89,7 +89,7 @@ class CachePlan:
         specs = {(group.kind, group.options) for group in self.groups}
         kinds = {
             spec: make_kind(*spec) for spec in specs
-        }  # one kind per spec, because a kind may cache its results
+        }  # groups with equal specs share one kind object, because a kind may cache its results
         return sum(
             _max_pages(
                 group, kinds[group.kind, group.options], num_tokens, encoder_tokens, step, cp
@@ -122,20 +122,21 @@ def plan_cache(
 ) -> CachePlan:
     """Choose groups, a uniform page size and the number of pages for a memory budget on one rank.
 
-    Layers with the same kind, options, block size, heads, head sizes, dtype, scales and state form
-    groups of the same size. The last group may be smaller. Each group costs a table and a lookup,
-    so the plan has the fewest groups for which a request needs at most 10 % more bytes than the
-    optimum. Draft layers (`LayerSpec.drafts`) share groups with other layers of their kind. Their
-    groups have `GroupSpec.drafts` set.
+    Layers with the same kind, options, block size, number of heads, head sizes, dtype, scales and state
+    size are divided into groups with the same number of layers; only the last group may be smaller.
+    Because each group adds a block table and a lookup, the plan uses the fewest groups whose bytes per
+    request are within 10 % of the optimum. Draft layers (`LayerSpec.drafts`) share groups with other
+    layers of their kind. Their groups have `GroupSpec.drafts` set.
 
     A layer's share of a page has the size of the largest block, rounded up to whole elements of every
-    dtype. Smaller blocks are enlarged to more tokens (a multiple of `LayerSpec.block_size`). If a
-    recurrent state is larger than every block, blocks are enlarged until a share can hold the
-    state, as in vLLM's hybrid models. The rest of a share is padding.
+    dtype. Layers with smaller blocks get more tokens per block (a multiple of `LayerSpec.block_size`).
+    If a recurrent state is larger than every block, blocks are enlarged until a share can hold the
+    state, as in vLLM's hybrid models. The unused part of a share is padding.
 
-    The attention kind of a group determines how many pages a request holds. A custom kind without a
-    formula is evaluated with `first_needed_token` at every position below `max_model_len`. The formula of
-    a custom kind is checked, at `max_model_len`, against `first_needed_token`.
+    The attention kind of a group determines how many pages a request holds. For a custom kind without a
+    page formula, the number is computed by calling `first_needed_token` at every position below
+    `max_model_len`. A custom kind's formula is validated against `first_needed_token` at
+    `max_model_len`.
 
     Args:
         layers: The layers of one rank.
@@ -147,15 +148,16 @@ def plan_cache(
         max_num_batched_tokens: Maximum number of tokens in a step. None: the plan's `max_model_len`.
         max_encoder_tokens: Maximum number of encoder tokens of a request, for layers with
             cross-attention. None: the plan's `max_model_len`.
-        state_interval: Block size of recurrent groups, in tokens: a multiple of the `block_size` of every
-            recurrent layer. If a step ends at a multiple of the interval, the state is kept in a
-            separate page and can be hit. None: the attention block size. If the interval is smaller
-            than the attention block, the manager's `hash_block_size` must divide both.
+        state_interval: Block size of recurrent groups, in tokens. Must be a multiple of the `block_size`
+            of every recurrent layer. If a step ends at a multiple of the interval, the state at this
+            position is kept in a separate page, and later requests can hit it. None: the attention
+            block size. If the interval is smaller than the attention block size, the manager's
+            `hash_block_size` must divide both.
         context_parallel: Context-parallel sizes and ranks.
         layer_page_bytes: Size in bytes of each layer's share of a page. Set it if pages must have a given
             size, for example to match another engine or to be a multiple of 4096. Must be at least
-            the bytes of the largest block, and a whole number of elements of every dtype. Block sizes
-            do not change. The additional bytes are padding.
+            the size of the largest block, and a whole number of elements of every dtype. Block sizes
+            do not change; the additional bytes are padding.
 
     Returns:
         The plan.
@@ -219,15 +221,16 @@ def plan_cache(
 
 @dataclass(frozen=True)
 class _Demand:
-    """Computes the pages and bytes of one request for a given group size. Buckets are groups before
-    the split.
+    """Computes the pages and bytes of one request for a given number of layers per group.
+
+    A bucket contains all layers that may share groups, before they are split into groups.
     """
 
     buckets: Sequence[GroupSpec]
     kinds: Sequence[KindProperties]  # one per bucket
     layer_page: int
-    max_num_batched_tokens: int | None  # None: the number of tokens of the request
-    max_encoder_tokens: int | None  # None: the number of tokens of the request
+    max_num_batched_tokens: int | None  # None: the request's number of tokens
+    max_encoder_tokens: int | None  # None: the request's number of tokens
     context_parallel: ContextParallel
 
     def num_groups(self, size: int) -> int:
@@ -238,7 +241,7 @@ class _Demand:
         largest = max(len(bucket.layers) for bucket in self.buckets)
         if self.num_groups(largest) > MAX_GROUPS:
             raise ValueError(
-                f"layers are of {self.num_groups(largest)} different specs: "
+                f"layers have {self.num_groups(largest)} different specs: "
                 f"expected at most {MAX_GROUPS}"
             )
         return [n for n in range(1, largest + 1) if self.num_groups(n) <= MAX_GROUPS]
@@ -254,15 +257,15 @@ class _Demand:
         return pages * size * self.layer_page
 
     def pool_bytes(self, size: int, num_tokens: int) -> int:
-        """Return the bytes of the smallest pool, which holds one request and the null page."""
+        """Return the size in bytes of a pool for one request and the null page."""
         return self.request_bytes(size, num_tokens) + size * self.layer_page
 
     def least_bytes(self, num_tokens: int) -> int:
         return min(self.pool_bytes(size, num_tokens) for size in self.group_sizes())
 
     def best_group_size(self, budget: int, num_tokens: int) -> int | None:
-        # Consider only sizes that fit. The size that minimizes the request may have a null page
-        # that is too large.
+        # Consider only group sizes that fit the budget. With the group size that minimizes the bytes
+        # of the request, the null page may be too large.
         fit = [n for n in self.group_sizes() if self.pool_bytes(n, num_tokens) <= budget]
         if not fit:
             return None
@@ -271,15 +274,15 @@ class _Demand:
         return min(good, key=lambda n: (self.num_groups(n), self.request_bytes(n, num_tokens)))
 
     def longest(self, budget: int, max_model_len: int) -> int:
-        """Return the largest length, at most `max_model_len`, that fits the budget, or 0 if none
-        fits.
+        """Return the largest request length, at most `max_model_len`, that fits the budget, or 0 if
+        none fits.
         """
-        # Demand never decreases with the number of tokens, so bisection works.
+        # Bisection works because the required memory never decreases with the number of tokens.
         return bisect_right(range(1, max_model_len + 1), budget, key=self.least_bytes)
 
     def check_bounds(self, num_tokens: int) -> None:
-        """Raise KindError if a kind's page formula gives fewer pages than its `first_needed_token`
-        implies.
+        """Raise KindError if a kind's page formula returns fewer pages than its `first_needed_token`
+        requires.
         """
         step = self.max_num_batched_tokens or num_tokens
         for bucket, kind in zip(self.buckets, self.kinds):
@@ -359,7 +362,8 @@ def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -
 def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, list[GroupSpec]]:
     """Return the bytes of a layer's share of a page, and the layers that may share groups.
 
-    Layers may share groups if one storage can hold them: they differ only in name and smallest block.
+    Layers may share groups if they differ only in name and smallest block size, so that one storage
+    can hold them.
     """
     layers = list(layers)
     layer_page, base_block_size = _layer_page(layers, interval)
@@ -377,15 +381,18 @@ def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, li
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
         alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size, drafts=False)
         names.setdefault((group, alike), []).append(layer.name)
-    # Pages are adjacent, and the start of each must be a multiple of the element size of every
-    # dtype.
+    # Pages are adjacent, so the page size must be a multiple of every dtype's element size for each
+    # page to start at a whole element.
     item = _common_element_bytes(layers)
     layer_page = _ceil_div(layer_page, item) * item
     return layer_page, [replace(key[0], layers=tuple(some)) for key, some in names.items()]
 
 
 def _layer_page(layers: list[LayerSpec], interval: int | None) -> tuple[int, int | None]:
-    """Return the bytes and tokens of the largest block or, without attention, of the largest state."""
+    """Return the bytes and tokens of the largest block.
+
+    Without attention layers, return the bytes of the largest state, and None.
+    """
     states = [layer for layer in layers if layer.state_bytes]
     attention = [layer for layer in layers if not layer.state_bytes]
     largest_state = max((layer.state_bytes for layer in states), default=0)
@@ -416,8 +423,8 @@ def _block_size(
     block_size = layer_page // smallest * layer.block_size
     if layer_page % smallest == 0:
         return block_size
-    # Padding is better than block sizes with a huge common multiple, because a prefix hit over all
-    # groups can end only at a common multiple of the block sizes.
+    # Padding is preferable to block sizes with a huge common multiple, because a prefix hit in all
+    # groups can end only at a common multiple of their block sizes.
     common = math.lcm(layer.block_size, base_block_size)
     return block_size // common * common or block_size
 

@@ -39,7 +39,7 @@ _HITS = {
     "hit_tokens": ("hit_tokens", "tokens found in the prefix cache"),
     "host_hit_tokens": (
         "host_hit_tokens",
-        "hit tokens from the first host block onward",
+        "hit tokens from the first block found on the host onward",
     ),
 }
 _GROUPS = {
@@ -70,7 +70,7 @@ _STORE = {
     "hit_tokens": ("store_hit_tokens", "tokens of started loads from the store"),
     "loaded_tokens": ("store_loaded_tokens", "tokens loaded from the store"),
     "loads": ("store_loads", "started loads from the store"),
-    "failed_loads": ("store_failed_loads", "loads from the store that did not bring all tokens"),
+    "failed_loads": ("store_failed_loads", "loads from the store that did not deliver all tokens"),
     "failed_tokens": ("store_failed_tokens", "tokens of failed loads from the store"),
     "quarantined_loads": ("store_quarantined_loads", "failed loads whose blocks were quarantined"),
     "refused_requests": ("store_refused_requests", "requests refused by the store"),
@@ -85,7 +85,7 @@ _STORE = {
     "refused_blocks": ("store_refused_blocks", "blocks rejected because the store was full"),
     "dropped_blocks": (
         "store_dropped_blocks",
-        "blocks dropped before being written",
+        "blocks dropped before they were written",
     ),
     "evicted_blocks": ("store_evicted_blocks", "blocks evicted by the store, if it reports them"),
     "errors": ("store_errors", "failed calls to the store"),
@@ -106,7 +106,7 @@ _LOADS = {"num_loading": ("loading_blocks", "blocks being loaded from the host")
 _LEARNED = {"falls_back": ("eviction_falls_back", "1 while learned eviction follows LRU, else 0")}
 _PREFIX = "kvcache_"
 
-Values = Mapping[Any, object]  # label values -> an object with the fields of one of the tables
+Values = Mapping[Any, object]  # label values -> an object with the fields of one table above
 
 
 def checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
@@ -127,9 +127,9 @@ class CacheMetrics(Collector):
     Call `observe` in the manager's thread whenever new values are needed. `collect` returns the
     values of the last `observe`, from any thread.
 
-    Counters never decrease. Counts of another manager, or of the same manager after `clear_stats`,
+    Counters never decrease. The counts of another manager, or of the same manager after `clear_stats`,
     are added to the previous counts. Call `observe` immediately before and after `clear_stats`;
-    otherwise counts in between may be lost.
+    otherwise counts may be lost.
 
     Args:
         labels: Names and values of labels that are attached to every metric.
@@ -147,7 +147,7 @@ class CacheMetrics(Collector):
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
         labels = checked_labels(labels)
         self._label_names, self._label_values = [*labels], tuple(labels.values())
-        self._before: dict[tuple[str, ...], float] = {}  # offset of counters that were reset
+        self._before: dict[tuple[str, ...], float] = {}  # total counts before resets
         self._last: dict[tuple[str, ...], float] = {}
         self._manager: weakref.ref[KVCacheManager] | None = None
         self._families: list[Metric] = []
@@ -160,7 +160,7 @@ class CacheMetrics(Collector):
             store: The `stats` of the manager's `StoreTier`, if it has one.
 
         Raises:
-            TypeError: `manager` or `store` does not have the expected counts.
+            TypeError: `manager` or `store` does not have the expected attributes.
             RuntimeError: The method was not called from the manager's thread.
         """
         instance(manager, KVCacheManager, "manager")
@@ -240,7 +240,7 @@ class CacheMetrics(Collector):
         return family
 
     def _risen(self, key: tuple[str, ...], count: float) -> float:
-        """Return the count plus all counts from before a reset."""
+        """Return the count plus the total of all counts before resets."""
         if count < self._last.get(key, 0):
             self._begin_anew(key)
         self._last[key] = count

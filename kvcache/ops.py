@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch ops of kvcache, `torch.ops.kvcache.*`, as documented functions.
 
-Importing this module registers the ops for CPU and CUDA. For every other torch device it registers
+Importing this module registers the ops for CPU and CUDA. For every other torch device, it registers
 ops that copy through the host (`docs/other_devices.md`). All arguments are checked before anything
-is written, and an invalid argument raises a RuntimeError that names it. Values on a GPU are checked
-only with `KVCACHE_CHECKED=1` in the environment, which synchronizes. Otherwise tokens with an
-out-of-range value are skipped, and no memory outside the tensors is accessed.
+is written, and an invalid argument raises a RuntimeError that names the argument. Values in GPU tensors
+are checked only in the checked mode (`KVCACHE_CHECKED=1` in the environment), which synchronizes.
+In the normal mode, tokens with an out-of-range value are skipped, and no memory outside the tensors is
+accessed.
 
 All ops can be captured in a CUDA graph, because they neither allocate nor synchronize outside the
-checked mode. Each op has a fake implementation, so `torch.compile` knows which arguments it
+checked mode. Each op has a fake implementation, so `torch.compile` knows which arguments the op
 mutates.
 """
 
@@ -27,12 +28,12 @@ from kvcache.native import load
 load.load_ops()
 _ops = torch.ops.kvcache
 
-# Engines that `copy_blocks` can use for copies between a device and the host.
+# Values of the argument `engine` of `copy_blocks`.
 KERNEL, COPY_ENGINE, COPY_ENGINE_SINGLY, COPY_ENGINE_SETTLED = range(4)
 
 
 def _named(op: Callable[..., None]) -> Callable[..., None]:
-    """Wrap an op so that errors raised by torch itself name the argument."""
+    """Wrap an op so that errors raised by torch also name the argument."""
     parameters = signature(op).parameters
 
     @wraps(op)
@@ -69,7 +70,7 @@ def _is_dense(value: object) -> bool:
 def warm_up(device: torch.device | str | int | None = None) -> None:
     """Load all kernels on a CUDA device, so that graphs can be captured.
 
-    CUDA loads a kernel at its first launch, which delays the first step and, with drivers before 12.3,
+    CUDA loads a kernel at its first launch. This delays the first step and, with drivers before 12.3,
     fails during a graph capture. Call this function once per device before the first capture.
     `SwapEngine` also calls it.
 
@@ -77,7 +78,7 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
         device: A CUDA device. None: the current one.
 
     Raises:
-        RuntimeError: There is no CUDA library, or it has no code for the device.
+        RuntimeError: The library was built without CUDA, or without code for the device.
         ValueError: The device does not exist.
 
     Example:
@@ -119,10 +120,10 @@ def slot_mapping(
 ) -> None:
     """Compute the slots of a step's tokens in all cache groups, in one launch.
 
-    Let V = block size * world size, o = position % V, and I = interleave. A token is in column position
-    // V. The token is local if o // I % world size == rank, at offset o // (world size * I) * I + o
-    % I within its block. The slot is -1 for all other tokens, and for all entries after the last
-    token.
+    Let V = block size * world size, o = position % V, and I = interleave. The block of a token is in
+    column position // V of its row. The token is local if o // I % world size == rank. Its offset within
+    the block is then o // (world size * I) * I + o % I. Tokens of other ranks, and all entries of `out`
+    after the last token, get slot -1.
 
     Args:
         tables: int32[...]. The tables of all groups, concatenated.
@@ -130,14 +131,15 @@ def slot_mapping(
             in `tables`, columns, kernel block size, context-parallel world size, rank, interleave, window
             (0: none), and row in `num_blocks_per_row`.
         num_rows: Number of rows per table.
-        rows: Row of each token, int32[n]. With `query_start_loc`, row of each request, int32[r]. -1
-            marks a padding request.
+        rows: int32[n], the row of each token. If `query_start_loc` is given, int32[r], the row of each
+            request. -1 marks a padding request.
         query_start_loc: int32[r + 1]. Start of each request's tokens.
         positions: int64[n]. Token positions within their requests.
         num_blocks_per_row: int32[any, num_rows]. Number of entries in each row. If given, positions
-            beyond them are rejected as out of range. Otherwise these positions get slots in the
-            null block.
-        out: int64 or int32[num_groups, m] with m >= n. The caller ensures that slots fit into int32.
+            beyond a row's entries are out of range. If None, these positions get slots in the null
+            block.
+        out: int64 or int32[num_groups, m] with m >= n. With int32, the caller must ensure that all
+            slots fit.
     """
     _ops.slot_mapping(
         tables, groups, num_rows, rows, query_start_loc, positions, num_blocks_per_row, out
@@ -150,9 +152,9 @@ def update_block_tables(tables: torch.Tensor, updates: torch.Tensor) -> None:
 
     Args:
         tables: int32[...]. The tables.
-        updates: int32[...] in the format of `HostTables.pack`. It begins with the number of
-            segments. For each segment, its start in `tables`, its length, and the position of its
-            values in `updates` follow. The values come last.
+        updates: int32[...] in the format of `HostTables.pack`: the number of segments; then, for each
+            segment, its start in `tables`, its length, and the position of its values in `updates`;
+            then the values of all segments.
     """
     _ops.update_block_tables(tables, updates)
 
@@ -173,10 +175,12 @@ def gather_block_tables(
         tables: See `slot_mapping`.
         groups: See `slot_mapping`.
         num_rows: Number of rows per table.
-        idx_mapping: int32[n]. Row of each request. -1 marks a padding request, whose row becomes null.
-        num_computed_tokens: int32[n]. Number of tokens that precede each request's first query.
-            Entries outside the group's window for this query become null.
-        max_num_tokens: Each row is written only up to the last column that this many tokens need.
+        idx_mapping: int32[n]. Row of each request. -1 marks a padding request, whose output row is
+            filled with null blocks.
+        num_computed_tokens: int32[n]. Number of tokens that precede each request's first query. Entries
+            that are outside the group's window for this query are set to the null block.
+        max_num_tokens: Upper bound of the tokens per request. Columns past this number of tokens are
+            not written.
         out: Same layout as `tables`, with row `i` of each group for request `i`.
     """
     _ops.gather_block_tables(
@@ -203,8 +207,9 @@ def attention_metadata(
 ) -> None:
     """Build a batch's metadata for attention kernels, for all groups and outputs in one launch.
 
-    A request with an out-of-range value, or longer than its row's blocks, raises a RuntimeError. On a GPU
-    outside the checked mode, it becomes a padding request that keeps its queries.
+    A request with an out-of-range value, or with more tokens than its row's blocks can hold, raises a
+    RuntimeError. On a GPU outside the checked mode, such a request is instead treated as a padding
+    request that keeps its queries.
 
     Args:
         tables: See `slot_mapping`.
@@ -217,17 +222,19 @@ def attention_metadata(
         max_num_tokens: Upper bound of `seq_lens`. Columns past this number of tokens are not
             written.
         query_start_loc: int32[N + 1] with N >= n. Requests n to N - 1 are padding without tokens.
-        seqused_k: int32[num_groups, N]. Tokens of each request on this context-parallel rank. The stride
-            between groups is arbitrary.
-        block_tables: int32[R * sum of columns] with R >= N. For each group [R, columns], with rows in
-            batch order, and null (0) for padding requests and for columns outside the window.
+        seqused_k: int32[num_groups, N], with any stride between groups. Number of tokens of each request
+            that this context-parallel rank stores.
+        block_tables: int32[R * sum of columns] with R >= N. For each group, a table [R, columns] with
+            rows in batch order. Entries of padding requests and of columns outside the window are 0,
+            the null block.
         paged_kv_indptr: int32[num_groups, N + 1], with any stride between groups.
-        paged_kv_indices: int32[R * sum of columns]. For each group [R * columns]: The pages of each
-            request, in batch order, from the first page visible to its first query to its last
-            page. Null entries follow up to N times the written columns. May be omitted even if the
-            other page lists are given.
-        paged_kv_last_page_len: int32[num_groups, N], with any stride between groups. Values from 1 to the
-            group's block size, or 0 for a request without pages.
+        paged_kv_indices: int32[R * sum of columns]. For each group, a list [R * columns] of the pages of
+            each request, in batch order. A request's pages begin with the first page that its first
+            query attends to. The list is padded with null entries to N times the number of written
+            columns. May be omitted even if the other page lists are given.
+        paged_kv_last_page_len: int32[num_groups, N], with any stride between groups. Number of tokens in
+            the last page of each request: 1 to the group's block size, or 0 for a request without
+            pages.
     """
     _ops.attention_metadata(
         tables,
@@ -259,13 +266,13 @@ def write_kv(
 ) -> None:
     """Write the K and V of each token to its slot. Slot -1 and block 0, the null block, are skipped.
 
-    K and V may be columns of one tensor, like MLA's latent and rotary parts, but must not share an
-    element. Pass a latent that is a single vector as `key`, with a `value` of head size 0.
+    K and V may be columns of one tensor, such as MLA's latent and rotary parts, but must not overlap.
+    If the latent is a single vector, pass it as `key`, with a `value` of head size 0.
 
     Without scales, tokens and cache must have the same dtype, of any element size, and bytes are copied
     unchanged. A float8_e4m3fn or float8_e5m2 cache also accepts float32, float16 and bfloat16 tokens. It
     stores key / k_scale, rounded to nearest even. Values beyond the largest finite value saturate, and
-    NaN stays NaN. If fp8 is kept in a uint8 tensor, pass `cache.view(torch.float8_e4m3fn)`.
+    NaN stays NaN. If fp8 values are stored in a uint8 tensor, pass `cache.view(torch.float8_e4m3fn)`.
 
     To write all layers at once, prepend num_layers to the shapes of tokens and caches.
 
@@ -278,9 +285,9 @@ def write_kv(
         value_cache: [num_blocks, block_size, num_kv_heads, v_head_size], contiguous in the last
             dimension, with any other strides.
         slot_mapping: int64[n]. Every slot may occur only once.
-        k_scale: float32, contiguous, on the tokens' device: [1] or [num_kv_heads]; for all layers
-            [num_layers, 1] or [num_layers, num_kv_heads].
-        v_scale: As `k_scale`, for V.
+        k_scale: Contiguous float32 tensor on the tokens' device, with shape [1] or [num_kv_heads]. When
+            all layers are written at once, [num_layers, 1] or [num_layers, num_kv_heads].
+        v_scale: The same for V.
     """
     _ops.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
@@ -339,13 +346,13 @@ def copy_blocks(
     num_thread_blocks: int = 0,
     owners: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Copy or zero whole pages across all layers, within or between devices and the host.
+    """Copy or zero whole pages in all layers, within or between devices and the host.
 
     A page of `src` and a page of `dst` must either be the same page or not overlap. On the CPU,
-    several threads copy, and `engine` has no effect.
+    pages are copied by several threads, and `engine` has no effect.
 
     Args:
-        src: The memory to which source offsets are relative. None: both sides are in `dst`.
+        src: The memory to which source offsets are relative. None: source and destination are in `dst`.
         dst: The memory to which destination offsets are relative.
         regions: int64[r, 5] on the CPU, in bytes: offset of page 0 and stride between pages in
             `src`, offset and stride in `dst`, and fragment size. Usually built by `PageCopy`. Each
@@ -356,17 +363,17 @@ def copy_blocks(
         num_src_blocks: Number of source pages.
         num_dst_blocks: Number of destination pages.
         engine: How to copy between a device and the host. KERNEL accesses pinned host memory from the
-            device. COPY_ENGINE merges consecutive pages into fragments and copies many per call.
-            COPY_ENGINE_SINGLY copies one fragment per call. `KVCACHE_BATCH_COPIES=0` in the
-            environment selects this for all calls. COPY_ENGINE_SETTLED is like COPY_ENGINE, but
-            requires that no work in flight writes the host pages, because they may be read before
-            the stream's earlier work has run.
-        pages_per_run: Number of host pages that were pinned per call. 0: all pages were pinned by a
-            single call.
+            device. COPY_ENGINE merges consecutive pages into fragments and copies many fragments per
+            call. COPY_ENGINE_SINGLY copies one fragment per call, and is always used if
+            `KVCACHE_BATCH_COPIES=0` is set in the environment. COPY_ENGINE_SETTLED is like
+            COPY_ENGINE, but may read the host pages before the stream's earlier work has run, so no
+            work in flight may write these pages.
+        pages_per_run: Number of host pages that each call to pin memory covered. 0: a single call
+            pinned all pages.
         num_thread_blocks: Number of thread blocks for KERNEL. 0: a small default.
-        owners: A list or tuple of the other tensors that contain regions, for engines whose layers
-            are separate tensors. `torch.compile` does not know that these tensors are written, so
-            do not compile calls with `owners`.
+        owners: A list or tuple of all other tensors that contain regions. Needed if an engine's layers
+            are separate tensors. Do not compile calls with `owners`, because `torch.compile` does not
+            know that these tensors are written.
     """
     _ops.copy_blocks(
         src,
@@ -393,21 +400,21 @@ def permute_blocks_(
 ) -> None:
     """Convert blocks that hold another engine's bytes to the local layout, in place.
 
-    Let k = max(1, remote_block_size / block_size). The k blocks in a row of `indices` hold, in memory
-    order, the bytes of one or several remote blocks [num_kv_heads, remote_block_size, head_size] (HND) or
-    [remote_block_size, num_kv_heads, head_size] (NHD). Afterwards, token t of row i is token t %
-    block_size of block indices[i, t // block_size].
+    Let k = max(1, remote_block_size / block_size). Before the call, the k blocks in a row of `indices`
+    contain, in memory order, the bytes of one or more remote blocks [num_kv_heads, remote_block_size,
+    head_size] (HND) or [remote_block_size, num_kv_heads, head_size] (NHD). After the call, token t of
+    row i is token t % block_size of block indices[i, t // block_size].
 
     Each byte is read once and written once, and blocks that are not listed remain unchanged. Indices on
     the CPU are always checked and need not outlive the call. Indices on a GPU are checked only in the
-    checked mode; otherwise a row with an out-of-range index is skipped.
+    checked mode; in the normal mode, a row with an out-of-range index is skipped.
 
     Args:
         cache: [num_blocks, block_size, num_kv_heads, head_size], of any dtype, contiguous in the last
             dimension. The other strides determine whether the local layout is NHD or HND.
-        offsets: int64[num_layers] on the CPU. Bytes from the first element of `cache` to the first
-            element of each layer. `[0]` selects `cache` itself. All layers must have the layout of
-            `cache` and must not share memory.
+        offsets: int64[num_layers] on the CPU. For each layer, the bytes from the first element of
+            `cache` to the layer's first element. `[0]` selects only `cache` itself. All layers must
+            have the layout of `cache` and must not share memory.
         indices: int32[n, k] on the CPU or on the cache's device. Each block may occur only once. On
             a GPU, the caller must ensure this.
         remote_block_size: Tokens per remote block. One of the two block sizes must divide the other.
@@ -434,8 +441,8 @@ _ON_HOST = {
 
 
 def _fake(op: Callable[..., None], on_host: set[int], *args: object) -> None:
-    """Check that all tensors are on one device. The ops return nothing, so their fakes only check
-    devices.
+    """Check that all tensors are on one device. The fake implementations do nothing else, because the
+    ops return nothing.
     """
     tensors = {
         name: x

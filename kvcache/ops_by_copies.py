@@ -3,13 +3,14 @@
 there.
 
 The only requirement is that torch can create views of the device's tensors and copy them to and from the
-host. Device addresses are never dereferenced: a backend with a boxed CPU fallback would pass the CPU op a
-copy of a single tensor, and raw offsets from that copy would be invalid.
+host. Device addresses are never dereferenced. The boxed CPU fallback of a torch backend cannot be used,
+because it would pass the CPU op a copy of a single tensor, and raw offsets from that copy would be
+invalid.
 
 The storages of a call's tensors are mirrored in host memory at the same offsets and strides. The
-operating system commits only the parts that are touched. The CPU op performs all its checks before
-any byte on the device changes. These ops are slow, because the host waits while the bytes cross the
-bus.
+operating system commits only the parts that are accessed. The CPU op performs all its checks before
+any byte on the device changes. These ops are slow, because the host waits until all bytes have been
+transferred over the bus.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ import torch
 
 # Arguments that must be on the host for every op.
 _ONLY_ON_HOST = {"groups", "regions", "offsets"}
-_KEY = "CompositeExplicitAutograd"  # dispatch key for all backends that have no kernel for the op
+_KEY = "CompositeExplicitAutograd"  # dispatch key of all backends without a kernel for the op
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 and newer define it
-_libraries: list[torch.library.Library] = []  # registrations end when these objects are deleted
+_libraries: list[torch.library.Library] = []  # deleting these objects removes the registrations
 
 
 def register(on_host: dict[str, set[int]]) -> None:
     """Register the ops for other devices, once per process.
 
-    `on_host`: per op, the positions of the arguments that may be on the CPU even if the others are not.
+    `on_host`: for each op, the positions of the arguments that may be on the CPU even if the other
+    arguments are not.
     """
     library = torch.library.Library("kvcache", "IMPL")
     _libraries.append(library)
@@ -83,7 +85,9 @@ class _MirroredCall:
         return found
 
     def check_places(self, on_host: set[str]) -> None:
-        """Raise RuntimeError unless tensors are dense and on one device, or on the host if allowed."""
+        """Raise RuntimeError unless all tensors are dense and on one device, or on the host where the
+        op allows it.
+        """
         for each in self._op._schema.arguments:
             if str(each.type) == "Tensor" and self.given[each.name] is None:
                 raise RuntimeError(f"{each.name} is None: expected a tensor")
@@ -216,9 +220,9 @@ def _holds_ids(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _runs(ids: torch.Tensor, least: int, end: int, cut: int) -> list[tuple[int, int]]:
-    """Return (first, count) of consecutive ids in [least, end), in any order.
+    """Return the runs (first, count) of consecutive ids among those in [least, end).
 
-    Runs do not cross multiples of `cut`.
+    The order of `ids` is irrelevant. Runs do not cross multiples of `cut`.
     """
     array = np.unique(ids.numpy())
     array = array[(array >= least) & (array < end)]
@@ -232,7 +236,7 @@ def _copy_blocks(call: _MirroredCall) -> None:
     regions, pairs, sides = given["regions"], given["pairs"], ["src", "dst"]
     call.fill(pairs)
     nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")
-    # The op checks the pairs, and copies nothing if there are no regions.
+    # Without regions, the CPU op checks the pairs and copies nothing.
     changed = {"dst": nowhere}
     if regions.ndim and regions.is_contiguous():
         changed["regions"] = regions[:0]
@@ -270,8 +274,8 @@ def _copy_blocks(call: _MirroredCall) -> None:
 
 
 class _Fragments:
-    """A region on one side of a copy. Raises RuntimeError unless all its pages are in the memory of
-    the call.
+    """The source or destination of a region. Raises RuntimeError unless all its pages are in the
+    memory of the call's tensors.
     """
 
     def __init__(
@@ -310,7 +314,9 @@ class _Fragments:
             )
 
     def shares_pages(self, source: _Fragments, region: int) -> bool:
-        """Return whether both sides share pages. Raises RuntimeError if pages partially overlap."""
+        """Return whether source and destination share pages. Raises RuntimeError if pages partially
+        overlap.
+        """
         if source._storage.data_ptr() != self._storage.data_ptr():
             return False
         if source._shift >= self._end or self._shift >= source._end:
@@ -371,7 +377,7 @@ def _permute_blocks(call: _MirroredCall) -> None:
 
 
 def _layer(call: _MirroredCall, cache: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return the layer `offset` bytes after the start of the cache.
+    """Return the layer that begins `offset` bytes after the start of the cache.
 
     Raises:
         RuntimeError: No tensor of the call contains the layer.

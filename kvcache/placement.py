@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes where the bytes of a page are. This is the only module that defines these positions.
+"""Defines where the bytes of a page are stored. No other module computes these positions.
 
 Dimensions are named by role: "kv" (K or V), "block", "token" (within a block), "head", "element" (within
 a head), and "layer" if the layers of a block are packed together. A *memory order* lists these roles,
@@ -27,10 +27,10 @@ class Placement:
     """The position of each element of a page, for a given memory order and sizes.
 
     Created by `place_elements`. A page consists of one byte range in each region. All arrays are
-    read-only int64 in bytes. Index p is 0 for K and 1 for V, if the cache has V. Element e of a
-    head of a token begins `kv_offsets[layer, p] + token * token_strides[p] + head * head_strides[p]
-    + e * element_bytes` bytes after the start of the page in region `regions[layer, p] + head *
-    head_regions`.
+    read-only, and offsets, strides and sizes are in bytes (int64). Index p is 0 for K and, if the cache
+    has V, 1 for V. Element e of a token's head is in region `regions[layer, p] + head * head_regions`,
+    `kv_offsets[layer, p] + token * token_strides[p] + head * head_strides[p] + e * element_bytes`
+    bytes after the start of the page.
     """
 
     regions: np.ndarray  # [num_layers, p]
@@ -63,13 +63,13 @@ class Placement:
 
     @functools.cached_property
     def has_equal_layers(self) -> bool:
-        """Whether V is in the same region as K, at the same distance, in all layers."""
+        """Whether V is in the same region as K and at the same distance from K in all layers."""
         behind = self.kv_offsets - self.kv_offsets[:, :1]
         return self.has_kv_together and bool((behind == behind[0]).all())
 
     def with_scales_as_part(self) -> Placement:
-        """Return the placement with scales as an additional index p. The heads of a token share
-        them equally.
+        """Return the placement with scales as an additional index p. A token's scales are divided
+        equally among its heads.
         """
         size = self.scale_bytes_per_token // self.head_count
 
@@ -99,7 +99,7 @@ class Placement:
         return merged_runs(table[np.lexsort((table[:, 1], table[:, 0]))])
 
     def of_head(self, head: int) -> Placement:
-        """Return the placement of one head, as for a cache with a single head."""
+        """Return the placement of one head, as if the cache had only this head."""
         return replace(
             self,
             regions=_read_only(self.regions + head * self.head_regions),
@@ -109,8 +109,8 @@ class Placement:
         )
 
     def layer_runs(self, layer: int, num_parts: int | None = None) -> np.ndarray:
-        """Return the byte ranges of a layer in the format of `runs`, for all or the first
-        `num_parts` indices p.
+        """Return the byte ranges of a layer in the format of `runs`. With `num_parts`, only the first
+        `num_parts` indices p are included.
         """
         table = np.concatenate(
             [self.runs(layer, p) for p in range(num_parts or len(self.head_bytes))]
@@ -119,7 +119,7 @@ class Placement:
 
 
 def merged_runs(table: np.ndarray) -> np.ndarray:
-    """Merge adjacent runs within a region. `table`: int64[n, 3], ascending."""
+    """Merge adjacent byte ranges within a region. `table`: int64[n, 3], in ascending order."""
     begins = np.ones(len(table), bool)
     ends = table[:-1, 1] + table[:-1, 2]
     begins[1:] = (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != ends)
@@ -130,12 +130,11 @@ def merged_runs(table: np.ndarray) -> np.ndarray:
 
 
 def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tuple[str, ...]:
-    """Return the order as a tuple, after checking that it is valid for pages that consist of
-    blocks.
+    """Validate a memory order for pages that consist of blocks, and return it as a tuple.
 
     "block", "token" and "element" are required, and "element" must be last. Only "layer", "kv" and "head"
-    may precede "block". Without "layer", each layer is separate. Without "kv", a head's V follows its K.
-    Without "head", there is a single head.
+    may precede "block". Without "layer", each layer is stored separately. Without "kv", a head's V
+    follows its K. Without "head", there is a single head.
 
     Raises:
         ValueError: The order violates these rules.
@@ -158,8 +157,9 @@ def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tupl
 
 
 def full_memory_order(order: Sequence[str]) -> tuple[str, ...]:
-    """Return all six roles in order. Roles that a checked order omits are inserted at their implied
-    positions.
+    """Add the omitted roles to a memory order returned by `checked_memory_order`.
+
+    The result contains all six roles. Omitted roles are inserted at their implied positions.
 
     Example:
         >>> full_memory_order(("block", "token", "element"))
@@ -200,9 +200,9 @@ def place_elements(
 ) -> Placement:
     """Place the elements of a page in as few regions as the order allows.
 
-    Each combination of indices before "block" has its own region. The scales of a layer (all heads
-    of a token together) follow its K and V in the page. If "kv" precedes "block", they have a
-    separate region.
+    Each combination of indices of the roles before "block" gets a separate region. The scales of a
+    layer (all heads of a token together) follow the layer's K and V in the page. If "kv" precedes
+    "block", the scales are in a separate region.
 
     Args:
         order: The memory order.
@@ -212,14 +212,14 @@ def place_elements(
         head_size: Elements of K per head.
         v_head_size: Elements of V per head.
         element_bytes: Bytes per element.
-        scale_bytes_per_token: Bytes of a token's scales, over all heads.
+        scale_bytes_per_token: Bytes of a token's scales, for all heads together.
 
     Returns:
         The placement.
 
     Raises:
-        ValueError: The order has no blocks of tokens, it lacks "head" although there are several heads,
-            or there are scales although a layer's K and V in a page are in separate regions.
+        ValueError: The order is invalid, it lacks "head" although there are several heads, or there are
+            scales although a layer's K and V in a page are in separate regions.
 
     Example:
         >>> sizes = dict(num_layers=2, block_size=4, num_kv_heads=2, head_size=8, v_head_size=8)
@@ -268,7 +268,7 @@ def place_elements(
     if scale_bytes and kv_inside and "layer" in outer:
         scale_start, volume = int(volume[0]), volume + scale_bytes
     layer, p = np.indices((num_layers, len(sizes)))
-    # One region per combination of indices before "block". The last index varies fastest.
+    # One region per combination of indices of the roles before "block". The last index varies fastest.
     outer_counts = [{**counts, "kv": len(sizes)}[role] for role in outer]
     region_of = np.arange(math.prod(outer_counts)).reshape(outer_counts)
     step = {role: region_of.strides[n] // region_of.itemsize for n, role in enumerate(outer)}

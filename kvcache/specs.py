@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Value objects that describe a deployment. They do not need torch and have no state."""
+"""Immutable value objects that describe a deployment. They do not need torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ELEMENT_BYTES = {
 class ContextParallel:
     """Sizes and ranks of prefill context parallelism (PCP) and decode context parallelism (DCP).
 
-    A group's tokens are spread over `world_size` workers.
+    A group's tokens are distributed over `world_size` workers.
 
     Args:
         pcp_world_size: Number of PCP ranks.
@@ -70,7 +70,7 @@ class ContextParallel:
 
     @property
     def world_size(self) -> int:
-        """Number of workers over which a group's tokens are spread."""
+        """Number of workers over which a group's tokens are distributed."""
         return self.pcp_world_size * self.dcp_world_size
 
     @property
@@ -87,7 +87,7 @@ class _Options(Mapping[str, int]):
             raise TypeError(f"options is {shown(values)}: expected a mapping of names to integers")
         for name in values:
             if not isinstance(name, str):
-                raise TypeError(f"options is {shown(dict(values))}: expected names as keys")
+                raise TypeError(f"options is {shown(dict(values))}: expected string keys")
         self._values = {
             name: integer(value, f"options[{name!r}]", -MAX_INT64, MAX_INT64)
             for name, value in values.items()
@@ -111,14 +111,14 @@ class _Options(Mapping[str, int]):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A cache group, which consists of layers of one attention kind that share block tables.
+    """A cache group: layers of one attention kind that share a block table.
 
     `kind` and `options` are checked when the kind is created (`kvcache.kinds.make_kind`).
 
-    A drafter such as EAGLE or MTP needs the hidden states of the last block's tokens, so that block must
-    be recomputed. A group with `drafts` therefore must find one block more than the hit uses (one
-    hash block, if hits may end inside blocks). Other groups do not need the additional block. Only
-    groups whose pages hold K and V of tokens can draft.
+    A drafter such as EAGLE or MTP needs the hidden states of the tokens in the last block of a prefix
+    hit, so this block must be recomputed. In a group with `drafts`, a hit therefore uses one cached
+    block less than the lookup found (one hash block less, if hits may end inside blocks). Other groups
+    do not need the additional block. Only groups whose pages contain K and V of tokens can draft.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -133,11 +133,11 @@ class GroupSpec:
     kind: str  # name of a registered attention kind
     block_size: int  # tokens per allocation block on one context-parallel rank
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
-    replicated: bool = False  # True: every context-parallel rank holds all tokens of the group
-    layers: tuple[str, ...] = ()  # names of the layers of the group
-    cached: bool = True  # False: its blocks are never hits and do not limit hits of other groups
-    transferred: bool = True  # False: its blocks stay in this engine
-    drafts: bool = False  # True: has layers of a drafter, so the last block of a hit is recomputed
+    replicated: bool = False  # True: every context-parallel rank stores all tokens of the group
+    layers: tuple[str, ...] = ()  # names of the group's layers
+    cached: bool = True  # False: blocks are never hits and do not limit hits of other groups
+    transferred: bool = True  # False: the group's blocks are not transferred to other engines
+    drafts: bool = False  # True: a drafter's layers, so the last block of a hit is recomputed
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
@@ -159,7 +159,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The cache of one layer on one rank. It holds the K and V of each token, or one state per
+    """The cache of one layer on one rank. It stores the K and V of each token, or one state per
     request.
 
     `kind` is a registered attention kind (`kvcache.kinds`), and `options` are its parameters:
@@ -171,15 +171,15 @@ class LayerSpec:
     tokens and, with `num_speculative_blocks`, after each of the first `num_speculative_blocks`
     draft tokens.
 
-    For a packed format, use `uint8` and give the head size in bytes.
+    For a packed format, use `uint8` and specify the head size in bytes.
 
-    An MLA layer, as in `KVStorage` and `kvcache.transfer.CacheDescription`, has one head.
-    `head_size` is the size of the latent, and `v_head_size` the size of its rotary part.
-    `v_head_size` is 0 if `head_size` includes the rotary part, which is the default with `is_mla`.
+    An MLA layer has one head, as in `KVStorage` and `kvcache.transfer.CacheDescription`. `head_size` is
+    the size of the latent, and `v_head_size` is the size of the rotary part. If `head_size` includes
+    the rotary part, which is the default with `is_mla`, `v_head_size` is 0.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of range, or options do not fit the kind.
+        ValueError: An argument is out of range, or the options are invalid for the kind.
 
     Example:
         >>> layer = LayerSpec("layers.0", "full_attention", 16, num_kv_heads=8, head_size=128)
@@ -189,20 +189,19 @@ class LayerSpec:
 
     name: str  # unique among the layers of a plan
     kind: str  # name of a registered attention kind
-    block_size: int  # tokens of the kernel's smallest block on one context-parallel rank
+    block_size: int  # smallest block size of the kernel, in tokens on one context-parallel rank
     num_kv_heads: int = 0  # KV heads on one rank
     head_size: int = 0  # elements of K per head
     v_head_size: int | None = None  # elements of V per head; None: head_size, or 0 with MLA
     dtype: str = "bfloat16"  # name of a dtype, or a torch.dtype
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
-    replicated: bool = False  # True: every context-parallel rank holds all tokens of the layer
+    replicated: bool = False  # True: every context-parallel rank stores all tokens of the layer
     state_bytes: int = 0  # bytes of one state
-    scale_bytes_per_token: int = 0  # scales of all heads together, stored next to quantized K and V
-    is_mla: bool = False  # True: a latent and its rotary part instead of K and V
-    cached: bool = (
-        True  # False: its blocks are never hits; it reads only tokens that its request computed
-    )
-    transferred: bool = True  # False: its blocks stay in this engine
+    scale_bytes_per_token: int = 0  # scales of all heads, stored with quantized K and V
+    is_mla: bool = False  # True: stores a latent and its rotary part instead of K and V
+    # False: blocks are never hits, and the layer attends only to tokens that its request computed.
+    cached: bool = True
+    transferred: bool = True  # False: blocks are not transferred to other engines
     drafts: bool = False  # a drafter's layer; see `GroupSpec`
 
     def __post_init__(self) -> None:
@@ -268,14 +267,14 @@ class LayerSpec:
         return elements * ELEMENT_BYTES[self.dtype] + self.scale_bytes_per_token
 
     def page_bytes(self, block_size: int) -> int:
-        """Return the bytes of a block of `block_size` tokens, or the bytes of a state."""
+        """Return the bytes of a block of `block_size` tokens or, for a recurrent layer, of a state."""
         block_size = integer(block_size, "block_size", 1)
         return self.state_bytes or self.bytes_per_token * block_size
 
 
 def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
-    """Return the groups as a tuple after checking that there are 1 to `MAX_GROUPS`. Raises
-    TypeError or ValueError.
+    """Validate that there are 1 to `MAX_GROUPS` groups and return them as a tuple. Raises TypeError
+    or ValueError.
     """
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(f"groups is {shown(groups)}: expected a sequence of GroupSpec")

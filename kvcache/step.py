@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects that the two planes exchange. The manager sends one `StepPlan` per step, and the
-worker returns one `StepReport`.
+"""The objects that the control plane and the data plane exchange. In each step, the manager sends one
+`StepPlan`, and the worker returns one `StepReport`.
 
-The manager (control plane) chooses blocks, and the worker (data plane) moves bytes. Both objects can be
-pickled, so the planes may run in two processes. This module does not need torch.
+The manager (control plane) allocates blocks, and the worker (data plane) moves bytes. Plans and reports
+can be pickled, so the planes may run in two processes. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _constant(*values: int, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-# Empty arrays that plans without entries share.
+# Empty arrays shared by all plans without entries.
 NO_IDS = _constant(shape=(0,))
 NO_SPLITS = _constant(0, shape=(1,))
 NO_PAIRS = _constant(shape=(0, 2))
@@ -47,7 +47,7 @@ NO_REPLACE = _constant(shape=(0, 3))
 
 
 class Answers(NamedTuple):
-    """The results for one list of requests to `KVCacheManager.step`, in the order of the list.
+    """The results for one argument of `KVCacheManager.step`, in the order of the argument's entries.
 
     - `rows`: int32[n], the row of each request, or -1 for a new request that was not served.
     - `status`: uint8[n], the `Status` of each request.
@@ -86,18 +86,18 @@ class StepPlan(_HeldArrays):
     """The changes that a worker makes before it runs a step, and the results for the scheduler.
 
     `KVCacheManager.step` creates a plan, and `Worker.apply` applies it. Every plan is applied
-    exactly once, in step order. All IDs are int32. A page is a device block. "Per group" means a
-    list with one entry per cache group.
+    exactly once, in step order. All IDs are int32. A page is the memory of a block on the device. "Per
+    group" means a list with one entry per cache group.
 
     The step:
 
     - `step_id`: the step number. Numbers increase, and the numbers of aborted steps are not reused.
-    - `previous_step_id`: the last earlier step that was not aborted, or -1. Its plan must have been
-      applied.
+    - `previous_step_id`: the last earlier step that was not aborted, or -1. The plan of this earlier
+      step must have been applied.
     - `version`: version of this format, `PLAN_VERSION`.
 
-    The results have one entry for each of `rows`, then `swap_out`, then `new`. The property
-    `answers` separates the three:
+    The results have one entry for each entry of the arguments `rows`, `swap_out` and `new`, in this
+    order. The property `answers` splits the results by argument:
 
     - `rows`: int32[b], the row of each request, or -1 for a new request that was not served.
     - `status`: uint8[b], the `Status` of each request.
@@ -114,16 +114,18 @@ class StepPlan(_HeldArrays):
     - `zero`: int32[n], pages to zero.
     - `swap_in`: int32[n, 2], host page and device page.
     - `clear_rows`: int32[k], table rows to clear.
-    - `append_rows`: int32[r], rows to which blocks are appended. In group g, row `append_rows[i]`
-      gets `append_ids[g][splits[i] : splits[i + 1]]`, with `splits = append_splits[g]`.
+    - `append_rows`: int32[r], rows to which blocks are appended. In group g, the blocks
+      `append_ids[g][splits[i] : splits[i + 1]]` are appended to row `append_rows[i]`, with
+      `splits = append_splits[g]`.
     - `append_splits`, `append_ids`: per group int32[r + 1] and int32[splits[-1]].
     - `replace`: per group int32[m, 3]: row, column and new ID of existing table entries.
-    - `is_empty`: whether the manager found all of these empty, so that a worker can skip them. False in a
-      plan created by hand.
+    - `is_empty`: True if the manager left all of these sections empty, so that a worker can skip them.
+      False in a plan that was not created by a manager.
 
-    `depends_on`: int32[n, 2], pairs of rows. The second row fills blocks in this step that the
-    first row reads (with `in_step_hits="share"`). The worker either computes both in one pass that
-    writes a layer's K and V before attention, or computes the second row first.
+    `depends_on`: int32[n, 2], pairs of rows. With `in_step_hits="share"`, the first row attends to
+    blocks that are computed for the second row in this step. The worker must either compute both rows
+    in one forward pass that writes each layer's K and V before attention, or compute the second row
+    first.
 
     `page_bytes`: bytes per page, or 0 if unknown.
     """
@@ -181,10 +183,10 @@ class StepPlan(_HeldArrays):
 class StepReport:
     """A worker's report of a step, sent after all copies of the step have finished.
 
-    - `step_id`: the step. The report covers all earlier steps as well.
+    - `step_id`: the step. The report also covers all earlier steps.
     - `completed`: whether the plan was applied.
-    - `failed_pages`: device pages whose content differs from the plan.
-    - `failed_host_pages`: host pages that a swap-out did not fill.
+    - `failed_pages`: device pages that do not have the content required by the plan.
+    - `failed_host_pages`: host pages whose swap-out failed.
     """
 
     step_id: int

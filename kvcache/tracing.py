@@ -18,7 +18,7 @@ TraceBackend = Literal["opentelemetry", "nvtx"]
 
 
 class _Ranges(Protocol):
-    """Ranges of a tracer: around a call, and from one call to another."""
+    """Starts and ends trace ranges, either around one call or from one call to a later one."""
 
     def around(self, name: str) -> AbstractContextManager[object]: ...
 
@@ -34,25 +34,25 @@ _CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "kvcache.swap_in": (SwapEngine, ("swap_in",)),
 }
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
-# The open ranges of each load, by the load's ID. `SourceLoads` keeps the load until its end.
+# The open ranges of each load, keyed by the load's ID. `SourceLoads` keeps the load until it ends.
 _loads: dict[int, list[tuple[_Ranges, object]]] = {}
 
 
 def enable_tracing(*backends: TraceBackend) -> None:
-    """Record each `step`, `admit`, `extend`, `apply`, swap and load of this process from now on.
+    """Trace each subsequent `step`, `admit`, `extend`, `apply`, swap and load in this process.
 
-    The methods are replaced by traced ones, so tracing costs nothing while it is disabled. Enable it
-    before the managers and workers are created, because objects may keep bound methods. The names
-    are `kvcache.step`, `kvcache.apply`, `kvcache.swap_out`, `kvcache.swap_in` and `kvcache.load`. A
-    load lasts from its beginning until its KV has arrived or it has failed, and its span has the
-    attributes `kvcache.request_id` and `kvcache.num_tokens`.
+    Tracing replaces the methods by traced versions, so it has no cost while it is disabled. Enable
+    tracing before managers and workers are created, because they may keep references to bound methods.
+    The spans are named `kvcache.step`, `kvcache.apply`, `kvcache.swap_out`, `kvcache.swap_in` and
+    `kvcache.load`. The span of a load ends when the load's KV has arrived or the load has failed, and
+    has the attributes `kvcache.request_id` and `kvcache.num_tokens`.
 
     Args:
         backends: "opentelemetry" for spans of the configured tracer provider, "nvtx" for ranges that
             Nsight Systems shows.
 
     Raises:
-        ValueError: No backend is given, or an unknown one.
+        ValueError: No backend is given, or a backend is unknown.
         ModuleNotFoundError: `opentelemetry-api` is not installed.
         RuntimeError: Tracing is already enabled, or torch is built without NVTX.
 
@@ -76,7 +76,7 @@ def enable_tracing(*backends: TraceBackend) -> None:
 
 
 def disable_tracing() -> None:
-    """End all ranges and stop tracing. Without tracing, nothing happens."""
+    """End all ranges and stop tracing. Does nothing if tracing is disabled."""
     for load in [*_loads]:
         _end(load)
     for (owner, method), original in _originals.items():

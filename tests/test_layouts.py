@@ -293,7 +293,7 @@ GOOD = ("block", "kv", "token", "head", "element")
         (lambda: AttentionBackend("X", (*GOOD, "head")), "dims is .*at most once"),
         (lambda: AttentionBackend("X", (*GOOD, "layer")), "dims is .*'layer'"),
         (lambda: AttentionBackend("X", GOOD, unequal_head_sizes=True), "no 'kv'"),
-        (lambda: AttentionBackend("X", GOOD, nhd=GOOD[1:]), "nhd is .*expected an order of"),
+        (lambda: AttentionBackend("X", GOOD, nhd=GOOD[1:]), "nhd is .*expected a permutation of"),
         (lambda: AttentionBackend("X", GOOD, hnd=("layer", *GOOD)), "hnd is "),
         (lambda: AttentionBackend("X", GOOD, nhd_cross_layers=GOOD), "nhd_cross_layers is "),
         (lambda: AttentionBackend("X", GOOD, hnd_cross_layers=GOOD), "hnd_cross_layers is "),

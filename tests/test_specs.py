@@ -77,7 +77,7 @@ def test_block_of_a_sharded_group_covers_the_tokens_of_all_ranks(replicated, tok
         ({"block_size": 16.0}, TypeError, "block_size is 16.0: expected an integer"),
         ({"block_size": True}, TypeError, "block_size is True: expected an integer"),
         ({"options": 7}, TypeError, "options is 7: expected a mapping of names to integers"),
-        ({"options": {1: 2}}, TypeError, "options is {1: 2}: expected names as keys"),
+        ({"options": {1: 2}}, TypeError, "options is {1: 2}: expected string keys"),
         ({"options": {"a": "b"}}, TypeError, "options['a'] is 'b': expected an integer"),
         ({"layers": "a"}, TypeError, "layers is 'a': expected a sequence of names"),
         ({"layers": [1]}, TypeError, "a name in layers is 1: expected a string"),
@@ -765,9 +765,7 @@ def test_more_different_layer_specs_than_groups_are_rejected():
         for i in range(MAX_GROUPS + 1)
     ]
     assert len(plan_cache(layers[1:], GIB, max_model_len=64).groups) == MAX_GROUPS
-    with pytest.raises(
-        ValueError, match=r"^layers are of 33 different specs: expected at most 32$"
-    ):
+    with pytest.raises(ValueError, match=r"^layers have 33 different specs: expected at most 32$"):
         plan_cache(layers, GIB, max_model_len=64)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane, which decides which blocks each request gets. It does not need torch."""
+"""The control plane, which allocates the blocks of each request. It does not need torch."""
 
 from kvcache.allocator.admit import Admit, External
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks

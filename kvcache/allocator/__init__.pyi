@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane, which decides which blocks each request gets. It does not need torch."""
+"""The control plane, which allocates the blocks of each request. It does not need torch."""
 
 from kvcache._core import BlockPool, eviction_names, host_eviction_names
 from kvcache.allocator.admit import Admit, External

@@ -13,16 +13,17 @@ class External(NamedTuple):
     """Tokens of a new request whose KV comes from another process or a store.
 
     The tokens follow the request's prefix hit, and slots are allocated for them. In window groups,
-    only tokens that the next token reads get slots. In a circular buffer, only the last tokens that
-    fit into it get slots. KV must be supplied for all groups with `transferred=True`.
+    slots are allocated only for the tokens to which the next token attends. In a circular buffer,
+    slots are allocated only for the last tokens that fit into the buffer. The caller must supply the
+    KV for all groups with `transferred=True`.
 
     Attributes:
         num_tokens: Number of tokens, at least 0. At least one token of the request must remain to
             be computed.
-        delayed: False: the KV is loaded within the step that admits the request, and later plans
-            can hit the blocks. True: the KV arrives later. Until `KVCacheManager.finish_receiving`
-            is called, the request is not served and gets no more slots, and its blocks cannot be
-            hit.
+        delayed: If False, the KV is loaded within the step that admits the request, and later plans
+            can hit the blocks. If True, the KV arrives later. Until `KVCacheManager.finish_receiving`
+            is called, the request is not scheduled, no further slots are allocated for it, and its
+            blocks cannot be hit.
     """
 
     num_tokens: int
@@ -41,16 +42,18 @@ class Admit(NamedTuple):
         num_lookahead_tokens: Additional slots for draft tokens. Draft tokens are never cached, and later
             tokens reuse their slots. Fewer slots are allocated near `max_model_len`.
         num_reserved_blocks: Number of blocks to leave free in addition to the watermark.
-        max_host_blocks: If the hit needs more than this number of blocks from the host, only the
-            part of the hit on the device is used. None: no limit. See `PrefixCache.cached_tokens`.
+        max_host_blocks: Maximum number of blocks that the hit may load from the host. If the hit needs
+            more, only the part that is on the device is used. None: no limit. See
+            `PrefixCache.cached_tokens`.
         read_cache: Whether the request uses cached blocks. None: the request's own `read_cache`.
             Requests with encoder tokens never use cached blocks.
-        num_prompt_tokens: Number of prompt tokens, at most the known tokens, if the request also
-            has generated tokens because it was preempted. `CacheOptions.retention_interval` keeps
-            the end of the prompt cached. None: all known tokens.
-        num_shared_tokens: Used only by `KVCacheManager.admit`. Pass `CachedPrefix.num_shared_tokens`
-            of the lookup that found the hit. `CacheOptions.retention_interval` keeps the end of
-            these tokens cached. `step` performs the lookup itself.
+        num_prompt_tokens: Number of prompt tokens, at most the number of known tokens. Specify it for a
+            preempted request, whose known tokens include generated tokens. With
+            `CacheOptions.retention_interval`, the blocks at the end of the prompt stay cached. None:
+            all known tokens.
+        num_shared_tokens: Used only by `KVCacheManager.admit`. Pass the `num_shared_tokens` of the
+            `CachedPrefix` that the lookup returned. With `CacheOptions.retention_interval`, the
+            blocks at the end of these tokens stay cached. `step` performs the lookup itself.
 
     >>> Admit(Request("r1", range(40)), num_tokens=8).external is None
     True

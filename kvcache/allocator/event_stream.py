@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combines the events of the native log, which has one event per block, into a manager's events."""
+"""Combines native events, one per block, into a manager's events for chains of blocks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _MEDIUMS = ("gpu", "cpu")
 
 
 class NativeEvents(NamedTuple):
-    """Events of the native log, with one entry per event, and the tokens of blocks stored on the
-    device, each block followed by the additional tokens that its hash covers.
+    """Events of the native log, as arrays with one entry per event.
+
+    The tokens are those of blocks stored on the device. Each block's tokens are followed by the
+    lookahead tokens that its hash also covers.
     """
 
     kinds: np.ndarray
@@ -29,7 +31,7 @@ class NativeEvents(NamedTuple):
     hashes: np.ndarray
     parents: np.ndarray
     tokens: np.ndarray
-    first_tokens: np.ndarray  # positions; number of dropped events for AllBlocksCleared
+    first_tokens: np.ndarray  # positions; for AllBlocksCleared, number of dropped events
     is_reused: np.ndarray
     labels: list[RequestLabels | None]
 
@@ -59,7 +61,7 @@ class RequestLabels:
         self.session = session
 
     def extra_keys(self, first_token: int, stop: int) -> tuple[tuple | None, ...] | None:
-        """Return the extra keys of each hash block (csrc/core/hashing/extra_keys.h), or None if no
+        """Return the extra keys (csrc/core/hashing/extra_keys.h) of each hash block, or None if no
         block has keys.
         """
         size, covered = self.key.block_size, self.key.block_size + self.key.num_lookahead
@@ -88,7 +90,7 @@ def digest_of_rows(rows: np.ndarray, start: int, stop: int) -> bytes:
 def events_of(
     drained: tuple, groups: Sequence[GroupSpec], block_sizes: Sequence[int], key: HashKey
 ) -> list[CacheEvent]:
-    """Convert drained native events (the fields of `NativeEvents`) for a manager with these groups."""
+    """Convert the fields of `NativeEvents` to the events of a manager with these groups."""
     native = NativeEvents(*drained)
     emitted: list[CacheEvent] = []
     token = 0
@@ -141,9 +143,9 @@ def events_of(
 
 
 def _runs(native: NativeEvents) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of native events that form one event.
+    """Yield the range (first, stop) of native events for each combined event.
 
-    They share the kind and group, and stored blocks form one chain.
+    Native events in a range have the same kind and group, and stored blocks form one chain.
     """
     kinds, mediums, groups, hashes, parents = native[:5]
     if len(kinds) == 0:

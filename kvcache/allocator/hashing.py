@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block hashes, computed as a chained digest over canonical CBOR. They are byte-identical to the
-hashes of other engines.
+block hashes of other engines, such as vLLM.
 
 The hash of a block is `H([parent, [token ids], extra keys or null])`, and the first parent is `H(seed)`.
 The CBOR follows RFC 8949, with every integer in its shortest form. H is SHA-256 ("sha256_cbor",
-32 bytes), or XXH3 with 128 bits ("xxh3_128_cbor", 16 bytes).
+32 bytes) or 128-bit XXH3 ("xxh3_128_cbor", 16 bytes).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache.native.load import core
 DEFAULT_SEED = "vllm-none-hash"
 """Default seed of the first block's hash, as in vLLM."""
 DEFAULT_ALGORITHM = "sha256_cbor"
-_ENGINE = "engine:"  # prefix for algorithms that the engine implements
+_ENGINE = "engine:"  # prefix of algorithms that are implemented by the engine
 _MOST_BYTES = 32
 
 
@@ -43,7 +43,7 @@ def hash_blocks(
         parent: Hash of the block that precedes the first block. None: the hash of the seed.
         extra_keys: For each full block, None or a sequence of tuples of str, int, bytes or None, in
             the order defined in `csrc/core/hashing/extra_keys.h`.
-        seed: Seed of the first parent.
+        seed: Seed whose hash is the parent of the first block. Ignored if `parent` is given.
         algorithm: "sha256_cbor", or "xxh3_128_cbor", which is faster but not cryptographic.
 
     Returns:
@@ -67,28 +67,28 @@ def hash_blocks(
 
 
 def hash_seed(seed: str, name: str, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
-    """Return the hash of the seed, which is the parent hash of first blocks."""
+    """Return the hash of the seed, which is the parent hash of every sequence's first block."""
     return core.hash_seed(text(seed, name), algorithm)
 
 
 class HashKey(NamedTuple):
-    """Parameters of block hashes that do not depend on the request."""
+    """Hash parameters that are the same for all requests."""
 
     block_size: int  # tokens per hash
-    parent: bytes  # parent hash of first blocks; has the length of every hash
+    parent: bytes  # parent hash of first blocks; its length is the length of every hash
     algorithm: str
     num_lookahead: int = 0  # tokens after a block that its hash also covers
 
     @property
     def is_given(self) -> bool:
-        """Whether the engine computes the hashes, so that requests must contain them."""
+        """Whether the engine computes the hashes. If so, requests must contain them."""
         return self.algorithm.startswith(_ENGINE)
 
 
 def hash_key(
     block_size: int, seed: str, algorithm: str, hash_bytes: int | None, num_lookahead: int = 0
 ) -> HashKey:
-    """Check the options, and create the hash parameters of a manager."""
+    """Validate the hash options of a manager and return them as `HashParameters`."""
     num_bytes = hash_bytes_of(algorithm, hash_bytes)
     if algorithm.startswith(_ENGINE):
         return HashKey(block_size, bytes(num_bytes), algorithm, num_lookahead)
@@ -111,9 +111,9 @@ def hash_bytes_of(
 
     Args:
         algorithm: Name of the algorithm.
-        hash_bytes: Bytes per hash for "engine:NAME" (None: 32). For other algorithms, None or the
-            size of their hash.
-        name: Name of the argument in messages.
+        hash_bytes: Bytes per hash for "engine:NAME" (None: 32). For any other algorithm, None or the
+            algorithm's hash size.
+        name: Argument name to use in error messages.
         engines: Whether "engine:NAME" is accepted.
 
     Raises:
@@ -148,7 +148,7 @@ def token_sequence(token_ids: np.ndarray | Iterable[int]) -> np.ndarray | list |
 def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes:
     """Encode one block's extra keys as canonical CBOR.
 
-    Returns b"" if there are no keys (null in the hash).
+    Returns b"" if there are no keys. The hash input then contains null in place of the keys.
     """
     if keys is None:
         return b""

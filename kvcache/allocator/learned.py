@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of the eviction policy `learned`, for inspection and for use in a later process."""
+"""Counts collected by the eviction policy `learned`, for inspection and for reuse in a later process."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ import numpy as np
 from kvcache.checks import as_array, shown
 from kvcache.checks import path as checked_path
 
-VERSION = 4  # version of the file format; changes with the classes or ages
-NUM_CLASSES, NUM_AGES = 298, 26  # as in csrc/core/eviction/learned/
+VERSION = 4  # version of the file format; incremented when the classes or ages change
+NUM_CLASSES, NUM_AGES = 298, 26  # the same as in csrc/core/eviction/learned/
 _MOST = 1e15
 _MOST_BYTES = 1 << 22  # maximum size of a file in bytes; saved files are smaller than 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class LearnedReuse:
-    """Counts of sampled released blocks, by class and age.
+    """Counts of sampled released blocks, by class (row) and age (column).
 
     Attributes:
         reached: float64[298, 26]. Number of blocks that reached an age without being used.
-        used: float64[298, 26]. Number of blocks that were used again at that age. Old counts decay,
-            so `used` may exceed `reached`.
+        used: float64[298, 26]. Number of blocks that were used again at that age. Because old counts
+            decay, `used` may exceed `reached`.
 
-    Row 72 * request + 12 * gap + 4 * added + answer counts blocks that belong to a single
-    conversation:
+    Row 72 * request + 12 * gap + 4 * added + answer counts blocks used by a single conversation:
 
     - request: 0 without a `request_class`, 1 for class 0, 2 for class 1, and 3 for higher classes.
-    - gap: 0 for the first turn. For later turns, the time since the previous turn was released: 1 for
-      less than 12 seconds, 2 for less than 30, 3 for less than 120, 4 for less than 480, and 5
-      otherwise.
+    - gap: 0 for the first turn. For later turns, a class of the time since the previous turn was
+      released: 1 for less than 12 seconds, 2 for less than 30, 3 for less than 120, 4 for less than
+      480, and 5 otherwise.
     - added: 0 if the turn added fewer than 2,560 tokens, 1 if fewer than 20,480, and 2 otherwise.
     - answer: 0 if the answer had fewer than 100 tokens, 1 if fewer than 300, 2 if fewer than 1,000,
       and 3 otherwise.
 
-    Rows 288 to 291 count blocks that conversations share, by the number of observed forks of their
-    chain: 1, at least 2, at least 4, and at least 16. Row 292 counts the ends of conversations that
-    were continued from an earlier point.
+    Rows 288 to 291 count blocks that conversations share, by the observed number of forks of the
+    block's chain: 1, at least 2, at least 4, and at least 16. Row 292 counts blocks at the end of
+    conversations that were continued from an earlier point.
 
-    Rows 293 to 297 count blocks of windows and states that running requests leave: 293 those that only
-    unlikely hits read (ends of chunks), 294 those that were cached for a repeated prompt or a shared
-    prefix, and 295 to 297 those that were hit once, twice, or more often.
+    Rows 293 to 297 count window blocks and states that running requests no longer need: row 293 for
+    blocks that only unlikely hits use (ends of chunks), row 294 for blocks that were cached for a
+    repeated prompt or a shared prefix, and rows 295 to 297 for blocks that were hit once, twice, or
+    more often.
 
-    Column k is a range of ages that is 2 * 2**(k / 2) seconds wide. The ranges follow each other.
+    Column k covers a range of ages that is 2 * 2**(k / 2) seconds wide and begins at the end of the
+    previous column's range.
 
     Raises:
         ValueError: An array has the wrong shape, or an entry is not a valid count.
@@ -95,8 +96,8 @@ class LearnedReuse:
         """Load a file that `save` wrote.
 
         Returns:
-            The counts. If the file is missing, damaged, larger than 4 MiB, or of another kind or
-            version, returns None with a warning, so that a process can always start.
+            The counts. If the file is missing, damaged, larger than 4 MiB, or has another format or
+            version, logs a warning and returns None, so that a process can always start.
         """
         path = checked_path(path, "path")
         try:
@@ -118,9 +119,7 @@ class LearnedReuse:
 
 
 def reuse_of(native: list[float]) -> LearnedReuse | None:
-    """Convert the native policy's numbers to `LearnedReuse`, or None for a policy that does not
-    learn.
-    """
+    """Convert the native policy's counts to `LearnedReuse`. Return None for other policies."""
     if not native:
         return None
     return LearnedReuse(*np.array(native).reshape(2, NUM_CLASSES, NUM_AGES))

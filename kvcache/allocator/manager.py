@@ -50,26 +50,26 @@ class KVCacheManager:
     The constructor creates a manager with one group, which uses full attention or a sliding window
     of `sliding_window` tokens. `for_groups` creates a manager with several groups.
 
-    A request is served through one of two interfaces, which share the same native code. `step`
-    takes a whole batch and returns a `StepPlan` that a worker applies. `admit` and `extend` serve
-    one request, and return block IDs to a caller that keeps its own tables. Both interfaces share
-    the pool. A request must stay with the interface that admitted it, because plans do not contain
-    the blocks of `admit` and `extend`. `extend` rejects requests admitted by `step`, and `step`
-    rejects requests admitted by `admit`. All other methods accept both. In `block_ids`, blocks that
-    left a window are replaced by the null block. Only plans list these changes.
+    A request is served through one of two interfaces, which share the same native code and pool.
+    `step` serves a whole batch and returns a `StepPlan` that a worker applies. `admit` and `extend`
+    serve one request and return block IDs, for a caller that keeps its own block tables. A request can
+    use only the interface that admitted it, because plans do not contain the blocks of `admit` and
+    `extend`: `extend` rejects requests admitted by `step`, and `step` rejects requests admitted by
+    `admit`. All other methods accept both. `block_ids` contains the null block in place of blocks that
+    have left a window. Plans list these replacements; `admit` and `extend` do not report them.
 
     Invalid arguments raise ValueError or TypeError. The message names the argument, and the manager
-    is unchanged. MemoryError also leaves the manager unchanged, unless memory runs out during a
-    change. In that case the manager is broken: `free` does nothing, every other call raises
-    RuntimeError, and the engine must create a new manager.
+    is unchanged. MemoryError also leaves the manager unchanged, unless memory runs out while a call
+    modifies the manager. In that case, the manager can no longer be used: `free` does nothing, every
+    other call raises RuntimeError, and the engine must create a new manager.
 
     If a signal handler raises an exception during a call, each request is either fully admitted or
     not admitted. docs/order.md lists the return values that are lost in this case.
 
     A manager belongs to the thread that first calls one of its methods (except `cache.stats`, `pool`,
-    `block_ids` and `num_computed_tokens`). Calls from another thread raise RuntimeError and change
-    nothing, and so do calls made during another call (by a signal handler or an attention kind
-    written in Python). Tokens must be appended to requests by the same thread.
+    `block_ids` and `num_computed_tokens`). A call from another thread, or a call made during another
+    call (by a signal handler or an attention kind written in Python), raises RuntimeError and changes
+    nothing. Tokens must be appended to requests by the same thread.
 
     Args:
         block_size: Tokens per block.
@@ -131,16 +131,16 @@ class KVCacheManager:
         """Create a manager with several cache groups over one pool.
 
         `plan_cache` computes groups and pages from layers. A hit is the longest prefix for which
-        every group has the blocks that it needs. Groups with `cached=False` do not affect hits.
-        Their tables have null blocks for the tokens of a hit, and their layers read only tokens
-        that the request has computed after the hit. (If a hit ends inside a block, the earlier
-        tokens of that block are zeros.) Blocks of these groups are never hit, reported in events,
-        or kept on the host for other requests.
+        the required blocks of every group are cached. Groups with `cached=False` do not affect hits.
+        In their tables, the tokens of a hit have null blocks, and their layers attend only to tokens
+        that the request has computed after the hit. (If a hit ends inside a block, the K and V of the
+        block's earlier tokens are zeros.) Blocks of these groups are never hit, reported in events, or
+        kept on the host for other requests.
 
         Args:
-            groups: The groups. For allocation, hashing, hits and events, a block of a group holds
-                `block_size * context_parallel.world_size` tokens (`block_size` tokens in groups
-                with `replicated=True`).
+            groups: The groups. For allocation, hashing, hits and events, a block of a group covers
+                `block_size * context_parallel.world_size` tokens, or `block_size` tokens in groups
+                with `replicated=True`.
             num_gpu_blocks: Number of blocks of the pool, including the null block.
             max_model_len: Maximum number of tokens of a request.
             context_parallel: Sizes of context parallelism. None: one rank.
@@ -207,7 +207,8 @@ class KVCacheManager:
         except MemoryError:
             raise MemoryError(
                 f"num_gpu_blocks is {num_gpu_blocks}, num_host_blocks is {options.num_host_blocks}: "
-                "expected numbers of blocks for which the system has memory, about 100 bytes per block"
+                "expected fewer blocks, because the system lacks memory for them (about 100 bytes per "
+                "block)"
             ) from None
         self._pool = DevicePoolView(self._native)
         self._host_pool = None
@@ -221,7 +222,7 @@ class KVCacheManager:
             options.hash_bytes,
             options.num_hash_lookahead_tokens,
         )
-        # Maps requests to rows. Native code changes it together with the manager.
+        # Maps requests to rows. Native code updates this mapping together with the manager.
         self._requests = core.RequestRows(self._chain_key, max_encoder_tokens)
         self._no_computed = [NO_IDS] * len(self.groups)
         self._cache = PrefixCache(
@@ -285,8 +286,8 @@ class KVCacheManager:
     def last_step_id(self) -> int:
         """The ID of the last step that was not aborted, or -1.
 
-        If an interrupt arrives while `step` returns, the plan of this step is lost. Abort the step
-        in that case.
+        If an interrupt arrives while `step` returns, the plan of the step is lost. In that case, abort
+        the step with this ID.
         """
         return self._native.last_step_id
 
@@ -302,7 +303,7 @@ class KVCacheManager:
     def num_computed_tokens(self, request: Request) -> int:
         """Return the number of an admitted request's tokens that have slots.
 
-        Its next tokens follow them.
+        This is also the position of the next token to compute.
 
         Args:
             request: An admitted request.
@@ -316,10 +317,10 @@ class KVCacheManager:
 
         A call that computes the row's tokens up to this number, including lookahead tokens, neither
         allocates nor releases blocks, and no block leaves a window. An engine that keeps its own
-        tables may skip such calls and pass their tokens with the next call. Full blocks then become
-        available for hits only at that call. 0: any call may change the blocks, because the row
+        tables may skip such calls and pass their tokens in the next call. Full blocks then become
+        available for hits only in this later call. 0: any call may change the blocks, because the row
         shares blocks, is receiving, or is swapped out. 2**63 - 1: no later call changes the blocks,
-        because the row already has all blocks for `max_model_len`.
+        because all blocks for `max_model_len` have been allocated to the row.
 
         >>> manager = KVCacheManager(16, 9, 128, num_preallocate_tokens=0)
         >>> manager.admit(Request("r1", range(40)))
@@ -347,33 +348,35 @@ class KVCacheManager:
     ) -> StepPlan:
         """Allocate slots to running rows, then admit new requests.
 
-        Rows and requests are served in the given order, if they fit. The status of a row or request
-        that does not fit is `WAIT` (not now) or `NEVER` (not even alone). The row or request does
-        not change, so pass its tokens and rejections again. A new request that does not fit gets
-        row -1. A new request may fit even if an earlier row did not. To prevent this, do not pass
-        new requests while a row waits. Once a block is filled with known tokens, later plans can
-        hit it.
+        Rows and requests that fit are served in the given order. The status of a row or request
+        that does not fit is `WAIT` (does not fit now) or `NEVER` (does not fit even into an empty
+        pool). Such a row or request does not change, so pass its tokens and rejections again in a
+        later step. The row of a new request that does not fit is -1. A new request may fit even if an
+        earlier row did not. To prevent this, do not pass new requests while a row waits. Once a block
+        is filled with known tokens, later plans can hit it.
 
         Args:
-            rows: int[n]. The running rows. A swapped-out row is swapped in when it is in `rows`
-                again. Like a new request, it leaves the watermark free. Blocks shared by several
-                rows are moved only once.
+            rows: int[n]. The running rows. A swapped-out row is swapped in when it is listed in `rows`
+                again. Like the admission of a new request, a swap-in leaves the watermark free. Blocks
+                shared by several rows are copied only once.
             num_tokens: int[n]. Number of slots to allocate for each row. For a row with 0 tokens,
                 only `token_ids` and rejections are processed.
-            new: Requests to admit. Each request uses its longest cached prefix (none if it never
-                fits with that prefix) and gets slots for its remaining tokens. See `Admit`.
+            new: Requests to admit. Each request uses its longest cached prefix, and slots are allocated
+                for its remaining tokens. If a request can never fit together with that prefix, it is
+                admitted without it. See `Admit`.
             token_ids: Tokens of the running rows that became known since the last step,
-                concatenated in row order. They are appended to the requests of served rows.
+                concatenated in row order. For rows that are served, these tokens are appended to the
+                row's request.
             num_token_ids: int[n]. Number of `token_ids` of each row. Default: one per row.
-            num_rejected_tokens: int[n]. Number of each row's last tokens that were rejected drafts.
-                Their slots are reused first.
+            num_rejected_tokens: int[n]. Number of rejected drafts at the end of each row's tokens.
+                Their slots are reused for the next tokens.
             num_lookahead_tokens: Additional slots for drafts of the running rows, as one number for
                 all rows or int[n]. Drafts are never cached, and later tokens reuse their slots. No
                 slots are allocated beyond `max_model_len`.
-            swap_out: Rows to swap out before all other changes. If the host has no room for a row,
-                its status is `WAIT`, and the row stays on the device. Alternatively, free a
-                preempted request and admit it again. Its blocks that are still cached, on either
-                tier, are then hits.
+            swap_out: Rows to swap out before all other changes. If a row does not fit on the host, its
+                status is `WAIT`, and it stays on the device. As an alternative to a swap, free a
+                preempted request and admit it again later. The request then hits those of its blocks
+                that are still cached on the device or the host.
 
         Returns:
             The plan. `plan.answers` has separate results for `rows`, `swap_out` and `new`.
@@ -381,7 +384,7 @@ class KVCacheManager:
         Raises:
             ValueError: A row is unknown, was admitted by `admit`, or is receiving; a row or request
                 is listed twice; a request has no tokens; tokens exceed `max_model_len` (`token_ids`
-                may have one more, the last sampled token); or external tokens leave no token to
+                may contain one more token, the last sampled one); or external tokens leave no token to
                 compute. Nothing has changed.
         """
         plan = self._native.step(
@@ -403,23 +406,23 @@ class KVCacheManager:
         """Return the status that `step` would return now, without changing anything.
 
         Args:
-            request: A new request, or an admitted one. For an admitted request, the status is for
+            request: A new or admitted request. For an admitted request, the status applies to
                 `Admit.num_tokens` more tokens (None: its known tokens that are not computed yet, at
-                least one). Of the other fields, only `num_lookahead_tokens` may be given.
-            whole: Whether the status is for all known tokens of a new request, computed in chunks
-                of `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests take
-                some of them. `WAIT`: the blocks of the whole pool suffice. `NEVER`: the whole pool
-                does not suffice. `step` serves a first chunk that fits regardless of this status. A
-                recurrent group counts one page per lookahead token, up to its
-                `num_speculative_blocks`.
+                least one). The only other field that may be given is `num_lookahead_tokens`.
+            whole: Whether the status applies to all known tokens of a new request, computed in chunks
+                of `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests are
+                allocated some of them. `WAIT`: only the blocks of the whole pool suffice. `NEVER`: the
+                whole pool does not suffice. `step` serves a first chunk that fits regardless of this
+                status. For a recurrent group, one page is counted per lookahead token, up to the
+                group's `num_speculative_blocks`.
 
         Returns:
-            The status. `NEVER` applies to this number of tokens. `admit` returns None for both
-            `WAIT` and `NEVER`.
+            The status. `NEVER` means that this number of tokens never fits; fewer tokens may fit.
+            `admit` returns None for both `WAIT` and `NEVER`.
 
         Raises:
-            ValueError: Fields of a new request are given for an admitted one, or `whole` with
-                `External.delayed`.
+            ValueError: Fields that apply only to a new request are given for an admitted request, or
+                `whole` is combined with `External.delayed`.
         """
         whole = flag(whole, "whole")
         ask = request if isinstance(request, Admit) else Admit(request)
@@ -441,15 +444,16 @@ class KVCacheManager:
         be hit.
 
         A recurrent state can be hit only at a position where a step ended. The step should end at
-        the first of the following positions that the tokens reach. The manager is not changed.
+        the first of the following positions within the next `num_tokens` tokens. The manager is not
+        changed.
 
         - The end of the prefix that the other groups share with earlier requests.
-        - The end of the longest hit that an identical prompt could use (at most all tokens except
-          the last, and one block less than a drafting group has filled).
-        - The last multiple of the states' block size.
+        - The end of the longest hit that an identical prompt could use. This hit excludes the last
+          token and, with a drafting group, the last full block.
+        - The last multiple of the recurrent group's block size.
 
         Args:
-            request: An admitted request, or a request to admit, whose tokens follow its hit.
+            request: An admitted request, or a new request, whose next tokens are those after its hit.
             num_tokens: Maximum number of tokens. None: all known tokens.
 
         Returns:
@@ -473,9 +477,9 @@ class KVCacheManager:
     def fork(self, parent: Request, child: Request) -> int:
         """Admit `child` with the blocks of `parent`. The parent must have been admitted by `step`.
 
-        The child starts with the parent's computed tokens and the same extra keys. All blocks are
-        shared, with copy-on-write: the first row that writes to a shared block gets a copy, which
-        is part of the plan. The next plan contains the child's table.
+        The child starts with the parent's computed tokens and must have the same extra keys. All blocks
+        are shared, with copy-on-write: the first row that writes to a shared block gets a private
+        copy, and the plan contains the copy operation. The next plan contains the child's block table.
 
         Args:
             parent: An admitted request.
@@ -485,8 +489,8 @@ class KVCacheManager:
             The child's row. If no row is free (`max_num_reqs`), returns -1 and changes nothing.
 
         Raises:
-            ValueError: The child's tokens differ from the parent's, the parent has computed tokens that
-                are not known, the parent is swapped out, or the child is already admitted.
+            ValueError: The child's tokens differ from the parent's, the parent has computed tokens whose
+                IDs are not known, the parent is swapped out, or the child is already admitted.
         """
         return self._native.fork(self._requests, parent, child)
 
@@ -503,13 +507,12 @@ class KVCacheManager:
         return RequestState.SWAPPED_OUT if self._native.is_on_host(row) else RequestState.RUNNING
 
     def take_copies(self) -> np.ndarray:
-        """Return the copies required by hits inside blocks since the last call, int32[n, 2].
+        """Return the page copies (source, destination) required since the last call, int32[n, 2].
 
-        If the cached prefix of a request ends inside a block, `admit` allocates a new block at this
-        position. The tokens of the hit are in the source block. Copy these pages (source,
-        destination) in all layers (`Pages.copy`) before the next forward pass. Sources and
-        destinations are held until this call. While copies are pending, `extend` and `advance`
-        raise ValueError.
+        If a request's cached prefix ends inside a block, `admit` allocates a new block at this
+        position, and the prefix's last tokens must be copied from the cached block. Copy the returned
+        pages in all layers (`Pages.copy`) before the next forward pass. Sources and destinations are
+        held until this call. While copies are pending, `extend` and `advance` raise ValueError.
 
         >>> manager = KVCacheManager(16, 9, 128, hash_block_size=4, num_preallocate_tokens=0)
         >>> plan = manager.step(new=[Request("r1", range(30))])
@@ -523,19 +526,19 @@ class KVCacheManager:
     def admit(
         self, request: Request | Admit, computed_blocks: Ids | Sequence[Ids] | None = None
     ) -> np.ndarray | list[np.ndarray] | None:
-        """Admit a request of an engine that keeps its own tables.
+        """Admit a request, for an engine that keeps its own block tables.
 
-        A cross-attention group gets the blocks of the request's `num_encoder_tokens`. Computed
-        blocks that no request holds do not count as free. In window groups, blocks that the next
-        token does not read become null, including computed blocks. `block_ids` returns the whole
-        table.
+        In a cross-attention group, blocks are allocated for the request's `num_encoder_tokens`.
+        Computed blocks that no request holds do not count as free. In window groups, blocks that the
+        next token does not attend to are replaced by null blocks, including computed blocks.
+        `block_ids` returns the whole table.
 
         Args:
             request: A new request. `Admit.num_tokens` may exceed the known tokens, for drafts.
-            computed_blocks: The request's cached prefix from `cache.find_prefix`, or the first
-                whole blocks of it. One array per group if there are several groups. `()`: no
+            computed_blocks: The request's cached prefix from `cache.find_prefix`, or some of its
+                first whole blocks. If there are several groups, one array per group. `()`: no
                 prefix. None: the longest cached prefix. If the prefix ends inside a block, the
-                first new block is a copy of that block. See `take_copies`.
+                first new block must be filled by a copy of that block. See `take_copies`.
 
         Returns:
             The new blocks, int32[k], without the computed blocks, or a list of arrays if there are
@@ -544,8 +547,8 @@ class KVCacheManager:
         Raises:
             ValueError: `computed_blocks` is given with `read_cache=False` or without caching;
                 external tokens follow a prefix that ends inside a block, or leave no token to
-                compute; `max_host_blocks` is given; or the manager has a recurrent group but not
-                `engine_copies_states`.
+                compute; `max_host_blocks` is given; or the manager has a recurrent group and
+                `engine_copies_states` is False.
 
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, num_preallocate_tokens=0)
         >>> manager.admit(Admit(Request("r1", range(40)), num_lookahead_tokens=16))
@@ -563,16 +566,16 @@ class KVCacheManager:
     def finish_receiving(self, request: Request, num_tokens: int | None = None) -> int:
         """Resume a request that was admitted with `External.delayed`.
 
-        After this call, the transfer must no longer write to the blocks. Blocks that are full of
-        arrived tokens become available for hits. The request continues after its hit and the
+        After this call, the transfer must no longer write to the blocks. Blocks that the arrived tokens
+        fill completely become available for hits. The request continues after its hit and the
         arrived tokens, with three exceptions:
 
         - If another request has cached a longer prefix in the meantime, the request uses that
           prefix. For example, the method may return 8 although no tokens arrived and the request
-          had no hit.
+          had no hit when it was admitted.
         - If an abort or an invalidation removed tokens that precede the arrived tokens, the request
           continues at the first removed token.
-        - If the request's blocks do not contain the window or state that its next token reads, the
+        - If the request's blocks do not contain the window or state that the next token needs, the
           request continues after its cached prefix.
 
         Args:
@@ -582,7 +585,7 @@ class KVCacheManager:
                 or 0.
 
         Returns:
-            The number of computed tokens. The request continues after them.
+            The number of computed tokens, which is the position at which the request continues.
 
         Raises:
             ValueError: The request is not receiving, or `num_tokens` exceeds its external tokens.
@@ -600,7 +603,7 @@ class KVCacheManager:
     def extend(
         self, request: Request, num_tokens: int, num_lookahead_tokens: int = 0
     ) -> np.ndarray | list[np.ndarray] | None:
-        """Allocate slots for `num_tokens` more tokens of a request that `admit` admitted.
+        """Allocate slots for `num_tokens` more tokens of a request admitted by `admit`.
 
         Args:
             request: A request that `admit` admitted.
@@ -627,15 +630,15 @@ class KVCacheManager:
         """Run `reject_tokens` and `extend` for many requests in one call, by token positions.
 
         The engine computes the tokens [`starts[i]`, `stops[i]`) of the request in `rows[i]`, which
-        must have been admitted by `admit`. Earlier slots from `starts[i]` onwards are rejected.
-        Tokens before `starts[i]` count as computed, and windows end at `starts[i]`. Requests that
-        do not fit stay unchanged, and their `token_ids` are not appended. The other requests are
-        served.
+        must have been admitted by `admit`. Tokens before `starts[i]` are treated as computed. Tokens
+        from `starts[i]` onward that already have slots are rejected. Windows are moved forward to
+        `starts[i]`. Requests that do not fit stay unchanged, and their `token_ids` are not appended.
+        All other requests are served.
 
         Args:
             rows: int[n]. Rows of the requests.
-            starts: int[n]. First token to compute.
-            stops: int[n]. End of the tokens to compute.
+            starts: int[n]. Position of the first token to compute.
+            stops: int[n]. Position after the last token to compute.
             num_lookahead_tokens: Additional slots for drafts, per request.
             token_ids: Tokens that became known, concatenated in row order.
             num_token_ids: int[n]. Number of `token_ids` of each row.
@@ -645,7 +648,7 @@ class KVCacheManager:
             new blocks. None for a request that does not fit.
 
         Raises:
-            ValueError: A start is beyond the request's slots, a stop does not exceed its start, a
+            ValueError: A start is beyond the request's slots, a stop is not greater than its start, a
                 row is listed twice, or `reject_tokens` would raise an error. Nothing has changed.
         """
         return self._native.advance(
@@ -661,8 +664,9 @@ class KVCacheManager:
             num_tokens: Number of rejected drafts, at least 0.
 
         Raises:
-            ValueError: `num_tokens` exceeds the tokens that the last call served or the drafts for
-                which a recurrent group keeps states, or the tokens are cached.
+            ValueError: `num_tokens` exceeds the number of tokens for which the last call allocated slots
+                or the number of drafts for which a recurrent group keeps states, or the tokens are
+                cached.
         """
         self._native.reject(self.row(request), num_tokens)
 
@@ -679,25 +683,25 @@ class KVCacheManager:
         """Release the blocks of requests, one request after another. The last blocks of a request
         are released first.
 
-        Unknown and freed requests are ignored. Blocks filled by tokens that were appended since the
-        last call are cached before they are released. Remove rejected drafts first
-        (`reject_tokens`). Blocks keep their content and hash until they are allocated again. If a
-        request was admitted by `step`, the next plan clears its row.
+        Unknown requests and requests that are already freed are ignored. Blocks that were filled by
+        tokens appended since the last call are cached before they are released, so remove rejected
+        drafts first (`reject_tokens`). Blocks keep their content and hash until they are allocated
+        again. If a request was admitted by `step`, the next plan clears its row.
 
         Args:
             *requests: The requests. The options apply to all of them.
-            turn: Turn of the conversation, for eviction policies.
+            turn: Number of the conversation's turn, for eviction policies.
             request_class: A class number chosen by the caller, for eviction policies. -1: no class.
             num_output_tokens: Number of tokens in the answer, for eviction policies. None: the
                 number of tokens appended to the prompt.
             retention: Priorities of token ranges: tuples of first token, end, priority (0 to 100),
                 and duration in seconds (None: no limit).
-            after_step: The step after which the blocks are released. They are released when a
-                report covers this step, with or without `fence_frees`.
-            keep_blocks: Keep the blocks for a connector until `release_blocks`. The connector may
-                read them, and may still write to the blocks of a receiving request. The row is
-                freed immediately, and cached blocks can be hit. Blocks of groups with
-                `transferred=False` are released immediately.
+            after_step: ID of a step. The blocks are released when a report covers this step, with or
+                without `fence_frees`.
+            keep_blocks: Whether to keep the blocks for a connector until `release_blocks` is called.
+                The connector may read these blocks, and may still write to the blocks of a receiving
+                request. The row is freed immediately, and cached blocks can be hit. Blocks of groups
+                with `transferred=False` are released immediately.
 
         Raises:
             ValueError: `after_step` is given with `keep_blocks`, the step is unknown, a receiving
@@ -729,7 +733,7 @@ class KVCacheManager:
     def release_blocks(self, request: Request) -> None:
         """Release the blocks of a request that was freed with `keep_blocks`.
 
-        With `fence_frees`, the blocks can be reused only after the steps in flight.
+        With `fence_frees`, the blocks can be reused only after the steps in flight are reported.
 
         Args:
             request: The freed request.
@@ -742,16 +746,16 @@ class KVCacheManager:
     def report(self, report: StepReport) -> dict[str, int]:
         """Process a worker's report of a step.
 
-        A completed report covers its step and all earlier steps. Blocks that were released up to
-        that step can be reused. A step that was not completed is aborted, unless it has already
-        been aborted. Failed pages are invalidated.
+        A completed report covers its step and all earlier steps, so blocks released before or in these
+        steps can be reused. A step that was not completed is aborted, unless it has already been
+        aborted. Failed pages are invalidated.
 
         Args:
-            report: The report that `Worker.apply` or `PendingStep` has returned.
+            report: The report returned by `Worker.apply` or `PendingStep`.
 
         Returns:
-            A mapping from the ID of each affected request to the token from which it continues. See
-            `invalidate`.
+            A mapping from the ID of each affected request to the token position from which it
+            continues. See `invalidate`.
 
         Raises:
             ValueError: The step is unknown, a page is out of range, or a failure is reported for a
@@ -772,17 +776,18 @@ class KVCacheManager:
         )
 
     def abort(self, step_id: int) -> dict[str, int]:
-        """Abort a step and all later steps, because their plans were not applied or failed.
+        """Abort a step and all later steps, for example because a plan was not applied or failed.
 
         Blocks that these steps filled are removed from the cache. Requests stay admitted and keep
         their known tokens. The next plan contains the complete tables of these requests. Aborting a
         step twice has no further effect.
 
         Args:
-            step_id: The first step to abort, `StepPlan.step_id`.
+            step_id: The `StepPlan.step_id` of the first step to abort.
 
         Returns:
-            A mapping from the ID of each affected request to the token from which it continues.
+            A mapping from the ID of each affected request to the token position from which it
+            continues.
 
         Raises:
             ValueError: The step was reported as completed, or is not among the last 64 steps.
@@ -792,22 +797,23 @@ class KVCacheManager:
     def invalidate(self, ids: Ids) -> dict[str, int]:
         """Mark the content of blocks as invalid, for example because a load failed.
 
-        The blocks, all blocks with the same hashes, and all blocks computed from them are removed
-        from the cache. (If the block sizes of groups differ, all sequences that start with the same
-        first hash block are removed.) A request is affected if it holds one of these blocks, held
-        one in a step that may be in flight, or has tokens computed from one. Drafts of its last
-        step are dropped, so do not reject them. The next plan contains its complete table.
+        The given blocks, all blocks with the same hashes, and all blocks computed from any of these are
+        removed from the cache. (If the block sizes of groups differ, all sequences that start with the
+        same first hash block are removed.) A request is affected if it holds a removed block, held
+        one in a step that may be in flight, or has tokens computed from one. Drafts from the last
+        step of an affected request are dropped, so do not reject them. The next plan contains the
+        request's complete block table.
 
-        IDs refer to the current content of the blocks. Callers that plan more steps before they
-        learn of a failure need `fence_frees`. Without it, the block may already belong to another
+        IDs refer to the current content of the blocks. Callers that plan further steps before a
+        failure is detected need `fence_frees`. Without it, the block may already belong to another
         request.
 
         Args:
             ids: int[n]. Blocks on the device.
 
         Returns:
-            A mapping from the ID of each affected request to the token from which it must
-            recompute, which is the end of its leading tokens whose blocks are valid or cached.
+            A mapping from the ID of each affected request to the token position from which it must
+            recompute. All blocks before this position are valid or cached.
         """
         return self._native.invalidate(self._requests, ids)
 
@@ -815,11 +821,11 @@ class KVCacheManager:
         """Move an admitted request forward to its longest cached prefix on the device, if that is
         longer than its computed tokens.
 
-        Use this method for requests that shared an invalid block (`report`, `invalidate`). One of
-        them recomputes the block. After the step that recomputes it has been planned, the others
-        use the cached block. The request's previous blocks are released, and the next plan contains
-        its complete table. If the cache does not have more tokens than the request has computed,
-        nothing changes. Only whole blocks are used.
+        Use this method if several requests shared an invalid block (`report`, `invalidate`). One
+        request recomputes the block. After the step that recomputes it has been planned, call this
+        method for the other requests, so that they use the cached block. The request's previous blocks
+        are released, and the next plan contains its complete block table. If the cached prefix is not
+        longer than the request's computed tokens, nothing changes. Only whole blocks are used.
 
         Args:
             request: An admitted request on the device.
@@ -839,9 +845,6 @@ def _id_of(request: Request) -> str:
 
 
 def check_invariants(manager: KVCacheManager) -> None:
-    """Check all state of a manager.
-
-    Used by tests. Raises RuntimeError if an invariant is violated.
-    """
+    """Check all invariants of a manager's state, for tests. Raises RuntimeError if one is violated."""
     instance(manager, KVCacheManager, "manager")
     manager._native.check_invariants()

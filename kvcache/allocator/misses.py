@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons why tokens of a request were not found in the prefix cache."""
+"""The reasons why a request's tokens were not found in the prefix cache."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MISS_REASONS = {
 
 - `external`: the KV came from `Admit.external`.
 - `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
-- `not_loaded`: the hit has more host blocks than `Admit.max_host_blocks`.
-- `evicted`, `removed`: all tokens up to the request's last block that has left the cache.
+- `not_loaded`: the hit needs more host blocks than `Admit.max_host_blocks` allows.
+- `evicted`, `removed`: all tokens up to the end of the request's last block that has left the cache.
 - `in_flight`: a running request holds blocks with the same content that are not computed yet. Only the
   64 most recent requests are compared.
-- `other_keys`: one of the 64 most recent requests had the same tokens with other extra keys.
-- `new`: includes blocks that left the cache so long ago that their record was dropped.
+- `other_keys`: one of the 64 most recent requests had the same tokens with different extra keys.
+- `new`: also used for blocks that left the cache so long ago that their records were dropped.
 - `tail`: tokens after the last position at which a hit can end. The last token is always computed.
 """
 
@@ -46,20 +46,20 @@ class MissReport:
 
     Attributes:
         request_id: The request.
-        num_tokens: Its known tokens when it was admitted.
-        hit_tokens: Tokens that were found and used.
-        missed_tokens: The other tokens by reason. Reasons without tokens are omitted. The values add up
-            to `num_tokens - hit_tokens`.
-        lost_seconds_ago: Seconds since the first block that is recorded as evicted or removed left the
-            cache. None if there is no such block.
-        evicted_by: The eviction policy, if that block was evicted.
-        evicted_for: What the block was evicted for, such as "a new request without a hit".
-        nearest_id: ID of the recent request with the longest equal prefix of tokens. None if none of the
-            64 most recent requests starts with the same 16 tokens (or one hash block, if that is
-            shorter).
-        nearest_tokens: Length of that prefix, including tokens that the other request has generated.
-        differs_in: The first extra key in which the requests differ: "cache_salt", "lora", "mm_items"
-            or "prompt_embeds". None if they have the same keys.
+        num_tokens: Number of the request's known tokens at admission.
+        hit_tokens: Number of tokens that were found in the cache and used.
+        missed_tokens: Number of tokens that were not hit, by reason. Reasons without tokens are omitted.
+            The values add up to `num_tokens - hit_tokens`.
+        lost_seconds_ago: Time in seconds since the request's first block with a recorded eviction or
+            removal left the cache. None if there is no such block.
+        evicted_by: The eviction policy that evicted this block. None if the block was not evicted.
+        evicted_for: What needed the evicted block's page, such as "a new request without a hit".
+        nearest_id: ID of the recent request that shares the longest prefix of tokens with this request.
+            None if none of the 64 most recent requests starts with the same 16 tokens (or one hash
+            block, if that is shorter).
+        nearest_tokens: Length of the shared prefix, including tokens that the recent request generated.
+        differs_in: The first extra key in which the two requests differ: "cache_salt", "lora",
+            "mm_items" or "prompt_embeds". None if they have the same keys.
     """
 
     request_id: str
@@ -74,7 +74,7 @@ class MissReport:
     differs_in: str | None = None
 
     def __str__(self) -> str:
-        """Format the report as one line for a log."""
+        """Format the report as one log line."""
         text = f"{self.request_id}: {self.hit_tokens:,} of {self.num_tokens:,} prompt tokens were cached"
         missed = self.num_tokens - self.hit_tokens
         if not missed:

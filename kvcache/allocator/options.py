@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked options of a manager, and checked arguments of `free` for eviction policies."""
+"""Validates a manager's options and the arguments that `free` passes to eviction policies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ HOST_WRITES = {
 
 
 class PolicyArguments(TypedDict, total=False):
-    """Options of `CacheOptions` that neither a plan nor a host tier sets. Used by type checkers."""
+    """Options of `CacheOptions` that do not depend on a plan or on the size of a host tier.
+
+    Used by type checkers.
+    """
 
     retention_interval: int | None
     hash_block_size: int | None
@@ -51,7 +54,7 @@ class PolicyArguments(TypedDict, total=False):
 
 
 class CacheArguments(PolicyArguments, total=False):
-    """Options of `CacheOptions` that calls accept as keyword arguments.
+    """Options of `CacheOptions` that `KVCacheManager` accepts as keyword arguments.
 
     Used by type checkers and editors.
     """
@@ -82,21 +85,22 @@ class CacheOptions:
     """Whether later requests can hit full blocks of known tokens."""
 
     retention_interval: int | None = None
-    """Interval in tokens of the hits for which blocks of sliding windows and recurrent states stay
-    cached, a multiple of the tokens at whose multiples hits end.
+    """Interval, in tokens, between the possible hit positions for which sliding-window blocks and
+    recurrent states are cached.
 
-    None: all hits. 0: only the longest hit of an equal prompt, and the end of a prefix that groups
-    with full attention have cached for another request (`CachedPrefix.num_shared_tokens`). N: also
-    hits that end at multiples of N. Blocks that none of these hits reads are not cached, so other
-    blocks stay cached longer. Groups of other kinds are not affected. vLLM has the same option,
-    `prefix_cache_retention_interval`.
+    A positive interval must be a multiple of the granularity of hits. None: all hits can be served. 0:
+    only the longest hit of an identical prompt, and a hit that ends with a prefix that full-attention
+    groups have cached for another request (`CachedPrefix.num_shared_tokens`). N: in addition, hits that
+    end at multiples of N. Blocks that none of these hits needs are not cached, so other blocks stay
+    cached longer. Groups of other kinds are not affected. vLLM's option
+    `prefix_cache_retention_interval` is equivalent.
     """
 
     num_preallocate_tokens: int = 64
     """Number of tokens to preallocate.
 
-    A request that needs a block gets `ceil(num_preallocate_tokens / block_size)` additional blocks,
-    limited by `max_model_len` and the free blocks.
+    When a request needs a new block, `ceil(num_preallocate_tokens / block_size)` additional blocks are
+    allocated, limited by `max_model_len` and the number of free blocks.
     """
 
     max_num_reqs: int | None = None
@@ -111,40 +115,40 @@ class CacheOptions:
     """
 
     watermark: float = 0.0
-    """Fraction of the blocks, from 0 to 1, that admission and preallocation leave free."""
+    """Fraction of all blocks, from 0 to 1, that admission and preallocation leave free."""
 
     fence_frees: bool = False
     """Whether released blocks can be reused only after `report` for all steps planned so far.
 
-    Required for workers that read a step's pages outside its stream, and for loads that may fail. A
-    worker on a single stream does not need fences for its own steps.
+    Required if a worker reads a step's pages outside the step's stream, or if loads may fail. A worker
+    that uses a single stream does not need fences for its own steps.
     """
 
     engine_copies_states: bool = False
     """Whether `admit`, `extend` and `advance` accept recurrent groups.
 
-    When a call moves a request's state to a new page, the engine copies the state from the page
+    When a call moves a request's state to a new page, the engine must copy the state from the page
     that was previously last in the request's table. The old page can be reused after the report of
-    the last planned step. The engine must therefore call `step()` before the calls of each engine
-    step, and `report` for the previous step. If all requests are served by `step`, plans contain
-    the copies.
+    the last planned step. In each engine step, the engine must therefore call `step()` before these
+    methods, and call `report` for the previous step. If all requests are served by `step`, this option
+    is not needed, because plans contain the copies.
     """
 
     in_step_hits: Literal["none", "wait", "share"] = "none"
-    """How `step` handles a new request if an earlier row of the same step fills blocks of its
-    prefix. "none": the request computes these tokens as well. "wait": the answer is `WAIT`, and the
-    request hits the blocks in the next step. "share": the request reads the blocks in this step.
-    The plan's `depends_on` lists the two rows, and the worker must fill the blocks before they are
-    read. Only whole blocks are shared. "share" is rejected with recurrent groups, because their
-    states are copied before the step computes.
+    """How `step` handles a new request if an earlier row of the same step computes blocks of the
+    request's prefix. "none": the request computes these tokens as well. "wait": the request's status is
+    `WAIT`, and it can hit the blocks in the next step. "share": the request uses the blocks in the same
+    step. The plan's `depends_on` lists the two rows, and the worker must compute the blocks before the
+    request attends to them. Only whole blocks are shared. "share" is rejected with recurrent groups,
+    because their states are copied before the step computes.
     """
 
     enable_events: bool = False
     """Whether to record events for blocks that enter or leave the cache (`drain_events`)."""
 
     announce_reused: bool = False
-    """Whether to report device blocks that a request hits as stored again, for readers that join
-    late or keep only used blocks. Requires `enable_events`.
+    """Whether to report device blocks that a request hits as stored again, for event consumers that
+    start late or track only recently used blocks. Requires `enable_events`.
     """
 
     track_residency: bool = False
@@ -153,9 +157,9 @@ class CacheOptions:
     prefault: bool = True
     """Whether the manager commits the memory of its block pools at construction.
 
-    Otherwise, the first calls that use a block wait for the kernel to commit and clear its memory.
-    Nothing is committed if the pools need more than 64 MiB and more than half of the memory that is
-    available to the process (`MemAvailable` and the limits of its control groups).
+    If False, the first calls that use a block wait until the operating system has committed and cleared
+    the block's memory. Nothing is committed if the pools need more than 64 MiB and more than half of
+    the memory available to the process (`MemAvailable` and the limits of its control groups).
     `PrefixCache.prefaulted` reports the cost.
     """
 
@@ -165,36 +169,37 @@ class CacheOptions:
     explain_misses: int | None = None
     """Whether to record why tokens of a request are not found in the cache
     (`PrefixCache.explain`, `PrefixCacheStats.missed_tokens`). N: one in N blocks that leave the
-    cache is recorded, selected by hash. 1: all blocks are recorded. At least the last 262,144
-    records are kept, and at least four times the blocks of the pools divided by N. A record takes 8
-    bytes. None: nothing is recorded.
+    cache is recorded, selected by hash. 1: all blocks are recorded. The number of most recent records
+    to keep is at least 262,144, and at least four times the number of blocks in the pools divided by N.
+    A record uses 8 bytes. None: nothing is recorded.
     """
 
     hash_seed: str = DEFAULT_SEED
     """Seed whose hash is the parent of first blocks."""
 
     hash_algorithm: str = DEFAULT_ALGORITHM
-    """Hash algorithm, which is also reported in events. "sha256_cbor", or "xxh3_128_cbor", which is
-    faster but not cryptographic: a client that chooses tokens can construct two prompts with the
-    same hash. With "engine:NAME", the engine computes the hashes, and every request must contain
-    them (`Request.block_hashes`).
+    """Hash algorithm, which is also reported in events: "sha256_cbor", "xxh3_128_cbor" or "engine:NAME".
+    "xxh3_128_cbor" is faster but not cryptographic: a client that chooses tokens can construct two
+    prompts with the same hash. With "engine:NAME", the engine computes the hashes, and every request
+    must contain them (`Request.block_hashes`).
     """
 
     hash_bytes: int | None = None
     """Bytes per hash, 1 to 32, for an "engine:NAME" algorithm. None: 32."""
 
     num_hash_lookahead_tokens: int = 0
-    """Number of tokens after a block that its hash also covers, for an "engine:NAME" algorithm.
+    """Number of tokens after a block that the block's hash also covers, for an "engine:NAME" algorithm.
 
-    A drafter (EAGLE, MTP) writes KV at a block's last position that depends on the tokens after it.
-    With such hashes a drafting group need not drop the last block of a hit. A block is cached once
-    these tokens are known.
+    The KV that a drafter (EAGLE, MTP) writes at a block's last position depends on the tokens after the
+    block. If hashes cover these tokens, a drafting group need not drop the last block of a hit. A block
+    is cached once these tokens are known.
     """
 
     eviction: str = "lru"
     """Policy that chooses which cached block to evict: "lru" (least recently released), or another of
-    `eviction_names()`. With every policy, a block is never evicted before the blocks that follow it
-    in a chain, and pinned blocks (`pin`) are evicted last."""
+    `eviction_names()`. Regardless of the policy, a block is evicted only after the blocks that follow it
+    in a chain, and pinned blocks (`pin`) are evicted last.
+    """
 
     eviction_options: Mapping[str, float] | None = None
     """Options of the eviction policy by name. None: its defaults."""
@@ -202,10 +207,10 @@ class CacheOptions:
     num_host_blocks: int = 0
     """Number of pages in a second tier in host memory, including its null block.
 
-    At least 2, or 0 for no host tier. The host tier holds swapped-out rows (`swap_out` of `step`)
-    and cached blocks that leave the device, which can be hit and loaded again. A manager with a
-    host tier needs the reports of its steps. Loaded blocks can be hit by other requests, and host
-    pages can be reused, only after the report of their step.
+    At least 2, or 0 for no host tier. The host tier stores swapped-out rows (`swap_out` of `step`)
+    and cached blocks evicted from the device, which can be hit and loaded again. With a host tier,
+    every step must be reported: other requests can hit loaded blocks, and host pages can be reused,
+    only after the step that uses them has been reported.
     """
 
     host_eviction: str = "lru"
@@ -220,20 +225,21 @@ class CacheOptions:
 
     host_write: str = "back"
     """When a cached block is written to the host. "back": when the device evicts the block.
-    "through": in the plan that follows the plan that filled it. "selective": after
+    "through": in the plan after the one that filled the block. "selective": after
     `num_hits_to_write` hits. "learned": when the device evicts the block, but only if enough hits
     are expected on the host (`min_gain_to_write`); requires "learned" for `eviction` and
-    `host_eviction`. In every mode, evicted blocks that qualify are written if the host does not
-    have them.
+    `host_eviction`. In every mode, a block that qualifies is also written at its eviction if the host
+    does not have it.
     """
 
     num_hits_to_write: int = 2
     """Number of hits for `host_write="selective"`, at least 1."""
 
     min_gain_to_write: float = 0.05
-    """For `host_write="learned"`, a number from 0 to 1: the minimum number of hits expected for a
-    block on the host, in excess of the hits that its page would bring to other blocks. With a
-    higher value, fewer bytes are moved per hit, but there are fewer hits.
+    """For `host_write="learned"`, the minimum gain in expected hits for a block to be written to the
+    host, from 0 to 1. The gain is the number of hits expected for the block on the host minus the number
+    expected for other blocks if they used the page. A higher value reduces the number of bytes moved per
+    hit, but also the number of hits.
     """
 
     page_bytes: int = 0

@@ -23,7 +23,7 @@ class PoolView:
 
     def __init__(self, pool: core.BlockPool, check: Callable[[], None]) -> None:
         self._pool = pool
-        # Raises in every thread except the manager's. Because it is a bound method, it keeps the
+        # Raises an error in every thread except the manager's. This bound method also keeps the
         # manager alive.
         self._check = check
 
@@ -31,10 +31,12 @@ class PoolView:
     num_total = _count("num_total", "Number of blocks, excluding the null block.")
     num_free = _count("num_free", "Blocks that no request holds, cached or not.")
     num_cached = _count("num_cached", "Cached blocks, held or free.")
-    num_evicted = _count("num_evicted", "Cached blocks that were evicted so far.")
+    num_evicted = _count("num_evicted", "Number of evictions of cached blocks so far.")
     num_pinned = _count("num_pinned", "Cached blocks that sessions have pinned.")
     peak_used = _count("peak_used", "Maximum number of blocks held at a time.")
-    num_bytes = _count("num_bytes", "Bytes of the pool's own data once every block has been used.")
+    num_bytes = _count(
+        "num_bytes", "Bytes of the pool's data structures once every block has been used."
+    )
 
     def ref_counts(self, ids: np.ndarray | Sequence[int]) -> np.ndarray:
         """Return the reference count of each block, int32[n]."""
@@ -43,7 +45,7 @@ class PoolView:
 
 
 class DevicePoolView(PoolView):
-    """Block counts of the device pool, including blocks that are loading, kept or fenced."""
+    """Block counts of the device pool, including counts of loading, kept and fenced blocks."""
 
     def __init__(self, manager: core.Manager) -> None:
         super().__init__(manager.pool, manager.check_reader)
@@ -51,7 +53,7 @@ class DevicePoolView(PoolView):
 
     @property
     def num_loading(self) -> int:
-        """Number of blocks that unreported steps load from the host."""
+        """Number of blocks being loaded from the host by steps that are not reported yet."""
         return self._manager.num_loading
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The view of a manager's prefix cache: lookups, hashes, eviction, statistics and events."""
+"""A view of a manager's prefix cache, with lookups, hashes, eviction, statistics and events."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Ids = np.ndarray | Sequence[int]
 
 
 class CachedTokens(NamedTuple):
-    """The number of a request's cached tokens on the device, the number including the host tier, and
-    the cost of loading the host blocks.
+    """The number of a request's cached tokens on the device, the number on the device and the host tier
+    together, and the cost of loading the host blocks.
     """
 
     on_device: int
@@ -37,7 +37,7 @@ class CachedTokens(NamedTuple):
 class FoundBlocks(NamedTuple):
     """Device blocks and host pages that are cached under the given hashes, int32[n] each.
 
-    -1 for hashes that are not cached.
+    An entry is -1 if its hash is not cached.
     """
 
     device: np.ndarray
@@ -45,7 +45,9 @@ class FoundBlocks(NamedTuple):
 
 
 class BlockHashes(NamedTuple):
-    """The hashes of cached blocks, uint8[n, hash_bytes], and their groups, int32[n]; -1 if not cached."""
+    """The hashes of blocks, uint8[n, hash_bytes], and their groups, int32[n]. The group of a block that
+    is not cached is -1.
+    """
 
     hashes: np.ndarray
     groups: np.ndarray
@@ -56,7 +58,7 @@ class CachedPrefix(NamedTuple):
 
     block_ids: np.ndarray | list[np.ndarray]  # int32[k], or one array per group
     num_tokens: int
-    num_shared_tokens: int  # tokens cached in the groups that keep all tokens
+    num_shared_tokens: int  # tokens cached in the groups that cache all tokens
 
 
 class PrefixCache:
@@ -97,7 +99,7 @@ class PrefixCache:
     def prefaulted(self) -> tuple[int, float]:
         """Bytes that `CacheOptions.prefault` committed at construction, and the seconds it took.
 
-        (0, 0.0) if the option is off or the pools need too much of the available memory.
+        (0, 0.0) if the option is off or the pools need too large a part of the available memory.
         """
         return self._native.prefaulted
 
@@ -124,7 +126,7 @@ class PrefixCache:
         return self._native.hashes(self._chain(request))
 
     def find(self, hashes: np.ndarray | Sequence[bytes], group: int = 0) -> FoundBlocks:
-        """Look up the blocks that are cached under these hashes on each tier. Does not change the
+        """Look up the blocks that are cached under the given hashes on each tier. Does not change the
         cache.
 
         Each hash is looked up independently, whether or not earlier blocks of its chain are cached.
@@ -182,7 +184,7 @@ class PrefixCache:
         """Count the cached tokens of a request on each tier, in whole blocks. Does not change the
         cache.
 
-        External tokens (`Admit.external`) come after these tokens and are not counted.
+        External tokens (`Admit.external`) follow the cached tokens and are not counted.
 
         Args:
             request: The request.
@@ -204,23 +206,23 @@ class PrefixCache:
         """Find the longest cached prefix on the device. Does not change the cache.
 
         If `hash_block_size` is smaller than a group's blocks, the prefix may end inside a block, as
-        in `step`. The last ID is then the block from which to copy these tokens (see
-        `take_copies`). The request never holds this block. Managers with recurrent groups or with
-        `cached=False` groups find whole blocks only. For these managers, hits end inside blocks
-        only in `step`.
+        in `step`. The last ID is then the block from which to copy the prefix's last tokens (see
+        `take_copies`). The request never holds this block. With a recurrent group or a group with
+        `cached=False`, this method finds only whole blocks, although hits in `step` may end inside a
+        block.
 
         Args:
             request: The request.
             read_cache: Whether the request uses cached blocks. None: the request's own
                 `read_cache`.
             whole_blocks: Whether to find whole blocks only.
-            max_tokens: Maximum length of the prefix, for example if the outputs of later tokens are
-                needed. None: unlimited.
+            max_tokens: Maximum length of the prefix in tokens. Set it, for example, if the outputs of
+                later tokens are needed. None: unlimited.
 
         Returns:
             The prefix, with at most `num_tokens - 1` tokens, because the last token must be
-            computed. It has one array of IDs per group if there are several groups. In window
-            groups, blocks that are no longer read are null.
+            computed. If there are several groups, the prefix has one array of IDs per group. In window
+            groups, blocks that later tokens do not attend to are null.
 
         >>> manager = KVCacheManager(16, 9, 128, hash_block_size=4, num_preallocate_tokens=0)
         >>> plan = manager.step(new=[Request("r1", range(30))])
@@ -240,9 +242,10 @@ class PrefixCache:
     def explain(self, request: Request) -> MissReport:
         """Report why tokens of a request were not found in the cache.
 
-        Requires `CacheOptions.explain_misses`. For an admitted request, the report describes its
-        last admission. For any other request, it describes what would happen if it were admitted
-        now. `stats.missed_tokens` adds up the reports of all admitted requests that read the cache.
+        Requires `CacheOptions.explain_misses`. For an admitted request, the report describes the
+        request's last admission. For any other request, the report describes what would happen if the
+        request were admitted now. `stats.missed_tokens` is the total over all admitted requests that
+        read the cache.
 
         Args:
             request: The request.
@@ -263,7 +266,7 @@ class PrefixCache:
         return report_of(request.request_id, self._eviction, found)
 
     def access(self, request: Request, now: float) -> None:
-        """Notify the eviction policy that the request's blocks are accessed at time `now`, in
+        """Notify the eviction policy that the request's blocks were accessed at time `now`, in
         seconds.
         """
         self._native.access(self._requests.at(request), checked_seconds(now, "now"))
@@ -272,7 +275,7 @@ class PrefixCache:
         """Pin the request's cached blocks on the device for a session, and return their number.
 
         Earlier pins of the session are removed. Pinned blocks are evicted only if no other cached
-        block is left. `stats.num_pins_broken` counts these evictions.
+        block is left. `stats.num_pins_broken` counts such evictions.
 
         Args:
             session: Name of the session.
@@ -301,7 +304,7 @@ class PrefixCache:
         """Replace the state of the eviction policy `learned`.
 
         Args:
-            learned: `stats.learned` of an earlier manager, or a file read by `LearnedReuse.load`. None
+            learned: `stats.learned` of an earlier manager, or the result of `LearnedReuse.load`. None
                 changes nothing.
 
         Raises:
@@ -329,12 +332,12 @@ class PrefixCache:
         """Remove every block from the cache.
 
         Args:
-            group: If given, only the blocks of this group are removed, on both tiers. Blocks of
-                other groups cannot be hit without them, because a hit requires all groups.
+            group: If given, only the blocks of this group are removed, on both tiers. The remaining
+                blocks cannot be hit, because a hit requires blocks of all groups.
 
         Returns:
-            True if the blocks were removed. False if a request holds a block (of this group) or
-            blocks of the group are being loaded from the host. In this case, nothing has changed.
+            True if the blocks were removed. False if a request holds one of these blocks, or one of
+            them is being loaded from the host. In this case, nothing has changed.
         """
         if group is None:
             return self._native.reset_prefix_cache()
@@ -357,12 +360,11 @@ class PrefixCache:
     def num_common_prefix_blocks(
         self, request: Request, num_running_requests: int, group: int = 0
     ) -> int:
-        """Return the number of leading blocks of a request that all `num_running_requests` requests
-        hold.
+        """Return the number of a request's leading blocks that all admitted requests share.
 
         Args:
             request: An admitted request.
-            num_running_requests: Number of admitted requests, this one included.
+            num_running_requests: Number of admitted requests, including this request.
             group: The cache group.
         """
         return self._native.num_common_prefix_blocks(
@@ -385,7 +387,7 @@ class PrefixCache:
         events = events_of(
             self._native.waiting_events(), self._groups, self._block_sizes, self._chain_key
         )
-        self._native.drop_events()  # an interrupt before this line leaves the events in the log
+        self._native.drop_events()  # if an interrupt arrives before this line, the events stay in the log
         return events
 
     def _chain(self, request: Request) -> core.TokenChain:
@@ -399,5 +401,5 @@ def by_group(ids: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:
 
 
 def _choice(value: bool | None, name: str) -> bool | None:
-    """Check an optional flag. None means the request's own setting."""
+    """Validate an optional flag. None selects the request's own setting."""
     return None if value is None else flag(value, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request: its tokens, the other keys on which its KV depends, and its block hashes."""
+"""A request: its tokens, all other inputs on which its KV depends, and its block hashes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class RequestState(Enum):
     """The state of an admitted request.
 
     - `RUNNING`: the request can be served.
-    - `RECEIVING`: its external tokens are being transferred. See `KVCacheManager.finish_receiving`.
+    - `RECEIVING`: the KV of its external tokens is being transferred. See
+      `KVCacheManager.finish_receiving`.
     - `SWAPPED_OUT`: its blocks are on the host.
     """
 
@@ -36,32 +37,33 @@ class Request:
     """A request with its known tokens (prompt and generated tokens) and their block hashes.
 
     Tokens can be appended. All other inputs of the hashes are read-only. Hashes are computed once,
-    are kept during preemption, and can be used by any number of managers.
+    are kept when the request is preempted, and can be used by any number of managers.
 
     Args:
         request_id: Name that identifies the request in managers. Do not change it while the request
             is admitted.
         token_ids: int32[n], or any collection of integers from 0 to 2**31 - 1. The tokens are
             copied. With `mm_items`, `prompt_embeds` or `block_hashes`, negative values are
-            placeholders. A request may start without tokens. `KVCacheManager.admit` can allocate
-            its slots immediately, whereas `step` accepts it only once it has tokens.
+            placeholders. A request may be created without tokens. `KVCacheManager.admit` can then
+            allocate slots for it immediately, whereas `step` accepts it only after tokens were
+            appended.
         lora: (name, path) of the adapter.
-        mm_items: (identifier, first token, number of tokens) of each image or other item. The token
-            IDs may become known later.
+        mm_items: (identifier, first token, number of tokens) of each image or other multimodal item.
+            An item may lie beyond the tokens known so far.
         cache_salt: Requests with different salts never share blocks.
-        prompt_embeds: Array whose row i replaces token i. It is not copied and must not change. It
-            may have fewer rows than there are tokens, or additional rows for future tokens.
+        prompt_embeds: Array whose row i replaces token i. The array is not copied and must not change.
+            It may have fewer rows than there are tokens, or additional rows for future tokens.
         read_cache: Whether the request uses cached blocks. Set it to False if all tokens must be
             computed, for example for prompt log probabilities.
         write_cache: Whether the request's blocks are cached.
-        num_encoder_tokens: Number of tokens that cross-attention groups hold for the request. A
-            request with encoder tokens does not use cached blocks and is not cached.
-        block_hashes: Hashes computed by the engine, one per full block (of `hash_block_size`
-            tokens) of the known tokens, each with the manager's `hash_bytes` bytes. With
-            `num_hash_lookahead_tokens`, a block counts as full once that many tokens after it are
+        num_encoder_tokens: Number of tokens that cross-attention groups store for the request. A
+            request with encoder tokens does not use cached blocks, and its blocks are not cached.
+        block_hashes: Hashes computed by the engine: one hash of `hash_bytes` bytes for each full block
+            of `hash_block_size` known tokens, as configured in the manager. With
+            `num_hash_lookahead_tokens`, a block is treated as full once that many tokens after it are
             known. kvcache does not compute hashes for this request. The list is not copied. Extend
-            it before you append the tokens of another block, and do not change entries. When the
-            request is first passed to a manager, the number of entries must equal the number of
+            the list before you append the tokens of another block, and do not change its entries. When
+            the request is first passed to a manager, the number of entries must equal the number of
             full blocks. Afterwards, it must be at least the number of full blocks. Otherwise the
             call (`step`, `append_tokens`) raises ValueError and changes nothing.
         session: Name of the session, reported in events.
@@ -94,15 +96,17 @@ class Request:
 
     lora = _read_only("lora", "(name, path) of the adapter, or None.")
     mm_items = _read_only("mm_items", "Tuple of (identifier, first token, number of tokens).")
-    cache_salt = _read_only("cache_salt", "Requests with different salts share no blocks; or None.")
-    prompt_embeds = _read_only("prompt_embeds", "Rows that replace tokens, or None.")
-    read_cache = _read_only("read_cache", "Whether the request takes hits.")
+    cache_salt = _read_only(
+        "cache_salt", "Cache salt, or None. Requests with different salts never share blocks."
+    )
+    prompt_embeds = _read_only("prompt_embeds", "Array whose rows replace tokens, or None.")
+    read_cache = _read_only("read_cache", "Whether the request uses cached blocks.")
     write_cache = _read_only("write_cache", "Whether the blocks of the request are cached.")
     num_encoder_tokens = _read_only(
         "num_encoder_tokens", "Encoder tokens, for cross-attention groups."
     )
     block_hashes = _read_only("block_hashes", "The engine's list of hashes, or None.")
-    session = _read_only("session", "Session that events name, or None.")
+    session = _read_only("session", "Session reported in events, or None.")
 
     def __init__(
         self,
@@ -139,7 +143,7 @@ class Request:
         has_placeholders = bool(self._mm_items) or not (
             prompt_embeds is None and block_hashes is None
         )
-        if isinstance(block_hashes, core.HashedTokens):  # may already have been taken
+        if isinstance(block_hashes, core.HashedTokens):  # its tokens may already be taken
             self._tokens = block_hashes.take_tokens()
             self._tokens.append(token_sequence(token_ids)[len(self._tokens) :])
         else:
@@ -170,8 +174,8 @@ class Request:
         self._tokens.append(token_sequence(token_ids))
 
     def chain(self, key: HashKey) -> core.TokenChain:
-        """Return the native hashes for `key`. They are created once per key."""
-        # A manager passes the same tuple each time, so the tuple need not be hashed.
+        """Return the native hashes for `key`, which are created once per key."""
+        # A manager passes the same tuple in every call, so comparing identities avoids hashing it.
         last_key, chain = self._last
         if key is last_key:
             return chain
@@ -218,7 +222,7 @@ class Request:
         )
 
     def _given_hashes(self, key: HashKey) -> tuple[list[bytes], str] | core.HashedTokens:
-        """Return the engine's list of hashes and the request's name, or the engine's hashed tokens."""
+        """Return the engine's list of hashes with the request's name, or the engine's `HashedTokens`."""
         num_blocks = max(self.num_tokens - key.num_lookahead, 0) // key.block_size
         if len(self._block_hashes) != num_blocks:
             followed = f" followed by {key.num_lookahead} tokens" if key.num_lookahead else ""
@@ -250,7 +254,7 @@ def append_token_to_each(requests: list[Request], token_ids: np.ndarray) -> None
 
 
 def last_tokens(requests: list[Request], num_computed: np.ndarray) -> np.ndarray | None:
-    """Return the last token of each request, int32[n], if only that token is not computed.
+    """Return each request's last token, int32[n], if it is the request's only token not yet computed.
 
     Args:
         requests: The requests.

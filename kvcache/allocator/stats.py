@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of a manager's prefix cache."""
+"""Statistics of a manager's prefix cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HitStats:
     num_requests: int
     query_tokens: int  # known tokens of these requests
     hit_tokens: int  # known tokens that were found in the cache
-    host_hit_tokens: int = 0  # hit tokens from the first host block onwards
+    host_hit_tokens: int = 0  # hit tokens from the first block found on the host onward
 
     @property
     def hit_rate(self) -> float:
@@ -26,13 +26,13 @@ class HitStats:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Block counts of one cache group, for the requests that `HitStats` counts.
+    """Block counts of one cache group, for the requests included in `HitStats`.
 
-    Only whole blocks count.
+    Only whole blocks are counted.
     """
 
     query_blocks: int  # blocks of known tokens
-    hit_blocks: int  # query blocks within the hit, including blocks that left a window
+    hit_blocks: int  # blocks within hits, including blocks that left a window
     recent_query_blocks: int  # query_blocks of the most recent requests
     recent_hit_blocks: int
     stored_blocks: int  # blocks that entered the cache
@@ -48,7 +48,7 @@ class GroupStats:
 class DurationStats:
     """Statistics of durations.
 
-    `buckets[i]` counts durations below `2**i` ms that no earlier bucket counts.
+    `buckets[i]` is the number of durations below `2**i` ms that are not in an earlier bucket.
     """
 
     count: int
@@ -68,7 +68,7 @@ class HostStats:
 
     written_blocks: int  # cached blocks that were written to the host
     unwritten_blocks: int  # cached blocks that were not written because no host page was free
-    declined_blocks: int  # cached blocks not written: too few expected hits (host_write="learned")
+    declined_blocks: int  # cached blocks not written because too few hits were expected
     loaded_blocks: int  # blocks loaded for hits on the host
     swapped_out_blocks: int  # blocks of swapped-out requests
     swapped_in_blocks: int
@@ -77,21 +77,22 @@ class HostStats:
 
 @dataclass(frozen=True)
 class PrefixCacheStats(HitStats):
-    """Statistics since the start or the last `clear_stats()`.
+    """Statistics since the manager was created, or since the last `clear_stats()`.
 
     Attributes:
         recent: Hit counts of the most recent requests (`stats_window`).
         groups: Block counts of each cache group.
-        lifetime: Time from caching to eviction of evicted blocks. None unless residency is tracked.
-        idle: Time from the last release to eviction of evicted blocks. None unless residency is
+        lifetime: Time between the caching and the eviction of evicted blocks. None unless residency is
             tracked.
+        idle: Time between the last release and the eviction of evicted blocks. None unless residency
+            is tracked.
         host: Counts of blocks that moved between device and host. None without a host tier.
         num_pins_broken: Number of pinned blocks evicted since the manager was created.
         learned: Counts of the device's eviction policy `learned`. None for other policies.
         missed_tokens: Query tokens that were not hits, by reason (`MISS_REASONS`). None without
             `CacheOptions.explain_misses`.
-        falls_back: Whether the device's eviction policy `learned` currently evicts in the order of `lru`,
-            because it had fewer hits.
+        falls_back: Whether the device's eviction policy `learned` currently evicts in LRU order, because
+            it achieved fewer hits than LRU.
     """
 
     recent: HitStats = HitStats(0, 0, 0)

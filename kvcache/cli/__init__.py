@@ -6,8 +6,8 @@ rejects), a requirement is missing, or the output cannot be written; 2 for incor
 empty or malformed trace; 130 after an interrupt or a broken pipe.
 """
 
-# Modules that take long to import are imported on first use, here and in the other files: --help
-# and --json stay fast, and only commands that compute need torch.
+# Slow imports are deferred to first use, here and in the other files of this package, so that --help
+# and --json stay fast and only commands that run computations need torch.
 from __future__ import annotations
 
 import argparse
@@ -33,7 +33,7 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: the arguments of the process) and return the exit code."""
-    if sys.stderr is None:  # the parent process has closed it, so messages are lost
+    if sys.stderr is None:  # the parent process has closed stderr, so messages are lost
         sys.stderr = io.StringIO()
     try:
         if sys.stdout is None:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 2)
     except (MissingError, OutputError) as error:
         return _complain(error, 1)
-    except (KeyboardInterrupt, SystemExit):  # rich turns a broken pipe into SystemExit
+    except (KeyboardInterrupt, SystemExit):  # rich raises SystemExit on a broken pipe
         return _INTERRUPTED
     except BrokenPipeError:
         return _INTERRUPTED
@@ -150,7 +150,7 @@ def _doctor(options: argparse.Namespace) -> int:
         with writing():
             found = [{"what": name, "found": text, "ok": ok} for name, text, ok in rows]
             print(json.dumps({"ok": is_ok, "rows": found}))
-    elif find_spec("rich") is None:  # reported as missing
+    elif find_spec("rich") is None:  # one of the rows reports rich as missing
         print("\n".join(f"{name}: {text}" for name, text, _ in rows))
     else:
         show(doctor.table(rows))

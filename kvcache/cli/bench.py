@@ -83,7 +83,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
-    """Raise ValueError if the pools and buffers of the benchmark do not fit on the device or the host."""
+    """Raise ValueError if the benchmark's pools and buffers do not fit on the device or the host."""
     import torch
 
     from kvcache.worker.pages.pinning import check_host_memory

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option --curve of `kvcache replay`."""
+"""The `--curve` option of `kvcache replay`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache.cli.modules import import_module
 
 
 def check_curve(args: argparse.Namespace) -> None:
-    """Parse the policies of --curve, in place. Raise UsageError for options that conflict."""
+    """Parse the policies in `args.curve` in place. Raise UsageError for conflicting options."""
     if args.curve is None:
         for option, given in (("--rate", args.rate is not None), ("--exact", args.exact)):
             if given:
@@ -34,7 +34,7 @@ def check_curve(args: argparse.Namespace) -> None:
     ):
         if given:
             raise UsageError(
-                f"{option} is given with --curve: expected one of them, because a curve "
+                f"{option} is given with --curve: expected only one of the two, because a curve "
                 "covers one full-attention group and one request at a time, at several sizes"
             )
     replay = import_module("kvcache.replay")
@@ -45,5 +45,5 @@ def check_curve(args: argparse.Namespace) -> None:
             policies.parse_eviction(text)
         except ValueError as error:
             raise UsageError(f"--curve has {error}") from None
-    if args.sizes is not None:  # with the null block, like --num-blocks
+    if args.sizes is not None:  # includes the null block, like --num-blocks
         args.sizes = tuple(sorted({size - 1 for size in args.sizes}))

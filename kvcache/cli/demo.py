@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvcache.engine import Engine
 
 _USERS, _TURNS = 16, 4
-_TEXT_USERS, _TEXT_TURNS = 4, 3  # fewer, because a model that writes English is far larger
+# Fewer chats, because a model that generates English text is far larger.
+_TEXT_USERS, _TEXT_TURNS = 4, 3
 _MAX_CHAT_TOKENS = 320
 
 
@@ -125,7 +126,7 @@ def _serve(args: argparse.Namespace) -> int:
         show(demo.report_table(report))
         show(demo.summary(report))
     if args.kv_cache_dtype is not None:
-        return 0  # quantized KV changes answers
+        return 0  # with quantized KV, different answers are not errors
     return 0 if report.identical_sequences == report.sequences else 1
 
 

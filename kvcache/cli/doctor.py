@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache doctor`: versions, native libraries and their origin, build tools."""
+"""`kvcache doctor`: reports versions, native libraries and their origin, and build tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXTRAS = {
 
 
 def table(rows: list[tuple[str, str, bool]]) -> Table:
-    """Return the rows of `diagnosis` as a rich table."""
+    """Return the rows of `diagnosis` as a `rich` table."""
     from rich.table import Table
     from rich.text import Text
 
@@ -66,7 +66,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
 
 
 def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
-    """Return such rows for a model in vLLM with kvcache's scheduler."""
+    """Return rows in the format of `diagnosis` for a model served by vLLM with kvcache's scheduler."""
     if not arguments:
         raise UsageError("--vllm: expected a model, or a folder with its config.json")
     try:
@@ -127,7 +127,7 @@ def _cuda_ops() -> str:
     import torch
 
     if not torch.version.cuda:
-        return "not needed: torch is without CUDA"
+        return "not needed: torch is built without CUDA"
     return _library("libkvcache_cuda")
 
 
@@ -137,7 +137,7 @@ def _cuda_driver() -> str:
     from kvcache.native import load
 
     if not torch.version.cuda:
-        return "not needed: torch is without CUDA"
+        return "not needed: torch is built without CUDA"
     _library("libkvcache_cpu")
     return load.cuda_versions() or "unknown: it cannot be queried without a CUDA library"
 
@@ -149,8 +149,8 @@ def _locked_memory() -> str:
     if limit == resource.RLIM_INFINITY:
         return "not limited"
     return (
-        f"{limit / 2**20:,.1f} MiB at most (`ulimit -l`): more host pages may not be pinned; "
-        "`ulimit -l unlimited`, `docker run --ulimit memlock=-1`"
+        f"{limit / 2**20:,.1f} MiB at most (`ulimit -l`): pinning more host pages may fail; raise the "
+        "limit with `ulimit -l unlimited` or `docker run --ulimit memlock=-1`"
     )
 
 
@@ -158,7 +158,9 @@ def _sha256() -> str:
     from kvcache.native.load import core
 
     name = core.sha256_implementations()[0]
-    return "portable C++: this processor has no instructions for it" if name == "portable" else name
+    return (
+        "portable C++: this processor has no SHA-256 instructions" if name == "portable" else name
+    )
 
 
 def _compiler() -> str:
@@ -172,7 +174,7 @@ def _ninja() -> str:
 
     beside = Path(sys.executable).with_name(
         "ninja"
-    )  # in a virtual environment that is not activated
+    )  # found even if the virtual environment is not activated
     found = which("ninja") or (str(beside) if beside.exists() else None)
     if found is None:
         raise LookupError("pip install ninja; only builds at run time need it")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option --events and its related options, which publish cache events for routers."""
+"""The `--events` option and its related options, which publish cache events for routers."""
 
 from __future__ import annotations
 

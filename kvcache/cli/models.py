@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads models for commands: tiny models and SmolLM2 by name, checkpoints by folder."""
+"""Loads models for commands: tiny models and SmolLM2 by name, and checkpoints from a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 def load_model(
     name: str, option: str, dtype: str = "float32", device: str = "cpu"
 ) -> PreTrainedModel:
-    """Load a checkpoint, or a tiny model in float64, whose answers do not depend on rounding.
+    """Load a checkpoint or a tiny model. Tiny models use float64, so that rounding does not affect their
+    answers.
 
     Raises:
         UsageError: The model is unknown or cannot be loaded. The message names `option`.
@@ -70,9 +71,9 @@ def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
 
 
 def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the end tokens in the generation config and the config.
+    """Return the end tokens in the model's generation config and config.
 
-    Chat models often define more end tokens there than their tokenizer does.
+    Chat models often define more end tokens in these files than in their tokenizer.
     """
     ends: set[int] = set()
     for config in (model.generation_config, model.config, model.config.get_text_config()):

@@ -30,7 +30,8 @@ def check_cuda(device: str) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise UsageError(
-            f"--device is {device!r}: expected cpu, torch {torch.__version__} finds no CUDA device"
+            f"--device is {device!r}: expected cpu, because torch {torch.__version__} finds no CUDA "
+            "device"
         )
     index = int(device.partition(":")[2] or 0)
     if index >= count:

@@ -14,12 +14,12 @@ from kvcache.cli.errors import OutputError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_STATE_WIDTH = 72  # minimum terminal width, in columns, for a bar with its state
+_STATE_WIDTH = 72  # minimum terminal width, in columns, for showing a bar's state
 
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Return a context for writes to standard output that turns a full disk into an OutputError."""
+    """Return a context manager that raises OutputError if a write to standard output fails."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def show(what: object) -> None:
 def progress_bars() -> Progress:
     """Return progress bars on stderr that fit the terminal.
 
-    A task's field `state` is shown after its bar if there is room.
+    A task's field `state` is shown after its bar if the terminal is wide enough.
     """
     from rich.console import Console
     from rich.progress import (
@@ -62,7 +62,7 @@ def progress_bars() -> Progress:
     console = Console(stderr=True)
     has_state = console.width >= _STATE_WIDTH
     return Progress(
-        SpinnerColumn(),  # animated while a long step runs or a model loads
+        SpinnerColumn(),  # animated during long steps and while a model loads
         TextColumn("{task.description}"),
         BarColumn(bar_width=max(4, min(40, console.width - (60 if has_state else 36)))),
         MofNCompleteColumn(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options and checks of values that several commands share."""
+"""Options and value checks that several commands share."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def number(option: str, least: int, most: int) -> Callable[[str], int]:
 
 
 def plot_file(text: str) -> str:
-    # os.path, not pathlib: with a name that is too long for the system, pathlib raises an
-    # exception.
+    # os.path is used because pathlib raises an exception for names that are too long for the file
+    # system.
     folder = os.path.dirname(text) or "."
     if os.path.splitext(text)[1].lower() != ".png":
         raise UsageError(f"--plot is {text!r}: expected a file name that ends in .png")

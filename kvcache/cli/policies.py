@@ -10,7 +10,7 @@ from kvcache.cli.modules import import_module
 
 
 def policy_options(args: argparse.Namespace, host_option: str) -> dict:
-    """Return the `CacheOptions` fields of the options that were given.
+    """Return the `CacheOptions` fields that correspond to the given command-line options.
 
     Raises UsageError for malformed values, and for host-tier options without `host_option`.
     """

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
-_MOST_RECORDED = 2**18  # --why samples the evicted blocks of larger pools
+_MOST_RECORDED = 2**18  # for larger pools, --why records a sample of evictions
 _DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
 
 
@@ -110,7 +110,7 @@ def _import_files(args: argparse.Namespace) -> None:
     for path in args.imports or ():
         if not (path.endswith(".py") and os.path.isfile(path)):
             raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
-        import_module("kvcache.kinds")  # so that its own errors are not attributed to the file
+        import_module("kvcache.kinds")  # first, so that its errors are not attributed to the file
         name = f"kvcache_import:{os.path.realpath(path)}"
         if name in sys.modules:
             continue
@@ -127,7 +127,7 @@ def _import_files(args: argparse.Namespace) -> None:
 
 
 def _error_text(error: BaseException, path: str) -> str:
-    """Return type and message of an error, and the last line of the file in its traceback."""
+    """Return an error's type and message, and the last line of the file in its traceback."""
     lines = [f"{type(error).__name__}: {error}"]
     frames = traceback.extract_tb(error.__traceback__)
     lines += [f"line {frame.lineno}" for frame in reversed(frames) if frame.filename == path][:1]
@@ -135,7 +135,7 @@ def _error_text(error: BaseException, path: str) -> str:
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raise MissingError before the work begins if a required module is missing."""
+    """Raise MissingError if a required module is missing, before any work begins."""
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     if args.verify:
@@ -176,12 +176,12 @@ def _resolve(args: argparse.Namespace) -> None:
     _check_comparison(args)
     if args.host_blocks == 1:
         raise UsageError(
-            "--host-blocks is 1: expected 2 or more (one is the null block), or 0: none"
+            "--host-blocks is 1: expected 2 or more (one is the null block), or 0 for no host tier"
         )
     if args.store_blocks and args.verify:
         raise UsageError(
-            f"--store-blocks is {args.store_blocks} with --verify: expected one of them, as the store is "
-            "simulated without content"
+            f"--store-blocks is {args.store_blocks} with --verify: expected only one of the two, because "
+            "the store is simulated without content"
         )
     args.policies = policy_options(args, "--host-blocks")
     args.between = _between(args)
@@ -208,7 +208,7 @@ def _between(args: argparse.Namespace) -> Disaggregation | None:
         *(("--chunk-tokens", args.chunk_tokens), ("--store-blocks", args.store_blocks)),
     ):
         if value:
-            raise UsageError(f"{option} is given with --disaggregate: expected one of them")
+            raise UsageError(f"{option} is given with --disaggregate: expected only one of the two")
     try:
         return import_module("kvcache.replay").Disaggregation.parse(args.disaggregate)
     except (TypeError, ValueError) as error:
@@ -228,7 +228,9 @@ def _service(args: argparse.Namespace) -> Service | None:
 def _check_comparison(args: argparse.Namespace) -> None:
     if args.compare is None:
         if args.sizes is not None and args.curve is None:
-            raise UsageError("--sizes is given without --compare: expected both, or --num-blocks")
+            raise UsageError(
+                "--sizes is given without --compare or --curve: expected one of them, or use --num-blocks"
+            )
         return
     for option, value in (
         ("--eviction", args.eviction),
@@ -238,7 +240,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
         ("--why", args.why),
     ):
         if value:
-            raise UsageError(f"{option} is given with --compare: expected one of them")
+            raise UsageError(f"{option} is given with --compare: expected only one of the two")
     policies = import_module("kvcache.replay.policies")
     args.compared = args.compare.split(",") if args.compare else None
     for text in args.compared or ():
@@ -276,7 +278,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             f"--num-blocks is {args.num_blocks}{_and_host(args)}: expected fewer, because this many do "
             f"not fit into memory ({error})"
         ) from None
-    except ValueError as error:  # block sizes without a common multiple of reasonable size
+    except ValueError as error:  # the least common multiple of the block sizes is too large
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     name, workload = read_workload(args)
     try:
@@ -372,7 +374,7 @@ def _curve(args: argparse.Namespace) -> int:
 def _exact(
     args: argparse.Namespace, requests: list[WorkloadRequest], sizes: Sequence[int]
 ) -> Comparison:
-    """Replay the whole trace at each size of --curve."""
+    """Replay the whole trace at each size in --curve."""
     replay = import_module("kvcache.replay")
     num_replays = len(sizes) * len(args.curve)
     try:
@@ -534,7 +536,7 @@ def write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
 
 
 def _exit_code(report: ReplayReport) -> int:
-    """Report wrong KV, if any was found, and return the exit code."""
+    """Report any wrong KV that was found, and return the exit code."""
     found = report.mismatched_requests or []
     for mismatch in found[:_NUM_SHOWN_MISMATCHES]:
         say(str(mismatch))

@@ -16,7 +16,7 @@ from kvcache.cli.parsing import (
     plot_file,
 )
 
-# Default sizes: the pool holds part of the workload, so that there are both hits and evictions.
+# Default sizes. The pool holds only part of the workload, so that both hits and evictions occur.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
 TIMED_CONCURRENCY = 256
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
@@ -84,8 +84,8 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         "--sizes",
         metavar="N,N",
         type=_sizes,
-        help="pool sizes for --compare and --curve; default: from 1/8 to 4 times --num-blocks, for "
-        "--curve two per octave, up to the number of different blocks",
+        help="pool sizes for --compare and --curve; default: 1/8 to 4 times --num-blocks for --compare, "
+        "and two sizes per octave up to the number of distinct blocks for --curve",
     )
     sub.add_argument(
         "--curve",
@@ -99,8 +99,8 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         "--rate",
         metavar="R",
         type=_rate,
-        help="fraction of the blocks that --curve samples; default: all of short traces, fewer of long "
-        "ones",
+        help="fraction of the blocks that --curve samples; default: 1 for short traces, less for "
+        "long traces",
     )
     sub.add_argument(
         "--timed",

@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from kvcache.tracing import TraceBackend
 
 _KEY_VARIABLE = "KVCACHE_API_KEY"
-_PROBES = (
-    "/health",
-    "/metrics",
-    "/state",
-)  # polled paths, whose requests are logged only at debug level
-_SWITCH_SECONDS = 0.0005  # interval at which the engine thread and the event loop switch
+# Paths that clients poll. Requests to these paths are logged only at debug level.
+_PROBES = ("/health", "/metrics", "/state")
+# Python's thread switch interval. It limits how long the engine thread can delay the event loop.
+_SWITCH_SECONDS = 0.0005
 
 
 _OF_MODEL = {  # defaults that depend on the model
@@ -74,7 +72,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
             1,
             MAX_INT32,
             None,
-            "maximum number of tokens of a prompt and its answer",
+            "maximum number of tokens in a prompt and its answer together",
         ),
         ("--max-num-seqs", 1, 65_536, 32, "maximum number of concurrent sequences"),
         ("--max-num-batched-tokens", 1, MAX_INT32, 512, "maximum number of tokens per step"),
@@ -97,7 +95,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(option, choices=choices, default=choices[0], help=text)
     for option, default, text in (
         ("--request-timeout", 30, "time limit for receiving a request"),
-        ("--grace", 10, "time for answers in flight to finish when the server stops"),
+        ("--grace", 10, "time that answers in flight have to finish when the server stops"),
     ):
         sub.add_argument(
             option,
@@ -166,7 +164,8 @@ def run_serve(args: argparse.Namespace) -> int:
     check_source_options(args)
     if args.api_key is not None and args.prefill:
         raise UsageError(
-            "--api-key is given with --prefill: expected one of them, because /prefill checks no key"
+            "--api-key is given with --prefill: expected only one of the two, because /prefill checks no "
+            "key"
         )
     options = policy_options(args, "--host-budget") | {"explain_misses": args.explain_misses}
     budgets = _byte_count(args.budget, "--budget"), _byte_count(args.host_budget, "--host-budget")
@@ -229,7 +228,7 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = error.strerror.partition(" (")[0]  # without the address that Python appends
+        reason = error.strerror.partition(" (")[0]  # remove the address that Python appends
         raise UsageError(
             f"--host is {host!r}, --port is {port}: expected an address and a port that are free here "
             f"({reason}); --port 0 selects a free port"
@@ -293,10 +292,12 @@ def _byte_count(text: str | None, option: str) -> int:
 
 
 def _texts(name: str, model: PreTrainedModel) -> Texts:
-    """Return the checkpoint's tokenizer, or a byte tokenizer if it has none and 256 tokens suffice."""
+    """Return the checkpoint's tokenizer, or a byte tokenizer if the checkpoint has no tokenizer and the
+    model has at least 256 tokens.
+    """
     from kvcache.server import ByteTexts, TokenizerTexts
 
-    if not model.name_or_path:  # a tiny model
+    if not model.name_or_path:  # tiny models have no folder
         return ByteTexts()
     ends, tokenizer = end_token_ids(model), load_tokenizer(model)
     if tokenizer is not None:

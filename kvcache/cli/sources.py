@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_source_options(sub: argparse.ArgumentParser) -> None:
-    """Add the options of all sources, which are off by default."""
+    """Add the options of all sources. All sources are off by default."""
     sub.add_argument(
         "--store",
         metavar="DIR|URL",
@@ -42,15 +42,15 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--prefill-from",
         metavar="HOST:PORT",
-        help="let this server, which runs with --prefill, prefill prompts, and load their KV from it; "
-        "prompts are computed locally while it does not answer",
+        help="server that runs with --prefill; it prefills prompts, and their KV is loaded from it; "
+        "prompts are computed locally while that server does not respond",
     )
     sub.add_argument(
         "--prefill-timeout",
         metavar="SECONDS",
         type=number("--prefill-timeout", 1, 86_400),
         default=10,
-        help="time limit for a prefill, and for the load of its KV; default 10",
+        help="timeout for a prefill, and for loading its KV; default 10",
     )
     sub.add_argument(
         "--transport",
@@ -87,7 +87,7 @@ def make_sources(
 
     Args:
         args: Parsed options.
-        model: The model; its weights identify the KV.
+        model: The model. A digest of its weights identifies the KV.
         cache: The model's cache.
         announce: Whether cache events are published, including the store's events.
 

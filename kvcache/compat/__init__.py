@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interfaces of other engines over kvcache: vLLM's block space manager, topology and connector helpers.
+"""Interfaces of other engines, implemented with kvcache: vLLM's block space manager, topology and
+connector helpers.
 
-Names are imported on first use. Names that move bytes import torch.
+Names are imported on first use. Only the functions that copy data import torch.
 """
 
 from __future__ import annotations

@@ -18,24 +18,26 @@ _EVENTS_METHODS = ("add_events", "get_all_events", "increment_workers", "get_num
 
 @dataclass
 class KVConnectorOutput:
-    """Report on the transfers of one step, from one worker or merged over all workers.
+    """Report on the transfers of one step, from one worker or merged from all workers.
 
-    An engine may pass objects of its own class with these attributes and others. Missing attributes
-    count as empty. Additional attributes need a rule (`KVOutputAggregator.register_rule`).
+    An engine may pass objects of its own class instead. Attributes that the class lacks are treated as
+    empty. Attributes that this class does not have need a merge rule
+    (`KVOutputAggregator.register_rule`).
 
     Args:
-        finished_sending: Ids of requests that have finished sending.
-        finished_recving: Ids of requests that have finished receiving, including failed requests.
-        failed_recving: Ids of requests that could not be received completely. A worker also lists them
-            in `finished_recving` once it has stopped receiving them.
-        kv_connector_stats: An object with `aggregate(other)`, which returns the sum (or None if it
-            updates itself in place), and optionally `is_empty()`.
+        finished_sending: Ids of requests whose KV has been sent completely.
+        finished_recving: Ids of requests whose transfer to the worker has ended, including failed
+            requests.
+        failed_recving: Ids of requests whose KV could not be received completely. A worker also lists
+            such a request in `finished_recving` once it has stopped receiving KV for the request.
+        kv_connector_stats: An object with a method `aggregate(other)`, which returns the sum (or None if
+            the object is updated in place), and optionally a method `is_empty()`.
         kv_connector_worker_meta: An object with `aggregate(other)`, as for `kv_connector_stats`.
         kv_cache_events: A `KVCacheEvents`, a list of events, or an object with `add_events`,
             `get_all_events`, `increment_workers` and `get_number_of_workers`.
         invalid_block_ids: Ids of blocks that could not be loaded.
-        expected_finished_count: Number of reports that finish a request, for requests first reported
-            from now on. 0 keeps the current number.
+        expected_finished_count: Number of reports after which a request is finished. Applies to requests
+            that are first reported in this report or later. 0 keeps the current number.
     """
 
     finished_sending: set[str] | None = None
@@ -55,8 +57,8 @@ class KVOutputAggregator:
     """Merges the workers' reports of each step.
 
     Args:
-        expected_finished_count: Number of reports that finish a request, counted separately for
-            sending and receiving.
+        expected_finished_count: Number of reports after which a request is finished, counted separately
+            for sending and receiving.
 
     Raises:
         ValueError: `expected_finished_count` is below 1.
@@ -81,7 +83,7 @@ class KVOutputAggregator:
 
     @classmethod
     def from_connector(cls, connector: object, world_size: int) -> KVOutputAggregator:
-        """Create an aggregator for the number of reports that a connector expects.
+        """Create an aggregator that expects the number of reports stated by a connector.
 
         Args:
             connector: An object with `get_finished_count()`.
@@ -102,32 +104,33 @@ class KVOutputAggregator:
 
     @property
     def expected_finished_count(self) -> int:
-        """Number of reports that finish a request, for requests not reported yet."""
+        """Number of reports after which a request is finished, for requests not reported yet."""
         return self._state.expected
 
     @property
     def remaining_sending(self) -> dict[str, int]:
-        """Number of missing reports for each request that some workers have finished sending."""
+        """Number of missing reports for each request that only some workers have finished sending."""
         return dict(self._state.remaining_sending)
 
     @property
     def remaining_recving(self) -> dict[str, int]:
-        """Number of missing reports for each request that some workers have finished receiving."""
+        """Number of missing reports for each request that only some workers have finished receiving."""
         return dict(self._state.remaining_recving)
 
     @property
     def remaining_failed_recving(self) -> set[str]:
-        """Ids of requests reported as failed that not all workers have finished receiving."""
+        """Ids of failed requests for which reports from some workers are still missing."""
         return set(self._state.failed_recving)
 
     def begin_receiving(self, request_id: str) -> None:
         """Start a new use of a request id. Only engines that reuse ids need this call.
 
-        A failure reported after the last `finished_recving` of the id is discarded. Without this call,
-        it counts for the next use of the id, because reports do not identify the use.
+        This call discards failures of the id that were reported after its last `finished_recving`.
+        Otherwise, such a failure would apply to the next use of the id, because reports contain only
+        the id.
 
         Args:
-            request_id: The request that the workers begin to receive.
+            request_id: Id of the request whose KV the workers begin to receive.
 
         Raises:
             TypeError: `request_id` is not a string.
@@ -150,14 +153,14 @@ class KVOutputAggregator:
         self._state = replace(state, failed_recving=state.failed_recving - {request_id})
 
     def register_rule(self, name: str, rule: Rule) -> None:
-        """Define how to merge an attribute that `KVConnectorOutput` does not have.
+        """Register a rule that merges an attribute that `KVConnectorOutput` does not have.
 
         Args:
             name: The attribute of an engine's own reports.
-            rule: Called as `rule(merged, reported)` with the merged value of the preceding
-                workers and the value of the next worker, both copies. Returns the merged value. The
-                first value is taken unchanged, and None counts as no value. `aggregate` propagates
-                exceptions of the rule and then changes nothing.
+            rule: Called as `rule(merged, reported)` with the merged value of the preceding workers and
+                the value of the next worker. Both are copies. Returns the merged value. The first
+                value is used unchanged, and None is treated as no value. If the rule raises an
+                exception, `aggregate` propagates it and changes nothing.
 
         Raises:
             TypeError: `name` is not a string, or `rule` is not callable.
@@ -186,28 +189,27 @@ class KVOutputAggregator:
         """Merge the reports of all workers into the output of one worker.
 
         - A request appears in the merged `finished_sending` (`finished_recving`) in the call that
-          receives its last report. An id counts once per report. The aggregator counts reports, not
-          workers: if a worker lists a request again in a later call, it counts again.
+          receives its last report. An id is counted once per report. The aggregator counts reports, not
+          workers: if a worker lists a request again in a later call, the request is counted again.
         - When a request appears in the merged `finished_recving`, it also appears in `failed_recving` if
-          any worker has reported it as failed by then. A later failure counts for the next use of the id
-          unless `begin_receiving` is called.
+          any worker has reported it as failed by then. A later failure is attributed to the next use of
+          the id unless `begin_receiving` is called.
         - Reports are merged in worker order. A worker's `expected_finished_count` applies to new
-          requests, starting with its own report.
-        - Statistics are summed by type: `kv_connector_stats` is the sum, or `{type: sum}` for several
-          types. `kv_connector_worker_meta` is the sum over all workers.
-        - Events are kept per worker. A worker whose `kv_cache_events` is None does not count as a worker
-          of the events. A worker with an empty list counts as a worker, so no event is common to all
-          workers.
+          requests, starting with the requests in the same report.
+        - Statistics are summed by type: `kv_connector_stats` is the sum, or `{type: sum}` if there are
+          several types. `kv_connector_worker_meta` is the sum over all workers.
+        - Events are kept per worker. A worker whose `kv_cache_events` is None is not counted as a worker.
+          A worker with an empty list is counted, so that no event is common to all workers.
         - `invalid_block_ids` is the union over all workers.
         - Other attributes are merged by their rules (`register_rule`).
 
         The merged report has the class of the first report. If no worker reports anything, it has
-        the class of the last report seen, initially `KVConnectorOutput`. A field that no worker
-        reported has the default of the class if it is a dataclass, and None otherwise. For example,
-        `invalid_block_ids` is an empty set if that is the default of the engine's class. Empty
-        statistics become None, as do falsy events: lists and `KVCacheEvents` without events. An
-        engine's own events object without events is kept unless its `__bool__` returns False. The
-        workers' reports are not modified, except in the returned output.
+        the class of the last merged report, initially `KVConnectorOutput`. A field that no worker
+        reported has its default value if the class is a dataclass, and None otherwise. For example,
+        `invalid_block_ids` is an empty set if that is the default in the engine's class. Empty
+        statistics, empty lists of events and empty `KVCacheEvents` are replaced by None. An engine's own
+        events object without events is kept unless its `__bool__` returns False. The workers' reports
+        are not modified, except in the returned output.
 
         Args:
             outputs: One output per worker. Each has an attribute `kv_connector_output`: a
@@ -219,10 +221,10 @@ class KVOutputAggregator:
             output is None or falsy; the merged report is then kept and returned with the next output.
 
         Raises:
-            ValueError: The output of another worker is None, `output_rank` is not a worker, or
-                a report is invalid: events of different types, statistics that cannot be added, a
-                negative count, a string, mapping or number in place of a set of ids, or a non-empty
-                attribute without a rule. Nothing has changed.
+            ValueError: The output of a worker other than `output_rank` is None, `output_rank` is out of
+                range, or a report is invalid. A report is invalid if it has events of a different
+                type, statistics that cannot be added, a negative count, a string, mapping or number in
+                place of a set of ids, or a non-empty attribute without a rule. Nothing has changed.
         """
         reports = _reports(outputs, output_rank)
         before = self._state
@@ -257,21 +259,21 @@ class KVOutputAggregator:
             self._state = state
             return None
         report = merged.report(empty, failed & merged.recving, expected)
-        # There is no call between the two assignments, so no signal handler can run there.
+        # Signal handlers run only at calls, so none can run between these two assignments.
         output.kv_connector_output, self._state = report, state
         return output
 
 
 @dataclass(frozen=True)
 class _State:
-    """State of an aggregator. Each call creates a new state and assigns it at the end."""
+    """State of an aggregator. Each call to `aggregate` creates a new state and assigns it at its end."""
 
     expected: int
     remaining_sending: dict[str, int] = field(default_factory=dict)
     remaining_recving: dict[str, int] = field(default_factory=dict)
     failed_recving: set[str] = field(default_factory=set)  # reported as failed, not yet finished
     pending: _Merged | None = None  # merged reports not yet returned in an output
-    # An empty report of the engine's class.
+    # An empty report, as an instance of the engine's `KVConnectorOutput` class.
     empty: object = field(default_factory=KVConnectorOutput)
 
 
@@ -284,8 +286,8 @@ class _Merged:
     invalid_block_ids: set[int] = field(default_factory=set)
     stats: dict[type, object] = field(default_factory=dict)
     worker_meta: object | None = None
-    events: dict[int, object] = field(default_factory=dict)  # events of each worker, by rank
-    others: dict[str, object] = field(default_factory=dict)  # merged value, by attribute name
+    events: dict[int, object] = field(default_factory=dict)  # keyed by worker
+    others: dict[str, object] = field(default_factory=dict)  # keyed by attribute name
 
     def add_stats(self, stats: object | None, worker: int) -> None:
         if stats is None:
@@ -301,7 +303,7 @@ class _Merged:
         self.worker_meta = _sum(self.worker_meta, meta)
 
     def add_others(self, report: object, worker: int, rules: Mapping[str, Rule]) -> None:
-        """Add the attributes that `KVConnectorOutput` does not have, by their rules."""
+        """Merge the attributes that `KVConnectorOutput` does not have, using their rules."""
         for name in _attributes(report):
             value = getattr(report, name, None)
             if name in _KNOWN or value is None:
@@ -338,7 +340,9 @@ class _Merged:
             self.events[worker] = copy.deepcopy(events)
 
     def report(self, empty: object, failed: set[str], expected: int) -> object:
-        """Return the merged report, of the class of `empty` and with its values for unreported fields."""
+        """Return the merged report as an instance of `empty`'s class. Fields that no worker reported
+        have the values of `empty`.
+        """
         stats = next(iter(self.stats.values())) if len(self.stats) == 1 else self.stats
         values = {
             "finished_sending": self.sending,
@@ -354,7 +358,8 @@ class _Merged:
         report = _emptied(empty)
         for name in (*_KNOWN, *self.others):
             if name in values or not hasattr(report, name):
-                # A class may lack fields that no worker reported or that the aggregator tracks itself.
+                # The engine's class may lack fields that no worker reported or that only the
+                # aggregator tracks.
                 optional = name not in values or name == "expected_finished_count"
                 _assign(report, name, values.get(name), optional=optional)
         return report
@@ -411,7 +416,7 @@ def _ids(report: object, name: str, worker: int) -> set:
         return set()
     try:
         if isinstance(ids, str | bytes | bytearray | memoryview | Mapping):
-            raise TypeError("this can be iterated over, but is not a set of ids")
+            raise TypeError("iterable, but not a set of ids")
         return set(ids)
     except TypeError as error:
         raise ValueError(
@@ -422,7 +427,7 @@ def _ids(report: object, name: str, worker: int) -> set:
 def _count(
     req_ids: set[str], expected: int, remaining: dict[str, int], changed: dict[str, int]
 ) -> set[str]:
-    """Count one report of each request in `changed`; return the finished requests."""
+    """Count one report for each request in `changed`, and return the requests that are now finished."""
     finished = set()
     for req_id in req_ids:
         left = (changed.get(req_id, remaining.get(req_id)) or expected) - 1
@@ -457,7 +462,9 @@ def _is_empty(stats: object) -> bool:
 
 
 def _attributes(report: object) -> list[str]:
-    """Return the public attributes: a dataclass's fields, or the instance's own and its slots."""
+    """Return the public attributes: the fields of a dataclass, otherwise the instance's attributes and
+    slots.
+    """
     if dataclasses.is_dataclass(report):
         return [each.name for each in dataclasses.fields(report) if not each.name.startswith("_")]
     names = dict.fromkeys((*getattr(report, "__dict__", ()), *getattr(report, "_fields", ())))
@@ -489,7 +496,7 @@ def _says_nothing(report: object, name: str) -> bool:
 
 
 def _emptied(report: object) -> object:
-    """Return a copy of a report in which every attribute has its default value, or None."""
+    """Return a copy of a report with all attributes set to their defaults, or None without a default."""
     emptied = copy.copy(report)
     for name in _attributes(report):
         _assign(emptied, name, _default(report, name))
@@ -497,7 +504,7 @@ def _emptied(report: object) -> object:
 
 
 def _assign(report: object, name: str, value: object, *, optional: bool = False) -> None:
-    """Set an attribute, also of a frozen dataclass; raise ValueError on failure unless `optional`."""
+    """Set an attribute, even of a frozen dataclass. Raise ValueError on failure unless `optional`."""
     try:
         try:
             setattr(report, name, value)
@@ -506,6 +513,6 @@ def _assign(report: object, name: str, value: object, *, optional: bool = False)
     except (AttributeError, TypeError) as error:
         if not optional:
             raise ValueError(
-                f"a report is a {type(report).__name__}, whose {name} cannot be set: expected one of a "
-                "class with that attribute"
+                f"a report is a {type(report).__name__}, whose {name} cannot be set: expected a report "
+                "whose class has that attribute"
             ) from error

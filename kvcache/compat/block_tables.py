@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables with the argument lists of vLLM and of its NPU variant."""
+"""Block tables with the constructor arguments of vLLM and of vLLM's NPU variant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.worker.tables.table_shape import TableShape, num_blocks_for
 
 
 class BlockTable(GroupTable):
-    """The block table of one group, constructed with the arguments of vLLM's `BlockTable`.
+    """The block table of one group, with the constructor arguments of vLLM's `BlockTable`.
 
     Pass arguments by keyword, because engines order them differently.
 
@@ -33,7 +33,7 @@ class BlockTable(GroupTable):
         context_parallel: Context-parallel sizes and ranks.
         num_speculative_tokens: Maximum number of draft tokens of a request in a step.
         slot_mapping: Whether the group has slots.
-        replicated: Whether every context-parallel rank holds all tokens.
+        replicated: Whether every context-parallel rank stores all tokens.
         slot_mapping_dtype: `torch.int64` or `torch.int32`.
         pcp_padding: Whether to pad the slot mapping, as in `BlockTables`.
 
@@ -93,7 +93,7 @@ class BlockTable(GroupTable):
 
 
 class MultiGroupBlockTable(BlockTables):
-    """The block tables of all groups, constructed with the arguments of vLLM's `MultiGroupBlockTable`.
+    """The block tables of all groups, with the constructor arguments of vLLM's `MultiGroupBlockTable`.
 
     Pass arguments by keyword, because engines order them differently. Lists have one entry per group.
 
@@ -107,12 +107,12 @@ class MultiGroupBlockTable(BlockTables):
         kernel_block_sizes: Tokens per block of the attention kernel.
         num_speculative_tokens: Maximum number of draft tokens of a request in a step.
         cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
-        kernel_sizes: Candidate lists for the kernel block size. A single list serves all groups.
+        kernel_sizes: Lists of candidates for the kernel block size. A single list applies to all groups.
         context_parallel: Context-parallel sizes and ranks.
         max_num_blocks: Allocation blocks per row. None:
             `max(ceil(max_model_len / (block_size * world_size)), 1 + num_speculative_tokens)`.
         slot_mapping: Whether the group has slots.
-        replicated: Whether every context-parallel rank holds the whole group.
+        replicated: Whether every context-parallel rank stores all tokens of the group.
         slot_mapping_dtype: `torch.int64` or `torch.int32`.
         pcp_padding: Whether to pad the slot mapping, as in `BlockTables`.
 

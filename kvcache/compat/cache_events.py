@@ -14,7 +14,7 @@ from kvcache.transfer.sharding import MAX_RANKS
 
 
 class KVCacheEvents:
-    """Cache events by worker, in report order.
+    """Cache events grouped by worker, in report order.
 
     A new object has one worker. Events may be `kvcache.events` objects, which are compared by
     content, or any hashable objects. Events are not copied.
@@ -50,7 +50,7 @@ class KVCacheEvents:
         self._by_worker += [[] for _ in range(count)]
 
     def merge(self, other: KVCacheEvents) -> KVCacheEvents:
-        """Append the workers of another object and return this object."""
+        """Append the workers and events of another `KVCacheEvents`, and return this object."""
         instance(other, KVCacheEvents, "other")
         self._by_worker += [list(events) for events in other._by_worker]
         return self
@@ -67,8 +67,8 @@ class KVCacheEvents:
         """Return the events that every worker reported, in the order of the first worker.
 
         Returns:
-            Each common event, repeated as many times as every worker reported it. Empty if any
-            worker has no events.
+            Each common event, repeated according to the smallest number of times that a worker reported
+            it. Empty if any worker has no events.
 
         Raises:
             TypeError: An event is not hashable.
@@ -90,7 +90,7 @@ class KVCacheEvents:
         return sum(wanted in map(_content, events) for events in self._by_worker)
 
     def clear_events(self) -> None:
-        """Remove all events and keep the workers."""
+        """Remove all events, but keep the number of workers."""
         self._by_worker = [[] for _ in self._by_worker]
 
     def __bool__(self) -> bool:
@@ -109,7 +109,7 @@ class KVCacheEvents:
 
 
 def _content(event: object) -> Hashable:
-    """Return a value that is equal for equal events."""
+    """Return a key that is equal for events with equal content."""
     if not dataclasses.is_dataclass(event):
         return event
     values = (getattr(event, field.name) for field in dataclasses.fields(event))

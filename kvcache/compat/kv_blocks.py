@@ -17,7 +17,7 @@ from kvcache.worker.pages.regions import Region, format_of, matched_regions
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # source and destination of a layer
+Pair = tuple[torch.Tensor, torch.Tensor]  # a layer's source and destination tensor
 
 # Maximum bytes of host staging memory for blocks in the memory order of the device.
 _STAGED_BYTES = 1 << 28
@@ -34,10 +34,10 @@ def copy_kv_blocks(
 ) -> None:
     """Copy blocks of all layers between a device and host memory.
 
-    Block `src_block_ids[i]` is copied to `dst_block_ids[i]`. Both sides may use any strides, but
-    different memory orders (NHD and HND, layers packed or not) and padding split the copy into more
-    and smaller fragments. With a GPU and unpinned host memory, such differences also require a
-    second copy on the host.
+    Block `src_block_ids[i]` is copied to `dst_block_ids[i]`. Source and destination may have any
+    strides. If their memory orders differ (NHD and HND, layers packed or not) or they are padded, the
+    copy is split into more and smaller fragments. With a GPU and unpinned host memory, different memory
+    orders or padding also require a second copy on the host.
 
     With "h2d" from pinned memory, the copy is enqueued on the current stream: do not modify the source
     before the copy completes. On devices other than CPU and CUDA, torch copies the blocks, and the call
@@ -51,16 +51,17 @@ def copy_kv_blocks(
         dst_block_ids: Blocks to write, one per entry of `src_block_ids`.
         direction: "h2d" (source in host memory) or "d2h" (destination in host memory, complete when the
             call returns).
-        backend: A backend name of `kvcache.layouts`, an `AttentionBackend`, or an engine's backend class.
-            None infers the shape: five dimensions with a first size of 2 are `[2, num_blocks, ...]`, K
-            and V; in other shapes the first dimension counts blocks.
+        backend: The name of a backend in `kvcache.layouts`, an `AttentionBackend`, or an engine's backend
+            class. None: the block dimension is inferred. Five dimensions whose first has size 2 are
+            interpreted as `[2, num_blocks, ...]` (K and V). In all other shapes, the first dimension
+            is the block.
 
     Raises:
         ValueError: The direction is unknown or does not match the devices of the tensors, the
-            lists differ in length, only one side has a layer, tensors differ in shape or dtype, the
-            two sides have too many common contiguous fragments, an id is out of range, a block is
-            written twice, or, if both sides share memory, a block is both read and written. Nothing
-            has been copied.
+            lists differ in length, source and destination have different layers, tensors differ in
+            shape or dtype, the copy would consist of too many contiguous fragments, an id is out of
+            range, a block is written twice, or, if source and destination share memory, a block is
+            both read and written. Nothing has been copied.
         TypeError: An argument has the wrong type. Nothing has been copied.
     """
     for name, caches in (("src_kv_caches", src_kv_caches), ("dst_kv_caches", dst_kv_caches)):
@@ -115,7 +116,7 @@ def copy_kv_blocks(
 
 
 def _matched(tensors: list[Pair], dims: list[int]) -> tuple[Pages, Pages]:
-    """Return pages over pairs of tensors whose fragments hold the same elements on both sides."""
+    """Return source and destination pages whose corresponding fragments contain the same elements."""
     sides: tuple[list[Region], list[Region]] = [], []
     layers: list[int] = []
     for layer, (pair, dim) in enumerate(zip(tensors, dims)):
@@ -152,7 +153,7 @@ def _copy_staged(tensors: list[Pair], dims: list[int], pairs: np.ndarray, direct
             ([(mine, dst) for (_, dst), mine in zip(tensors, staged)], (numbers, some[:, 1])),
         ):
             PageCopy(*_matched(step, dims)).copy(np.stack(ids, axis=1), engine=ops.COPY_ENGINE)
-            if on_device[0].device.type == "cuda":  # `staged` is read or freed next
+            if on_device[0].device.type == "cuda":  # wait, because `staged` is read or freed next
                 torch.cuda.current_stream(on_device[0].device).synchronize()
 
 
@@ -165,7 +166,7 @@ def _like_blocks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 
 def _ids(ids: Ids, name: str) -> np.ndarray:
-    on_device = isinstance(ids, torch.Tensor) and not ids.is_meta  # meta tensors: refused below
+    on_device = isinstance(ids, torch.Tensor) and not ids.is_meta  # meta tensors are rejected below
     return integers(ids.cpu() if on_device else ids, name, ())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's `kv_postprocess_*` functions, over `kvcache.transfer.permute_received_blocks`."""
+"""vLLM's `kv_postprocess_*` functions, implemented with `kvcache.transfer.permute_received_blocks`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def kv_postprocess_blksize_on_receive(
     Args:
         cache: One cache, or one per layer, stored as HND; see `permute_received_blocks`.
         indices: The received local blocks.
-        block_size_ratio: r > 0: a local block holds r remote blocks,
-            `[r, num_kv_heads, block_size / r, head_size]`. r = -k: k local blocks, consecutive in
-            `indices`, hold the bytes of one remote block.
+        block_size_ratio: If positive, a local block contains the bytes of `r = block_size_ratio` remote
+            blocks, `[r, num_kv_heads, block_size / r, head_size]`. If negative, `-block_size_ratio`
+            local blocks, consecutive in `indices`, contain the bytes of one remote block.
         dims: The order of tokens and heads in the shape of `cache`, "NHD" or "HND".
 
     Raises:
@@ -81,7 +81,7 @@ def kv_postprocess_blksize_and_layout_on_receive(
 
 
 def _stored_as(layout: str, cache: Caches, dims: str) -> list[torch.Tensor]:
-    """Return the layers as `[num_blocks, block_size, num_kv_heads, head_size]`; check the layout."""
+    """Check the layout, and return the layers as `[num_blocks, block_size, num_kv_heads, head_size]`."""
     layers = checked_layers(cache, dims)
     _, block_size, heads, _ = layers[0].shape
     _, token, head, _ = layers[0].stride()

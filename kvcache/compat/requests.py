@@ -12,22 +12,22 @@ from kvcache.specs import GroupSpec
 def yield_req_data(
     scheduler_output: object, groups: Sequence[GroupSpec] | None = None
 ) -> Iterator[tuple]:
-    """Yield the new block ids of every request of a step, new requests first.
+    """Yield the new block ids of every request in a step. New requests are yielded first.
 
     Args:
         scheduler_output: An object with `scheduled_new_reqs`, a sequence of objects with `req_id` and
             `block_ids`, and `scheduled_cached_reqs`, an object with `req_ids`, `new_block_ids` (one entry
             per request) and `resumed_req_ids`.
         groups: The manager's cache groups. The block ids of groups with `transferred=False` are replaced
-            by an empty list. None returns the ids of all groups.
+            by an empty list. None: the ids of all groups are returned.
 
     Yields:
         `(req_id, new_block_id_groups, resumed)`. `new_block_id_groups` has one sequence of block ids per
-        cache group, or is None if the request got no blocks. `resumed` is False for new requests.
+        cache group, or is None if no blocks were allocated. `resumed` is False for new requests.
 
     Raises:
-        ValueError: `req_ids` and `new_block_ids` differ in length (raised before the first item), or a
-            request has block ids for a different number of groups.
+        ValueError: `req_ids` and `new_block_ids` differ in length (raised before the first item), or the
+            number of groups for which a request has block ids differs from `len(groups)`.
 
     Example:
         >>> from types import SimpleNamespace as Some

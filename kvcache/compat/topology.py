@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes one worker's view of its own and remote engines: ranks, sizes and shapes for KV transfer."""
+"""One worker's view of its own engine and of remote engines: ranks, sizes and shapes for KV transfer."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class RemoteEngine:
     """Parallel sizes and block size of another engine.
 
     Args:
-        tp_size: Tensor-parallel size, at least 1. Leave at 1 with `stages`.
-        pp_size: Pipeline-parallel size, at least 1. Leave at 1 with `stages`.
+        tp_size: Tensor-parallel size, at least 1. Must be 1 if `stages` is given.
+        pp_size: Pipeline-parallel size, at least 1. Must be 1 if `stages` is given.
         block_size: Tokens per block, at least 1.
         stages: `(num_layers, tp_size)` of every pipeline stage, if the stages differ.
 
     Raises:
-        ValueError: A size is below 1, or `tp_size` or `pp_size` is not 1 with `stages`.
+        ValueError: A size is below 1, or `stages` is given and `tp_size` or `pp_size` is not 1.
 
     Example:
         >>> RemoteEngine(tp_size=4, pp_size=2, block_size=16).world_size
@@ -68,12 +68,12 @@ class RemoteEngine:
         for name in ("tp_size", "pp_size"):
             if getattr(self, name) != 1:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}: expected 1 with stages, which specify it"
+                    f"{name} is {getattr(self, name)}: expected 1, because stages specifies it"
                 )
 
     @property
     def world_size(self) -> int:
-        """Number of workers. Global ranks are ordered by stage: `pp_rank * tp_size + tp_rank`."""
+        """Number of workers. Their global ranks are `pp_rank * tp_size + tp_rank`."""
         return sum(self.tp_sizes)
 
     @property
@@ -107,10 +107,10 @@ class _Remotes(Mapping):
 
 @dataclass(frozen=True)
 class KVTopology:
-    """One worker's ranks in its engine, and the ranks of other engines that hold the same KV.
+    """One worker's ranks in its engine, and the ranks in other engines that store the same KV.
 
-    Most methods that concern a remote engine have two forms. The first takes the engine's sizes,
-    and the second (`..._from_engine_id`) takes the id of a registered engine.
+    Most methods that concern a remote engine have two variants: one with the engine's sizes as
+    arguments, and one (`..._from_engine_id`) with the id of a registered engine.
 
     Args:
         engine_id: Id of the worker's own engine.
@@ -119,23 +119,24 @@ class KVTopology:
         pp_rank: Pipeline rank of the worker.
         pp_size: Number of pipeline stages.
         block_size: Tokens per block.
-        total_num_kv_heads: KV heads of the model, over all ranks.
+        total_num_kv_heads: Number of KV heads in the model, over all ranks.
         is_mla: Whether the model uses MLA.
         backend: A registered name (None: "MLA" for MLA, otherwise "FLASH_ATTN"), an
             `AttentionBackend`, or any object with
-            `get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)` (or `shape`), and
-            for packed layers `get_kv_cache_stride_order(include_num_layers_dimension=True)`.
-        tensor_shape: Shape of the tensor registered for transfer, or None if not known yet. One more
-            dimension than the backend's shape means that layers are packed together.
+            `get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)` (or `shape`) and, for
+            packed layers, `get_kv_cache_stride_order(include_num_layers_dimension=True)`.
+        tensor_shape: Shape of the tensor registered for transfer, or None if not known yet. If it has
+            one more dimension than the backend's shape, layers are packed together.
         kv_cache_layout: "NHD" or "HND".
-        remotes: Other engines by id, copied and read-only; see `with_remote`.
+        remotes: Mapping from id to engine for all remote engines. The attribute is a read-only copy. See
+            `with_remote`.
         stages: `(num_layers, tp_size)` of every pipeline stage of this engine, if the stages
             differ.
 
     Raises:
-        ValueError: A rank or size is out of range, neither of two sizes divides the other, a backend or
-            engine id is unknown, `is_mla` contradicts the backend, or `tensor_shape` has the wrong number
-            of dimensions.
+        ValueError: A rank or size is out of range, two sizes of which one must divide the other do not,
+            a backend or engine id is unknown, `is_mla` contradicts the backend, or `tensor_shape` has
+            the wrong number of dimensions.
 
     Example:
         >>> topology = KVTopology("decode", tp_rank=1, tp_size=2, block_size=32, total_num_kv_heads=8)
@@ -230,7 +231,9 @@ class KVTopology:
 
     @property
     def is_kv_layout_blocks_first(self) -> bool:
-        """Whether the first dimension counts blocks that hold K and V. False for MLA (no V)."""
+        """Whether the first dimension is the block, so that each block contains both K and V. False for
+        MLA, which has no V.
+        """
         return self._blocks_first
 
     @property
@@ -240,15 +243,17 @@ class KVTopology:
 
     @property
     def split_k_and_v(self) -> bool:
-        """Whether K and V are separate regions. False for packed layers, MLA, or blocks first."""
+        """Whether K and V are separate regions. False for packed layers, for MLA, and if the first
+        dimension is the block.
+        """
         return not (self.cross_layers_blocks or self.is_mla or self.is_kv_layout_blocks_first)
 
     @property
     def block_size_position(self) -> int:
         """Index of the token dimension within a block, counted from the end (negative).
 
-        The index refers to the shape as the backend indexes it. If layers are packed, it refers to
-        the memory order, which is the shape of the tensor of all layers.
+        The index refers to the shape in the backend's dimension order. If layers are packed, the index
+        refers to the memory order instead, which is the shape of the tensor with all layers.
 
         Example:
             >>> KVTopology("a", tp_rank=0, tp_size=1, backend="FLASHINFER").block_size_position
@@ -259,15 +264,17 @@ class KVTopology:
     # Ratios.
 
     def tp_ratio(self, remote_tp_size: int) -> int:
-        """Return local over remote tensor-parallel size; negative if the remote size is larger."""
+        """Return the ratio of the local to the remote tensor-parallel size. If the remote size is
+        larger, return the negative inverse ratio.
+        """
         return size_ratio(self.tp_size, remote_tp_size, "tp_size")
 
     def pp_ratio(self, remote_pp_size: int) -> int:
-        """Return local over remote pipeline size; negative if the remote size is larger."""
+        """Return the ratio of the local to the remote pipeline size, as `tp_ratio` does."""
         return size_ratio(self.pp_size, remote_pp_size, "pp_size")
 
     def block_size_ratio(self, remote_block_size: int) -> int:
-        """Return local over remote block size; negative if the remote size is larger."""
+        """Return the ratio of the local to the remote block size, as `tp_ratio` does."""
         return size_ratio(self.block_size, remote_block_size, "block_size")
 
     def tp_ratio_from_engine_id(self, engine_id: str) -> int:
@@ -294,16 +301,16 @@ class KVTopology:
 
         Args:
             engine_id: Id of the remote engine.
-            remote: Sizes of the remote engine. Adding an engine again with the same sizes changes
-                nothing.
+            remote: Sizes of the remote engine. Adding an engine again with the same sizes has no
+                effect.
 
         Returns:
             A new topology.
 
         Raises:
-            ValueError: The id is registered with different sizes or is this engine's own id, or
-                neither the tensor-parallel size nor the number of KV heads divides the other (MLA
-                accepts any size). Other sizes are checked only by the methods that use them.
+            ValueError: The id is already registered with different sizes, the id is this engine's own,
+                or the tensor-parallel size and the number of KV heads do not divide evenly (MLA accepts
+                any size). Other sizes are checked only by the methods that use them.
         """
         instance(engine_id, str, "engine_id")
         instance(remote, RemoteEngine, "remote")
@@ -331,18 +338,22 @@ class KVTopology:
         return self.remotes[engine_id]
 
     def is_kv_replicated(self, engine_id: str) -> bool:
-        """Return whether an engine (or one of its stages) has more TP ranks than KV heads."""
+        """Return whether an engine (or one of its stages) has more tensor-parallel ranks than the model
+        has KV heads.
+        """
         return max(self.engine(engine_id).tp_sizes) > self.total_num_kv_heads
 
     def replicates_kv_cache(self, engine_id: str) -> bool:
-        """Return whether several ranks of an engine hold the same KV: `is_kv_replicated`, or MLA."""
+        """Return whether several ranks of an engine store the same KV, because `is_kv_replicated` returns
+        True or the model uses MLA.
+        """
         return self.is_mla or self.is_kv_replicated(engine_id)
 
     # Heads and the ranks that hold them.
 
     @property
     def heads(self) -> range:
-        """KV heads of the model on this worker. The latent of MLA is head 0.
+        """The model's KV heads that this worker stores. An MLA latent is head 0.
 
         Example:
             >>> KVTopology("a", tp_rank=3, tp_size=4, total_num_kv_heads=8).heads
@@ -355,7 +366,8 @@ class KVTopology:
     ) -> int:
         """Return the remote tensor-parallel rank from which this worker reads a head.
 
-        If several remote ranks hold the head, the local workers that need it are balanced over them.
+        If several remote ranks store the head, the local workers that need it are distributed evenly
+        over these ranks.
 
         Args:
             head: A KV head on this worker.
@@ -366,7 +378,7 @@ class KVTopology:
             The remote tensor-parallel rank.
 
         Raises:
-            ValueError: This worker does not hold the head, the sizes do not divide evenly, or this
+            ValueError: This worker does not store the head, the sizes do not divide evenly, or this
                 engine has `stages`.
 
         Example:
@@ -380,8 +392,9 @@ class KVTopology:
         head = integer(head, "head")
         if head not in self.heads:
             raise ValueError(f"head is {head}: expected one of {self.heads}, the heads of tp_rank")
-        # The readers of this head from one remote pipeline stage are the local tensor-parallel ranks
-        # that hold it, times the local pipeline ranks with layers of that stage.
+        # One remote pipeline stage has as many readers of this head as the number of local
+        # tensor-parallel ranks that store the head times the number of local pipeline ranks that have
+        # layers of the stage.
         within = max(1, len(mine) // len(theirs))
         tp_sizes = [stage.tp_size for stage in mine[:within]]
         reader = reader_of_head(
@@ -394,8 +407,8 @@ class KVTopology:
     ) -> list[tuple[int, int, int]]:
         """Return the remote workers from which this worker reads.
 
-        Each head of each layer on this worker is read from exactly one remote worker, and every
-        returned worker is read from. Layers are split evenly over pipeline ranks.
+        Each head of each layer on this worker is read from exactly one of the returned workers, and
+        each of them provides at least one head. Layers are split evenly over pipeline ranks.
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.
@@ -416,7 +429,7 @@ class KVTopology:
         return self._targets(_sized(remote_tp_size, remote_pp_size))
 
     def get_target_remote_ranks_from_engine_id(self, engine_id: str) -> list[tuple[int, int, int]]:
-        """Return `get_target_remote_ranks` for a registered engine, also with uneven stages.
+        """Return `get_target_remote_ranks` for a registered engine. Stages may be uneven.
 
         With `stages` on either side, ranks are numbered stage by stage, and both engines must have
         the same number of layers. An engine without `stages` splits its layers evenly over its
@@ -431,9 +444,9 @@ class KVTopology:
     ) -> list[tuple[int, int, int]]:
         """Return the remote workers that read from this worker.
 
-        If the remote engine receives, this worker may release a request's blocks once all returned
-        workers have reported that they are done. `source_readers` also supports context parallelism
-        and short requests.
+        When KV is sent to the remote engine, this worker may release a request's blocks once all
+        returned workers have reported that they have finished reading. `source_readers` also supports
+        context parallelism and short requests.
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.
@@ -459,17 +472,18 @@ class KVTopology:
     def num_readers_of_targets(
         self, remote_tp_size: int, remote_pp_size: int = 1
     ) -> dict[int, int]:
-        """Return how many workers of this engine read from each target.
+        """Return the number of this engine's workers that read from each remote worker of
+        `get_target_remote_ranks`.
 
-        A receiving worker can send these numbers to targets that were not configured with the sizes
-        of this engine.
+        A receiving worker can send these numbers to remote workers that were not configured with the
+        sizes of this engine.
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.
             remote_pp_size: Pipeline size of the remote engine.
 
         Returns:
-            Number of readers by global rank of the target.
+            Mapping from the global rank of a remote worker to its number of readers.
 
         Raises:
             ValueError: The sizes do not divide evenly.
@@ -507,7 +521,7 @@ class KVTopology:
     def _stages_of_both(
         self, remote: RemoteEngine
     ) -> tuple[Sequence[PipelineStage], Sequence[PipelineStage]]:
-        """Check the sizes. Return the stages of both engines over the same number of layers."""
+        """Check the sizes, and return the stages of both engines for the same number of layers."""
         given = [stages for stages in (self.stages, remote.stages) if stages is not None]
         if not given:
             self.pp_ratio(remote.pp_size)
@@ -557,7 +571,7 @@ class KVTopology:
         return self._of_sides(engine_id, lambda: ask(remote))
 
     def _of_sides(self, engine_id: str, ask: Callable[[], _T]) -> _T:
-        """Call `ask`, and add the ids of both engines to its errors."""
+        """Call `ask`, and add the ids of both engines to the errors that it raises."""
         try:
             return ask()
         except ValueError as error:
@@ -582,7 +596,7 @@ def _one_tp_size(remote: RemoteEngine) -> int:
 
 
 def _ranks_of(stages: Sequence[PipelineStage]) -> Iterator[tuple[int, int]]:
-    """Yield `(pp_rank, tp_rank)` of all workers by global rank."""
+    """Yield `(pp_rank, tp_rank)` of all workers, ordered by global rank."""
     for pp_rank, stage in enumerate(stages):
         for tp_rank in range(stage.tp_size):
             yield pp_rank, tp_rank

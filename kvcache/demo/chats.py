@@ -13,7 +13,7 @@ from kvcache.checks import MAX_INT64, integer, integers, listed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # these sizes are generated within seconds
+_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # chats of these sizes are generated within seconds
 _SYSTEM = "You are a helpful assistant. Answer in one short sentence."
 _TOPICS = (
     (
@@ -45,22 +45,22 @@ _ANSWER = "(the answer)"  # placeholder for an answer when the chat template is 
 
 
 class Turn(NamedTuple):
-    """One prompt of a chat and the answers to it."""
+    """One prompt of a chat, and the answers to this prompt."""
 
     prompt: list[int]
     answers: list[list[int]]
     num_cached_tokens: int = 0  # prompt tokens that were prefix hits
-    dense_answers: tuple[list[int], ...] = ()  # the answers of the model's own dense cache
+    dense_answers: tuple[list[int], ...] = ()  # answers with the model's own dense cache
 
 
 @dataclass(slots=True)
 class Chat:
-    """One user's chat: the messages, and all tokens so far."""
+    """One user's chat: its messages, and all tokens so far."""
 
     messages: list[list[int]]
     history: list[int]
     max_tokens: int = 16  # maximum length of each answer
-    num_samples: int = 1  # answers to each message; the chat continues after the first
+    num_samples: int = 1  # answers per message; the chat continues with the first one
     stop_token_ids: tuple[int, ...] = ()  # tokens that end an answer
     # Text of each message; empty if the messages are given as token ids.
     questions: tuple[str, ...] = ()
@@ -106,11 +106,11 @@ class Chat:
 def make_chats(
     num_users: int, num_turns: int, max_tokens: int, vocab_size: int, seed: int
 ) -> list[Chat]:
-    """Generate chats of at most `max_tokens` random tokens that start with one of two system prompts.
+    """Generate chats of at most `max_tokens` random tokens. Each starts with one of two system prompts.
 
-    One eighth of `max_tokens` is the system prompt. The rest is divided among the turns, and half of each
-    turn is for the answer. Every fourth user requests three answers to each message. Raises TypeError or
-    ValueError if a size is out of range.
+    The system prompt uses one eighth of `max_tokens`. The remaining tokens are divided equally among the
+    turns, and the answer uses half of each turn. Every fourth user requests three answers to each
+    message. Raises TypeError or ValueError if a size is out of range.
     """
     seed = integer(seed, "seed", 0, MAX_INT64)
     num_users = integer(num_users, "num_users", most=_MOST_USERS)
@@ -148,7 +148,7 @@ def make_text_chats(
     Args:
         tokenizer: The model's tokenizer, with a chat template.
         num_users: Number of chats.
-        num_turns: Messages per chat. After four messages a chat repeats its questions.
+        num_turns: Messages per chat. A chat repeats its questions after four messages.
         max_tokens: Maximum length of an answer.
         stop_token_ids: Tokens that end an answer.
 
@@ -176,7 +176,7 @@ def make_text_chats(
 
 
 def _messages(tokenizer: PreTrainedTokenizerBase, questions: tuple[str, ...]) -> list[str]:
-    """Return the text that the chat template puts between two answers, for each question."""
+    """Return, for each question, the text that the chat template puts between two answers."""
     said = [{"role": "system", "content": _SYSTEM}]
     for question in questions:
         said += [{"role": "user", "content": question}, {"role": "assistant", "content": _ANSWER}]

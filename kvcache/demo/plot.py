@@ -20,7 +20,7 @@ def draw(course: Course, report: DemoReport, path: str | os.PathLike) -> None:
     path = checked_path(path, "path")
     import matplotlib
 
-    matplotlib.use("Agg")  # writes files only, so it works without a display
+    matplotlib.use("Agg")  # this backend writes only files and works without a display
     from matplotlib import pyplot as plt
 
     figure, (pool, hits, swaps) = plt.subplots(

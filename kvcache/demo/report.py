@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of the demo, and their presentation."""
+"""The results of the demo, and functions that format them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """Counts and times of a demo, and its comparison with a dense cache."""
+    """Counts and times of a demo, and the results of the comparison with a dense cache."""
 
     model: str
     requests: int
     sequences: int
-    identical_sequences: int  # sequences identical to the output with the model's own dense cache
-    agreeing_tokens: int  # tokens of all sequences before the first difference
+    identical_sequences: int  # sequences whose tokens equal those of the model's own dense cache
+    agreeing_tokens: int  # tokens before each sequence's first difference, over all sequences
     kv_cache_dtype: str | None  # None: the model's dtype
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
     steps: int
     seconds: float
-    kvcache_seconds: (
-        float  # part of `seconds` spent in scheduling, tables and swaps, without K and V of layers
-    )
+    # Part of `seconds` spent on scheduling, tables and swaps, excluding writes and reads of K and V.
+    kvcache_seconds: float
     pool_bytes: int
     host_bytes: int
-    dense_bytes: int  # dense cache of the same concurrent sequences at their final lengths
+    dense_bytes: int  # a dense cache for the same concurrent sequences at their final lengths
     swapped_out_sequences: int
     recomputed_sequences: int
     swapped_out_pages: int
@@ -95,8 +94,9 @@ def summary(report: DemoReport) -> str:
 
 
 def transcript(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a chat as text: each question and its first answer, and the answer with the dense cache if
-    it differs."""
+    """Return a chat as text: each question, its first answer, and the dense cache's answer if it
+    differs.
+    """
     instance(chat, Chat, "chat")
     if not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(f"tokenizer is {shown(tokenizer)}: expected one of transformers")

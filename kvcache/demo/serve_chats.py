@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_HOST_SHARE = 4  # size of the host tier, in multiples of the pool
+_HOST_SHARE = 4  # size of the host tier, in multiples of the pool size
 
 
 @dataclass(slots=True)
@@ -50,7 +50,8 @@ def serve_chats(
 ) -> DemoReport:
     """Serve concurrent chats from a small pool, then compare the answers with a dense cache.
 
-    Users that request several answers get random samples with seed `seed`. All other answers are greedy.
+    If a user requests several answers, they are sampled with seed `seed`. All other answers use greedy
+    decoding.
 
     Args:
         model: The transformers model.
@@ -60,8 +61,8 @@ def serve_chats(
         pool_share: Size of the pool, as a fraction of the blocks that all chats need.
         kv_cache_dtype: The dtype of K and V in the pool. None: the model's dtype. With another dtype,
             answers may differ from those of the dense cache.
-        course: The object in which the state after each step is recorded.
-        on_step: Called after each step with the engine and the number of turns that ended in it.
+        course: Object in which the state after each step is recorded.
+        on_step: Called after each step with the engine and the number of turns that ended in the step.
         on_compared: Called after each compared turn.
 
     Returns:
@@ -152,8 +153,7 @@ def _serve(
     """Serve all chats.
 
     Returns:
-        The sum of the final lengths, in tokens, of the running requests, in the step with the
-        largest sum.
+        The maximum, over all steps, of the total final length of the running requests, in tokens.
     """
     serving: dict[str, tuple[Chat, Generation]] = {}
 
@@ -199,7 +199,7 @@ def _params(chat: Chat, turn: int, seed: int) -> SamplingParams:
 def _dense_answer(
     model: PreTrainedModel, prompt: list[int], params: SamplingParams, index: int
 ) -> list[int]:
-    """Return the answer of `generate` with the model's own cache."""
+    """Return the answer that `generate` produces with the model's own cache."""
     import torch
     from transformers import LogitsProcessorList
 

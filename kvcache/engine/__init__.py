@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small reference engine with scheduler, batches and sampling, meant to be read, tested and
+"""A small reference engine with a scheduler, batching and sampling. It is meant to be read, tested and
 extended.
 """
 

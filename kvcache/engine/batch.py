@@ -17,10 +17,11 @@ from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The slots that the queries of a batch attend to in one cache group, concatenated over requests.
+    """The slots that a batch's queries attend to in one cache group, concatenated over requests.
 
-    `slots` is int64[c] on the device. Request i owns `slots[ends[i] - lengths[i] : ends[i]]`, and its
-    first slot holds token `firsts[i]`. Tokens that no query of the step attends to are omitted.
+    `slots` is int64[c] on the device. The slots of request i are
+    `slots[ends[i] - lengths[i] : ends[i]]`, and the first of them stores token `firsts[i]`. Tokens that
+    no query of the step attends to are omitted.
     """
 
     slots: torch.Tensor
@@ -30,26 +31,26 @@ class Context:
 
 
 class Batch:
-    """Rows of a step that are computed together. Their tokens are concatenated.
+    """The rows of a step that are computed together, with their tokens concatenated.
 
-    Create a batch after the worker has applied the plan, because it reads the tables in their
-    current state. Use one batch at a time, because slots are stored in the tables' buffers. Do not
-    change its arrays, because later batches may share them. In the following, n is the number of
+    Create a batch after the worker has applied the plan, because a batch reads the current state of
+    the tables. Use one batch at a time, because slots are stored in the tables' buffers. Do not change
+    a batch's arrays, because later batches may share them. In the following, n is the number of
     requests and t the total number of tokens. The argument `token_ids` has one sequence of tokens
     per request, or is int[n, k] if each request has k tokens.
 
-    - `rows`: int32[n]. All arrays over requests are on the host.
+    - `rows`: int32[n]. All arrays with one entry per request are on the host.
     - `starts`: int64[n]. Number of tokens computed before this step.
     - `query_lens`: int64[n]. Number of tokens computed in this step.
     - `seq_lens`: int64[n]. Number of tokens after this step.
-    - `num_drafts`: int64[n]. Number of drafts, which are the last tokens.
+    - `num_drafts`: int64[n]. Number of draft tokens, which are each request's last tokens.
     - `query_start_loc`: int64[n + 1]. Offset of each request's first token.
     - `token_ids`, `positions`: int64[t] on the device.
-    - `logits_indices`: int64[m] on the device. Indices of the tokens whose logits are needed, which
-      are the last `num_logits[i]` tokens of request i.
+    - `logits_indices`: int64[m] on the device. Indices of the tokens whose logits are needed: the last
+      `num_logits[i]` tokens of each request i.
 
-    `slots(group)` and `context(group)` locate K and V, `state_pages(group)` locates recurrent states, and
-    `metadata()` returns the inputs of paged attention kernels.
+    `slots(group)` and `context(group)` return the slots of K and V, `state_pages(group)` returns the
+    pages of recurrent states, and `metadata()` returns the inputs of paged attention kernels.
 
     Raises:
         TypeError: A list contains a value that is not an integer.
@@ -131,7 +132,7 @@ class Batch:
         self._kinds: dict[int, KindProperties] = {}
 
     def _on_device(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Copy arrays to the device as int64, in one copy."""
+        """Copy several arrays to the device as int64, in one transfer."""
         joined = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
         return joined.to(self.cache.pages.device).split_with_sizes([len(each) for each in arrays])
 
@@ -179,7 +180,8 @@ class Batch:
             slots = self.cache.tables[group].slots_of(
                 np.repeat(self.rows, lengths), np.arange(len(offsets)) + offsets
             )
-            # The tables reuse one buffer for these slots, so the next group would overwrite them.
+            # The tables use the same buffer for the slots of every group, so the next group would
+            # overwrite these slots.
             context = Context(slots.clone(), firsts, lengths, np.cumsum(lengths))
             self._contexts[group] = context
         return self._contexts[group]
@@ -204,15 +206,15 @@ class Batch:
 
 
 def following(batch: Batch, starts: np.ndarray, token_ids: np.ndarray) -> Batch:
-    """Return the batch of a later step in which the requests of `batch` compute one token each, as
-    they do in `batch`.
+    """Return the batch of a later step for the same requests. In both batches, every request must
+    compute exactly one token.
 
-    Only the arrays that change are computed, and the others are shared.
+    Only the arrays that change are computed. The others are shared with `batch`.
 
     Args:
-        batch: An earlier batch.
-        starts: int64[n], not checked.
-        token_ids: int[n], not checked.
+        batch: The earlier batch.
+        starts: int64[n]. Not checked.
+        token_ids: int[n]. Not checked.
     """
     later = object.__new__(Batch)
     later.__dict__.update(batch.__dict__)
@@ -238,7 +240,7 @@ def _joined(token_ids: list) -> np.ndarray:
     except (TypeError, ValueError, OverflowError):  # not integers, or nested lists
         joined = None
     if joined is None or joined.ndim != 1 or joined.dtype.kind not in "iu":
-        # Find the invalid list. An empty list is valid, although its default dtype is not an
+        # Find the invalid list. An empty list is valid, although NumPy's default dtype for it is not an
         # integer.
         each = [integers(tokens, f"token_ids[{i}]", ()) for i, tokens in enumerate(token_ids)]
         joined = np.concatenate(each)
@@ -246,5 +248,5 @@ def _joined(token_ids: list) -> np.ndarray:
 
 
 def _starts_of(lengths: np.ndarray) -> np.ndarray:
-    """Return the start offset of each part in the concatenation of parts with these lengths."""
+    """Return the start offset of each part when parts of these lengths are concatenated."""
     return np.cumsum(lengths) - lengths

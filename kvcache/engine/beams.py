@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search, which chooses the continuations of a request's beams."""
+"""Beam search: chooses the continuations of a request's beams."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Beam(Protocol):
 
 
 class Choice(NamedTuple):
-    """The decision to continue `parent` with `token`.
+    """A decision to continue the beam `parent` with `token`.
 
-    `score` is the new sum of log probabilities.
+    `score` is the sum of log probabilities including `token`.
     """
 
     parent: Beam
@@ -34,10 +34,10 @@ class Ended(NamedTuple):
 
 
 class Beams:
-    """The beams of one request, with at most `width` active beams and the best finished beams.
+    """The beams of one request: at most `width` active beams, and the best finished beams.
 
     A beam finishes at a stop token or at `max_tokens`. The caller maintains the active beams in `scores`,
-    starting with `first`. `best` holds finished beams in descending order of score.
+    starting with `first`. `best` contains the finished beams in descending order of score.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Beams:
         self._candidates: dict[Beam, list[Choice]] = {}
 
     def add_logits(self, beam: Beam, logits: torch.Tensor) -> bool:
-        """Add the logits [vocab_size] after a beam.
+        """Add the logits [vocab_size] for the next token of a beam.
 
-        Returns whether all active beams now have logits.
+        Returns True once all active beams have logits.
         """
         gains = logits.double().log_softmax(-1)
         ends = {token: float(gains[token]) for token in self.stop_token_ids if token < len(gains)}
-        # With this number of candidates, enough beams stay active when some beams finish.
+        # With this many candidates, enough beams stay active even if some beams finish.
         best = gains.topk(min(self.width + len(ends), len(logits)))
         tokens = dict(zip(best.indices.tolist(), best.values.tolist())) | ends
         self._candidates[beam] = [

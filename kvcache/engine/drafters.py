@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters, which guess upcoming tokens. The next step verifies them in one pass."""
+"""Drafters, which guess upcoming tokens. The next step verifies these drafts in one forward pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NgramDrafter:
             width = tokens.itemsize
             text = tokens[:-1].tobytes()
             at = text.rfind(tail)
-            while at >= 0 and at % width:  # a match that is not aligned to a token
+            while at >= 0 and at % width:  # the match does not begin at a token boundary
                 at = text.rfind(tail, 0, at + len(tail) - 1)
             if at >= 0:
                 follow = at // width + size

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small engine with continuous batching over a `KVCache`, and a model that accesses the cache by
-slots.
-"""
+"""A small engine that runs a model with continuous batching. The model accesses a `KVCache` by slots."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ from kvcache.sources.base import KVSource
 from kvcache.step import StepPlan, StepReport
 
 _MAX_PRIORITY = 2**31
-_IDLE_S = 0.0005  # pause in seconds between steps that only wait for sources
+_IDLE_S = 0.0005  # pause in seconds after a step that could only wait for sources
 
 
 class Model(Protocol):
@@ -56,7 +54,7 @@ class Model(Protocol):
     vocab_size: int
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute a batch and write its K and V.
+        """Compute a batch and write the K and V of its tokens.
 
         Returns logits [len(logits_indices), vocab_size].
         """
@@ -66,29 +64,30 @@ class Engine:
     """Serves requests with a model whose K and V are stored in a `KVCache`.
 
     `add` adds a request, `step` computes one step and returns the new tokens, and `abort` ends a request
-    at any time. `generate` serves a list of prompts until they are finished, and `stream` serves a
-    single prompt.
+    at any time. `generate` serves a list of prompts until all of them are finished, and `stream` serves
+    a single prompt.
 
     - `preemption`: see `Scheduler`.
     - `drafter`: proposes draft tokens, which the same step verifies. The answers do not depend on
       the drafter.
     - `sources`: sources of KV outside the engine, in order of preference. A request loads from the
-      first source that has more of its tokens than the local cache. Tokens that do not arrive in
-      time are computed, so answers do not depend on sources. Sources must belong to the cache's
-      manager. A store also receives the blocks that steps compute.
-    - `sanitizer`: "report" or "stop" checks all KV that attention reads (`docs/sanitizer.md`). Also
-      a `Sanitizer` made by `sanitizer_of(cache)`. None: KVCACHE_SANITIZE=1 or =stop switches it on.
+      first source that has KV for more of the request's tokens than the local cache. Tokens whose KV
+      does not arrive in time are computed, so answers do not depend on sources. Sources must be
+      created for the cache's manager. A store also receives the blocks that steps compute.
+    - `sanitizer`: with "report" or "stop", all KV that attention reads is checked
+      (`docs/sanitizer.md`). May also be a `Sanitizer` created by `sanitizer_of(cache)`. None: the
+      sanitizer is enabled by KVCACHE_SANITIZE=1 or KVCACHE_SANITIZE=stop in the environment.
 
     An engine must be used from a single thread. `step` handles these failures:
 
-    - If the model raises an exception, the exception propagates, the step is undone, and the next
-      `step` computes it again.
+    - If the model raises an exception, the exception propagates and the step is undone. The next
+      `step` computes the same tokens again.
     - If a single request fails, because its logits contain NaN or inf or because its drafter or
-      sampler raises an exception, the request ends with `finish_reason` "error". Its last `Delta`
-      and its `Sample` hold the `error`. Other requests are not affected. Logits of -inf are allowed
-      as long as a row has a finite value.
-    - If a signal arrives (Ctrl-C), its handler runs after the step, including the model, has
-      completed. If the handler raises an exception, the next `step` returns the tokens, so no
+      sampler raises an exception, the request ends with `finish_reason` "error". The attribute
+      `error` of its last `Delta` and of its `Sample` contains the cause. Other requests are not
+      affected. Logits of -inf are allowed as long as a row has a finite value.
+    - If a signal arrives (Ctrl-C), its handler runs only after the step, including the forward pass,
+      has completed. If the handler raises an exception, the next `step` returns the tokens, so no
       tokens are lost or duplicated. `num_unfinished` includes requests whose last tokens have not
       been returned. `add`, `abort` and `stop` delay handlers in the same way.
 
@@ -138,7 +137,7 @@ class Engine:
             )
         self._event_tap = taps[0] if taps else self.cache.manager.cache
         self._last_report: StepReport | None = None
-        self._is_saved = True  # whether sources have received the last report
+        self._is_saved = True  # whether the last report was passed to the sources
         self.metrics = Metrics()
         self._outputs = OutputProcessor(self.scheduler, self.metrics)
         self._num_added = 0
@@ -151,7 +150,7 @@ class Engine:
 
     @property
     def sanitizer(self) -> Sanitizer | None:
-        """The sanitizer, whose `reports` are its findings. None if it is off."""
+        """The sanitizer, whose attribute `reports` lists its findings. None if none is enabled."""
         return None if self._observer is None else self._observer.sanitizer
 
     @property
@@ -171,18 +170,18 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has work left, that is, unfinished requests, loads in quarantine, or
-        blocks to store.
+        """Whether there is work left for `step`: unfinished requests, quarantined loads, or blocks to
+        store.
         """
         is_idle = self.num_unfinished == 0 and self._is_saved
         return not is_idle or any(source.is_busy for source in self.sources)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End all requests, let a store receive the waiting blocks, and close the sources.
+        """End all requests, write the blocks that are still queued for a store, and close the sources.
 
         Args:
-            timeout_s: Time limit for the store in seconds. Blocks that are still waiting after this
-                time are not stored.
+            timeout_s: Timeout for the store in seconds. Blocks that are still queued after this time
+                are not stored.
         """
         until = time.monotonic() + seconds(timeout_s, "timeout_s")
         for generation in self.generations:
@@ -196,7 +195,7 @@ class Engine:
 
     @property
     def _is_storing(self) -> bool:
-        """Whether a working store has not received all blocks of the previous steps yet."""
+        """Whether blocks of previous steps are still queued for a store that is working."""
         if self._event_tap is self.cache.manager or self._event_tap.is_dead:
             return False
         return not self._is_saved or self._event_tap.num_waiting_blocks > 0
@@ -204,7 +203,7 @@ class Engine:
     def drain_events(self) -> list[CacheEvent]:
         """Return the cache events since the last call.
 
-        Works even if a store among the sources drains them.
+        Also works if a store among the sources drains the manager's events.
         """
         return self._event_tap.drain_events()
 
@@ -226,9 +225,9 @@ class Engine:
             request_id: An ID that no unfinished request uses. None: an ID is generated.
             priority: Requests with smaller values are served first.
             cache_salt: Requests with different salts never share blocks.
-            free: Function that is called with the manager's request when the answer is complete, in
-                place of `KVCacheManager.free`. For example, `Connector.publish` offers the
-                request's KV to another engine. Only for requests with one sample.
+            free: Function that is called with the manager's request, instead of
+                `KVCacheManager.free`, when the answer is complete. For example, `Connector.publish`
+                offers the request's KV to another engine. Only for requests with one sample.
 
         Returns:
             The added request. If a signal handler raises an exception, check `generations` to see
@@ -299,7 +298,7 @@ class Engine:
         prompts: SequenceOf[SequenceOf[int] | np.ndarray],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[Generation]:
-        """Generate answers for a list of prompts. Other requests continue to be served meanwhile.
+        """Generate answers for a list of prompts, while continuing to serve other requests.
 
         Args:
             prompts: Token IDs of each prompt. If any prompt is invalid, no prompt is added.
@@ -341,13 +340,15 @@ class Engine:
         params: SamplingParams | None = None,
         **options: object,
     ) -> Iterator[Delta]:
-        """Yield the answer to one prompt as its tokens arrive. Closing the iterator ends the request.
+        """Yield the answer to one prompt as its tokens are generated. Closing the iterator ends the
+        request.
 
-        Several streams of one engine can be read alternately. Each stream receives all tokens of
-        its request.
+        Several streams of one engine can be read alternately. Each stream yields all tokens of its
+        own request.
         """
         generation = self.add(prompt, params, **options)
-        sent: list[int | None] = []  # tokens sent per sample; None after its end was sent
+        # Number of tokens yielded per sample. None after the sample's last `Delta` was yielded.
+        sent: list[int | None] = []
         try:
             while True:
                 # Another stream may run a step during a yield and finish the request.
@@ -367,7 +368,7 @@ class Engine:
         """
         with SignalHold():
             self._run_step()
-        # There is no call between the next line and the return, so signal handlers cannot run here.
+        # Signal handlers run only at calls, so none can run between the next line and the return.
         deltas, self._outputs.deltas = self._outputs.deltas, []
         return deltas
 
@@ -424,10 +425,7 @@ class Engine:
         return step
 
     def _save(self) -> None:
-        """Pass the blocks of the last step to the sources.
-
-        Called before the next step is planned.
-        """
+        """Pass the last step's blocks to the sources. Called before the next step is planned."""
         if self._last_report is not None:
             for source in self.sources:
                 source.save(self._last_report)
@@ -452,8 +450,8 @@ class Engine:
         return logits
 
     def _batch(self, step: ScheduledStep) -> Batch:
-        """Return the inputs of the model. While the same sequences decode, only the inputs that
-        change are computed.
+        """Return the batch of a step. As long as the same sequences decode, only the inputs that change
+        are computed.
         """
         rows, last = self._last_decode
         if step.rows is rows:
@@ -473,7 +471,7 @@ class Engine:
     def _unsent(self, generation: Generation, sent: list[int | None]) -> Iterator[Delta]:
         """Yield the tokens that were added to the samples since `sent`, and update `sent`."""
         if generation.beams is not None and not generation.is_finished:
-            return  # when the request ends, the best beams become the samples
+            return  # samples of a beam search are known only when the request ends
         for index, sample in enumerate(generation.samples):
             if index == len(sent):
                 sent.append(0)
@@ -510,7 +508,7 @@ class Engine:
         metrics.recomputed_sequences = self.scheduler.num_recomputed
 
     def _count_pages(self, plan: StepPlan) -> None:
-        """Count the pages of an applied plan. A plan whose arrays were read is slower to apply."""
+        """Count an applied plan's pages. Reading these arrays before `apply` would slow it down."""
         if plan.is_empty:
             return
         metrics = self.metrics

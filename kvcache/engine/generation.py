@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of an engine, their samples, and the new tokens of each step."""
+"""Requests of an engine, their samples, and the new tokens that each step generates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 
 
 class Delta(NamedTuple):
-    """New tokens of a sample, and its finish reason if it has ended."""
+    """The new tokens of a sample, and the finish reason if the sample has ended."""
 
     request_id: str
     index: int  # index of the sample
@@ -30,7 +30,7 @@ class Delta(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Sample(Sequence):
-    """One sample or beam of a request, that is, a sequence for which tokens are drawn."""
+    """One sample or beam of a request."""
 
     generation: Generation | None = None
     index: int = 0

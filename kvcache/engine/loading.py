@@ -17,11 +17,11 @@ _METHODS = ("match", "begin", "poll", "save", "cancel", "close")
 
 
 class Loading:
-    """The sources of a scheduler, in order of preference, and the sequences that load from them.
+    """A scheduler's sources, in order of preference, and the sequences that load KV from them.
 
-    If a source rejects a sequence or fails to load it, that source is not retried for this sequence.
-    After a quarantine, no source is retried, because blocks are still reserved under the sequence's
-    request ID.
+    If a source rejects a sequence or fails to load it, that source is not queried again for this
+    sequence. If the load's blocks are quarantined, no source is queried again for the sequence, because
+    blocks are still reserved under the sequence's request ID.
     """
 
     def __init__(self, sources: SequenceOf[KVSource]) -> None:
@@ -31,15 +31,15 @@ class Loading:
                 raise TypeError(f"sources[{i}] is {shown(source)}: expected a KVSource")
         self._chosen: dict[Sequence, KVSource] = {}  # source of each waiting or loading sequence
         self._loading: dict[str, Sequence] = {}
-        self.is_matching = False  # whether a source had no result yet at the last match
+        self.is_matching = False  # whether a source had no result yet when it was last queried
 
     def __len__(self) -> int:
         """Number of sequences that are loading."""
         return len(self._loading)
 
     def match(self, sequence: Sequence) -> int | None:
-        """Return the number of tokens that a source can load after the local hit, or None if it is
-        not known yet.
+        """Return the number of tokens that a source can load after the local hit, or None if the number
+        is not known yet.
         """
         self._chosen.pop(sequence, None)
         for source in self.sources:
@@ -87,7 +87,7 @@ class Loading:
         return found
 
     def give_up(self, sequence: Sequence, error: str | None = None) -> None:
-        """Release a sequence that was matched or admitted with tokens from its source."""
+        """Release a sequence for which its source reserved tokens, before or after admission."""
         self._loading.pop(sequence.request.request_id, None)
         source = self._chosen.pop(sequence)
         source.cancel(sequence.request)
@@ -95,11 +95,11 @@ class Loading:
             self._fail(sequence, source, error)
 
     def forget(self, sequence: Sequence) -> None:
-        """Release a sequence that ends, in any state."""
+        """Release a sequence that ends, regardless of its state."""
         self._loading.pop(sequence.request.request_id, None)
         chosen = self._chosen.pop(sequence, None)
-        # Call the chosen source first, because other sources would free blocks to which it may
-        # still write.
+        # Cancel the chosen source first, because it may still write to blocks that the other
+        # sources would free.
         for source in sorted(self.sources, key=lambda each: each is not chosen):
             source.cancel(sequence.request)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class Metrics:
-    """Counters of an `Engine` since its creation. `as_dict` returns them by name."""
+    """Counters of an `Engine` since its creation. `as_dict` returns them keyed by name."""
 
     requests: int = 0  # requests added
     finished_requests: int = 0
@@ -34,12 +34,12 @@ class Metrics:
     sample_seconds: float = 0.0  # time for choosing tokens and reporting them to the manager
 
     def as_dict(self) -> dict[str, float]:
-        """Return all counters by name."""
+        """Return all counters, keyed by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 class Timer:
-    """Adds the seconds of its ``with`` blocks, which must not be nested, to a metric."""
+    """Adds the duration of each ``with`` block, in seconds, to a metric. Blocks must not be nested."""
 
     __slots__ = ("_metrics", "_name", "_start")
 

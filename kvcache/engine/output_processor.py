@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the logits of each step into tokens, and ends samples and requests."""
+"""Selects tokens from each step's logits, and ends samples and requests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from kvcache.engine.sampling import (
 from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import State
 
-# Counter for the prefix of request IDs in managers. These IDs are unique and never equal a caller's
-# ID.
+# Counter for the prefix of generated request IDs. These IDs are unique and never equal an ID chosen by
+# a caller.
 _NUMBERS = itertools.count()
 _NONES = itertools.repeat(None)
 _FINISH_REASON = attrgetter("finish_reason")
@@ -35,14 +35,15 @@ _FINISH_REASON = attrgetter("finish_reason")
 class _Columns:
     """Data of samples that decode together, collected once for many steps of `OutputProcessor`.
 
-    - `are_individual`: whether a sample is a beam, other samples are yet to be forked from it, its
-      `free` may change other requests, or it needs its logits (log probabilities, penalty).
+    - `are_individual`: whether a sample must be processed individually, because it is a beam, other
+      samples will be forked from it, its `free` may change other requests, or its logits are needed
+      for log probabilities or a penalty.
     """
 
     sequences: list[Sample]
     ids: list[str]
     indices: list[int]
-    # Both lists have entries only for the samples that have a value, with their positions.
+    # Both lists contain (position, value) only for the samples that have a value.
     samplers: list[tuple[int, Sampler]]
     stops: list[tuple[int, tuple[int, ...]]]
     are_individual: bool
@@ -71,7 +72,7 @@ class _Columns:
 class OutputProcessor:
     """Appends tokens to the samples of an engine's requests, and forks and ends these samples.
 
-    - `generations`: the unfinished requests, by ID.
+    - `generations`: the unfinished requests, keyed by ID.
     - `deltas`: results that `Engine.step` has not returned yet.
     """
 
@@ -79,12 +80,12 @@ class OutputProcessor:
         self.scheduler, self.metrics = scheduler, metrics
         self.generations: dict[str, Generation] = {}
         self.deltas: list[Delta] = []
-        self._columns: _Columns | None = None  # columns of the last step's `decoding`
+        self._columns: _Columns | None = None  # data of the last step's `decoding`
 
     def new_sample(
         self, generation: Generation, token_ids: np.ndarray, num_rows: int = 1
     ) -> Sample:
-        """Create the next sequence of a request. It is not scheduled yet."""
+        """Create the next sequence of a request, without scheduling it."""
         params, number = generation.params, generation.num_sequences
         generation.num_sequences += 1
         name = f"sequence-{next(_NUMBERS)}"
@@ -108,23 +109,23 @@ class OutputProcessor:
             step: The completed step.
             logits: [n, vocab_size], where n is the sum of `step.num_logits`.
             best: int64[n]. The most likely token of each row.
-            largest: float[n]. Its logit, which is NaN or inf if any logit of the row is, and -inf
-                if all are.
+            largest: float[n]. The largest logit of each row. NaN or inf if any logit of the row is NaN
+                or inf, and -inf if all logits are -inf.
         """
         are_finite = np.isfinite(largest)
         at = self._take_decoding(step, logits, best, are_finite)
         if at == len(step.sequences):
             return
         if any(sample.sampler is not None for sample in step.sequences[at:]):
-            logits = logits.cpu()  # copy once, not once per draw
+            logits = logits.cpu()  # copy to the host once, not for each draw
         stops = step.starts[at:] + list(map(len, step.token_ids[at:])) - step.num_drafts[at:]
         rest = step.sequences[at:], step.num_logits[at:].tolist(), stops.tolist()
         best, are_finite = best.tolist(), are_finite.tolist()
         for sample, count, stop in zip(*rest):
             rows = slice(at, at + count)
             at += count
-            # An earlier beam in the batch may have ended this beam, or may already have appended a
-            # token to it if it was recomputed.
+            # An earlier beam in the batch may have ended this beam or, if this beam was recomputed,
+            # may already have appended a token to it.
             has_changed = sample.state is State.FINISHED or sample.request.num_tokens != stop
             if count == 0 or has_changed:
                 continue
@@ -152,10 +153,10 @@ class OutputProcessor:
     def _take_decoding(
         self, step: ScheduledStep, logits: torch.Tensor, best: np.ndarray, are_finite: np.ndarray
     ) -> int:
-        """Append a token to each sequence of `step.decoding`, without work per sequence other than
+        """Append a token to each sequence of `step.decoding`. The only work per sequence is to create
         its `Delta`.
 
-        Returns the number of these sequences, or 0 if one of them must be treated individually.
+        Returns the number of these sequences, or 0 if one of them must be processed individually.
         """
         decoding = step.decoding
         if self._columns is None or self._columns.sequences is not decoding.sequences:
@@ -170,7 +171,7 @@ class OutputProcessor:
         if last_tokens(decoding.requests, decoding.num_computed - 1) is None:
             return 0
         if columns.samplers:
-            logits = logits[:num].cpu()  # copy once, not once per draw
+            logits = logits[:num].cpu()  # copy to the host once, not for each draw
         tokens = best[:num].astype(np.int32)
         errors: dict[int, Exception] = {}
         for i, sampler in columns.samplers:
@@ -203,8 +204,8 @@ class OutputProcessor:
         return num
 
     def _extend(self, sample: Sample, logits: torch.Tensor, at: int, best: list[int]) -> Delta:
-        """Accept drafts as long as they equal the tokens that the sample would have drawn, and
-        append one more token.
+        """Accept drafts up to the first one that differs from the sample's own choice, and append one
+        more token.
         """
         params, drafts = sample.generation.params, sample.drafts
         picks: list[int] = []
@@ -238,7 +239,7 @@ class OutputProcessor:
         return Delta(request_id, sample.index, picks, reason, logprobs=logprobs)
 
     def _with_new_samples(self, sample: Sample) -> list[Sample]:
-        """Return the sample and, directly after the prompt, the samples that are forked from it."""
+        """Return the sample and, if its first token is being chosen, the samples forked from it."""
         generation = sample.generation
         if len(generation.samples) < generation.params.n:
             while len(generation.samples) < generation.params.n:
@@ -262,7 +263,7 @@ class OutputProcessor:
         parents = [choice.parent for choice in choices]
         for each in beams.scores:
             if each not in parents:
-                self.scheduler.finish(each)  # must precede forking, because forks need rows
+                self.scheduler.finish(each)  # before forking, because forks need free rows
         if not choices:
             return self._end_beams(generation)
         scores = {}
@@ -275,7 +276,7 @@ class OutputProcessor:
         return []
 
     def _end_beams(self, generation: Generation) -> list[Delta]:
-        """Replace the samples of the request by its best beams."""
+        """Replace the request's samples with its best beams."""
         samples = []
         num_cached = generation.num_cached_tokens
         for i, (token_ids, score, _) in enumerate(generation.beams.best):
@@ -300,8 +301,8 @@ class OutputProcessor:
         return [self.end(sample, reason, error) for sample in running]
 
     def end(self, sample: Sample, reason: FinishReason, error: Exception | None = None) -> Delta:
-        """Release the resources of a sample. With the last sample, the request ends."""
-        self._columns = None  # does not keep the sample alive
+        """Release the resources of a sample. The request ends with its last sample."""
+        self._columns = None  # so that this reference does not keep the sample alive
         generation = sample.generation
         is_complete = reason in ("stop", "length")
         self.scheduler.finish(sample, free=generation.free if is_complete else None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the blocks of a pool by state, for statistics and for web pages that visualize a cache."""
+"""Counts a pool's blocks by state, for statistics and for web pages that visualize a cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.checks import instance, shown
 
 
 class PoolStates(NamedTuple):
-    """Number of blocks in each state, excluding the null block."""
+    """The number of blocks in each state, excluding the null block."""
 
     held: int  # blocks held by sequences and not cached
     held_cached: int  # blocks held by sequences and cached
@@ -21,8 +21,8 @@ class PoolStates(NamedTuple):
 
 
 def pool_states(manager: KVCacheManager, medium: Literal["gpu", "cpu"] = "gpu") -> PoolStates:
-    """Count blocks by state in the device or host pool. Visits every block, so do not call it in
-    every step.
+    """Count blocks by state in the device or host pool. The function visits every block, so do not call
+    it in every step.
 
     >>> from kvcache import Request
     >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, num_preallocate_tokens=0)

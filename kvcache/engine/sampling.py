@@ -21,22 +21,23 @@ class SamplingParams:
 
     - `max_tokens`: the maximum length of the answer, at least 1.
     - `temperature`: 0 selects the most likely token. Otherwise logits are divided by the
-      temperature before sampling. Any positive value is valid. Differences from the largest logit
-      are divided, so if a quotient overflows a float, only the most likely token is sampled.
-    - `top_k`: sample from the `top_k` most likely tokens. None: all tokens. `top_p`: sample from
-      the most likely tokens that together reach this probability.
-    - `seed`: seed of the random draws. They depend only on the seed and the sample's index, not on
-      the rest of the batch. None: a random seed.
+      temperature before sampling. Any positive value is valid: with a temperature so small that a
+      scaled logit would overflow, only the most likely token is sampled.
+    - `top_k`: sample from the `top_k` most likely tokens. None: all tokens.
+    - `top_p`: sample from the most likely tokens that together reach this probability.
+    - `seed`: seed of the random draws, which depend only on the seed and the sample's index, not on
+      other requests in the batch. None: a random seed.
     - `n`: the number of samples. They share the prompt's blocks.
     - `beam_width`: if above 1, return the best answers of a beam search with this width, ranked by
       the sum of log probabilities. Requires temperature 0 and n 1.
     - `stop_token_ids`: tokens that end the answer.
-    - `repetition_penalty`: if above 1, tokens of the prompt and the answer become less likely; below
-      1, more likely. Positive logits are divided by it, and negative ones multiplied (CTRL, Keskar
-      et al., 2019). Incompatible with beam search.
-    - `logprobs`: return the log probability of each token, and of this number of most likely tokens,
-      computed before the penalty and the temperature are applied. None: no log probabilities.
-      Incompatible with beam search.
+    - `repetition_penalty`: a value above 1 makes tokens that occur in the prompt or the answer less
+      likely, and a value below 1 makes them more likely. Positive logits are divided by the penalty,
+      and negative logits are multiplied by it (CTRL, Keskar et al., 2019). Incompatible with beam
+      search.
+    - `logprobs`: return the log probability of each generated token and, at each position, of the
+      `logprobs` most likely tokens, computed before the penalty and the temperature are applied. None:
+      no log probabilities. Incompatible with beam search.
     """
 
     max_tokens: int = 16
@@ -92,10 +93,10 @@ class SamplingParams:
 
 
 class TokenLogprob(NamedTuple):
-    """The log probability of a generated token, and the most likely tokens at its position.
+    """The log probability of a generated token, and the most likely tokens at the same position.
 
-    - `logprob`: natural logarithm of the probability.
-    - `top`: (token, log probability), in descending order.
+    - `logprob`: natural logarithm of the generated token's probability.
+    - `top`: (token, log probability) of the most likely tokens, in descending order.
     """
 
     logprob: float
@@ -103,7 +104,9 @@ class TokenLogprob(NamedTuple):
 
 
 def token_logprob(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return the log probability of `token` given logits [vocab_size], and the `num_top` best ones."""
+    """Return the log probabilities of `token` and of the `num_top` most likely tokens, given logits
+    [vocab_size].
+    """
     logprobs = logits.double().log_softmax(-1)
     best = logprobs.topk(min(num_top, len(logprobs)))
     return TokenLogprob(
@@ -120,7 +123,7 @@ def penalize_repetition(
     penalized = penalized.clone() if penalized is logits else penalized
     values = penalized[seen]
     values = torch.where(values > 0, values / penalty, values * penalty)
-    # A tiny penalty must not make a logit infinite, because weights would be NaN.
+    # A tiny penalty must not make a logit infinite, because the sampling weights would then be NaN.
     penalized[seen] = values.clamp(max=torch.finfo(values.dtype).max)
     return penalized
 
@@ -133,15 +136,15 @@ def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     if not logits.is_cpu:
         largest, best = logits.max(-1)
         return best.cpu().numpy(), largest.double().cpu().numpy()
-    # At 8 x 32,000 float32, numpy takes 17 us, `torch.max` 270 us, `torch.argmax` 440 us (one core
-    # with AVX-512). numpy has no bfloat16, and is slow for float16.
+    # For 8 x 32,000 float32 values on one core with AVX-512, NumPy takes 17 us, `torch.max` 270 us and
+    # `torch.argmax` 440 us. NumPy does not support bfloat16 and is slow for float16.
     rows = (logits.float() if logits.itemsize < 4 else logits).numpy()
     best = rows.argmax(-1)
     return best, rows[np.arange(len(rows)), best]
 
 
 class Sampler:
-    """Draws the tokens of one sample with its own random generator."""
+    """Draws the tokens of one sample with a separate random generator."""
 
     def __init__(self, params: SamplingParams, nth: int) -> None:
         self._params = params
@@ -149,7 +152,7 @@ class Sampler:
         if params.temperature:
             seed = params.seed
             if seed is not None:
-                # Adjacent seeds and samples must not draw equal numbers.
+                # Adjacent seeds and samples must not share random numbers.
                 digest = hashlib.sha256(f"{seed} {nth}".encode()).digest()
                 seed = int.from_bytes(digest[:8], "little")
             self._random = np.random.default_rng(seed)
@@ -160,13 +163,13 @@ class Sampler:
             return int(logits.argmax())
         sums = self._weights(logits.double().cpu().numpy()).cumsum()
         drawn = min(self._random.random() * sums[-1], np.nextafter(sums[-1], 0))
-        # Choose the first sum above the draw, so a token with weight 0 is never chosen.
+        # Choose the first cumulative sum above the draw, so that a token with weight 0 is never chosen.
         return int(sums.searchsorted(drawn, "right"))
 
     def _weights(self, logits: np.ndarray) -> np.ndarray:
         """Return the unnormalized weight of each token."""
         top_k, top_p = self._params.top_k, self._params.top_p
-        # Values are at most 0, and the largest value is 0, so division by a tiny temperature gives
+        # The largest value is 0 and all others are negative, so dividing by a tiny temperature yields
         # -inf but never NaN.
         with np.errstate(over="ignore"):
             weights = np.exp((logits - logits.max()) / self._params.temperature)

@@ -35,8 +35,8 @@ def observer_of(
     Args:
         cache: The engine's cache.
         scheduler: The engine's scheduler.
-        sanitizer: A sanitizer made for this cache (`sanitizer_of`), or the mode of a new one. None:
-            environment variables decide (`kvcache.sanitizer.environment`).
+        sanitizer: A sanitizer created for this cache (`sanitizer_of`), or the mode of a new sanitizer.
+            None: use the environment variables (`kvcache.sanitizer.environment`).
 
     Raises:
         TypeError, ValueError: The mode is unknown, or the sanitizer has other groups or blocks.
@@ -62,7 +62,7 @@ def sanitizer_of(cache: KVCache, **options: object) -> Sanitizer:
 
     Raises:
         TypeError: `cache` is not a `KVCache`.
-        ValueError: A group has an unsupported kind, such as a custom kind.
+        ValueError: A group's kind is not supported, for example because it is a custom kind.
 
     Example:
         >>> from kvcache.engine.transformers import attach
@@ -114,10 +114,11 @@ class EngineObserver:
         ):
             raise ValueError("sanitizer has other groups or blocks: expected sanitizer_of(cache)")
         self._held: dict[int, tuple[Sequence, list[np.ndarray]]] = {}  # by row: blocks per group
-        self._moves: dict[str, np.ndarray] = {}  # what the worker did in this step
+        self._moves: dict[str, np.ndarray] = {}  # changes made by the worker in this step
         cache.worker.on_move = self._moved
         self._names: dict[Sequence, str] = {}
-        self._loading: dict[Sequence, tuple[int, int]] = {}  # local hit, tokens loaded earlier
+        # Number of tokens in the local hit, and number of tokens loaded earlier.
+        self._loading: dict[Sequence, tuple[int, int]] = {}
         self._last: tuple[list[Sequence] | None, list[str]] = None, []
 
     def scheduled(self, step: ScheduledStep) -> None:
@@ -125,11 +126,11 @@ class EngineObserver:
         self.guard(self._scheduled, step)
 
     def applied(self, step: ScheduledStep, report: StepReport) -> None:
-        """Observe a plan that the worker has applied."""
+        """Observe the changes of a plan that the worker has applied."""
         self.guard(self._applied, step, report)
 
     def computes(self, step: ScheduledStep, batch: Batch) -> None:
-        """Observe the tokens, writes and reads of a batch, before the model computes it."""
+        """Observe a batch's tokens, writes and reads, before the model computes the batch."""
         self.guard(self._computes, step, batch)
 
     def _scheduled(self, step: ScheduledStep) -> None:
@@ -181,7 +182,7 @@ class EngineObserver:
             sanitizer.observe_read(g, names, starts, stops, table)
 
     def _observe_loads(self) -> None:
-        """Observe content that has arrived, in the tables before the plan."""
+        """Observe loaded content that has arrived, using the tables as they were before the plan."""
         rows = {sequence: row for row, (sequence, _) in self._held.items()}
         for sequence in [each for each in self._loading if each.state is not State.LOADING]:
             hit, before = self._loading.pop(sequence)
@@ -196,12 +197,12 @@ class EngineObserver:
                 self.sanitizer.observe_load(g, [name], [first], [stop], table)
 
     def _observe_rows(self, step: ScheduledStep) -> None:
-        """Observe allocations and frees, from the table rows before and after the plan."""
+        """Observe allocations and frees by comparing the table rows before and after the plan."""
         plan, manager = step.plan, self._scheduler.manager
         changed = {*plan.clear_rows.tolist(), *plan.append_rows.tolist()}
         for each in plan.replace:
             changed.update(each[:, 0].tolist())
-        # Tables keep the entries of rows that are swapped out or have ended.
+        # Tables keep the entries of rows whose sequences are swapped out or have ended.
         leaving = plan.answers.swap_out
         left = set(leaving.rows[leaving.status == Status.SERVED].tolist())
         sequences = {
@@ -230,7 +231,7 @@ class EngineObserver:
         others: dict[int, tuple[Sequence, list[np.ndarray]]],
         observe: Callable,
     ) -> None:
-        """Pass the blocks of a row to `observe`, except for those that it holds in `others` as well."""
+        """Pass a row's blocks to `observe`, except for blocks that the row also has in `others`."""
         other, kept = others.get(row, (None, None))
         for g, mine in enumerate(blocks):
             found = np.setdiff1d(mine, kept[g]) if other is sequence else mine
@@ -261,7 +262,7 @@ class EngineObserver:
             sanitizer.observe_state_write(g, own, known[has] + draft, pages[has, draft])
 
     def _names_of(self, step: ScheduledStep) -> list[str]:
-        """Return the names of a step's sequences, and begin and finish requests."""
+        """Begin and finish requests in the sanitizer, and return the names of a step's sequences."""
         if step.sequences is self._last[0]:
             return self._last[1]
         for sequence in [each for each in self._names if each.state is State.FINISHED]:
@@ -282,7 +283,7 @@ class EngineObserver:
         return name
 
     def _known(self, sequence: Sequence, num_tokens: int) -> str:
-        """Pass at least `num_tokens` of a sequence's tokens to the sanitizer, and return its name."""
+        """Pass at least `num_tokens` tokens of a sequence to the sanitizer, and return its name."""
         name, request = self._name(sequence), sequence.request
         if self.sanitizer.num_tokens(name) < num_tokens:
             self.sanitizer.observe_request(name, request.token_ids, salt=request.cache_salt)

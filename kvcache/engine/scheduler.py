@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference scheduler, with chunked prefill, admission, preemption and resumption."""
+"""The reference scheduler, which supports chunked prefill, admission, preemption and resumption."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _DRAFTS = attrgetter("drafts")
 
 @dataclass(eq=False, slots=True)
 class Decoding:
-    """Running sequences without drafts whose tokens, except the last, are all computed, by rank.
+    """Running sequences without drafts whose only token to compute is the last one, ordered by rank.
 
     The scheduler keeps these arrays from step to step, so that a decode step does no work per
     sequence in Python. `num_computed[i]` is the number of computed tokens of `sequences[i]`, and
-    `max_tokens[i]` the number of known tokens at which it ends. `num_computed` is updated in place
-    and `last_tokens` is replaced. Nothing else changes, so steps share it.
+    `max_tokens[i]` is the number of known tokens at which this sequence ends. `num_computed` is updated
+    in place, and `last_tokens` is replaced. All other attributes are constant and shared by steps.
     """
 
     sequences: list[Sequence]
@@ -42,8 +42,8 @@ class Decoding:
     num_computed: np.ndarray  # int64[n]
     max_tokens: np.ndarray  # int64[n]
     last_tokens: np.ndarray  # int32[n]: the tokens to compute
-    zeros: np.ndarray  # int64[n]: the number of drafts of each
-    ones: np.ndarray  # int64[n]: the numbers of tokens and of logits of each
+    zeros: np.ndarray  # int64[n]: the number of drafts of each sequence
+    ones: np.ndarray  # int64[n]: the number of tokens (and of logits) of each sequence
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -54,7 +54,7 @@ class Decoding:
         return cls([], [], NO_IDS, none, none, NO_IDS, none, none)
 
     def first(self, count: int) -> Decoding:
-        """Return the first `count` sequences, whose arrays are views of these."""
+        """Return the first `count` sequences, with views of the arrays."""
         return Decoding(*(getattr(self, each.name)[:count] for each in fields(self)))
 
 
@@ -64,17 +64,17 @@ def _end_of(sequence: Sequence) -> int:
 
 @dataclass(eq=False, slots=True)
 class ScheduledStep:
-    """A scheduled step, with its plan, the sequences that it computes, and their inputs.
+    """A scheduled step: its plan, the sequences to compute, and their inputs.
 
-    Entry i of each list or array belongs to `sequences[i]`, which has row `rows[i]` and computes
-    `token_ids[i]` starting at position `starts[i]`. The last `num_drafts[i]` of these tokens are
-    drafts. The logits of the last `num_logits[i]` tokens are needed. `num_logits[i]` is 0 while
-    known tokens remain to be computed. Do not change the lists and arrays, because later steps may
-    share them.
+    Entry i of each list or array belongs to `sequences[i]`, which has row `rows[i]`. For this sequence,
+    the step computes `token_ids[i]` starting at position `starts[i]`. The last `num_drafts[i]` of these
+    tokens are drafts. The logits of the last `num_logits[i]` tokens are needed. `num_logits[i]` is 0 if
+    the sequence has further known tokens to compute after this step. Do not change the lists and
+    arrays, because later steps may share them.
 
     - `token_ids`: one array per sequence. If every sequence computes one token, int32[n, 1].
-    - `decoding`: the first sequences of the step, if they compute one token each.
-    - `refused`: sequences that exceed the entire pool. They are finished.
+    - `decoding`: the sequences at the beginning of the step that compute one token each.
+    - `refused`: sequences that do not fit even into an empty pool, and are therefore finished.
     - `loading`: sequences that were admitted to be loaded from a source. See
       `Scheduler.begin_loads`.
     """
@@ -103,19 +103,19 @@ class Scheduler:
     """Schedules sequences step by step. Decoding has priority, prompts are computed in chunks, and
     sequences may be preempted.
 
-    A step has at most `max_num_batched_tokens` tokens. Decoding sequences come first, then chunks of
-    prompts, then swapped-out sequences, then new sequences, each in order of rank. A sequence that
-    does not fit waits, and the sequence with the highest rank is preempted before the next step.
-    With `preemption` "swap" its blocks are swapped out to the host. With "recompute", or if the
-    host has no room, the sequence is freed and later recomputed except for the part that is still
-    cached.
+    A step computes at most `max_num_batched_tokens` tokens. Decoding sequences are scheduled first,
+    followed by chunks of prompts, swapped-out sequences and new sequences, each in order of rank. If a
+    running sequence does not fit, it waits, and the sequence with the highest rank is preempted before
+    the next step. With `preemption="swap"`, the preempted sequence's blocks are swapped out to the
+    host. With "recompute", or if the blocks do not fit on the host, the sequence is freed. It is later
+    recomputed, except for the part that is still cached.
 
     After `schedule`, call `complete` or `fail` for the step before the next `schedule`. During the
     step, the caller applies the plan, runs the model, and reports sampled tokens (`accept`), new
     children (`fork`) and ended sequences (`finish`).
 
-    `sources` supply KV for new sequences. The first source with more tokens than the local hit
-    loads them, and the remaining tokens are computed. A sequence whose source has not returned a
+    `sources` supply KV for new sequences. The first source that has KV for more tokens than the local
+    hit loads them, and the remaining tokens are computed. A sequence whose source has not returned a
     result yet does not block other sequences. If a load fails, its tokens are computed instead.
 
     Args:
@@ -153,25 +153,25 @@ class Scheduler:
         )
         self.preemption = preemption
         self._loading = Loading(sources)
-        self.waiting: list[Sequence] = []  # sequences without a row, by rank
-        self.admitted: list[Sequence] = []  # sequences with a row, by rank
+        self.waiting: list[Sequence] = []  # sequences without a row, ordered by rank
+        self.admitted: list[Sequence] = []  # sequences with a row, ordered by rank
         self.num_swapped_out = self.num_recomputed = 0
         self.max_num_rows = manager.options.max_num_reqs or MAX_INT32
         kinds = [make_kind(group.kind, group.options) for group in manager.groups]
         of_states = [kind.num_speculative_blocks for kind in kinds if not kind.pages.has_slots]
         self._has_states = bool(of_states)
         self._max_drafts = min(of_states, default=MAX_INT32)
-        self._decoding: Decoding | None = None  # None: must be collected again
-        self._others: list[Sequence] = []  # running sequences that are not in `_decoding`, by rank
-        # Whether sequences have started or stopped running since they were collected.
+        self._decoding: Decoding | None = None  # None: must be rebuilt
+        self._others: list[Sequence] = []  # other running sequences, ordered by rank
+        # Whether sequences have started or stopped running since `_decoding` was built.
         self._has_changed = False
         self._victim: Sequence | None = None
-        self._is_short = False  # whether a running sequence did not get blocks in the last step
+        self._is_short = False  # whether the last step lacked blocks for a running sequence
         self._in_flight: ScheduledStep | None = None
 
     @property
     def num_unfinished(self) -> int:
-        """Number of sequences that wait or have a row."""
+        """Number of sequences that are waiting or have a row."""
         return len(self.waiting) + len(self.admitted)
 
     def add(self, sequence: Sequence) -> None:
@@ -233,7 +233,8 @@ class Scheduler:
             if self.is_waiting_for_sources:
                 return None
             if self.waiting and self.admitted:
-                # Beams that wait for each other hold all rows, so recompute one of them later.
+                # All rows belong to beams that wait for each other, so preempt one beam and recompute it
+                # later.
                 self._recompute(max(self.admitted, key=lambda each: each.rank))
                 return self.schedule()
             if self.num_unfinished:
@@ -263,7 +264,7 @@ class Scheduler:
                 swap_out=[manager.row(sequence.request) for sequence in leaving],
             )
         except BaseException:
-            self._decoding = None  # a sequence to preempt is still running
+            self._decoding = None  # rebuild it, because a sequence to preempt is still running
             raise
         return self._answered(plan, decoding, asked, leaving, new)
 
@@ -292,7 +293,9 @@ class Scheduler:
 
     @staticmethod
     def _checked_report(report: StepReport) -> StepReport:
-        """Return the report of a step whose tokens are not computed if it contains failed pages."""
+        """Return the report of a step whose tokens were not computed, if the report contains failed
+        pages.
+        """
         instance(report, StepReport, "report")
         failed = (report.failed_pages, report.failed_host_pages)
         if any(num_entries(pages, "failed pages of the report") for pages in failed):
@@ -300,10 +303,7 @@ class Scheduler:
         return report
 
     def begin_loads(self, step: ScheduledStep) -> None:
-        """Start the loads of `step.loading`.
-
-        Call it after the step's plan was applied completely.
-        """
+        """Start the loads of `step.loading`. Call this method after the step's plan was applied."""
         self._check_in_flight(step)
         while step.loading:
             sequence = step.loading.pop(0)
@@ -318,8 +318,8 @@ class Scheduler:
         self._cancel_loads(step)
 
     def accept(self, sequence: Sequence, token_ids: list[int], num_rejected: int = 0) -> None:
-        """Append sampled tokens, that is, the accepted drafts and one more token. Rejected drafts
-        are dropped.
+        """Append sampled tokens: the accepted drafts and one more token. Rejected drafts are
+        dropped.
 
         Raises:
             TypeError, ValueError: Tokens are invalid, more drafts are rejected than were computed,
@@ -346,7 +346,7 @@ class Scheduler:
         """Share the blocks of `parent` with `child`. Returns False if the child has to wait.
 
         The child waits for admission if no row is free or the parent has no blocks on the device.
-        In this case, its cached tokens become its prefix hit.
+        It then uses the parent's blocks that are still cached as its prefix hit.
         """
         for name, each in (("parent", parent), ("child", child)):
             instance(each, Sequence, name)
@@ -378,9 +378,9 @@ class Scheduler:
 
         Args:
             sequence: The sequence to free.
-            free: Function that frees the request of a running sequence in place of
-                `KVCacheManager.free`, for example `Connector.publish`.
-            release: Other arguments of `KVCacheManager.free`, for eviction policies.
+            free: Function that is called instead of `KVCacheManager.free` for the request of a running
+                sequence, for example `Connector.publish`.
+            release: Arguments of `KVCacheManager.free` for eviction policies.
         """
         instance(sequence, Sequence, "sequence")
         if free is not None and not callable(free):
@@ -414,7 +414,7 @@ class Scheduler:
         return sequence in queue
 
     def _leaving(self) -> list[Sequence]:
-        """Return the victim if it is to be swapped out. A victim to recompute is freed immediately."""
+        """Return the victim if it will be swapped out. If it will be recomputed, free it immediately."""
         victim, self._victim = self._victim, None
         if self.preemption == "swap" and self.manager.host_pool is not None:
             return [victim]
@@ -444,18 +444,18 @@ class Scheduler:
                 sequence.num_cached_tokens = arrived.num_computed_tokens
 
     def _cancel_loads(self, step: ScheduledStep) -> None:
-        """Requeue sequences whose load has not started."""
+        """Return sequences whose loads have not started to the queue."""
         while step.loading:
             sequence = step.loading.pop(0)
             self._loading.give_up(sequence)
             self._wait_again(sequence)
 
     def _running(self, leaving: list[Sequence]) -> tuple[Decoding, list[tuple[Sequence, int]], int]:
-        """Return the sequences that decode, the other sequences with blocks on the device and their
-        requested tokens, and the number of tokens that the step can still compute.
+        """Return the running sequences to compute and the remaining token budget of the step.
 
-        If any sequence has drafts, all sequences are in the second list, beginning with the sequences
-        that have one known token to compute.
+        The result contains the decoding sequences, then a list with every other sequence and its number
+        of tokens to compute, and finally the budget. If any sequence has drafts, all sequences are in
+        the list, beginning with the sequences that have one known token to compute.
         """
         if leaving or not self._is_current():
             self._collect(leaving)
@@ -477,10 +477,7 @@ class Scheduler:
         return decoding, asked, budget
 
     def _is_current(self) -> bool:
-        """Return whether the collected sequences are exactly those that are decoding now.
-
-        If so, update their last tokens.
-        """
+        """Update the last tokens in `_decoding`. Return False if other sequences are decoding now."""
         decoding = self._decoding
         if decoding is None or self._has_changed:
             return False
@@ -497,8 +494,8 @@ class Scheduler:
         return True
 
     def _collect(self, leaving: list[Sequence]) -> None:
-        """Collect the running sequences, in the order of `admitted`. Those that decoded before are
-        not looked up again.
+        """Collect the running sequences, in the order of `admitted`. Sequences that were already
+        decoding are not looked up again.
         """
         known = Decoding.nothing() if self._decoding is None else self._decoding
         places = {each: i for i, each in enumerate(known.sequences)}
@@ -545,7 +542,7 @@ class Scheduler:
     def _swapped(self, budget: int) -> tuple[list[tuple[Sequence, int]], int]:
         asked: list[tuple[Sequence, int]] = []
         if len(self._decoding) + len(self._others) == len(self.admitted):
-            return asked, budget  # all are running
+            return asked, budget  # no sequence is swapped out
         for sequence in self.admitted:
             if sequence.state is State.SWAPPED and budget:
                 sequence.drafts = []
@@ -556,8 +553,8 @@ class Scheduler:
         return asked, budget
 
     def _new(self, budget: int) -> list[tuple[Sequence, int, int]]:
-        """Return the sequences to admit, the number of tokens that each computes, and the number
-        that it loads from a source.
+        """Return the sequences to admit and, for each, the number of tokens to compute and the number
+        of tokens to load from a source.
         """
         if not self.waiting:
             return []
@@ -581,8 +578,8 @@ class Scheduler:
         return new
 
     def _chunk(self, sequence: Sequence, count: int) -> int:
-        """Return how many of `count` tokens to compute now, so that the step ends where states
-        should be kept.
+        """Return how many of `count` tokens to compute, so that the step ends at a position whose
+        recurrent states should be kept.
         """
         if self._has_states and count > 1 and not sequence.drafts:
             return self.manager.checkpoint_tokens(sequence.request, count)
@@ -591,7 +588,8 @@ class Scheduler:
     def _fitting_drafts(self, sequence: Sequence, count: int, budget: int) -> list[int]:
         """Return the drafts to compute.
 
-        Drafts are computed only after all known tokens, and within `max_tokens`.
+        Drafts are computed only if they directly follow the last known token, and only within
+        `max_tokens`.
         """
         if count > 1:
             return []
@@ -612,7 +610,7 @@ class Scheduler:
         k = len(decoding)
         # `count_nonzero` is several times as fast as `any`.
         has_moved = np.count_nonzero(plan.num_computed_tokens[:k] != decoding.num_computed)
-        are_served = not (np.count_nonzero(plan.status[:k]) or has_moved)  # 0 is SERVED
+        are_served = not (np.count_nonzero(plan.status[:k]) or has_moved)  # status 0 is SERVED
         if are_served and k == len(plan.status):
             self._is_short = False
             self._in_flight = step = _scheduled(plan, decoding, [], [], [])
@@ -633,7 +631,7 @@ class Scheduler:
                     loading.append(sequence)
                 elif status == Status.SERVED:
                     entries.append((sequence, row, start, count))
-                elif status == Status.NEVER and external:  # may fit without these tokens
+                elif status == Status.NEVER and external:  # may fit without external tokens
                     self._loading.give_up(
                         sequence, "it does not fit if the source's tokens are loaded"
                     )
@@ -681,11 +679,11 @@ class Scheduler:
             _log.info("%s", self.manager.cache.explain(sequence.request))
 
     def _choose_victim(self, stuck: list[Sequence], nothing_done: bool) -> None:
-        """Choose the running sequence with the highest rank as victim, if a sequence with a lower
+        """Choose the running sequence with the highest rank as the victim, if a sequence with a lower
         rank waits for blocks.
 
-        Also choose a victim if no sequence was served. In this case, all sequences that hold blocks
-        are beams that have no tokens to compute and wait for a beam without blocks.
+        A victim is also chosen if no sequence was served. In this case, all sequences with blocks are
+        beams that have no tokens to compute and wait for a beam without blocks.
         """
         self._is_short = any(each.state is State.RUNNING for each in stuck)
         if not (self._is_short or nothing_done):
@@ -724,7 +722,7 @@ def _scheduled(
     k = len(decoding)
     token_ids, sequences, rows = decoding.last_tokens[:, None], decoding.sequences, decoding.rows
     num_drafts, num_logits = decoding.zeros, decoding.ones
-    # Copied, because `complete` updates the scheduler's array in place.
+    # Copy the array, because `complete` updates the scheduler's array in place.
     starts = decoding.num_computed.copy()
     if entries or not k:
         token_ids, drafts_of, logits_of = list(token_ids), [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence of generated tokens, with its request and its scheduling state."""
+"""A sequence: a request whose tokens are generated, and its scheduling state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.checks import MAX_INT64, flag, instance, integer, listed, shown
 class State(Enum):
     """The scheduling state of a sequence.
 
-    - `WAITING`: the sequence has no row, because it is new, or was preempted and will be
+    - `WAITING`: the sequence has no row, because it is new, or because it was preempted and will be
       recomputed.
     - `LOADING`: the sequence has a row, and a source is filling its blocks.
     - `RUNNING`: the sequence has a row and blocks on the device.
@@ -46,13 +46,13 @@ class Sequence:
     num_rows: int = 1
     drafts: list[int] = field(default_factory=list)
     state: State = State.WAITING
-    has_begun: bool = False  # was admitted or forked before; admitted before new sequences
+    has_begun: bool = False  # admitted or forked earlier; has priority over new sequences
     num_preemptions: int = 0
-    num_cached_tokens: int | None = None  # tokens of the prefix hit at first admission; None before
+    num_cached_tokens: int | None = None  # length of the prefix hit at the first admission
     num_loaded_tokens: int = 0  # tokens loaded from sources
-    num_external_tokens: int = 0  # tokens that the last admission expected from a source
-    admitted_at: float | None = None  # `time.monotonic()` of the first admission; None before
-    failed_sources: list[object] = field(default_factory=list)  # sources not to query again
+    num_external_tokens: int = 0  # tokens that a source was expected to load at the last admission
+    admitted_at: float | None = None  # `time.monotonic()` at the first admission
+    failed_sources: list[object] = field(default_factory=list)  # sources that are not queried again
 
     def __post_init__(self) -> None:
         instance(self.request, Request, "request")

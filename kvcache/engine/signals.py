@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import _signal  # `signal.getsignal` converts each result to an enum, which is slow
+import _signal  # `signal.getsignal` is slow because it converts each result to an enum
 import signal
 import threading
 from collections.abc import Callable
@@ -17,13 +17,13 @@ class SignalHold:
     """Delays signal handlers until the end of its ``with`` block, where they run and may raise
     exceptions.
 
-    CPython runs handlers in the main thread between two bytecodes. Therefore a handler that raises
-    an exception (Ctrl-C raises KeyboardInterrupt) can interrupt any statement and leave a change
+    CPython runs handlers in the main thread between two bytecodes. A handler that raises an exception
+    (Ctrl-C raises KeyboardInterrupt) can therefore interrupt any statement and leave a change
     incomplete. In the main thread, each handler written in Python is replaced during the block by a
-    stand-in that records the signal. At the end of the block the handlers are restored and the
+    stand-in that records the signal. At the end of the block, the handlers are restored and the
     recorded signals are raised again. In other threads, handlers are not replaced, because these
-    threads never run them. Exceptions that do not come from a handler (`PyThreadState_SetAsyncExc`)
-    are not delayed.
+    threads never run signal handlers. Exceptions that are not raised by a handler
+    (`PyThreadState_SetAsyncExc`) are not delayed.
 
     >>> with SignalHold() as hold:
     ...     signal.raise_signal(signal.SIGINT)
@@ -53,8 +53,8 @@ class SignalHold:
         try:
             self._put_back()
         finally:
-            # A restored handler may already have raised an exception. The remaining stand-ins only
-            # forward signals.
+            # If a restored handler raised an exception, the remaining stand-ins stay installed and
+            # only forward signals.
             self.are_held = False
             self.is_over = True
             self._run_noted()
@@ -100,6 +100,7 @@ class _StandIn:
     def __call__(self, number: int, frame: FrameType | None) -> object:
         if not self.hold.are_held:
             return self.handler(number, frame)
-        if number not in self.hold.noted:  # like the system, do not queue a pending signal twice
+        # Like the operating system, do not queue a pending signal twice.
+        if number not in self.hold.noted:
             self.hold.noted.append(number)
         return None

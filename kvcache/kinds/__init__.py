@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kinds of layers and cache groups. Each kind has its own file and is registered by name.
 
-A kind defines which earlier tokens are still read. From this rule, the manager derives which blocks
+A kind defines which earlier tokens a query attends to. From this rule, the manager derives which blocks
 a hit needs and which blocks leave a request's window, and `plan_cache` derives how many pages a
-request holds. A kind also defines its options, the content of its pages and the window that its
-block table shows.
+request holds. A kind also defines its options, the content of its pages, and the window outside which
+block table entries are null.
 
 A custom kind needs one function and a name (`docs/own_attention_kind.md`):
 

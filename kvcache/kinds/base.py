@@ -16,9 +16,9 @@ class KindError(ValueError):
 
 
 class KindProperties:
-    """The properties that planning, tables, replay and verification query from a kind.
+    """The properties of a kind that are used by planning, block tables, replay and verification.
 
-    The options of a kind are the keyword arguments of its constructor, all integers.
+    The options of a kind are the keyword arguments of its constructor. All options are integers.
     """
 
     pages: ClassVar[PageContent] = TOKENS
@@ -31,7 +31,7 @@ class KindProperties:
         """Number of tokens that a query attends to, including itself. None: the number varies
         between queries.
 
-        A group's block table shows entries before the window as the null block.
+        In a group's block table, entries before the window are the null block.
         """
         return None
 
@@ -39,17 +39,18 @@ class KindProperties:
     def num_speculative_blocks(self) -> int:
         """For kinds with states, the maximum number of drafts in a step.
 
-        Each draft has a page and a table column.
+        The state after each draft uses a separate page and table column.
         """
         return 0
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
         """Return an upper bound on the number of a request's tokens that one step needs.
 
-        These are the tokens from the first one that the step reads to the last one that it computes.
+        A step needs all tokens from the first one that it attends to, up to the last one that it
+        computes.
 
         Args:
-            num_tokens: Tokens of the request.
+            num_tokens: Number of tokens in the request.
             step_tokens: Maximum number of tokens in a step.
 
         Returns:
@@ -62,7 +63,7 @@ class KindProperties:
         """Return an upper bound on the number of pages that a request holds at the same time.
 
         Args:
-            num_tokens: Tokens of the request.
+            num_tokens: Number of tokens in the request.
             step_tokens: Maximum number of tokens in a step.
             tokens_per_page: Tokens per page, over all context-parallel ranks.
 
@@ -71,27 +72,27 @@ class KindProperties:
         """
         _check_asked(self, num_tokens, step_tokens, tokens_per_page)
         live_tokens = _max_live_tokens(self, num_tokens, step_tokens)
-        # Add one page, because the live tokens may begin inside a block.
+        # Add one page, because the needed tokens may begin inside a block.
         return min(
             -(-num_tokens // tokens_per_page),
             -(-live_tokens // tokens_per_page) + 1,
         )
 
     def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int | None:
-        """Return the maximum number of pages that a request holds, or None if it follows from
-        `first_needed_token`.
+        """Return the maximum number of pages that a request holds, or None if the number can be derived
+        from `first_needed_token`.
 
-        Planning checks `max_pages` against this number. Takes the arguments of `max_pages`.
+        Planning checks `max_pages` against this number. The arguments are those of `max_pages`.
 
         Raises:
-            KindError: The options leave too few pages for a step.
+            KindError: With the kind's options, a step needs more pages than a request can hold.
         """
         return None
 
     def check_rule(self, num_tokens: int) -> None:
         """Check `first_needed_token` at all positions below `num_tokens`.
 
-        The rules of the built-in kinds are native and are not checked.
+        The rules of built-in kinds are implemented natively and are not checked.
 
         Raises:
             KindError: A value is invalid.
@@ -99,21 +100,23 @@ class KindProperties:
 
 
 class AttentionKind(KindProperties, core.AttentionKind):
-    """Base class of kinds written in Python. Their pages hold KV, which a query reads from
-    `first_needed_token` onwards.
+    """Base class of kinds written in Python. The pages contain KV, and a query attends to the tokens from
+    `first_needed_token` onward.
 
-    A constructor with options must call `super().__init__()`. The manager calls `first_needed_token`
-    natively. If it raises an exception, the exception is passed to `sys.unraisablehook`, and the
-    result is treated as 0: no block is dropped, and a hit needs all earlier blocks.
+    A constructor with options must call `super().__init__()`. The native manager calls
+    `first_needed_token`. If this method raises an exception, the exception is passed to
+    `sys.unraisablehook`, and the result is treated as 0: no block is released early, and a hit needs all
+    earlier blocks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._longest_reach = array("q")  # [n]: longest distance that a token up to n reads back
+        # [n]: the longest distance between a token up to n and a token that it attends to.
+        self._longest_reach = array("q")
         self._last_first = 0  # first needed token of the last queried position
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
-        """Return the first token that the token at `num_computed_tokens`, or any later token, reads.
+        """Return the first token that the token at `num_computed_tokens`, or any later token, attends to.
 
         Args:
             num_computed_tokens: Position of the token.
@@ -124,9 +127,9 @@ class AttentionKind(KindProperties, core.AttentionKind):
         raise NotImplementedError
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """Derive the bound from `first_needed_token` at every position. See `KindProperties`.
+        """Derive the bound by calling `first_needed_token` at every position. See `KindProperties`.
 
-        Override this method if a formula is known and requests have tens of millions of tokens.
+        If requests have tens of millions of tokens, override this method with a formula.
 
         Raises:
             KindError: `first_needed_token` returned an invalid value.
@@ -161,7 +164,7 @@ class AttentionKind(KindProperties, core.AttentionKind):
 
 
 def check_tokens(num_tokens: int, step_tokens: int) -> None:
-    """Check the number of tokens of a request and of one of its steps.
+    """Check the number of tokens in a request and in one of its steps.
 
     Raises TypeError or ValueError.
     """
@@ -170,12 +173,12 @@ def check_tokens(num_tokens: int, step_tokens: int) -> None:
 
 
 def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int:
-    """Return the first token read by a step that computes tokens [start, stop) of a request.
+    """Return the first token to which a step that computes tokens [start, stop) of a request attends.
 
-    If the range is empty, return the first token that the next token reads.
+    If the range is empty, return the first token that the next token attends to.
 
     Raises:
-        KindError: The kind's rule is invalid before `stop`, or the step reads more than
+        KindError: The kind's rule is invalid before `stop`, or the step needs more tokens than
             `max_live_tokens`.
     """
     instance(kind, KindProperties, "kind")
@@ -218,9 +221,9 @@ def _check_asked(
 def check_planned_pages(
     kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
 ) -> None:
-    """Check that `max_pages` covers the pages that a request holds according to the kind's rule.
+    """Check that `max_pages` is not below the number of pages that a request holds by the kind's rule.
 
-    Only kinds with their own formula are checked, because other bounds are derived from the rule.
+    Only kinds that override the formula are checked, because all other bounds are derived from the rule.
 
     Raises:
         KindError: `max_pages` is too small, or `KindProperties.most_held` raises an error.
@@ -236,8 +239,8 @@ def check_planned_pages(
         if most > planned:
             raise KindError(f"{call}: expected {most} or more, as its pages hold {kind.pages!r}")
         return
-    # Among the steps whose last token is in the same page, the step that begins earliest holds the
-    # most pages.
+    # Of all steps whose last token is in the same page, the step that begins first needs the most
+    # pages.
     later = range(1 + -step_tokens % tokens_per_page, num_tokens, tokens_per_page)
     for start in (0, *later):
         first = _first_needed_token(kind, start)
@@ -270,7 +273,7 @@ def _answer(
     call = f"{type(kind).__name__}.{method}({', '.join(map(str, arguments))})"
     try:
         answer = getattr(kind, method)(*arguments)
-    except KindError:  # raised by another method that was called
+    except KindError:  # raised by another method that this method called
         raise
     except Exception as error:
         raise KindError(f"{call} raised {type(error).__name__}: {error}") from error

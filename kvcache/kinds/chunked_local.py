@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunked local attention, in which a token reads earlier tokens of its own chunk."""
+"""Chunked local attention, in which a token attends only to earlier tokens in the same chunk."""
 
 from kvcache.kinds.base import KindProperties, check_tokens
 from kvcache.kinds.registry import register
@@ -19,6 +19,6 @@ class ChunkedLocal(KindProperties, core.ChunkedLocal):
         self._chunk_size = chunk_size
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the tokens of a step plus the chunk that contains its first token."""
+        """Return the number of tokens in a step plus those in the chunk of the step's first token."""
         check_tokens(num_tokens, step_tokens)
         return self._chunk_size + step_tokens

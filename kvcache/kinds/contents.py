@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages of a kind contain, and the properties that other modules derive from it."""
+"""What the pages of a kind contain, and the properties that follow from the content."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class PageContent:
 
     Args:
         name: Name used in messages.
-        has_slots: Whether each token has a slot in a page. False for states, because a page holds a
+        has_slots: Whether each token has a slot in a page. False for states, because a page contains a
             single state.
-        of_encoder: Whether the pages hold an encoder's tokens. If so, admission allocates all of
-            them.
+        of_encoder: Whether the pages contain the KV of an encoder's tokens. If so, all pages are
+            allocated at admission.
         wraps: Whether a request reuses its blocks as a circular buffer.
-        is_transferable: Whether other requests and engines can use a page, because it holds
-            consecutive tokens of the request or the state after them.
+        is_transferable: Whether other requests and engines can use a page, because the page contains
+            consecutive tokens of the request, or the state after such tokens.
     """
 
     name: str

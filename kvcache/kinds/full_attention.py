@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full attention, in which every token reads all earlier tokens."""
+"""Full attention, in which every token attends to all earlier tokens."""
 
 from kvcache.kinds.base import KindProperties
 from kvcache.kinds.registry import register

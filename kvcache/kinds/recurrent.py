@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers (Mamba, linear attention), in which a token reads the state left by the previous
-token.
+"""Recurrent layers (Mamba, linear attention), in which a token reads the state after the previous token.
 
-In `align` mode, a step updates the state in place, in the page of its last token's block. If the
-previous step ended in another block, the plan first copies the state to the new page. The old page is
-cached, and can be hit, if a step ended exactly at the end of its block or, with a `hash_block_size`
-smaller than the block, if a step of the prompt ended at a hash boundary.
+In `align` mode, a step updates the state in place, in the page of the block that contains the step's
+last token. If the previous step ended in another block, the plan first copies the state to the new page.
+The old page is cached, and can be hit, if a step ended exactly at the end of the old block or, with a
+`hash_block_size` smaller than the block, if a step of the prompt ended at a hash boundary.
 `KVCacheManager.checkpoint_tokens` determines where a scheduler should end its prefill chunks so
 that states can be hit.
 
@@ -25,8 +24,8 @@ class Recurrent(KindProperties, core.RecurrentState):
     """Recurrent state.
 
     Args:
-        num_speculative_blocks: Maximum number of drafts in a step. Each draft has a page for its
-            state.
+        num_speculative_blocks: Maximum number of drafts in a step. The state after each draft is
+            stored in a separate page.
     """
 
     pages = STATE
@@ -37,19 +36,19 @@ class Recurrent(KindProperties, core.RecurrentState):
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Number of pages for the states after the drafts of a step."""
+        """Number of pages for the states after a step's drafts."""
         return self._num_speculative_blocks
 
     def max_pages(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
-        """Return the pages of the running state, of draft states, and of states left at block ends.
+        """Return the number of pages for the running state, draft states, and states at block ends.
 
-        The last step leaves one state for each block that its tokens may complete. Without drafts,
-        this is one state.
+        The last step stores one state for each block that the step's tokens may complete. Without
+        drafts, this is one state.
         """
         num_states = 1 + self._num_speculative_blocks
         return num_states + -(-num_states // tokens_per_page)
 
     def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
-        """Return the number of pages of a state while it moves to a new page, and of draft states."""
+        """Return the number of pages for draft states and for a state that is copied to a new page."""
         num_drafts = min(self._num_speculative_blocks, num_tokens - 1)
         return min(-(-num_tokens // tokens_per_page), 2) + num_drafts

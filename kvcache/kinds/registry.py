@@ -18,9 +18,9 @@ _KINDS: dict[str, type[KindProperties]] = {}
 def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]]:
     """Register a class as the attention kind `name`. Use it as a decorator.
 
-    The class must derive from `AttentionKind`, or from a kind of this package without overriding its
-    `first_needed_token`, `pages` and `window`, because the manager uses their native form. All
-    constructor arguments must be keyword arguments. They are the options of the kind.
+    The class must derive from `AttentionKind` or from a kind of this package. In the latter case, it must
+    not override `first_needed_token`, `pages` and `window`, because the manager uses their native
+    implementation. All constructor arguments must be keyword arguments. They are the kind's options.
 
     Args:
         name: Name of the kind.
@@ -70,7 +70,7 @@ def make_kind(name: str, options: Mapping[str, int]) -> KindProperties:
         The kind.
 
     Raises:
-        ValueError: The name is unknown, or the options do not fit the kind.
+        ValueError: The name is unknown, or the options are invalid for the kind.
         TypeError: `options` is not a mapping, or the kind's constructor does not call
             `super().__init__()`.
     """
@@ -112,7 +112,7 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
                 f"the constructor of kind {name!r} takes {parameter}: expected named arguments"
             )
     if base is AttentionKind:
-        if kind.pages is not TOKENS:  # the native manager treats the kind as one with token pages
+        if kind.pages is not TOKENS:  # the native manager assumes token pages
             raise ValueError(f"pages of kind {name!r} is {shown(kind.pages)}: expected 'tokens'")
         if kind.first_needed_token is AttentionKind.first_needed_token:
             raise TypeError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sliding-window attention, in which a token reads itself and the previous `window - 1` tokens."""
+"""Sliding-window attention, in which a token attends to itself and the previous `window - 1` tokens."""
 
 from kvcache.kinds.base import KindProperties, check_tokens
 from kvcache.kinds.registry import register
@@ -24,6 +24,6 @@ class SlidingWindow(KindProperties, core.SlidingWindow):
         return self._window
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the tokens of a step plus the earlier tokens in the window of its first token."""
+        """Return the number of a step's tokens plus the earlier tokens in the first token's window."""
         check_tokens(num_tokens, step_tokens)
         return self._window - 1 + step_tokens

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native sources and their build flags, shared by `setup.py`, CMake and the JIT.
 
-Imports only the standard library, because `setup.py` loads this file by path before the package exists.
-CMakeLists.txt selects files by the same rule, which is that all files in a folder belong to the
-library of this folder.
+This module imports only the standard library, because `setup.py` loads it by path before the package is
+installed. Here and in CMakeLists.txt, all source files in a folder belong to the library of this folder.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# LibTorch's stable ABI as of 2.10. A build runs with 2.10 and every later release.
+# Target LibTorch's stable ABI as of torch 2.10. A build then runs with torch 2.10 and later releases.
 TORCH_TARGET = "TORCH_TARGET_VERSION=0x020a000000000000"
 
 CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
@@ -36,7 +35,7 @@ INSTALL_HINT = "pip install --no-build-isolation ."  # in a checkout
 
 def source_root() -> Path | None:
     """Return the folder `csrc`, which is in the installed package or, in a checkout, next to the
-    package. None if missing.
+    package. Return None if the folder is missing.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "csrc", package.parent / "csrc"):
@@ -51,7 +50,7 @@ def core_sources(root: Path) -> list[Path]:
 
 
 def cpu_sources(root: Path) -> list[Path]:
-    # Both libraries use the same code to map slots.
+    # The CPU op library and the control plane share the code that maps slots.
     return [*sorted((root / "ops").glob("*.cpp")), root / "worker" / "map_slots.cpp"]
 
 
@@ -60,7 +59,7 @@ def cuda_sources(root: Path) -> list[Path]:
 
 
 def torch_dir() -> Path:
-    """Return torch's folder without importing torch, because an import takes seconds."""
+    """Return torch's folder without importing torch, which would take seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise RuntimeError(
@@ -85,14 +84,14 @@ def check_torch_version(found: str) -> None:
     """Check that a version of torch ("2.13.0+cpu") is not too old.
 
     Raises:
-        RuntimeError: It is older than 2.10.
+        RuntimeError: The version is older than 2.10.
     """
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST_TORCH:
         raise RuntimeError(f"torch is {found}: expected 2.10 or newer; `pip install -U torch`")
 
 
 def pybind11_include() -> Path:
-    """Return the folder of pybind11's headers, from its own package or from torch."""
+    """Return the folder with pybind11's headers, from the package pybind11 or from torch."""
     for package in ("pybind11", "torch"):
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
@@ -103,7 +102,7 @@ def pybind11_include() -> Path:
 
 
 def python_include() -> Path:
-    """Return the folder of Python's headers. Distributions package them separately."""
+    """Return the folder with Python's headers, which distributions package separately."""
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise RuntimeError(
@@ -114,8 +113,8 @@ def python_include() -> Path:
 
 
 def cxx_command() -> list[str]:
-    """Return the C++ compiler and its arguments, from $CXX ("ccache g++", "g++ -m64"), or g++ or
-    clang++.
+    """Return the C++ compiler and its arguments from $CXX ("ccache g++", "g++ -m64"). If $CXX is not
+    set, return g++ or clang++.
     """
     asked = os.environ.get("CXX", "").strip()
     # Try $CXX as a single word first, because a path may contain spaces.
@@ -130,12 +129,12 @@ def cxx_command() -> list[str]:
 
 
 def cxx() -> str:
-    """Return the program of the compiler, for example g++ for "ccache g++ -m64"."""
+    """Return the compiler's program, for example g++ for "ccache g++ -m64"."""
     return cxx_command()[_place_of_program()]
 
 
 def cxx_arguments() -> list[str]:
-    """Return the arguments after the program, for example -m64 for "ccache g++ -m64"."""
+    """Return the arguments after the compiler's program, for example -m64 for "ccache g++ -m64"."""
     return cxx_command()[_place_of_program() + 1 :]
 
 
@@ -144,15 +143,17 @@ def _place_of_program() -> int:
 
 
 def object_name(source: Path) -> str:
-    """Return an object name that is unique even if files in different folders have the same name."""
+    """Return an object file name that is unique even if source files in different folders have the same
+    name.
+    """
     return f"{source.parent.name}_{source.stem}.o"
 
 
 def wants_cuda() -> bool:
-    """Return whether the package gets the CUDA library.
+    """Return whether the package will contain the CUDA library.
 
-    KVCACHE_CUDA=0/1 decides if it is set. Otherwise the library is included if it is prebuilt, or if
-    torch has CUDA and there is a toolkit.
+    If set, KVCACHE_CUDA (0 or 1) decides. Otherwise, the library is included if it is prebuilt, or if
+    torch is built with CUDA and a CUDA toolkit is found.
 
     Raises:
         RuntimeError: KVCACHE_CUDA has another value.
@@ -168,9 +169,9 @@ def wants_cuda() -> bool:
 
 
 def prebuilt(file: str) -> Path | None:
-    """Return the built library of this name in the folder KVCACHE_PREBUILT, or None.
+    """Return the prebuilt library with this name in the folder KVCACHE_PREBUILT, or None.
 
-    The libraries of ops do not depend on the version of Python, so one build is used for all wheels.
+    The op libraries do not depend on the Python version, so all wheels use the same build.
 
     Raises:
         RuntimeError: KVCACHE_PREBUILT is not a folder.
@@ -186,8 +187,8 @@ def prebuilt(file: str) -> Path | None:
 
 
 def cuda_home() -> Path | None:
-    """Return a CUDA toolkit with nvcc, from $CUDA_HOME, /usr/local/cuda or the PATH, or None if
-    there is none.
+    """Return the folder of a CUDA toolkit with nvcc, from $CUDA_HOME, /usr/local/cuda or the PATH. Return
+    None if no toolkit is found.
     """
     on_path = shutil.which("nvcc")
     for folder in (
@@ -201,15 +202,15 @@ def cuda_home() -> Path | None:
 
 
 def cudart_folder(home: Path, scratch: Path) -> Path:
-    """Return a folder in which the linker finds CUDA's runtime as ``-lcudart``.
+    """Return a folder in which the linker finds CUDA's runtime library for ``-lcudart``.
 
-    Installers place it in ``lib64``, distributions in ``targets``, and conda in ``lib``. pip's wheels
-    contain only ``lib/libcudart.so.13``, for which a link without the version is created in
-    ``scratch``.
+    NVIDIA's installers place the library in ``lib64``, distributions in ``targets``, and conda in
+    ``lib``. pip's wheels contain only ``lib/libcudart.so.13``. In this case, a symbolic link without the
+    version is created in ``scratch``.
 
     Args:
-        home: The toolkit.
-        scratch: Folder for the link, created if needed.
+        home: Folder of the toolkit.
+        scratch: Folder for the symbolic link, created if needed.
 
     Raises:
         RuntimeError: The toolkit has no shared runtime library.
@@ -252,9 +253,9 @@ def toolkit_archs(home: Path) -> tuple[str, ...]:
 def cuda_archs(present: Sequence[str] = ()) -> list[str]:
     """Return the architectures to compile for.
 
-    $KVCACHE_CUDA_ARCHS ("80;90;100") takes precedence, then the architectures of the devices that are
-    `present`, then CUDA_ARCHS. Architectures that the toolkit lacks are omitted. If none remain,
-    the newest older architecture of the toolkit is used.
+    $KVCACHE_CUDA_ARCHS ("80;90;100") takes precedence, followed by the architectures of the devices that
+    are `present`, and by CUDA_ARCHS. Architectures that the toolkit does not support are omitted. If none
+    remain, the newest architecture of the toolkit that is older than the requested ones is used.
 
     Raises:
         RuntimeError: There is no nvcc, the toolkit lacks an architecture in $KVCACHE_CUDA_ARCHS, or
@@ -287,8 +288,8 @@ def cuda_archs(present: Sequence[str] = ()) -> list[str]:
 
 
 def gencode_flags(present: Sequence[str] = ()) -> list[str]:
-    """Return flags for the machine code of each of `cuda_archs`, and for PTX of the last
-    architecture for newer devices.
+    """Return nvcc's flags for machine code of each architecture in `cuda_archs`, and for PTX of the last
+    architecture, which newer devices use.
     """
     archs = cuda_archs(present)
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the native libraries at first use if no prebuilt libraries are found.
 
-Libraries are built in `$KVCACHE_JIT_DIR` (default: `~/.cache/kvcache`), in a folder named by a hash of
-sources, flags and versions, and shared by all processes. A file lock prevents concurrent builds.
-Folders that other users can write to are rejected.
+Libraries are built in `$KVCACHE_JIT_DIR` (default: `~/.cache/kvcache`), in a folder that is named by a
+hash of sources, flags and versions. All processes share these builds, and a file lock prevents
+concurrent builds. Folders that other users can write to are rejected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcache.native import build
 class BuildError(ImportError):
     """Raised if a native library is missing and could not be built.
 
-    The message explains how to fix it.
+    The message explains how to fix the problem.
     """
 
 
@@ -76,7 +76,7 @@ def _compile_core(command: list[str]) -> None:
 
 
 def build_ops(name: str) -> Path:
-    """Build and register `libkvcache_cpu` or `libkvcache_cuda` with torch.utils.cpp_extension."""
+    """Build `libkvcache_cpu` or `libkvcache_cuda` with torch, and register its ops."""
     import torch
 
     root = _sources()
@@ -120,12 +120,12 @@ def build_ops(name: str) -> Path:
             )
 
     library = _cached(name, f"{name}.so", root, facts, compile_into)
-    torch.ops.load_library(str(library))  # loading the same file twice registers its ops once
+    torch.ops.load_library(str(library))  # loading a file twice registers its ops only once
     return library
 
 
 def _require_cuda() -> None:
-    """Check that there is a device and nvcc. nvcc is needed only if the library is not built yet."""
+    """Check that there is a CUDA device and, if the library is not built yet, that nvcc is found."""
     import torch
 
     if not torch.cuda.is_available():
@@ -148,7 +148,7 @@ def _require_nvcc() -> None:
 def _cxx_for_torch() -> Iterator[None]:
     """Make torch use the selected compiler.
 
-    By default, torch uses $CXX as a single program name, or c++.
+    By default, torch interprets $CXX as the name of a single program, or uses c++.
     """
     asked = os.environ.get("CXX")
     os.environ["CXX"] = build.cxx()
@@ -186,7 +186,7 @@ def _require_ninja() -> None:
 def _cached(
     name: str, file: str, root: Path, facts: list[str], compile_into: Callable[[Path], None]
 ) -> Path:
-    """Return the path of `file`, built in its own folder if it is missing."""
+    """Return the path of `file`. If the file is missing, build it in a separate folder."""
     base = _base_folder()
     folder = base / f"{name}-{_key(root, facts)}"
     try:
@@ -228,8 +228,8 @@ def _base_folder() -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise BuildError if users other than this user and root can write to the folder, because its
-    code is executed.
+    """Raise BuildError if users other than the current user and root can write to the folder, because
+    code in this folder is executed.
     """
     found = folder.stat()
     if found.st_uid not in (os.geteuid(), 0):

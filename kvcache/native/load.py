@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the native libraries. They are prebuilt, or built at first use (`jit`).
+"""Loads the native libraries, which are prebuilt or built at first use (`jit`).
 
 `core` is the control plane's module and never needs torch. `load_ops()` registers `torch.ops.kvcache`.
-KVCACHE_JIT=1 ignores prebuilt libraries.
+With KVCACHE_JIT=1 in the environment, prebuilt libraries are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _CPU, _CUDA = "libkvcache_cpu", "libkvcache_cuda"
 _found: dict[str, str] = {}
 _missing: dict[str, str] = {}
-_stubs: list[object] = []  # registrations end when these objects are deleted
+_stubs: list[object] = []  # deleting these objects removes the registrations
 
 
 def _forced_jit() -> bool:
@@ -28,8 +28,8 @@ def _forced_jit() -> bool:
 
 
 def _load_core() -> ModuleType:
-    # Search only this package, because an editable install would also find modules of another
-    # checkout.
+    # Search only this package's folder. The import hook of an editable install could find the module of
+    # another checkout.
     spec = PathFinder.find_spec("kvcache._core", [str(_PACKAGE)])
     if spec is not None and not _forced_jit():
         module = importlib.util.module_from_spec(spec)
@@ -45,8 +45,8 @@ def _load_core() -> ModuleType:
 
 
 def load_ops() -> None:
-    """Register `torch.ops.kvcache` once per process. The CUDA library is loaded only with a CUDA
-    build of torch.
+    """Register `torch.ops.kvcache` once per process. The CUDA library is loaded only if torch is built
+    with CUDA.
 
     Without the CUDA library, the CPU ops still work, and a call with CUDA tensors raises a RuntimeError
     that explains why the library is missing.
@@ -69,7 +69,7 @@ def load_ops() -> None:
             return
         try:
             _found[_CUDA] = _load(_CUDA)
-        except (ImportError, OSError, RuntimeError) as error:  # not built, or for another CUDA
+        except (ImportError, OSError, RuntimeError) as error:  # not built, or another CUDA version
             what = "not built" if isinstance(error, ImportError) else "not loadable"
             _missing[_CUDA] = f"{what}: {error}{_advice(str(error))}"
             _refuse_cuda(_ops_without_cuda())
@@ -83,7 +83,7 @@ def load_ops() -> None:
 
 
 def _load(name: str) -> str:
-    """Load a library of ops. Returns its origin."""
+    """Load an op library, and return its origin."""
     import torch
 
     library = _PACKAGE / f"{name}.so"
@@ -96,7 +96,7 @@ def _load(name: str) -> str:
 
 
 def _advice(error: str) -> str:
-    """Return advice for a library that cannot be loaded."""
+    """Return a hint on how to fix a library that cannot be loaded."""
     import torch
 
     if "undefined symbol: cu" in error or "libcudart" in error:
@@ -109,8 +109,10 @@ def _advice(error: str) -> str:
 
 
 def _driver_problem(compiled: int, driver: int) -> str | None:
-    """Return a message if the driver is too old for the toolkit. Versions are CUDA's numbers (13000)."""
-    # Any driver of the same major version runs the compiled code. 0 means that there is no driver.
+    """Return a message if the driver is too old for the toolkit. Versions are in CUDA's numeric format
+    (13000 for 13.0).
+    """
+    # Any driver for the same major version can run the compiled code. 0 means that there is no driver.
     if driver == 0 or driver // 1000 >= compiled // 1000:
         return None
     return (
@@ -125,7 +127,7 @@ def _dotted(version: int) -> str:
 
 
 def _ops_with_tensors() -> list[str]:
-    """Return the ops that dispatch on a tensor's device. Others begin with "_"."""
+    """Return the ops that are dispatched by device. The names of all other ops begin with "_"."""
     import torch
 
     names = torch._C._dispatch_get_all_op_names()
@@ -140,7 +142,7 @@ def _ops_without_cuda() -> list[str]:
 
 
 def _refuse_cuda(names: list[str]) -> None:
-    """Register, in place of each CUDA kernel, an op that raises an error with the reason."""
+    """For each op, register a CUDA implementation that raises an error with the reason."""
     import torch
 
     library = torch.library.Library("kvcache", "IMPL", "CUDA")
@@ -163,7 +165,7 @@ def why_no_cuda() -> str | None:
 
 
 def cuda_versions() -> str | None:
-    """Return the CUDA versions of the driver and of the library. None without a CUDA library."""
+    """Return the CUDA versions of the driver and of the library, or None if no CUDA library is loaded."""
     import torch
 
     if not hasattr(torch.ops.kvcache, "_driver_version"):

@@ -18,10 +18,10 @@ class Busy(Exception):
 class Admission:
     """Assigns rows of an engine to the prompts of requests. Use from one event loop only.
 
-    The first prompt of each request takes any free row, by priority and then in order of arrival.
-    Additional prompts of the same request take rows only while less than half of the rows are
-    assigned, or less than an eighth if other requests have rows. Therefore a new request finds free
-    rows, and steps stay short, regardless of the number of prompts in other requests.
+    The first prompt of each request is assigned any free row, by priority and then in order of arrival.
+    Additional prompts of the same request are assigned rows only while less than half of the rows are
+    in use, or less than an eighth if other requests have rows. Therefore, rows are free for a new
+    request, and steps stay short, regardless of the number of prompts in other requests.
     """
 
     def __init__(self, num_rows: int, max_waiting: int) -> None:
@@ -29,25 +29,26 @@ class Admission:
         self._num_given = 0
         self._num_requests = 0  # number of requests whose first prompts have rows
         self._order = itertools.count()
-        self._first: list[tuple[int, int, int, asyncio.Future[None]]] = []  # a heap
+        # A heap of (priority, number, count, future).
+        self._first: list[tuple[int, int, int, asyncio.Future[None]]] = []
         self._further: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._error: Exception | None = None  # error raised for new requests
-        self._ended: Exception | None = None  # set when no request waits any more
+        self._ended: Exception | None = None  # set once no request is waiting
 
     @property
     def num_waiting(self) -> int:
-        """Number of prompts that wait for rows."""
+        """Number of prompts that are waiting for rows."""
         turns = [*(turn for *_, turn in self._first), *(turn for _, turn in self._further)]
         return sum(not turn.done() for turn in turns)
 
     def check_open(self) -> None:
-        """Raise the error of `refuse` or `close`, if it was called."""
+        """Raise the error that was passed to `refuse` or `close`, if either was called."""
         if self._error is not None:
             raise self._error
 
     def check(self) -> None:
-        """Raise the error for a request that arrives now, which is `Busy` or the error of `refuse`
-        or `close`.
+        """Raise the error that a new request would get now: `Busy`, or the error passed to `refuse` or
+        `close`. Return if the request would be accepted.
         """
         self.check_open()
         if len(self._first) >= self._max_waiting:
@@ -57,11 +58,11 @@ class Admission:
             )
 
     def refuse(self, error: Exception) -> None:
-        """Make `check` reject new requests with this error. Waiting requests continue."""
+        """Reject new requests with this error. Requests that are already waiting continue."""
         self._error = error
 
     def close(self, error: Exception) -> None:
-        """End all waiting requests and reject new ones with this error."""
+        """End all waiting requests, and reject new requests, with this error."""
         self._error = self._ended = error
         for *_, turn in (*self._first, *self._further):
             if not turn.done():
@@ -71,7 +72,7 @@ class Admission:
 
     @asynccontextmanager
     async def rows(self, count: int, *, is_first: bool, priority: int) -> AsyncIterator[None]:
-        """Wait for `count` rows, and return them at the end of the block."""
+        """Wait for `count` rows, and release them at the end of the `with` block."""
         if self._ended is not None:
             raise self._ended
         count = min(count, self._num_rows)
@@ -108,7 +109,7 @@ class Admission:
             self._give_to(count, turn, is_first=False)
 
     def _give_to(self, count: int, turn: asyncio.Future[None], is_first: bool) -> None:
-        if not turn.done():  # not cancelled
+        if not turn.done():  # the request was not cancelled
             self._num_given += count
             self._num_requests += is_first
             turn.set_result(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to requests: their text, log probabilities and usage, whole or as a stream."""
+"""Answers to requests, complete or streamed, with their text, log probabilities and usage."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvcache.server.request_log import RequestLog, RequestRecord
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import AnswerText, Texts
 
-_NUMBERS = itertools.count()  # numbers of answers
+_NUMBERS = itertools.count()  # consecutive numbers for the IDs of answers
 
 
 class Source:
-    """The prompts of a request, which are served in lanes. Each lane takes the next prompt when it
-    gets rows.
+    """The prompts of a request, which are served in lanes. Each lane serves one prompt after another,
+    whenever rows are assigned to it.
 
-    The first lane competes with all requests, whereas the other lanes use spare rows (see
+    The first lane competes with all requests for rows, whereas the other lanes use spare rows (see
     `Admission`).
     """
 
@@ -52,7 +52,7 @@ class Source:
         self._numbers = iter(range(len(prompts)))
 
     async def deltas(self, lane: int) -> AsyncIterator[tuple[int, Answer, Delta]]:
-        """Yield (prompt index, answer, delta) as they arrive, until no prompts are left."""
+        """Yield (prompt index, answer, delta) as deltas arrive, until all prompts are answered."""
         while True:
             priority = self._options["priority"]
             async with self._admission.rows(self.params.n, is_first=lane == 0, priority=priority):
@@ -75,7 +75,7 @@ class Source:
 
 
 class Piece(NamedTuple):
-    """New text and tokens of a choice, and its finish reason if it has ended."""
+    """The new text and tokens of a choice, and the finish reason if the choice has ended."""
 
     choice: int
     text: str
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
 
 class Form:
-    """The format of an answer, with IDs, object names, and text or message.
+    """The format of an answer: IDs, object names, and text or message.
 
     - `has_logprobs`: whether choices have log probabilities.
     """
@@ -94,7 +94,7 @@ class Form:
         self._is_chat, self._has_logprobs = is_chat, has_logprobs
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{next(_NUMBERS)}"
         self._created = int(time.time())
-        self._offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
+        self._offsets: dict[int, int] = {}  # choice -> number of characters so far
 
     def body(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Return the body without usage."""
@@ -110,7 +110,7 @@ class Form:
         }
 
     def choice(self, piece: Piece, is_chunk: bool) -> dict[str, Any]:
-        """Return one sample, or a chunk of it."""
+        """Return one choice of the answer, or a chunk of a choice."""
         content: dict[str, Any] = {"text": piece.text}
         if self._is_chat:
             message = {"role": "assistant", "content": piece.text}
@@ -163,7 +163,7 @@ class Choices:
         self._num_tokens = 0
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the pieces of all prompts, which are served concurrently, as they arrive."""
+        """Serve all prompts concurrently, and yield the pieces of their answers as they arrive."""
         pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
         async def listen(lane: int) -> None:
@@ -192,7 +192,7 @@ class Choices:
     def _pieces_of(self, number: int, answer: Answer, delta: Delta) -> Iterator[Piece]:
         choice = number * self._num_samples + delta.index
         if self.reasons[choice] is not None:
-            return  # the tokens were generated before the engine processed the stop
+            return  # these tokens were generated before the engine processed the stop
         text, token_ids = self.texts[choice], delta.token_ids
         ends = self._source.params.stop_token_ids
         self._num_tokens += len(token_ids)
@@ -214,7 +214,7 @@ class Choices:
             yield Piece(choice, shown, self.reasons[choice], tokens)
 
     def usage(self) -> dict[str, Any]:
-        """Return the token counts of prompts and answers, and of cached tokens."""
+        """Return the number of prompt tokens, answer tokens and cached tokens."""
         prompt_tokens = sum(map(len, self._source.prompts))
         cached = self._source.num_cached_tokens
         return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP application, with OpenAI's completions and chat completions, metrics, and the cache
+"""The HTTP application, with OpenAI's completion and chat completion endpoints, metrics, and the cache
 page.
 """
 
@@ -45,17 +45,17 @@ def make_app(
     """Create the application for `Server` or another ASGI server. The application runs `loop`.
 
     Args:
-        loop: The engine loop, not started.
+        loop: The engine loop. It must not have been started.
         texts: Tokenizes prompts and decodes answers.
         model_name: The model name that requests must use.
-        limits: Limits of requests. Only `Server` enforces the limits of connections.
+        limits: Limits of requests. Only `Server` enforces the limits on connections.
         trust_clients: Whether requests may set `cache_salt` and `priority`, which are otherwise
-            rejected. A client could use another client's salt to share its cache, and a priority to
-            overtake other clients.
-        connector: A source of the engine. If given, other servers can have prompts prefilled here
-            (`/prefill`) and load their KV.
-        api_key: The key that `/v1/...`, `/tokenize` and `/detokenize` require. The other paths show
-            no prompts or answers, and are open. None: no key is required.
+            rejected. With these fields, a client could use another client's salt to share that
+            client's cache, or use a priority to be served before other clients.
+        connector: A source of the engine. If given, other servers can have prompts prefilled by this
+            server (`/prefill`) and load the prompts' KV.
+        api_key: The key that `/v1/...`, `/tokenize` and `/detokenize` require. All other paths need no
+            key, because they do not reveal prompts or answers. None: no key is required.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -85,7 +85,7 @@ def make_app(
         finally:
             await asyncio.to_thread(loop.stop)
 
-    # The documentation pages of FastAPI load their scripts from the internet, so they are off.
+    # FastAPI's documentation pages are disabled, because they load scripts from the internet.
     app = FastAPI(
         title="kvcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )

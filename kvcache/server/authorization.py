@@ -16,14 +16,14 @@ _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto
 
 
 def key_check(api_key: str) -> Callable[[_Bearer], None]:
-    """Return a dependency of endpoints that rejects requests without this key.
+    """Return a FastAPI dependency that rejects requests without this key.
 
     The error does not contain the received key.
     """
     expected = api_key.encode()
 
     def check(given: _Bearer) -> None:
-        # The time of the comparison does not depend on the key.
+        # `compare_digest` takes the same time for every key, which prevents timing attacks.
         if given is None or not hmac.compare_digest(given.credentials.encode(), expected):
             came = "missing" if given is None else "wrong"
             raise AskError(

@@ -21,12 +21,13 @@ from kvcache.server.errors import AskError
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 _MOST_NESTED = 32  # maximum levels of lists and objects, for example in the schemas of tools
-_MOST_DROPPED = 2**22  # maximum number of bytes that are read and dropped
-_MOST_AT_ONCE = 2**16  # maximum bytes or characters in the event loop; take about a millisecond
+_MOST_DROPPED = 2**22  # maximum number of bytes of an oversized body that are read and discarded
+# Maximum bytes or characters processed in the event loop. These take about a millisecond.
+_MOST_AT_ONCE = 2**16
 
 
 def refuse_untrusted(asked: BaseModel, names: tuple[str, ...]) -> None:
-    """Raise AskError for fields that affect other clients, on servers that do not trust clients."""
+    """Unless the server trusts its clients, raise AskError for fields that affect other clients."""
     for name in names:
         if getattr(asked, name):
             raise AskError(
@@ -37,15 +38,15 @@ def refuse_untrusted(asked: BaseModel, names: tuple[str, ...]) -> None:
 
 
 async def apart(size: int, call: Callable[..., T], *args: object) -> T:
-    """Return `call(*args)`, evaluated in a thread if `size` is large."""
+    """Return `call(*args)`. If `size` is large, run the call in a thread."""
     return await asyncio.to_thread(call, *args) if size > _MOST_AT_ONCE else call(*args)
 
 
 async def read_body(request: Request, most: int) -> bytes:
     """Read the body.
 
-    Part of an oversized body is read and dropped, because most clients read the response only after
-    sending the whole body.
+    Part of an oversized body is read and discarded, because most clients read the response only after
+    they have sent the whole body.
 
     Raises:
         AskError: With status 413 for more than `most` bytes, and 415 for a compressed body.
@@ -88,7 +89,7 @@ def parsed(body: bytes, kind: type[Body]) -> Body:
 def _ask_error(error: ValidationError) -> AskError:
     """Return an error that names the first invalid field and the expected value.
 
-    Omits the input, which may be large.
+    The error does not contain the input, which may be large.
     """
     first = error.errors(include_url=False)[0]
     path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])

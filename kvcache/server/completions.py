@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints of completions and chat completions."""
+"""The endpoints for completions and chat completions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ AskedKind = TypeVar("AskedKind", bound=Asked)
 
 
 class Completions:
-    """Serves the bodies of completions and chat completions.
+    """Serves requests for completions and chat completions.
 
     Attributes:
         reader: Reads prompts.
-        max_body_bytes: Maximum size of a body.
+        max_body_bytes: Maximum size of a request body in bytes.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Completions:
         return await self._serve(asked, max_tokens, [("messages", prompt)], request)
 
     def check_model(self, name: str) -> None:
-        """Raise AskError with status 404 for the name of another model."""
+        """Raise AskError with status 404 unless the request names the served model."""
         if name != self._model:
             message = f"model is {shown(name)}: expected {self._model!r}"
             raise AskError(message, 404, param="model", code="model_not_found")
 
     async def _asked(self, request: Request, kind: type[AskedKind]) -> AskedKind:
-        """Return the body, validated as far as possible without its prompts."""
+        """Return the body after all checks that do not depend on the prompts."""
         self._admission.check()
         body = await read_body(request, self.max_body_bytes)
         asked = await apart(len(body), parsed, body, kind)
@@ -97,7 +97,7 @@ class Completions:
         return asked
 
     def _prompts(self, asked: AskedCompletion) -> list[tuple[str, Any]]:
-        """Return the name and value of each prompt, which is a text or a list of tokens."""
+        """Return the name and value of each prompt. A value is a text or a list of tokens."""
         prompt = asked.prompt
         are_several = isinstance(prompt, list) and set(map(type, prompt)) in ({str}, {list})
         if are_several and len(prompt) * asked.n > self._limits.max_choices:

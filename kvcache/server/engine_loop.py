@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an engine in its own thread for callers in an event loop."""
+"""Runs an engine in a separate thread, for callers in an event loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # consecutive failed steps after which all requests are ended
 _SNAPSHOT_SECONDS = 0.2
-_SOURCES_SECONDS = 0.005  # pause in seconds between steps in which only sources have work
+_SOURCES_SECONDS = 0.005  # pause in seconds after a step in which only sources had work
 
 
 class EngineError(Exception):
@@ -39,7 +39,7 @@ class EngineError(Exception):
 
 
 class Answer:
-    """The answer to one request, an async iterator over its `Delta`s.
+    """The answer to one request, as an async iterator over `Delta` objects.
 
     It ends when all samples have ended.
     """
@@ -60,7 +60,7 @@ class Answer:
             yield delta
 
     def stop(self, index: int) -> None:
-        """End one sample, for example at a stop string. A last `Delta` follows."""
+        """End one sample, for example at a stop string. The iterator still yields a last `Delta`."""
         with suppress(EngineError):  # the thread has stopped and ended all samples
             self._loop.call(lambda engine: self._loop.stop_sample(self, index))
 
@@ -73,7 +73,7 @@ class Answer:
     def put_all(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
         """Pass each delta to its answer. Called from the engine's thread.
 
-        Each event loop is woken once, not once per delta, because a wake-up is a system call.
+        Each event loop is woken only once, not once per delta, because waking it needs a system call.
         """
         by_events: dict[asyncio.AbstractEventLoop, list[tuple[Answer, Delta | Exception]]] = {}
         for answer, delta in deltas:
@@ -86,7 +86,7 @@ class EngineLoop:
     """Runs an engine in a separate thread, which makes all calls to the engine.
 
     Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache's contents,
-    `history` holds earlier ones, and `cache_metrics` the cache's counters.
+    `history` contains earlier snapshots, and `cache_metrics` contains the cache's counters.
 
     Args:
         engine: An engine that has not been used by any thread.
@@ -109,11 +109,11 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # answers to requests being served
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
-        # Ensures that no work enters the inbox after the None that stops the thread.
+        # This lock ensures that no work is queued after the None that stops the thread.
         self._lock = threading.Lock()
         self._is_started = self._is_stopped = False  # whether `start` and `stop` were called
         self._is_stopping = False  # whether the thread has received the None that stops it
-        self._refusal: EngineError | None = None  # error for new requests after `end_all`
+        self._refusal: EngineError | None = None  # error that new requests get after `end_all`
         self._last_snapshot = 0.0
         self._num_failures = 0
 
@@ -128,7 +128,7 @@ class EngineLoop:
             self._is_started = True
 
     def stop(self) -> None:
-        """End all requests and the thread. A second call has no effect.
+        """End all requests and stop the thread. A second call has no effect.
 
         Raises:
             RuntimeError: `start` was not called before.
@@ -146,17 +146,17 @@ class EngineLoop:
             self._publisher.close()
 
     def end_all(self, error: EngineError) -> None:
-        """End all requests with this error, and reject new ones. The thread continues."""
+        """End all requests with this error, and reject new requests. The thread keeps running."""
 
         def end(engine: Engine) -> None:
             self._refusal = error
             self._give_up(error)
 
-        with suppress(EngineError):  # no request exists, and new ones are already rejected
+        with suppress(EngineError):  # there are no requests, and new requests are already rejected
             self.call(end)
 
     def check(self) -> None:
-        """Raise the EngineError that a new request would get now, if there is one."""
+        """Raise the EngineError that a new request would get now. Return if it would be accepted."""
         with self._lock:
             self._check_running()
         if self._refusal is not None:
@@ -215,7 +215,7 @@ class EngineLoop:
         await added
 
     def drop(self, answer: Answer) -> None:
-        """End a request whose answer is no longer read. Called in the engine's thread."""
+        """End a request after its client stopped reading. Called in the engine's thread."""
         instance(answer, Answer, "answer")
         generation = answer.generation
         if generation is not None and self._answers.pop(generation.request_id, None):
@@ -283,7 +283,7 @@ class EngineLoop:
         try:
             deltas = self.engine.step()
         except Exception as error:
-            # The step was undone, and the next step computes it again.
+            # The step was undone. The next step computes the same tokens again.
             self._num_failures += 1
             _log.exception("step failed")
             if self._num_failures == _MAX_FAILURES:
@@ -322,7 +322,7 @@ def _put(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
 
 
 def _resolve(added: asyncio.Future[None], error: Exception | None) -> None:
-    if added.done():  # cancelled
+    if added.done():  # the caller was cancelled
         return
     if error is None:
         added.set_result(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of requests, answered as OpenAI's error objects."""
+"""Errors of requests, returned in the format of OpenAI's error objects."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvcache.checks import shown
 from kvcache.server.admission import Busy
 from kvcache.server.engine_loop import EngineError
 
-CLOSED = 499  # status for disconnected clients, which never read it
-CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code of prompts that are too long
-_SECONDS_TO_RETRY = 1  # retry delay sent to clients when too many requests wait
+CLOSED = 499  # status for disconnected clients; nobody reads it
+CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code for prompts that are too long
+_SECONDS_TO_RETRY = 1  # retry delay sent to clients if too many requests are waiting
 
-# Status -> (type, code) of errors without a specific code.
+# Status -> (type, code), for errors without a more specific code.
 _KINDS = {
     400: ("invalid_request_error", "invalid_value"),
     401: ("invalid_request_error", "invalid_api_key"),
@@ -42,7 +42,7 @@ class AskError(Exception):
         status: The HTTP status.
         headers: Headers of the response.
         param: Path of the invalid field in the body, such as `messages[0].role`.
-        code: A short name of the error for programs. None: the name of the status.
+        code: A short machine-readable name of the error. None: the name of the status.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class ErrorAnswer(BaseModel):
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return the body of an error response, as OpenAI's clients expect it."""
+    """Return the body of an error response, in the format that OpenAI's clients expect."""
     unknown = "invalid_request_error" if status < 500 else "server_error"
     kind, usual_code = _KINDS.get(status, (unknown, "internal_error" if status >= 500 else "error"))
     return {"error": {"message": message, "type": kind, "param": param, "code": code or usual_code}}
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer each error of an endpoint, and unknown paths, with an error object."""
+    """Return an error object for each error of an endpoint, and for unknown paths."""
 
     @app.exception_handler(AskError)
     async def refuse(_: Request, error: AskError) -> Response:

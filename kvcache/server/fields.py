@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of OpenAI's requests, with the fields of vLLM that load generators use."""
+"""The bodies of OpenAI's requests, including vLLM's additional fields that load generators use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_LOGPROBS = 20  # OpenAI's limit, and vLLM's default
 _MOST_STOP_TOKENS = 128
 _MOST_METADATA = 16  # OpenAI's limit
 
-# Fields that are not supported, with the values that have no effect and are therefore accepted.
+# Unsupported fields, with the values that are accepted because they have no effect.
 _OF_NO_EFFECT: dict[str, tuple[object, ...]] = {
     **{"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,)},
     **{"store": (False,), "service_tier": ("auto", "default"), "modalities": (["text"],)},
@@ -26,7 +26,7 @@ _OF_NO_EFFECT: dict[str, tuple[object, ...]] = {
 
 
 def _has_no_effect(name: str, value: object) -> bool:
-    """Return whether a field can be ignored. Numbers and booleans differ: `echo: 0` is rejected."""
+    """Return whether a field can be ignored. Numbers are not booleans: `echo: 0` is rejected."""
     return any(
         value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
         for nothing in _OF_NO_EFFECT.get(name, ())
@@ -34,12 +34,12 @@ def _has_no_effect(name: str, value: object) -> bool:
 
 
 def refuse(message: str, param: str | None = None, code: str = "invalid_value") -> NoReturn:
-    """Reject a body from within a validator, with this message unchanged.
+    """Reject a body in a validator. The message is used without changes.
 
     Args:
-        message: The message. In the validator of a field, the path of the field is put in front.
-        param: The field, if the validator is that of an object.
-        code: The code of the error.
+        message: The message. If a field's validator raises the error, the field's path is prepended.
+        param: The field, if an object's validator raises the error.
+        code: The error code.
     """
     context = {"message": message, "param": param, "code": code}
     raise PydanticCustomError("refused", "{message}", context)
@@ -69,7 +69,7 @@ class StreamOptions(Fields):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM: usage in each event, not only the last
+    continuous_usage_stats: bool = False  # vLLM: report usage in each event, not only in the last
     include_obfuscation: Literal[False] = False
 
 
@@ -87,7 +87,7 @@ def _not_served(*served: object) -> BeforeValidator:
 
 
 class ResponseFormat(Fields):
-    """The format of the answer. Only text is served, without a schema or a grammar."""
+    """The format of the answer. Only plain text is supported, without a schema or a grammar."""
 
     type: Annotated[Literal["text"], _not_served("text")]
 
@@ -119,13 +119,13 @@ class Asked(Fields):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: Annotated[int, Field(ge=-(2**63) + 1, lt=2**63)] | None = None
-    best_of: int | None = None  # must not exceed n, because only returned samples are drawn
+    best_of: int | None = None  # must equal n, because every sample that is drawn is returned
     stop: Annotated[list[str], BeforeValidator(_stop_texts)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    # These fields have no effect: they are for the client's records, or concern features that are
-    # not supported.
+    # These fields have no effect, because they serve only the client's records or configure features
+    # that are not supported.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -137,7 +137,7 @@ class Asked(Fields):
     stop_token_ids: Annotated[
         list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=_MOST_STOP_TOKENS)
     ] = []
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # smaller first
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # smaller values are served first
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
@@ -158,7 +158,7 @@ class Asked(Fields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most likely tokens to return for each token, and None for no log probabilities."""
+        """Number of most likely tokens to return for each token. None: no log probabilities."""
         raise NotImplementedError
 
 
@@ -195,7 +195,7 @@ class Message(Fields):
     content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
 
     def as_dict(self) -> dict[str, str]:
-        """Return the role and the complete text."""
+        """Return the message's role and complete text."""
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
@@ -219,8 +219,8 @@ class AskedChat(Asked):
         limits = self.max_completion_tokens, self.max_tokens
         if None not in limits and limits[0] != limits[1]:
             refuse(
-                f"max_completion_tokens is {limits[0]} and max_tokens is {limits[1]}: expected one of "
-                "them, or equal values",
+                f"max_completion_tokens is {limits[0]} and max_tokens is {limits[1]}: expected only "
+                "one of the two, or equal values",
                 "max_completion_tokens",
             )
         if self.top_logprobs is not None and not self.logprobs:

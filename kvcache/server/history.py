@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of the cache's state over the last minutes, so that the page survives a reload."""
+"""Keeps samples of the cache's state over the last minutes, so that reloading the page loses no data."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections import deque
 from typing import Any
 
 _INTERVAL_S = 0.5
-_MOST_POINTS = 1_200  # ten minutes of continuous work
+_MOST_POINTS = 1_200  # covers ten minutes of continuous work
 
 
 class History:
     """Records the state every half second.
 
-    Written by the engine's thread and read by others.
+    The engine's thread adds points, and other threads read them.
     """
 
     def __init__(self) -> None:
         self._points: deque[dict[str, Any]] = deque(maxlen=_MOST_POINTS)
 
     def add(self, state: dict[str, Any]) -> None:
-        """Add a point. If the last one is recent, only a state without sequences replaces it.
+        """Add a point, unless the last point is recent. If no sequences are left, replace a recent point.
 
-        While the engine is idle there are no points. The first point afterwards is preceded by a
-        copy of the last one, so that rates between two points do not average over the idle time.
+        No points are added while the engine is idle. Before the first point after an idle period, a copy
+        of the last point is added, so that rates between two points do not average over the idle time.
         """
         now = round(time.time(), 3)
         last = self._points[-1] if self._points else None
@@ -49,5 +49,5 @@ class History:
         )
 
     def since(self, moment: float) -> list[dict[str, Any]]:
-        """Return the points after `moment`, in seconds since the epoch."""
+        """Return all points after `moment`, which is in seconds since the epoch."""
         return [each for each in self._points.copy() if each["time"] > moment]

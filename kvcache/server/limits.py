@@ -14,20 +14,21 @@ _DURATIONS = ("request_seconds", "stall_seconds", "keep_alive_seconds", "grace_s
 class Limits:
     """Limits of a server. Raises TypeError or ValueError for invalid values.
 
-    - `max_body_bytes`: maximum size of a request body. Larger bodies get a 413 response and are
-      discarded. None: 64 KiB plus 32 bytes per token of `max_model_len`.
+    - `max_body_bytes`: maximum size of a request body. Larger bodies are rejected with status 413.
+      None: 64 KiB plus 32 bytes per token of `max_model_len`.
     - `max_choices`: maximum number of prompts times `n` per request.
-    - `max_stops`, `max_stop_length`: maximum number of stop strings per request, and of characters
-      in each.
-    - `max_waiting`: maximum number of requests waiting for a row of the engine. Additional requests
-      get a 429 response.
+    - `max_stops`, `max_stop_length`: maximum number of stop strings per request, and maximum number of
+      characters per stop string.
+    - `max_waiting`: maximum number of requests that wait for a row of the engine. Additional requests
+      are rejected with status 429.
     - `max_connections`: maximum number of open connections. If another connection arrives, the
       connection that has been sending its request for the longest time is closed.
-    - `request_seconds`: time limit in seconds for receiving a complete request, from the start of
-      the connection.
-    - `stall_seconds`: seconds after which a client that does not read its answer is disconnected.
-    - `keep_alive_seconds`: time limit in seconds between requests of a connection.
-    - `grace_seconds`: seconds for answers in progress to finish after a stop request.
+    - `request_seconds`: timeout in seconds for receiving a complete request. For a connection's first
+      request, it starts when the connection is opened.
+    - `stall_seconds`: timeout in seconds after which a client that does not read its answer is
+      disconnected.
+    - `keep_alive_seconds`: timeout in seconds for an idle connection between two requests.
+    - `grace_seconds`: time in seconds that answers in progress have to finish after a stop request.
     """
 
     max_body_bytes: int | None = None
@@ -53,6 +54,6 @@ class Limits:
                 integer(value, name, least=1, most=MAX_INT32)
 
     def body_bytes(self, max_model_len: int) -> int:
-        """Return the maximum body size for a model with this maximum length."""
+        """Return the maximum body size for a model with this `max_model_len`."""
         max_model_len = integer(max_model_len, "max_model_len", 1)
         return self.max_body_bytes or 2**16 + 32 * max_model_len

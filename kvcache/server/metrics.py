@@ -17,7 +17,7 @@ from kvcache.server.request_log import RequestLog
 
 
 class _EngineCollector(Collector):
-    """Exports a snapshot of the engine with counters, sequences by state, and counters of sources."""
+    """Exports a snapshot of the engine: counters, sequences by state, and counters of sources."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -72,7 +72,7 @@ class _EngineCollector(Collector):
 
 
 class _LoadCollector(Collector):
-    """Exports what load balancers compare: requests by state, and the usage of the cache."""
+    """Exports metrics that load balancers compare: requests by state, and the usage of the cache."""
 
     def __init__(self, state: dict[str, Any], admission: Admission, log: RequestLog) -> None:
         self._state, self._admission, self._log = state, admission, log
@@ -90,7 +90,7 @@ class _LoadCollector(Collector):
         )
         yield GaugeMetricFamily(
             "kvcache_usage_ratio",
-            "Blocks of the device that requests hold, as a fraction of all blocks.",
+            "Device blocks held by requests, as a fraction of all blocks.",
             num_held / sum(pool.values()),
         )
 

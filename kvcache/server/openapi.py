@@ -24,7 +24,9 @@ _SCHEMAS = "#/components/schemas/"
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
-    """Return the document, with the bodies that endpoints read themselves and with error objects."""
+    """Return the document. Adds the schemas of request bodies that endpoints parse themselves, and of
+    error objects, which FastAPI does not generate.
+    """
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     models = [*_BODIES.values(), ErrorAnswer]
     _, schemas = models_json_schema(
@@ -35,7 +37,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     error = {"$ref": f"{_SCHEMAS}{ErrorAnswer.__name__}"}
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # invalid fields get status 400
+            operation["responses"].pop("422", None)  # invalid fields get status 400 instead
             operation["responses"]["default"] = _json(error) | {"description": "An error."}
             if path in _BODIES:
                 body = {"$ref": f"{_SCHEMAS}{_BODIES[path].__name__}"}

@@ -23,7 +23,7 @@ _CONFLICT, _UNAVAILABLE = 409, 503
 
 
 class AskedPrefill(BaseModel):
-    """The body of /prefill, as `RemotePrefill` sends it."""
+    """The body of a /prefill request, in the format that `RemotePrefill` sends."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

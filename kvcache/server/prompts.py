@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizes texts and chats up to the model's maximum length, and provides endpoints for this."""
+"""Tokenizes texts and chats up to the model's maximum length, and provides endpoints for tokenization."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class AskedTokens(Fields):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True  # for a text; the template of a chat adds its own
+    add_special_tokens: bool = True  # only for a text; a chat template adds its own special tokens
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _has_one(self) -> AskedTokens:
         if (self.prompt is None) == (self.messages is None):
-            given = "neither" if self.prompt is None else "both"
-            refuse(f"prompt and messages: {given} is given, expected one of them", "prompt")
+            given = "neither is" if self.prompt is None else "both are"
+            refuse(f"prompt and messages: {given} given, expected exactly one of the two", "prompt")
         return self
 
 
@@ -41,13 +41,13 @@ class AskedText(Fields):
 
 
 class PromptReader:
-    """Tokenizes what clients send. Rejects texts that are too long before they are tokenized."""
+    """Tokenizes prompts from clients. Overlong texts are rejected before tokenization."""
 
     def __init__(self, texts: Texts, max_model_len: int) -> None:
         self._texts, self._max_model_len = texts, max_model_len
 
     def check_length(self, name: str, size: int) -> None:
-        """Reject a text whose length implies too many tokens."""
+        """Reject a text that is so long that it must have too many tokens."""
         most = self._max_model_len * self._texts.longest_token
         if size > most:
             raise AskError(
@@ -64,12 +64,12 @@ class PromptReader:
         self.check_length("messages", size)
         try:
             return await apart(size, self._texts.encode_chat, messages)
-        except Exception as error:  # a template may reject, for example, an order of roles
+        except Exception as error:  # a template may reject messages, for example an order of roles
             message = f"messages are rejected by the model's template: {error}"
             raise AskError(message, param="messages") from None
 
     async def tokenize(self, request: Request, most_bytes: int) -> dict[str, Any]:
-        """Answer /tokenize, in the format of vLLM."""
+        """Serve /tokenize. Uses vLLM's format."""
         body = await read_body(request, most_bytes)
         asked = await apart(len(body), parsed, body, AskedTokens)
         if asked.messages is not None:
@@ -90,7 +90,7 @@ class PromptReader:
         }
 
     async def detokenize(self, request: Request, most_bytes: int) -> dict[str, Any]:
-        """Answer /detokenize, in the format of vLLM."""
+        """Serve /detokenize. Uses vLLM's format."""
         body = await read_body(request, most_bytes)
         asked = await apart(len(body), parsed, body, AskedText)
         return {"prompt": await apart(len(asked.tokens), self._texts.decode, asked.tokens)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs uvicorn with limits for slow, silent or numerous clients, and with a graceful shutdown."""
+"""Runs uvicorn with limits on slow, silent or numerous clients, and with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvcache.checks import instance
 from kvcache.server.engine_loop import EngineError
 from kvcache.server.limits import Limits
 
-_SECONDS_TO_WRITE = 5  # seconds to write the last events after the grace period
-_POLL_SECONDS = 0.02  # interval at which answers in progress are counted
+_SECONDS_TO_WRITE = 5  # seconds for writing the last events after the grace period
+_POLL_SECONDS = 0.02  # interval in seconds at which answers in progress are counted
 _KEEP_ALIVE_SECONDS = 60  # TCP keep-alive; detects a dead peer within a few minutes
 
 
 class Server(uvicorn.Server):
     """Serves an application created by `make_app`, and enforces its `Limits`.
 
-    On a stop request (SIGTERM, Ctrl-C) the server lets answers in progress finish for
-    `grace_seconds`. Meanwhile, it keeps listening, and answers new requests and `/health` with
-    status 503. It then ends the remaining answers with an error: a 503 response, or the last event
-    of a stream. A second Ctrl-C ends them immediately. Accepts the options of `uvicorn.Config`.
+    After a stop request (SIGTERM, Ctrl-C), answers in progress may finish within `grace_seconds`.
+    Meanwhile, the server keeps listening, but rejects new requests and `/health` with status 503. It
+    then ends the remaining answers with an error: a 503 response, or the last event of a stream. A
+    second Ctrl-C ends these answers immediately. Accepts the options of `uvicorn.Config`.
     """
 
     def __init__(self, app: FastAPI, **options: object) -> None:
@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
                 _by_path(app),
                 http=BoundedProtocol,
                 ws="none",
-                proxy_headers=False,  # any client can send these headers
+                proxy_headers=False,  # do not trust these headers, because any client can send them
                 server_header=False,
                 timeout_keep_alive=limits.keep_alive_seconds,
                 timeout_graceful_shutdown=_SECONDS_TO_WRITE,
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
             self._end_answers()
         for connection in list(self.server_state.connections):
             if connection.is_receiving_body:
-                connection.transport.abort()  # uvicorn would wait for the rest
+                connection.transport.abort()  # otherwise, uvicorn would wait for the remaining answers
         await super().shutdown(sockets)
 
     @property
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
 
 
 def _by_path(app: FastAPI) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    """Wrap `app` so that requests for http://host/path are handled as /path (RFC 9112, 3.2.2)."""
+    """Wrap `app` so that a request target http://host/path is handled as /path (RFC 9112, 3.2.2)."""
 
     async def call(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -119,11 +119,11 @@ class _Protocol(H11Protocol):
 
     @property
     def is_receiving_body(self) -> bool:
-        """Whether a request has arrived without the rest of its body."""
+        """Whether a request's headers have arrived, but not its complete body."""
         return self.is_receiving and self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        # With a burst, all protocols are created before the first of them has its connection.
+        # In a burst, all protocols are created before the first of them is connected.
         self.receiving_since = time.monotonic()
         super().connection_made(transport)
         # An aborted connection is listed until the event loop has closed it.
@@ -134,7 +134,7 @@ class _Protocol(H11Protocol):
         own = transport.get_extra_info("socket")
         if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):
             own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            with contextlib.suppress(AttributeError, OSError):  # not available on every system
+            with contextlib.suppress(AttributeError, OSError):  # some options are platform-specific
                 own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
         self._bound_receiving()
 
@@ -146,7 +146,7 @@ class _Protocol(H11Protocol):
         super().on_response_complete()
         self.receiving_since = time.monotonic()
         if self.transport.is_closing():
-            self._bound_reading()  # the response must be read before the connection closes
+            self._bound_reading()  # the client must read the response before the connection is closed
         elif self.timeout_keep_alive_task is None:
             self._bound_receiving()  # the next request may already be buffered
 
@@ -167,9 +167,10 @@ class _Protocol(H11Protocol):
             self._stalled = None
 
     def _bound_receiving(self) -> None:
-        """Start the time limit of a request.
+        """Start the timeout for receiving a request.
 
-        It starts at the first byte of the request or, for the first request, at the connection.
+        The timeout starts at the first byte of the request or, for the first request, when the client
+        connects.
         """
         if not self.is_receiving:
             if self._receiving is not None:

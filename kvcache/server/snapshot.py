@@ -13,7 +13,7 @@ _MAX_SEQUENCES = 200  # maximum number of listed sequences
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
-    """Return pools by state, hits, counters and the blocks of sequences.
+    """Return hits, counters, each pool's number of blocks by state, and each sequence's blocks.
 
     Must be called in the engine's thread.
     """

@@ -11,9 +11,9 @@ class StopTexts:
     """An Aho-Corasick automaton that searches for several stop strings at once.
 
     `step(state, character)` returns the next state. The initial state is 0. `num_held[state]` is
-    the number of trailing characters that may begin a stop string. `num_stopped[state]` is the
-    length of the stop string that ends in this state, or 0. The cost of a step does not depend on
-    the number of stop strings.
+    the number of trailing characters that may be the beginning of a stop string. `num_stopped[state]`
+    is the length of the stop string that ends in this state, or 0. The cost of a step does not depend
+    on the number of stop strings.
 
     >>> stops = StopTexts(["END", "NO"])
     >>> state = 0
@@ -53,9 +53,9 @@ class StopTexts:
         self.num_stopped[state] = len(stop)
 
     def _link(self) -> None:
-        """Set fallbacks in order of depth.
+        """Compute the fallback of each state, in order of depth.
 
-        If a suffix of the text of a state is a stop string, the state also stops.
+        If a suffix of a state's text is a stop string, the state also ends a stop string.
         """
         states = deque(self._next[0].values())
         while states:

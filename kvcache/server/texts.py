@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenization and detokenization with a checkpoint's tokenizer, or byte by byte without a
-tokenizer.
-"""
+"""Tokenizes and detokenizes texts with a checkpoint's tokenizer or, if there is none, byte by byte."""
 
 from __future__ import annotations
 
@@ -14,10 +12,11 @@ from kvcache.server.stops import StopTexts
 
 
 class Texts(Protocol):
-    """The tokenizer interface of the endpoints."""
+    """The tokenizer interface that the endpoints use."""
 
     end_token_ids: tuple[int, ...]  # tokens that end an answer
-    longest_token: int  # maximum characters per token; gives a lower bound for the tokens of a text
+    # Maximum number of characters per token. It implies a lower bound on a text's number of tokens.
+    longest_token: int
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt."""
@@ -33,7 +32,7 @@ class Texts(Protocol):
 
 
 class ByteTexts:
-    """Encodes each UTF-8 byte as a token. Larger tokens are shown as numbers.
+    """Encodes each UTF-8 byte as a token. Tokens above 255 are decoded as numbers.
 
     `end_token_ids`: tokens that end an answer.
 
@@ -52,7 +51,7 @@ class ByteTexts:
         return list(checked_text(text, "text").encode())
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        r"""Return a character, `bytes:\xNN` for a part of a character, or `<N>`."""
+        r"""Return a character, `bytes:\xNN` for a part of a character, or `<N>` for a larger token."""
         (token_id,) = _checked_tokens([token_id])
         if 128 <= token_id < 256:
             return rf"bytes:\x{token_id:02x}", bytes([token_id])
@@ -97,7 +96,9 @@ class TokenizerTexts:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def token(self, token_id: int) -> tuple[str, bytes | None]:
-        """Return the text of a token, which may be special. Parts of characters have no bytes."""
+        """Return the text of a token, which may be a special token, and its bytes. The bytes are None if
+        the token is only part of a character.
+        """
         text = self._tokenizer.decode(
             _checked_tokens([token_id]), clean_up_tokenization_spaces=False
         )
@@ -106,9 +107,9 @@ class TokenizerTexts:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens.
 
-        Spaces before punctuation are kept, even if the tokenizer is configured to remove them.
-        Otherwise the text of an answer might not start with the text of its first tokens, and could
-        not be streamed.
+        Spaces before punctuation are kept, even if the tokenizer is configured to remove them. If they
+        were removed, the text of an answer might not start with the text of its first tokens, so the
+        answer could not be streamed.
         """
         return self._tokenizer.decode(
             _checked_tokens(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -133,7 +134,9 @@ def _checked_tokens(token_ids: Sequence[int], name: str = "token_ids") -> list[i
 
 
 def _checked_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return messages with only role and content, both strings. Raises TypeError or ValueError."""
+    """Return messages reduced to their role and content. Raises TypeError or ValueError unless both
+    are strings.
+    """
     messages = listed(messages, "messages", "a list of messages")
     for i, message in enumerate(messages):
         if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
@@ -149,11 +152,11 @@ def _in_lines(messages: list[dict[str, str]]) -> str:
 
 
 class AnswerText:
-    """The text of one answer while its tokens arrive. It ends before the first complete stop
+    """The text of one answer, updated as tokens arrive. The text ends before the first complete stop
     string.
 
-    `text` is the text that can be shown so far. Text that may become a stop string, and characters
-    with missing bytes, are held back until `end`.
+    `text` is the text that can be shown so far. Text that may be the beginning of a stop string, and
+    characters with missing bytes, are held back until they are complete or `end` is called.
 
     >>> answer = AnswerText(ByteTexts(), ["END"])
     >>> answer.add([72, 105, 32, 69, 78]), answer.add([33])
@@ -176,7 +179,7 @@ class AnswerText:
         return self._show(self._read(self._texts.decode(self._token_ids).rstrip("\ufffd")))
 
     def end(self) -> str:
-        """Return the text that was held back. Call it after the last tokens."""
+        """Return the text that was held back. Call this method after the last tokens."""
         if self.is_stopped:
             return ""
         whole = self._texts.decode(self._token_ids)

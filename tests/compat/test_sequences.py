@@ -544,7 +544,7 @@ def test_block_table_is_a_single_list_updated_in_place(window):
     manager.append_slots(child, 0)
     assert manager.get_block_table(child) is not table and manager.get_block_table(one) is table
     table.append(5)
-    with pytest.raises(RuntimeError, match="did the caller change the list"):
+    with pytest.raises(RuntimeError, match="did the caller change a returned list"):
         manager.check_invariants()
     table.pop()
     manager.check_invariants()

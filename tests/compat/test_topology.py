@@ -468,7 +468,7 @@ def test_targets_and_readers_of_uneven_stages():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: RemoteEngine(2, stages=[(1, 2)]), "tp_size is 2: expected 1 with stages"),
+        (lambda: RemoteEngine(2, stages=[(1, 2)]), "tp_size is 2: expected 1, because stages"),
         (lambda: RemoteEngine(stages=[(1, 0)]), r"tp_size of stages\[0\] is 0"),
         (lambda: with_stages([(1, 2)], 0, 2), "tp_rank is 2: expected 0 to 1"),
         (
@@ -521,9 +521,9 @@ class Disordered(EngineBackend):
 
 
 def test_inconsistent_engine_backend_is_rejected():
-    with pytest.raises(ValueError, match=r"backend gives the shape \(2, 4096, 11, 576\)"):
+    with pytest.raises(ValueError, match=r"backend returned the shape \(2, 4096, 11, 576\)"):
         topology(backend=Blockless)
-    with pytest.raises(ValueError, match=r"backend gives the stride order \(0, 1, 2, 3, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"backend returned the stride order \(0, 1, 2, 3, 4, 4\)"):
         topology(backend=Disordered, tensor_shape=(1,) * 6)
     with pytest.raises(TypeError, match="backend is 3: expected a name"):
         topology(backend=3)

@@ -400,7 +400,7 @@ def test_command_reads_compressed_traces_and_chats(capsys, trace, tmp_path):
         (["--curve", "x"], "--curve has 'x': expected one of last_access"),
         (["--curve", "--sizes", "1"], "--sizes is '1': expected a whole number from 2"),
         *(
-            (["--curve", *other], f"{other[0]} is given with --curve: expected one of them")
+            (["--curve", *other], f"{other[0]} is given with --curve: expected only one of the two")
             for other in (
                 ["--num-blocks", "9"],
                 ["--eviction", "lru"],

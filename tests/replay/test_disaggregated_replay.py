@@ -139,8 +139,11 @@ def test_command_prints_a_table_and_json(capsys):
         (["9:lease_s=0"], "lease_s is 0.0: expected more than 0"),
         (["9:lease_s=x"], "lease_s is 'x': expected a number"),
         (["9:leases=2"], "'leases=2': expected one of lease_s, bytes_per_token, gb_per_s"),
-        (["9", "--verify"], "--verify is given with --disaggregate: expected one of them"),
-        (["9", "--compare"], "--compare is given with --disaggregate: expected one of them"),
+        (["9", "--verify"], "--verify is given with --disaggregate: expected only one of the two"),
+        (
+            ["9", "--compare"],
+            "--compare is given with --disaggregate: expected only one of the two",
+        ),
         (["9", "--store-blocks", "9"], "--store-blocks is given with --disaggregate"),
         (["9", "--host-blocks", "9"], "--host-blocks is given with --disaggregate"),
     ],

@@ -248,7 +248,7 @@ class TestFields:
     def test_two_token_limits_of_a_chat_must_agree(self):
         chat = {"model": "llama", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
         message = self.refusal(chat | {"max_completion_tokens": 9}, AskedChat)
-        assert message.startswith("max_completion_tokens is 9 and max_tokens is 5: expected one")
+        assert message.startswith("max_completion_tokens is 9 and max_tokens is 5: expected only")
         for limit in (5, None):
             parsed(json.dumps(chat | {"max_completion_tokens": limit}).encode(), AskedChat)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence groups with forks, swaps and windows, on top of the native manager."""
+"""Manages the blocks of sequence groups, including forks, swaps and sliding windows."""
 
 from __future__ import annotations
 
@@ -40,42 +40,43 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     """Allocate blocks for groups of sequences that share a prompt, fork, and are swapped together.
 
     Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
-    the status of sequences: `can_allocate` and `allocate` use the WAITING sequences of a group,
-    `can_append_slots` and swap-outs use the RUNNING sequences, and swap-ins use the SWAPPED
-    sequences. Token ids are read only with caching, and only the tail of known sequences is read.
-    An encoder-decoder group also has a cross-attention table under its `request_id`. The
-    encoder's blocks are never cached.
+    the status of each sequence: `can_allocate` and `allocate` use a group's WAITING sequences,
+    `can_append_slots` and swap-outs use its RUNNING sequences, and swap-ins use its SWAPPED sequences.
+    Token ids are read only if caching is enabled, and only the last ids of known sequences are read. An
+    encoder-decoder group also has a cross-attention table, identified by the group's
+    `request_id`. The encoder's blocks are never cached.
 
-    Calls return (source, destination) pairs of blocks to copy. Carry out the copies in the order of
+    Calls return (source, destination) pairs of blocks to copy. Perform the copies in the order of
     the calls. A manager belongs to the thread that first uses it. `watermark_blocks` can be set;
-    other attributes are read-only.
+    all other attributes are read-only.
 
     Args:
         block_size: Tokens per block.
         num_gpu_blocks: Size of the device pool, including its null block 0.
-        num_cpu_blocks: Size of the host pool, including its null block 0. Its ids are independent of the
-            device's. With 0 or 1, there is no host pool, and nothing can be swapped.
+        num_cpu_blocks: Size of the host pool, including its null block 0. Host block ids are independent
+            of device block ids. With 0 or 1, there is no host pool, and nothing can be swapped.
         watermark: Fraction of the device blocks, 0 to 1, that admissions and swap-ins leave free.
             `watermark_blocks` is this fraction as a number of blocks.
         sliding_window: Window in tokens. A sequence holds at most `sliding_window // block_size + 2`
-            blocks; earlier table entries are the null block. A prompt is computed in one chunk, so blocks
-            that have left the window at its end are never allocated. After a cached prefix, all blocks
-            are allocated; if they exceed the limit, the hit is not used.
-        enable_caching: Full blocks that were marked as computed become hits for later sequences.
-        eviction: With caching, the eviction policy of the device, one of `eviction_names()`. The policy
-            "last_access" evicts the least recently accessed block, and among equally recent blocks
-            the block with the longest prefix.
-        eviction_options: Options of the policy.
-        enable_events: Record cache events for `drain_events`.
-        hash_seed: Seed of the hash that is the parent of first blocks.
+            blocks; earlier table entries are the null block. A prompt is computed in one chunk, so
+            blocks before the window at the end of the prompt are not allocated. After a prefix hit, the
+            sequence instead holds all blocks from the window at the end of the hit to the end of the
+            prompt. If these blocks exceed the limit, the hit is not used.
+        enable_caching: Whether later sequences can hit full blocks that were marked as computed.
+        eviction: Eviction policy of the device if caching is enabled, one of `eviction_names()`. The
+            policy "last_access" evicts the least recently accessed block; among equally recent blocks,
+            it evicts the block with the longest prefix.
+        eviction_options: Options of the eviction policy.
+        enable_events: Whether to record cache events for `drain_events`.
+        hash_seed: Seed whose hash is the parent of first blocks.
         hash_algorithm: "sha256_cbor" or "xxh3_128_cbor", as in `CacheOptions`.
-        max_model_len: Maximum tokens of a sequence.
+        max_model_len: Maximum number of tokens in a sequence.
 
     Raises:
         TypeError, ValueError: An argument of the constructor or of a call is invalid. Nothing has
             changed.
-        MemoryError: Memory ran out. In the middle of a change, the manager becomes unusable, as a
-            `KVCacheManager` does.
+        MemoryError: Memory ran out. If this happens while a call modifies the manager, the manager
+            can no longer be used, as with `KVCacheManager`.
 
     Example:
         >>> class Prompt:
@@ -160,18 +161,18 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def can_allocate(
         self, seq_group: SequenceGroupLike, num_lookahead_slots: int = 0
     ) -> AllocStatus:
-        """Return whether the group's prompt fits without hits and leaves the watermark free.
+        """Return whether the group's prompt fits without hits while the watermark stays free.
 
         Args:
             seq_group: The group. Its WAITING sequences share one prompt.
             num_lookahead_slots: Extra slots per sequence for draft tokens.
 
         Returns:
-            `OK`, `LATER` if the prompt may fit once blocks are free, or `NEVER`.
+            `OK`; `LATER` if the prompt may fit after other blocks are freed; or `NEVER`.
         """
 
     def allocate(self, seq_group: SequenceGroupLike) -> None:
-        """Allocate blocks for the group's prompt, shared by its WAITING sequences, and for its encoder.
+        """Allocate blocks for the group's encoder and for the prompt that its WAITING sequences share.
 
         Args:
             seq_group: The group, for which `can_allocate` returned `OK`.
@@ -182,7 +183,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         self._native.check_caller()
         since = self._num_changes
         seqs = core.sequences_with(seq_group, WAITING)
-        # The decoder's KV depends on the encoder's input, so other requests cannot use it.
+        # The decoder's KV depends on the encoder's input, so other requests cannot reuse this KV.
         has_encoder = core.has_encoder(seq_group)
         reads_ids = self.enable_caching and not has_encoder
         # Read each attribute of the engine's objects only once: a second read could return another
@@ -212,7 +213,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         hits, num_cached = self._hit_of(new[0][1])
         if self._take(new, hits, num_cached, since):
             return True
-        # With a window, more blocks are held after a hit than without a hit.
+        # With a window, a sequence holds more blocks after a hit than without a hit.
         return bool(num_cached) and self._take(new, [NO_IDS], 0, since)
 
     def _take_with_encoder(
@@ -247,7 +248,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def can_append_slots(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> bool:
         """Return whether every RUNNING sequence fits with its new tokens and the lookahead.
 
-        Assumes the worst case: each block that is written to requires a new block.
+        Assumes the worst case, in which each block that is written requires a new block.
 
         Args:
             seq_group: The group.
@@ -260,10 +261,11 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
 
         Args:
             seq: A sequence with blocks on the device.
-            num_lookahead_slots: Extra slots for draft tokens. The next tokens reuse them.
+            num_lookahead_slots: Extra slots for draft tokens. The next tokens reuse these slots.
 
         Returns:
-            Copy-on-write copies as (source, destination) pairs. Empty without new tokens and lookahead.
+            Copy-on-write copies as (source, destination) pairs. Empty if there are neither new tokens
+            nor lookahead slots.
 
         Raises:
             ValueError: The slots do not fit.
@@ -275,24 +277,24 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     ) -> tuple[int, Pairs]:
         """Run `can_append_slots` and `append_slots` for each group of a decode step, in one call.
 
-        Serves the RUNNING sequences of the groups in order, and stops at the first group that does not
-        fit. All arguments are checked before anything changes. Lists returned by `get_block_table` are
-        updated.
+        The groups' RUNNING sequences are served in order, up to the first group that does not fit. All
+        arguments are checked before anything changes. Lists returned by `get_block_table` are updated.
 
         Args:
             seq_groups: The groups.
             num_lookahead_slots: Extra slots per sequence for draft tokens.
 
         Returns:
-            The number of groups served, and the copies of all of them as (source, destination) pairs.
+            The number of served groups, and the copies for all of these groups as (source, destination)
+            pairs.
         """
 
     def fork(self, parent_seq: SequenceLike, child_seq: SequenceLike) -> None:
         """Share all blocks of the parent with the child, copy-on-write.
 
-        The child begins with all tokens of the parent that have slots, and may have more tokens. The call
-        checks the child's length and, with caching, its `extra_hash()` and the last `block_size` of the
-        shared tokens. The caller guarantees that all earlier tokens match.
+        The child must begin with all tokens of the parent that have slots, and may have more tokens. The
+        call checks the child's length and, with caching, its `extra_hash()` and the last `block_size`
+        shared tokens. The caller must ensure that all earlier tokens match.
 
         Args:
             parent_seq: A sequence with blocks on the device.

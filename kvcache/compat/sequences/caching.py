@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix caching of sequences: computed marks, hits, eviction and events."""
+"""Prefix caching of sequences: marking blocks as computed, hits, eviction and events."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from kvcache.step import NO_IDS
 
 
 class SequenceCaching(SequenceTables):
-    """Block tables with prefix caching: computed full blocks become hits for later sequences."""
+    """Block tables with prefix caching: later sequences can hit full blocks that were computed."""
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """Prefix-cache statistics: totals, and counts over the last 1,000 queried sequences.
+        """Prefix-cache statistics: totals, and counts for the last 1,000 queried sequences.
 
-        `allocate` counts once per group. `host` counts swapped pages; it is None without a host pool.
+        Each call to `allocate` is counted as one query, regardless of the number of sequences. `host`
+        counts swapped pages and is None without a host pool.
         """
         self._native.check_reader()
         return stats_of(self._native.stats(), self._pool.num_pins_broken, self._native.learned())
@@ -44,12 +45,12 @@ class SequenceCaching(SequenceTables):
         group = GroupSpec(kind, self.block_size, options)
         waiting = self._native.waiting_events()
         events = events_of(waiting, [group], [self.block_size], self._tokens.key)
-        self._native.drop_events()  # an interrupt before this line leaves the events queued
+        self._native.drop_events()  # if an interrupt arrives before this line, the events stay queued
         return events
 
     @core.native_method
     def access_all_blocks_in_seq(self, seq: SequenceLike, now: float) -> None:
-        """Record an access to the blocks of a sequence. Used by the eviction policy "last_access".
+        """Record an access to a sequence's blocks, for the eviction policy "last_access".
 
         Args:
             seq: The sequence.
@@ -58,24 +59,26 @@ class SequenceCaching(SequenceTables):
 
     @core.native_method
     def mark_blocks_as_computed(self, seq_group: SequenceGroupLike, token_chunk_size: int) -> None:
-        """Mark the next tokens of the group's sequences as computed. Their full blocks become hits.
+        """Mark the next tokens of the group's sequences as computed. Later sequences can then hit the
+        blocks that these tokens fill.
 
         Applies to unfinished sequences on the device. Until the marked tokens cover the allocated prompt,
-        only marked tokens count as computed. After that, each call marks at least all tokens with slots
-        before the newest token, without the lookahead, so a step that accepts several drafts can be
-        marked as one token.
+        only marked tokens are treated as computed. After that, each call marks at least all tokens that
+        have slots, except the newest token and the lookahead slots. A step that accepts several drafts
+        can therefore be marked as one token.
 
         Args:
             seq_group: The group.
             token_chunk_size: Number of newly computed tokens, including cached tokens.
 
         Raises:
-            ValueError: With a sliding window, a prompt that skipped blocks is not marked in one call.
+            ValueError: With a sliding window, the call does not mark the whole prompt although some of
+                its blocks were not allocated.
         """
 
     @core.native_method
     def get_common_computed_block_ids(self, seqs: Sequence[SequenceLike]) -> list[int]:
-        """Return the leading blocks that were hits for all given sequences at allocation.
+        """Return the leading blocks that all given sequences hit when they were allocated.
 
         Args:
             seqs: The sequences.
@@ -87,10 +90,11 @@ class SequenceCaching(SequenceTables):
     def get_num_cached_tokens(self, seq: SequenceLike) -> int:
         """Return the number of cached tokens of a sequence, in full blocks.
 
-        Before the allocation and while the sequence is swapped out, the sequence's current hits
-        count. From the allocation until the whole prompt is marked as computed, its hits at
-        allocation count. After that, the sequence's own computed tokens also count. Do not call
-        this method for a group with an encoder, which never uses cached blocks.
+        Before the allocation and while the sequence is swapped out, this is the number of tokens that
+        the sequence would hit now. From the allocation until the whole prompt is marked as computed, it
+        is the number of tokens hit at the allocation. After that, the sequence's own computed tokens are
+        included. Do not call this method for a group with an encoder, because such a group never uses
+        cached blocks.
         """
         known = self._allocated.get(core.seq_id_of(seq))
         if not self.enable_caching or (known is not None and not known.tokens.are_read):
@@ -108,8 +112,8 @@ class SequenceCaching(SequenceTables):
     def _hit_of(self, tokens: Tokens) -> tuple[list[np.ndarray], int]:
         """Return the blocks and the token count of the cached prefix that `allocate` uses.
 
-        With a window, the hit is used only if the number of blocks from its first needed block to
-        the end of the prompt does not exceed the limit of a sequence.
+        With a window, the hit is used only if the blocks from the hit's first needed block to the end
+        of the prompt do not exceed the maximum number of blocks per sequence.
         """
         hits, num_cached, _ = self._native.lookup(tokens.chain)
         window, num_tokens = self.sliding_window, len(tokens.ids)
@@ -120,7 +124,7 @@ class SequenceCaching(SequenceTables):
         return hits, num_cached
 
     def remove_seq_from_computed_blocks_tracker(self, seq: SequenceLike) -> None:
-        """Discard the hashes of a queried sequence that will not be allocated."""
+        """Discard the hashes of a sequence that was queried but will not be allocated."""
         self._tokens.forget(core.seq_id_of(seq))
 
     def get_prefix_cache_hit_rate(self, device: Enum | str) -> float:
@@ -137,7 +141,8 @@ class SequenceCaching(SequenceTables):
             device: "gpu" or "cpu". None: both.
 
         Returns:
-            False, with nothing changed, if a block of the tier is in use.
+            True if the cache was cleared. False if a block of the tier is in use; in this case, nothing
+            has changed.
         """
         names = ("gpu", "cpu") if device is None else (device_name(device),)
         self._native.check_caller()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of `BlockSpaceManager`, made before anything changes."""
+"""Argument checks of `BlockSpaceManager`, performed before anything changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.native.load import core
 
 
 def checked_window(sliding_window: int | None) -> int | None:
-    """Return the window, at least 2 tokens, or None for no window."""
+    """Validate and return the window: at least 2 tokens, or None for no window."""
     if sliding_window is None:
         return None
     window = integer(sliding_window, "sliding_window")
@@ -64,5 +64,5 @@ def device_name(device: Enum | str) -> str:
 
 
 def fail_to_fit(what: str, num_free: int, question: str) -> NoReturn:
-    """Raise ValueError for a request that needs more than the free blocks."""
+    """Raise ValueError for a request that needs more blocks than are free."""
     raise ValueError(f"{what}, {num_free} blocks are free: expected a call to {question} first")

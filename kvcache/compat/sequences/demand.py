@@ -10,10 +10,10 @@ class AllocStatus(Enum):
     """Result of `can_allocate` and `can_swap_in`."""
 
     OK = auto()
-    LATER = auto()  # fits once other blocks are free
+    LATER = auto()  # fits once other blocks have been freed
     NEVER = auto()  # needs more blocks than the device has
 
 
 def num_skipped_blocks(num_tokens: int, block_size: int, window: int | None) -> int:
-    """Return the number of leading prompt blocks outside the window of all later tokens."""
+    """Return the number of leading prompt blocks to which no later token attends."""
     return 0 if window is None else max(num_tokens - window + 1, 0) // block_size

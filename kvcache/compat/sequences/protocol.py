@@ -15,9 +15,9 @@ WAITING, RUNNING, SWAPPED = "WAITING", "RUNNING", "SWAPPED"
 class SequenceLike(Protocol):
     """One sequence: a prompt and its generated tokens.
 
-    If the sequence's KV depends on more than its tokens (an adapter, for example), it also has
-    `extra_hash()`, which returns a constant str, int or None. The value is hashed like the
-    `cache_salt` of a `Request`. An int is hashed as decimal text.
+    If the sequence's KV depends on more than its tokens (for example, on an adapter), the sequence must
+    also have a method `extra_hash()`, which always returns the same str, int or None. The value is
+    hashed like the `cache_salt` of a `Request`. An int is hashed as decimal text.
     """
 
     @property
@@ -53,7 +53,7 @@ class SequenceGroupLike(Protocol):
 
 
 def extra_hash(seq: SequenceLike) -> str | None:
-    """Return the sequence's extra hash as text, or None if it has none."""
+    """Return the sequence's extra hash as text, or None if the sequence has no extra hash."""
     extra = getattr(seq, "extra_hash", None)
     extra = None if extra is None else extra()
     if extra is None or isinstance(extra, str):

@@ -12,7 +12,7 @@ from kvcache.native.load import core
 
 
 class SequenceSwaps(SequenceTables):
-    """Block tables that can be swapped. A block shared by several sequences of a group is moved once."""
+    """Block tables that can be swapped. A block that a group's sequences share is moved only once."""
 
     def can_swap_out(self, seq_group: SequenceGroupLike) -> bool:
         """Return whether the blocks of the group's RUNNING sequences fit on the host."""
@@ -24,13 +24,13 @@ class SequenceSwaps(SequenceTables):
     def swap_out(self, seq_group: SequenceGroupLike) -> Pairs:
         """Move the RUNNING sequences and the encoder of a group to the host.
 
-        Shared blocks are moved once, and lookahead slots are released.
+        Each shared block is moved only once, and lookahead slots are released.
 
         Args:
             seq_group: The group.
 
         Returns:
-            Copies to carry out, as (device block, host block) pairs.
+            Copies to perform, as (device block, host block) pairs.
 
         Raises:
             ValueError: The blocks do not fit on the host.
@@ -48,7 +48,8 @@ class SequenceSwaps(SequenceTables):
     def can_swap_in(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> AllocStatus:
         """Return whether the SWAPPED sequences, their new tokens and the lookahead fit on the device.
 
-        Covers a `swap_in` followed by `append_slots` of each sequence in the order of the group.
+        The result applies to a `swap_in` followed by one `append_slots` per sequence, in the group's
+        order.
 
         Args:
             seq_group: The group.
@@ -65,7 +66,7 @@ class SequenceSwaps(SequenceTables):
             self._known(seq).num_tokens + count > self.max_model_len
             for seq, count in zip(seqs, new)
         )
-        slots += [0] * (len(rows) - len(slots))  # 0 for the row of the encoder
+        slots += [0] * (len(rows) - len(slots))  # the encoder's row needs no new slots
         required, alone = self._native.num_blocks_back(rows, slots)
         if self._pool.num_free - required >= self.watermark_blocks and not too_long:
             return AllocStatus.OK
@@ -81,7 +82,7 @@ class SequenceSwaps(SequenceTables):
             seq_group: The group.
 
         Returns:
-            Copies to carry out, as (host block, device block) pairs.
+            Copies to perform, as (host block, device block) pairs.
 
         Raises:
             ValueError: The blocks do not fit on the device.

@@ -18,8 +18,8 @@ Pairs = list[tuple[int, int]]
 class SequenceTables(core.SequenceCalls):
     """Block tables. Each sequence with blocks, and each encoder, is a row of the native manager.
 
-    Calls that a scheduler makes for each sequence in each step are native methods
-    (`csrc/python/sequence_calls.cpp`), declared here and in the subclasses.
+    Methods that a scheduler calls for each sequence in each step are implemented natively
+    (`csrc/python/sequence_calls.cpp`) and declared here and in the subclasses.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SequenceTables(core.SequenceCalls):
             num_tokens = self._native.num_computed_tokens(known.row)
             if not num_tokens == known.num_tokens == len(known.tokens.ids):
                 raise RuntimeError(
-                    f"seq {seq_id!r} has {num_tokens} tokens with slots, a count of "
+                    f"seq {seq_id!r} has {num_tokens} tokens with slots, a recorded count of "
                     f"{known.num_tokens}, and {len(known.tokens.ids)} known ids"
                 )
             if self._native.is_on_host(known.row):
@@ -104,8 +104,8 @@ class SequenceTables(core.SequenceCalls):
             hits = blocks[: known.num_cached // self.block_size]
             if known.table not in (None, blocks) or known.hits not in (None, hits):
                 raise RuntimeError(
-                    f"seq {seq_id!r} has blocks {blocks}, but its table says {known.table}, and of its "
-                    f"hits {known.hits} (did the caller change the list?)"
+                    f"seq {seq_id!r} has blocks {blocks}, but the returned table is {known.table}, and "
+                    f"the returned hits are {known.hits} (did the caller change a returned list?)"
                 )
 
     def _rows(

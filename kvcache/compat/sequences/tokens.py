@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the tokens of sequences for the native manager: token ids, or only their number."""
+"""Converts sequences' tokens for the native manager: the token ids, or only the number of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.native.load import core
 
 
 class Tokens:
-    """Known tokens and their block hashes. Also records tokens that native code appends."""
+    """A sequence's known tokens and block hashes, including tokens appended by native code."""
 
     __slots__ = ("are_read", "chain", "extra", "ids")
 
@@ -29,14 +29,14 @@ class Tokens:
 
 
 class TokenSource:
-    """Creates `Tokens`. Keeps tokens of queried sequences, so each sequence is hashed once."""
+    """Creates `Tokens`. Keeps the tokens of queried sequences, so that each sequence is hashed once."""
 
     def __init__(self, key: HashKey) -> None:
         self.key = key
-        self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # kept tokens by seq_id
+        self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # kept tokens, keyed by seq_id
 
     def read(self, seq: SequenceLike) -> Tokens:
-        """Return all tokens of a sequence. For a kept sequence, only new tokens are read."""
+        """Return all tokens of a sequence. If its tokens were kept, only new tokens are read."""
         extra, num_tokens = extra_hash(seq), core.length_of(seq)
         owner, kept = self._kept.get(core.seq_id_of(seq), (None, None))
         if owner is seq and kept.extra == extra and len(kept.ids) <= num_tokens:
@@ -46,7 +46,7 @@ class TokenSource:
         return self._make(core.TokenIds(_tokens_from(seq, 0, num_tokens)), True, extra)
 
     def unread(self, num_tokens: int) -> Tokens:
-        """Return unspecified tokens, which neither use nor create cached blocks."""
+        """Return tokens with unspecified ids, which neither use nor create cached blocks."""
         return self._make(core.TokenIds(num_zeros=num_tokens), False, None)
 
     def copy_of(self, tokens: Tokens) -> Tokens:
@@ -58,7 +58,7 @@ class TokenSource:
     def of_child(self, child_seq: SequenceLike, tokens: Tokens, num_tokens: int) -> Tokens:
         """Return a copy for a child that begins with these tokens.
 
-        Compares the last block of known ids.
+        Raises ValueError if the child's ids differ from the parent's in the last `block_size` tokens.
         """
         length = core.length_of(child_seq)
         if length < num_tokens:

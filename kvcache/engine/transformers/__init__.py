@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face transformers models whose K, V and recurrent states are stored in a `KVCache`.
+"""Runs Hugging Face transformers models whose K, V and recurrent states are stored in a `KVCache`.
 
 Requires the package `transformers` (`pip install 'torch-kvcache[transformers]'`).
 """

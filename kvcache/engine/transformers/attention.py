@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention function of transformers models, which reads the contexts of a batch's requests.
 
-It is registered as "kvcache" in transformers' attention interface. It computes attention with
-PyTorch's scaled-dot-product attention, with the model's eager implementation in layers whose
-features SDPA lacks (sinks, capped scores), or with FlashInfer if requested. Outside
-`PagedModel.forward`, it computes the same attention over the model's own tensors, so an attached
-model can still run and generate independently.
+The function is registered as "kvcache" in transformers' attention interface. It uses PyTorch's
+scaled-dot-product attention (SDPA) or, if requested, FlashInfer. Layers with features that SDPA lacks
+(sinks, capped scores) use the model's eager implementation. Outside `PagedModel.forward`, the function
+computes the same attention over the model's own tensors, so an attached model can still run and
+generate without the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kvcache.engine.batch import Batch
 from kvcache.engine.transformers.flashinfer_attention import FlashInferAttention
 
 NAME = "kvcache"
-_FEW_KEYS = 1024  # up to this size, one padded call measured faster than one call per length
+# Up to this size, one padded call was measured to be faster than one call per length.
+_FEW_KEYS = 1024
 
 
 class ForwardCache(Protocol):
@@ -35,16 +36,16 @@ class ForwardCache(Protocol):
     resumes: bool
 
     def attend(self, layer: int | None) -> int:
-        """Start the attention of a module with this layer index. Returns the layer to read."""
+        """Begin attention in a module with this layer index. Returns the layer whose KV it reads."""
 
     def group_of(self, layer: int) -> int:
         """Return the cache group of a layer's K and V."""
 
     def parts_of(self, group: int) -> Parts:
-        """Return how the batch is split for attention in this group."""
+        """Return the parts into which the batch is split for attention in this group."""
 
     def kernels_of(self, layer: int) -> FlashInferAttention | None:
-        """Return the kernels that read a layer's pages directly, or None if the context is
+        """Return the kernels that read a layer's pages directly, or None if the layer's context is
         gathered.
         """
 
@@ -57,8 +58,8 @@ class Part(NamedTuple):
     """Requests whose attention is computed in one call. There are b requests, each with q queries
     and k keys.
 
-    `queries`: int64[b, q], indices into the batch's tokens, or a slice if b is 1. `keys`: the range
-    of their b x k keys in `Parts.slots`.
+    `queries`: int64[b, q], the queries' indices in the batch's tokens, or a slice if b is 1.
+    `keys`: the range of the b x k keys in `Parts.slots`.
     `mask`: bool[b, 1, q, k], True where a query attends to a key. None: every query attends to
     every key.
     """
@@ -72,8 +73,8 @@ class Part(NamedTuple):
 class Parts(NamedTuple):
     """The parts into which a batch is split for attention in one group.
 
-    `slots`: int64[c] on the device. Slots of the K and V to gather for all parts, concatenated. Shorter
-    contexts of a part are padded with their last slot.
+    `slots`: int64[c] on the device. Slots of the K and V to gather, concatenated over all parts. Within
+    a part, shorter contexts are padded by repeating their last slot.
     """
 
     slots: torch.Tensor
@@ -125,7 +126,7 @@ def parts_of(batch: Batch, group: int) -> Parts:
 def _by_length(requests: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """Group requests by context length, so that padding at most doubles a context.
 
-    Small batches stay together, because with few keys, separate calls would cost more than the
+    Small batches are not split, because with few keys, separate calls would cost more than the
     padding.
     """
     if len(requests) and len(requests) * int(lengths[requests].max()) <= _FEW_KEYS:
@@ -142,9 +143,9 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention, with the calling convention of transformers. query: [1, heads, t, size].
+    """Compute attention, using the signature that transformers expects. query: [1, heads, t, size].
 
-    K and V are those of `Parts.slots`.
+    `key` and `value` are the K and V of the slots in `Parts.slots`.
     """
     reader = CURRENT.get()
     attend = _attention_of(module, options)

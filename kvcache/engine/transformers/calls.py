@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls a model's forward with only the arguments that it names, and without side effects."""
+"""Calls a model's `forward` without side effects and with only the arguments that `forward` names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 
 def parameters_of(model: PreTrainedModel) -> frozenset[str]:
-    """Return the argument names of a model's forward, excluding those collected by `**kwargs`."""
+    """Return the names of `forward`'s arguments, excluding those collected by `**kwargs`."""
     return frozenset(inspect.signature(type(model).forward).parameters)
 
 
@@ -23,7 +23,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name of the argument for the cache: `cache` since transformers 5.24."""
+    """Return the name of `forward`'s argument for the cache, which is `cache` since transformers 5.24."""
     return "cache" if "cache" in parameters_of(model) else "past_key_values"
 
 
@@ -33,8 +33,8 @@ def call_arguments(
     """Return the arguments that `generate` would use to compute tokens [1, t] after `start` earlier
     tokens.
 
-    Positions are passed only if forward names them. There is no mask, because there is no padding.
-    If `cache` is None, the model computes all tokens without a cache.
+    Positions are passed only if `forward` names this argument. There is no mask, because there is no
+    padding. If `cache` is None, the model computes all tokens without a cache.
     """
     arguments: dict[str, object] = {"input_ids": token_ids, "use_cache": cache is not None}
     if cache is not None:

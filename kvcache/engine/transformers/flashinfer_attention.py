@@ -19,7 +19,7 @@ _WORKSPACE_BYTES = 128 * 2**20  # workspace size that FlashInfer recommends
 
 
 class _Shape(NamedTuple):
-    """The inputs of a FlashInfer plan, except for the batch."""
+    """The inputs of a FlashInfer plan that do not depend on the batch."""
 
     group: int
     num_heads: int
@@ -33,9 +33,9 @@ class _Shape(NamedTuple):
 class FlashInferAttention:
     """Attention over pages for the layers that FlashInfer supports.
 
-    FlashInfer supports full attention and sliding windows without sinks, if K and V have the same
-    head size, the model uses half precision, and K and V are stored in the model's dtype. `serves`
-    returns whether a layer is supported.
+    FlashInfer supports full attention and sliding windows without sinks. K and V must have the same
+    head size, the model must use half precision, and K and V must be stored in the model's dtype.
+    `serves` returns whether a layer is supported.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class FlashInferAttention:
             for layer, place in places.items()
             if layer not in layers_with_sinks and _is_served(cache, place, model_dtype)
         }
-        # FlashInfer expects this buffer to be zeroed initially.
+        # FlashInfer requires that this buffer is zeroed initially.
         self._workspace = torch.zeros(
             _WORKSPACE_BYTES, dtype=torch.uint8, device=cache.pages.device
         )
@@ -61,8 +61,9 @@ class FlashInferAttention:
         self._builder = None
         if groups:
             self._builder = AttentionMetadataBuilder(cache.tables, groups=groups, flash_attn=False)
-        self._wrappers: dict[tuple[_Shape, bool], object] = {}  # bool: whether it decodes
-        self._planned: set[_Shape] = set()  # shapes planned for the current batch
+        # The bool in a key is True for a decode wrapper.
+        self._wrappers: dict[tuple[_Shape, bool], object] = {}
+        self._planned: set[_Shape] = set()  # shapes that were planned for the current batch
         self._metadata: AttentionMetadata | None = None
         self._batch: Batch | None = None
 
@@ -72,15 +73,15 @@ class FlashInferAttention:
         self._planned.clear()
 
     def serves(self, layer: int) -> bool:
-        """Return whether `attend` computes this layer."""
+        """Return whether `attend` supports this layer."""
         return layer in self._places
 
     def attend(
         self, layer: int, query: torch.Tensor, scale: float | None, softcap: float | None
     ) -> torch.Tensor:
-        """Compute [1, t, heads, size] from query [1, heads, t, size].
+        """Compute the attention output [1, t, heads, size] for query [1, heads, t, size].
 
-        K and V must already be written.
+        The K and V of these tokens must already be in the pages.
         """
         storage, number, group = self._places[layer]
         keys, values = storage.key_cache(number), storage.value_cache(number)
@@ -93,11 +94,11 @@ class FlashInferAttention:
         return wrapper.run(queries, (keys, values))[None]
 
     def _planned_wrapper(self, shape: _Shape, kv_dtype: torch.dtype) -> object:
-        """Return the wrapper for a shape, which is planned once per batch for all layers of the
-        shape.
+        """Return the FlashInfer wrapper for a shape. All layers with the same shape share one plan per
+        batch.
         """
-        # The prefill kernels use tiles of 128 queries, which is several times slower with one query
-        # per request.
+        # The prefill kernels use tiles of 128 queries, so they are several times slower than the decode
+        # kernels if each request has one query.
         decodes = bool((self._batch.query_lens == 1).all())
         key = shape, decodes
         if key not in self._wrappers:

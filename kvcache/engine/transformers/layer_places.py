@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and reads a layer's K and V in the pages by slots."""
+"""Writes and reads a layer's K and V by slots."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Place(NamedTuple):
-    """The K and V of a model's layer, stored as layer `layer` of a group's storage."""
+    """The K and V of one layer of the model, stored as layer `layer` of a group's storage."""
 
     storage: KVStorage
     layer: int
     group: int
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write key, value [1, heads, t, size] to slots [t]."""
+        """Write `key` and `value`, [1, heads, t, size], to slots [t]."""
         dtype = self._dtype(key)
         key, value = (x[0].transpose(0, 1).to(dtype) for x in (key, value))
         if key.stride(-1) != 1 or value.stride(-1) != 1:
@@ -30,14 +30,14 @@ class Place(NamedTuple):
         self.storage.write(self.layer, key, value, slots)
 
     def read(self, slots: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V [1, heads, c, size] of slots [c], in the dtype of `key`."""
+        """Return the K and V [1, heads, c, size] in slots [c], in the dtype of `key`."""
         return tuple(
             x.to(key.dtype).transpose(0, 1)[None]
             for x in self.storage.gather(self.layer, slots, self._dtype(key))
         )
 
     def _dtype(self, key: torch.Tensor) -> torch.dtype:
-        # Scales are float32, so fp8 is quantized from at most float32.
+        # Scales are float32, so wider dtypes are converted to float32 before quantization to fp8.
         narrow = torch.float32 if key.dtype == torch.float64 else key.dtype
         return narrow if self.storage.dtype in _FLOAT8 else self.storage.dtype
 

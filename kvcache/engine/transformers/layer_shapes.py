@@ -15,8 +15,8 @@ from kvcache.engine.transformers.unsupported import UnsupportedModel
 from kvcache.specs import ELEMENT_BYTES, LayerSpec
 
 _ALIGNMENT = 16  # alignment of each part of a state, in bytes
-# The contents of transformers' cache layers are known only for exactly these classes, because
-# subclasses may add tensors.
+# The cache layers of transformers whose contents are known. Subclasses are excluded, because they may
+# add tensors.
 _KNOWN_LAYERS = [
     getattr(cache_utils, name)
     for name in (
@@ -33,9 +33,9 @@ _KNOWN_LAYERS = [
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A tensor [*shape] of a recurrent state, with type `dtype`, at byte `offset` of the state."""
+    """One tensor of a recurrent state, [*shape], stored at byte `offset` of the state."""
 
-    is_conv: bool  # True: the last inputs of a convolution; False: a recurrent state
+    is_conv: bool  # True: last inputs of a convolution; False: a recurrent state
     number: int  # index among the layer's parts of the same kind
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,10 +49,10 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The cache of a layer, which holds K and V of each token (`attention`), a state
-    (`state_parts`), or both.
+    """The cache of a layer: K and V of each token (`attention`), a state (`state_parts`), or both.
 
-    `mixer`: the name of the module that maintains only the state. None if there is no such module.
+    `mixer`: the name of the module that updates the state but no K and V. None if there is no such
+    module.
     """
 
     index: int
@@ -126,8 +126,8 @@ def model_shape(
     kv_cache_dtype: torch.dtype | str | None,
     num_drafts: int,
 ) -> ModelShape:
-    """Return the shapes of all layers, including the tensors of each state, given the cache that
-    the model filled.
+    """Return the cache shapes of all layers, including the tensors of each state. `cache` is the cache
+    that the model filled.
     """
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or []
@@ -165,7 +165,7 @@ def model_shape(
             mixer = cache.mixers.get(index)
             shapes.append(LayerShape(index, attention, state, parts, mixer))
     if not shapes:
-        raise UnsupportedModel(model, "none of its layers fills the cache that it is given")
+        raise UnsupportedModel(model, "none of its layers stores anything in the cache")
     return ModelShape(shapes, cache.vocab_size)
 
 
@@ -173,9 +173,9 @@ class FilledCache(DynamicCache):
     """A cache filled by running the model on a single token. Also records which modules updated
     recurrent states.
 
-    `mixers`: the name of each layer's module, unless the module also updates K and V. `vocab_size`:
-    the number of logits per token. Raises `UnsupportedModel` if the model cannot compute a token
-    with it.
+    `mixers`: for each layer, the name of the module that updates the state, unless the module also
+    updates K and V. `vocab_size`: the number of logits per token. Raises `UnsupportedModel` if the
+    model cannot compute a token with this cache.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -185,7 +185,7 @@ class FilledCache(DynamicCache):
                 "each layer reads an encoder's output, which an engine for token IDs does not compute",
             )
         self.mixers: dict[int, str] = {}
-        self._calls: list[str] = []  # running modules of layers, outermost first
+        self._calls: list[str] = []  # layer modules whose forward is running, outermost first
         self._attention: set[str] = set()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)

@@ -15,7 +15,7 @@ from kvcache.engine.transformers.layer_shapes import LayerShape, StatePart, stat
 
 
 class LayerStates:
-    """The state pages of one layer, [num_pages, bytes], viewed as the tensors of the state."""
+    """The pages of one layer's states, [num_pages, bytes], viewed as the tensors of the state."""
 
     def __init__(self, cache: KVCache, shape: LayerShape) -> None:
         self.group = cache.group(state_name(shape.index))
@@ -25,7 +25,7 @@ class LayerStates:
         self.number_of_states = 1 + max(part.number for part in shape.state_parts)
 
     def load(self, pages: np.ndarray | None, num_requests: int) -> Cache:
-        """Return a transformers cache with the states of these pages, or initial states for None."""
+        """Return a transformers cache with the states in the given pages. None: initial states."""
         layer = LinearAttentionLayer(number_of_states=self.number_of_states)
         self.fill(layer, pages, num_requests)
         return Cache(layers=[LinearAttentionLayer()] * self._index + [layer])
@@ -33,7 +33,7 @@ class LayerStates:
     def fill(
         self, layer: LinearAttentionLayer, pages: np.ndarray | None, num_requests: int
     ) -> None:
-        """Set the states of a transformers layer from these pages, or to initial states for None."""
+        """Copy the states in the given pages to a transformers layer. None: set initial states."""
         index = None if pages is None else self._on_device(pages)
         for part in self._parts:
             states, is_there = (
@@ -55,7 +55,7 @@ class LayerStates:
             layer.dtype, layer.device = part.dtype, self._pages.device
 
     def store(self, layer: LinearAttentionLayer, pages: np.ndarray) -> None:
-        """Write the states of a transformers layer to these pages."""
+        """Write the states of a transformers layer to the given pages."""
         index = self._on_device(pages)
         for part in self._parts:
             state = (layer.conv_states if part.is_conv else layer.recurrent_states)[part.number]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent layers (Mamba, gated delta rule) that read and write each request's state in pages.
 
-Recurrent layers treat their input as a single sequence. Therefore, while a `PagedModel` runs, a
-layer is called once per request that computes several tokens, and once for all requests that
-compute a single token.
+Recurrent layers treat their input as a single sequence. While a `PagedModel` runs, a layer is therefore
+called once for each request that computes several tokens, and once for all requests that compute a
+single token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Forward = Callable[..., torch.Tensor]
 
 
 def wrap(module: torch.nn.Module) -> None:
-    """Redirect the module's calls to pages while a `PagedModel` runs."""
+    """Make the module read and write states in pages while a `PagedModel` runs."""
     module.forward = functools.partial(_forward, module, module.forward)
 
 
@@ -65,9 +65,9 @@ def _by_request(
     out = torch.empty_like(hidden_states)
 
     def compute(tokens: torch.Tensor, before: np.ndarray | None, after: np.ndarray) -> None:
-        """Compute tokens [b, t], given as indices into the batch.
+        """Compute b sequences of t tokens, given as indices [b, t] into the batch.
 
-        Reads states from pages `before` and writes them to pages `after`.
+        States are read from the pages `before` and written to the pages `after`.
         """
         cache = states.load(before, len(tokens))
         out[0, tokens] = forward(hidden_states[0, tokens], cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache that is passed to a model. It writes new K and V and reads whole contexts by slots."""
+"""The cache that is passed to a model. It writes new K and V, and reads contexts, by slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcache.engine.transformers.segments import Segment
 
 
 class PagedCache(Cache):
-    """The K and V of a batch in a `KVCache`. Serves one batch at a time (`begin`)."""
+    """Accesses the K and V of a batch in a `KVCache`, one batch at a time (`begin`)."""
 
     def __init__(self, cache: KVCache, layers: list[LayerShape], resumes: bool) -> None:
         super().__init__(layers=[])
@@ -29,14 +29,14 @@ class PagedCache(Cache):
         self._layers = layers
         self._places = places_of(cache, layers)
         self._parts: dict[int, Parts] = {}
-        self._written: set[int] = set()  # layers that have updated K and V in this pass
-        self._unread: set[int] = set()  # the subset that no attention has read yet
+        self._written: set[int] = set()  # layers that updated K and V in this forward pass
+        self._unread: set[int] = set()  # subset of `_written` that attention has not read yet
         self.states = {
             shape.index: LayerStates(cache, shape) for shape in layers if shape.state is not None
         }
 
     def use_flashinfer(self, layers_with_sinks: set[int], model_dtype: torch.dtype) -> None:
-        """Use FlashInfer's attention from now on, in the layers that it supports."""
+        """Use FlashInfer's attention in the layers that it supports, starting with the next batch."""
         self.kernels = FlashInferAttention(self.cache, self._places, layers_with_sinks, model_dtype)
 
     def begin(self, batch: Batch | None) -> None:
@@ -49,7 +49,7 @@ class PagedCache(Cache):
             self.kernels.begin(batch)
 
     def kernels_of(self, layer: int) -> FlashInferAttention | None:
-        """Return the kernels that read a layer's pages directly, or None if the context is
+        """Return the kernels that read a layer's pages directly, or None if the layer's context is
         gathered.
         """
         return self.kernels if self.kernels is not None and self.kernels.serves(layer) else None
@@ -59,7 +59,7 @@ class PagedCache(Cache):
         return self._places[layer].group
 
     def parts_of(self, group: int) -> Parts:
-        """Return how the batch is split for attention in this group."""
+        """Return the parts into which the batch is split for attention in this group."""
         if group not in self._parts:
             self._parts[group] = parts_of(self.batch, group)
         return self._parts[group]
@@ -72,11 +72,12 @@ class PagedCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key and value, [1, heads, t, size], of the batch's tokens, and return the K and V
+        """Write `key` and `value`, [1, heads, t, size], of the batch's tokens, and return the K and V
         to attend to.
 
         Returns:
-            K and V of `Parts.slots`, [1, heads, c, size], or the arguments if kernels read pages.
+            The K and V in `Parts.slots`, [1, heads, c, size]. If kernels read pages directly, `key` and
+            `value` are returned unchanged.
         """
         if layer_idx in self._written:
             raise RuntimeError(f"layer {layer_idx} updates its K and V twice")
@@ -89,13 +90,13 @@ class PagedCache(Cache):
         return place.read(self.parts_of(place.group).slots, key_states)
 
     def attend(self, layer: int | None) -> int:
-        """Return the layer that a module with this layer index attends to, which is the last
-        updated layer.
+        """Return the layer whose KV a module with this layer index attends to, which is the layer that
+        was updated last.
 
         Raises:
             RuntimeError: The module has not updated K and V.
         """
-        # Modules that are reused for other layers keep the index of their first layer.
+        # A module that is reused for several layers keeps the index of the first one.
         if layer not in self._unread and len(self._unread) == 1:
             layer = next(iter(self._unread))
         if layer not in self._written:
@@ -104,7 +105,7 @@ class PagedCache(Cache):
         return layer
 
     def end(self) -> None:
-        """End the forward pass. Raises RuntimeError if the model bypassed paged attention."""
+        """Check a finished forward pass. Raises RuntimeError if the model bypassed paged attention."""
         if self._unread:
             raise RuntimeError(
                 f"layers {sorted(self._unread)} update K and V, but do not attend through "
@@ -112,7 +113,7 @@ class PagedCache(Cache):
             )
 
     def of_request(self, request: int, segment: Segment) -> RequestCache:
-        """Return the cache of a single request of the batch, for a segment of its tokens."""
+        """Return the cache for one request of the batch and one segment of its tokens."""
         return RequestCache(self._layers, self._places, self.states, self.batch, request, segment)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a transformers model on a `KVCache`, which is planned and built for the model and accessed
+"""Runs a transformers model on a `KVCache` that is planned and built for the model. The cache is accessed
 by slots.
 """
 
@@ -38,14 +38,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NO_TRAINING = "expected model.eval(), because dropout would change answers and cached KV"
-# Names of the maximum context length in configurations. The first name that is present is used.
+# Names under which configurations define the maximum context length. The first one present is used.
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
 
 class _Taken(NamedTuple):
-    """The state of a model with paged attention, with the number of attachments and the settings to
-    restore.
-    """
+    """The state of an attached model: the number of attachments, and the settings to restore."""
 
     count: int
     attention: str
@@ -56,7 +54,7 @@ _TAKEN: WeakKeyDictionary[PreTrainedModel, _Taken] = WeakKeyDictionary()
 
 
 class Way(NamedTuple):
-    """The method by which a model computes a batch.
+    """How a model computes a batch.
 
     `by_request`: whether each request is computed separately with the model's own attention. If
     False, all tokens are concatenated and computed with paged attention. `resumes`: whether
@@ -75,9 +73,10 @@ class Way(NamedTuple):
 class PagedModel:
     """A model and the cache that it reads and writes. Created by `attach`.
 
-    `cache` holds manager, tables, storages and worker. `forward` computes a batch. `detach` restores the
-    model. `by_request` is whether requests are computed one by one because the model's attention
-    does not support batches of requests with different lengths. `why_by_request` is the reason.
+    `cache` contains the manager, tables, storages and worker. `forward` computes a batch. `detach`
+    restores the model. `by_request` is True if requests are computed one by one, because the model's
+    attention does not support batches of requests with different lengths. `why_by_request` is the
+    reason.
     """
 
     def __init__(
@@ -98,8 +97,8 @@ class PagedModel:
         self._has_states = bool(self._paged.states)
         if attention == "flashinfer" and not way.by_request:
             self._paged.use_flashinfer(_layers_with_sinks(model), model.dtype)
-        # transformers passes a four-dimensional mask on unchanged, and the attention function
-        # ignores it.
+        # transformers does not modify a four-dimensional mask, and the attention function ignores the
+        # mask.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._cache_argument = cache_argument(model)
         self._takes_positions = takes_positions(model)
@@ -195,9 +194,9 @@ def attach(
 ) -> PagedModel:
     """Attach a causal language model to a paged cache of `budget` bytes ("2GiB").
 
-    The model first computes one token with its own cache, which reveals the contents of each
-    layer's cache (`layer_specs`). `attach` then plans the memory and builds tables, storages and
-    the manager. Weights are not changed. Outside `PagedModel.forward`, the model runs as before.
+    The model first computes one token with its own cache, from which `attach` detects what each layer
+    caches (`layer_specs`). `attach` then plans the memory and builds tables, storages and the manager.
+    Weights are not changed. Outside `PagedModel.forward`, the model runs as before.
 
     Most models compute a batch of concatenated tokens, with an attention function registered in
     transformers' attention interface. Models whose attention does not use that interface, or that derive
@@ -206,40 +205,41 @@ def attach(
     once per request.
 
     Before allocating the cache, `attach` runs a self-check. It computes three short prompts, split
-    into chunks and batched together, with a small paged cache. Their logits are compared with the
+    into chunks and batched together, with a small paged cache. The logits are compared with the
     logits of the model's own forward pass without a cache. The fastest method that agrees is used.
     The check computes about a hundred tokens per method, and does not change generators, training
     flags or hooks.
 
     Args:
         model: Any causal language model of transformers.
-        budget: Bytes for K, V and states on the model's device.
+        budget: Memory for K, V and states on the model's device, in bytes or with a unit.
         max_model_len: Maximum number of tokens per request (prompt and output). None: the
             model's limit, or the largest number that fits. Models with longrope are limited to
-            `original_max_position_embeddings`, because longer requests use other rotary factors for
-            all of their keys.
+            `original_max_position_embeddings`, because for longer requests they use different rotary
+            factors for all keys of the request.
         max_num_seqs: Maximum number of concurrent sequences.
         max_num_batched_tokens: Maximum number of tokens per step.
         block_size: Tokens per block.
         kv_cache_dtype: The dtype of K and V. None: the model's dtype. With fp8, all scales are
             initially 1 (see `KVStorage.set_scales`).
-        host_budget: Bytes of the host tier, to which sequences are swapped out.
+        host_budget: Size of the host tier, to which sequences are swapped out.
         num_speculative_tokens: Maximum number of draft tokens per step for models with recurrent
             layers. Other models allow any number.
         state_interval: Block size of recurrent groups, as in `plan_cache`.
-        attention: "sdpa": PyTorch's attention over gathered contexts. "flashinfer": FlashInfer's kernels
-            read the pages on a GPU, in layers that they support (`FlashInferAttention`).
+        attention: "sdpa": PyTorch's attention over gathered contexts. "flashinfer": FlashInfer's
+            kernels, which read pages on a GPU without gathering, in layers that they support
+            (`FlashInferAttention`).
         check: Whether the self-check compares logits. If False, the fastest method that runs without an
             error is used, and wrong answers are not detected.
         options: Fields of `CacheOptions`, such as the eviction policy.
 
     Returns:
-        The model with its cache. Call `detach` to undo.
+        The model with its cache. Call `detach` to restore the model.
 
     Raises:
-        UnsupportedModel: No method agrees with the model's own answers. The message contains the
-            model and the reason and, if logits differ, the request, position, difference and
-            tolerance. A subclass of ValueError.
+        UnsupportedModel: No method reproduces the model's own answers. The message states the model and
+            the reason and, if logits differ, the request, position, difference and tolerance. A
+            subclass of ValueError.
         TypeError, ValueError: An argument is invalid.
 
     >>> from kvcache.engine.transformers.tiny_models import tiny_model
@@ -271,7 +271,7 @@ def attach(
         max_num_batched_tokens=max_num_batched_tokens,
         state_interval=state_interval,
     )
-    # Check without drafts and rounding, so that any difference is a defect, and with small blocks,
+    # Check without drafts and without rounding, so that any difference is a defect. Blocks are small,
     # so that few tokens fill them.
     plain = model_shape(model, filled, min(block_size, 16), None, 0)
     way, why = _proven_way(model, plain, attention, plan.max_model_len, check)
@@ -307,8 +307,8 @@ def _longest(model: PreTrainedModel) -> tuple[int, str]:
                 longest, reason = (
                     short,
                     (
-                        "because longrope uses other factors for longer requests, which would have to "
-                        "apply to all keys of a request from its first chunk onwards"
+                        "because longrope uses different factors for longer requests, which would "
+                        "also have to apply to the keys of earlier chunks"
                     ),
                 )
     return longest, reason
@@ -372,11 +372,11 @@ def _proven_way(
     max_model_len: int,
     compares: bool,
 ) -> tuple[Way, str]:
-    """Return the fastest method that reproduces the model's own results, and the reason why no
-    faster method does.
+    """Return the fastest method that reproduces the model's own results, and the reason why faster
+    methods do not.
 
-    Raises `UnsupportedModel` if there is none. If `compares` is false, returns the
-    fastest method that runs.
+    Raises `UnsupportedModel` if no method does. If `compares` is False, returns the fastest method
+    that runs without an error.
     """
     check = SelfCheck(model, shape, max_model_len)
     found: list[tuple[Way, Difference | str]] = []
@@ -426,8 +426,8 @@ def _reason_against(
     if not way.by_request:
         attends = any(layer.attention is not None for layer in shape.layers)
         names_positions = "position_ids" in parameters_of(model)
-        # A model may forward `**kwargs` (correct) or drop them (wrong). Only the comparison reveals
-        # which.
+        # A model may forward `**kwargs` (correct) or drop them (wrong). Only a comparison of the results
+        # can distinguish these cases.
         if attends and not (names_positions or (compares and takes_positions(model))):
             return "its forward does not name position_ids"
         for layer in shape.layers:

@@ -2,8 +2,8 @@
 """The cache that is passed to a model for a single request. It behaves like a dense cache, but
 stores K and V in pages.
 
-A model that computes one request at a time creates masks, biases and positions itself, as in
-`generate`. Therefore any form of attention is supported.
+A model that computes one request at a time creates masks, biases and positions itself, as it does in
+`generate`. Any form of attention is therefore supported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _NoLayer = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 
 
 class _PagedLayer(CacheLayerMixin):
-    """K and V of one request in one layer, from the first token that the segment attends to."""
+    """The K and V of one request in one layer, starting with the first token that the segment attends
+    to.
+    """
 
     is_compileable = False
 
@@ -44,9 +46,9 @@ class _PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key and value, [1, heads, t, size], of the segment.
+        """Write `key` and `value`, [1, heads, t, size], of the segment.
 
-        Returns the K and V of the segment and of earlier tokens.
+        Returns the K and V of earlier tokens and of the segment.
         """
         self._place.write(key_states, value_states, self._new)
         return self._place.read(self._seen, key_states)
@@ -62,14 +64,14 @@ class _PagedLayer(CacheLayerMixin):
         return self._start
 
     def get_max_length(self) -> int:
-        """Return -1, which means no limit."""
+        """Return -1, because there is no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name of this method in transformers 5.23
 
 
 class _PagedHybridLayer(LinearAttentionLayer, _PagedLayer):
-    """A layer with K and V and a recurrent state."""
+    """A layer with K, V and a recurrent state."""
 
     is_compileable = False
 
@@ -86,9 +88,9 @@ class _PagedHybridLayer(LinearAttentionLayer, _PagedLayer):
 
 
 class RequestCache(Cache):
-    """The cache for a segment of one request.
+    """The cache for one segment of a request.
 
-    `store` writes the states after the segment to pages.
+    `store` writes the states at the end of the segment to pages.
     """
 
     def __init__(

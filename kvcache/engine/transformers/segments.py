@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a request's tokens into segments, to keep the states between them.
+"""Splits a request's tokens into segments, so that the states between segments can be kept.
 
-Each segment is computed by one call.
+Each segment is computed in one call of the model.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from kvcache.engine.batch import Batch
 
 
 class Segment(NamedTuple):
-    """Tokens [first, stop) of a batch. `start` tokens of the request precede them.
+    """Tokens [first, stop) of a batch. They follow the first `start` tokens of the request.
 
-    `before`, `after`: indices of the request's state pages for the state before and after the segment.
-    `before` is None if the request has no tokens yet.
+    `before`, `after`: indices, in the request's state pages, of the state before and after the segment.
+    `before` is None if the segment begins with the request's first token.
     """
 
     first: int
@@ -29,8 +29,8 @@ def segments_of(batch: Batch, request: int, *, has_states: bool, resumes: bool) 
     """Return the segments of one request of a batch, in order.
 
     Without states, there is one segment. With states, each draft is a separate segment, because the
-    state after it is kept. `resumes` is whether the model can process several tokens at once from
-    an existing state. Otherwise each token is a separate segment.
+    state after each draft is kept. `resumes` is True if the model can process several tokens at once
+    from an existing state. If False, each token is a separate segment.
     """
     first, stop = (int(x) for x in batch.query_start_loc[request : request + 2])
     start = int(batch.starts[request])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes a few tokens with the paged cache and compares them with the model's dense forward pass.
 
-The prompts are split into chunks and batched together. They use a small separate cache, so the
-cache that `attach` returns is never touched.
+The prompts are split into chunks and batched together. They use a small separate cache, so that the
+cache returned by `attach` is not modified.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvcache.engine.transformers.calls import call_arguments
 from kvcache.engine.transformers.layer_shapes import ModelShape
 from kvcache.memory_plan import plan_cache
 
-_TOKENS_PER_STEP = 11  # splits the prompts at positions other than block boundaries
+_TOKENS_PER_STEP = 11  # splits the prompts at positions that are not block boundaries
 _NUM_DECODED = 4
-_LARGEST_WINDOW = 64  # largest window that requests exceed, to limit the number of tokens
-# Tolerances for logits, in standard deviations of a token's logits. In half precision, they apply
-# to the median over a request's tokens, because rounding may route single tokens to other experts.
-# Parts of many models compute in float32 regardless of their dtype.
+_LARGEST_WINDOW = 64  # prompts are longer than windows up to this size
+# Tolerances for differences of logits, in standard deviations of a token's logits. In half precision,
+# the tolerance applies to the median over a request's tokens, because rounding may route individual
+# tokens to other experts. The float64 tolerance allows for models that compute partly in float32.
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.5
 
@@ -45,14 +45,14 @@ class Difference(NamedTuple):
     """The first token whose logits differ from the dense logits. `largest` is the largest
     difference.
 
-    `layer`: the first module whose output differs for this token. None if it was not determined.
+    `layer`: the first module whose output differs for this token. None if it is unknown.
     """
 
     request: int
     position: int
     largest: float
     tolerance: float
-    chunk: tuple[int, int]  # the positions computed in the same step
+    chunk: tuple[int, int]  # positions computed in the same step
     layer: str | None = None
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Difference(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The most likely cause of a difference in this layer."""
+        """The most likely cause of the difference."""
         if self.position == 0:
             return (
                 "the first token attends to later tokens or other requests, or has a wrong position"
@@ -77,9 +77,9 @@ class Difference(NamedTuple):
 
 
 class SelfCheck:
-    """Prompts with the model's own logits.
+    """Prompts, and the model's own logits for these prompts.
 
-    `difference` compares them with the logits of a paged model.
+    `difference` compares these logits with those of a paged model.
     """
 
     def __init__(self, model: PreTrainedModel, shape: ModelShape, max_model_len: int) -> None:
@@ -102,7 +102,7 @@ class SelfCheck:
         self.dense: list[torch.Tensor] = []
 
     def compute_dense(self) -> None:
-        """Compute the model's own logits as the reference for `difference`."""
+        """Compute the model's own logits, which are the reference for `difference`."""
         for tokens in self.tokens:
             line = torch.from_numpy(tokens)[None].to(self._model.device)
             output = self._model(**call_arguments(self._model, line, 0, cache=None))
@@ -154,8 +154,8 @@ class SelfCheck:
                     scheduler.finish(sequence)
 
     def difference(self, paged: Paged, cache: KVCache) -> Difference | None:
-        """Return the first token, in order of requests, whose logits differ from the dense logits,
-        or None.
+        """Return the first token, in the order of requests, whose logits differ from the dense logits.
+        Return None if no logits differ.
         """
         errors = [np.zeros(len(tokens)) for tokens in self.tokens]
         chunks: list[list[tuple[int, int]]] = [[(0, 0)] * len(tokens) for tokens in self.tokens]
@@ -183,10 +183,7 @@ class SelfCheck:
         return None
 
     def located(self, paged: Paged, cache: KVCache, difference: Difference) -> Difference:
-        """Return the same difference with its first differing layer.
-
-        All batches are computed again.
-        """
+        """Return the given difference with `layer` set, after computing all batches again."""
         blocks = self._blocks()
         request, position = difference.request, difference.position
         with _Outputs(blocks) as outputs:
@@ -210,7 +207,9 @@ class SelfCheck:
         return difference
 
     def _blocks(self) -> dict[str, torch.nn.Module]:
-        """Return the model's layers by name, from the first module list with one entry per layer."""
+        """Return the model's layers, keyed by name. They are in the first module list with one entry per
+        layer.
+        """
         config = self._model.config.get_text_config(decoder=True)
         count = getattr(config, "num_hidden_layers", None)
         for name, module in self._model.named_modules():
@@ -234,7 +233,7 @@ class SelfCheck:
 class _Outputs:
     """Records the outputs of modules within a `with` block.
 
-    `take` returns them as [tokens, size].
+    `take` returns the outputs as [tokens, size].
     """
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
@@ -250,7 +249,7 @@ class _Outputs:
             hook.remove()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Return each module's outputs since the last call, concatenated."""
+        """Return each module's concatenated outputs since the last call of this method."""
         taken = {name: torch.cat(calls) for name, calls in self._found.items() if calls}
         for calls in self._found.values():
             calls.clear()

