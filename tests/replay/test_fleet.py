@@ -131,6 +131,8 @@ def test_samples_of_sessions_estimate_a_large_fleet_within_their_error():
     assert (exact.simulated_replicas, sampled.simulated_replicas) == (16, 4)
     assert exact.hit_rate_error is None and 0 < sampled.hit_rate_error < 0.05
     assert sampled.requests == 3000  # four disjoint samples of a quarter each
+    apart = Fleet(replicas=16, num_blocks=301, router="round_robin")
+    assert simulate_fleet(workload, apart, HARDWARE, max_replicas=4).simulated_replicas == 16
     difference = abs(sampled.token_hit_rate - exact.token_hit_rate)
     assert difference < max(4 * sampled.hit_rate_error, 0.02)
 

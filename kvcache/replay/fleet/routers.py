@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 class Router(Protocol):
-    """Chooses the replica of each request, in order of arrival."""
+    """Chooses the replica of each request, in order of arrival.
+
+    `keeps_sessions` is whether most requests of a session are served by the same replica. Only then does
+    a sample of the sessions on fewer replicas have the hit rate of the fleet.
+    """
+
+    keeps_sessions: bool
 
     def choose(
         self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
@@ -24,6 +30,8 @@ class Router(Protocol):
 
 class RoundRobin:
     """Chooses the replicas in turn."""
+
+    keeps_sessions = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -39,6 +47,8 @@ class RoundRobin:
 class LeastLoaded:
     """Chooses the replica with the fewest unfinished requests, then the shortest wait."""
 
+    keeps_sessions = False
+
     def choose(
         self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
     ) -> int:
@@ -50,6 +60,8 @@ class LeastLoaded:
 
 class SessionAffinity:
     """Serves all requests of a session on the replica with the least load at its first request."""
+
+    keeps_sessions = True
 
     def __init__(self) -> None:
         self._least_loaded = LeastLoaded()
@@ -69,6 +81,8 @@ class PrefixAware:
 
     The index is exact: it asks each replica's manager.
     """
+
+    keeps_sessions = True
 
     def choose(
         self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int

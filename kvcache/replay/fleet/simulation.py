@@ -192,17 +192,17 @@ def simulate_fleet(
     requests in order, as in a timed replay (`Replayer`): prefills run one after another, and answers
     concurrently. Its cache holds the blocks of requests that still wait for their prefill.
 
-    A larger fleet than `max_replicas` is sampled. Each of `num_samples` samples has a random share of
-    the sessions, and a fleet and store that are smaller by the same factor. The standard error over the
-    samples is reported. Sampling assumes that a request does not hit blocks of other sessions, apart
-    from prefixes that many sessions share.
+    A larger fleet than `max_replicas` is sampled if its router keeps sessions on one replica. Each of
+    `num_samples` samples has a random share of the sessions, and a fleet and store that are smaller by
+    the same factor. The standard error over the samples is reported. It does not include the bias of
+    small fleets, in which more sessions share a replica with others that have the same prefix.
 
     Args:
         workload: Returns an iterator over the requests, in order of arrival. Called once or, with
             sampling, once per sample.
         fleet: The fleet.
         hardware: Speeds and prices. None: the defaults of `Hardware`.
-        max_replicas: Maximum number of replicas that are simulated at once.
+        max_replicas: Maximum number of replicas without sampling.
         num_samples: Number of samples, at least 2.
         on_request: Called for each served request, with the position of its replica and its hits.
 
@@ -226,7 +226,7 @@ def simulate_fleet(
     instance(hardware, Hardware, "hardware")
     integer(max_replicas, "max_replicas", 1, MAX_INT32)
     integer(num_samples, "num_samples", 2, MAX_INT32)
-    if fleet.replicas <= max_replicas:
+    if fleet.replicas <= max_replicas or not ROUTERS[fleet.router]().keeps_sessions:
         return _finished(_simulate(workload, fleet, hardware, 1, 0, on_request), fleet, hardware)
     num_shares = -(-fleet.replicas // max_replicas)
     shares = [
