@@ -163,9 +163,7 @@ class CacheDescription:
     cp_world_size: int = 1
     cp_interleave: int = 1  # consecutive tokens per context-parallel rank
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
-    page_stride: int | tuple[int, ...] | None = (
-        None  # bytes from one page to the next; None: contiguous
-    )
+    page_stride: int | tuple[int, ...] | None = None  # bytes from page to page; None: contiguous
     dtype: str = "bfloat16"  # dtype name, or a torch.dtype
     stages: tuple[PipelineStage, ...] | None = None
     scale_bytes_per_head: int = 0

@@ -132,9 +132,7 @@ class Connector:
         self._numbers = LeaseNumbers()
         # For each request whose blocks are kept, the number of ranks on which its lease has ended.
         self._kept: dict[str, tuple[Request, int]] = {}
-        self._early: dict[
-            str, Request
-        ] = {}  # leased requests whose tokens are still being computed
+        self._early: dict[str, Request] = {}  # leased requests that are still being computed
         self.stats = LoadStats()
         self._loads: SourceLoads[_Reading] = SourceLoads(manager, self.stats)
         self.num_received_bytes = 0

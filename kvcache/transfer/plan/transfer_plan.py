@@ -26,9 +26,7 @@ from kvcache.transfer.plan.fragments import (
 )
 from kvcache.transfer.plan.patterns import find_patterns, shared_stages
 
-_MOST_HEADS = (
-    1 << 22
-)  # maximum number of (token, head) pairs per group; planning visits each pair once
+_MOST_HEADS = 1 << 22  # maximum number of (token, head) pairs per group; planning visits each
 # Fields that must be equal in both engines. The error message names the first that differs.
 _SAME = (
     "is_mla",

@@ -79,7 +79,7 @@ class Transfer(ABC):
             left = deadline - time.monotonic()
             if left <= 0:
                 self.cancel(f"not done within {timeout_s:g} s")
-                continue  # `poll` raises
+                continue  # `poll` then raises
             self._wait_for_end(left)
 
 

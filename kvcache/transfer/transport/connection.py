@@ -148,9 +148,7 @@ class Connection:
         self.has_digest = peer.digest or local.digest
         self.reason: str | None = None  # why the connection ended
         self.is_ready = threading.Event()  # also set once the connection has ended
-        self._is_open = (
-            threading.Event()
-        )  # set once this side's lane is open or the connection has ended
+        self._is_open = threading.Event()  # set once this side's lane is open or at the end
         self._peer_is_open = not is_caller
         self._local, self.is_caller = local, is_caller
         self._lock = threading.Lock()
@@ -164,9 +162,7 @@ class Connection:
         self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}
         self._incoming: dict[int, Job] = {}  # receiving jobs, by tag
-        self._stopped: dict[
-            int, None
-        ] = {}  # tags of ended jobs whose last digests have not arrived
+        self._stopped: dict[int, None] = {}  # tags of ended jobs that still await digests
         self._messages: deque[bytes] = deque()
         self.lane: Lane | None = None
         self.channel: Channel | None = None

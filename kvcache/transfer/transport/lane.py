@@ -18,9 +18,7 @@ from kvcache.transfer.transport.registered import CopyStreams, RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pinning import pin
 
-_LEAST_PART = (
-    1 << 20
-)  # minimum size in bytes; each piece has a fixed cost equal to that of copying 1 MiB
+_LEAST_PART = 1 << 20  # minimum size in bytes; the fixed cost per piece is that of copying 1 MiB
 PIECES_AHEAD = 4  # maximum number of staged pieces, and of pieces announced to the other side
 
 

@@ -120,7 +120,7 @@ class RegisteredMemory:
         return self._known.begins
 
     def kind_of(self, spans: Spans) -> str | None:
-        """Return the kind of the regions that contain checked fragments, or None if there are
+        """Return the kind of the regions that contain the given fragments, or None if there are
         several kinds.
         """
         return kind_within(spans, self._known.begins, self._known.kinds)
@@ -249,7 +249,7 @@ class CopyStreams:
 
 
 def kind_within(spans: Spans, begins: np.ndarray, kinds: np.ndarray) -> str | None:
-    """Return the kind of the regions that contain checked fragments, or None if there are several
+    """Return the kind of the regions that contain the given fragments, or None if there are several
     kinds.
     """
     first = spans.bases + (spans.offsets if len(spans.bases) == 1 else int(spans.offsets.min()))

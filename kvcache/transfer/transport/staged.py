@@ -95,9 +95,7 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        self._ended: list[
-            tuple[str, Connection]
-        ] = []  # ended connections whose messages were not taken yet
+        self._ended: list[tuple[str, Connection]] = []  # ended, but with messages to take
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False
