@@ -188,6 +188,6 @@ def _meet(source: PageMemory, destination: PageMemory) -> bool:
     others = destination.base + destination.offsets
     other_ends = others + (destination.num_blocks - 1) * destination.strides + destination.sizes
     order = np.argsort(others)
-    reach = np.maximum.accumulate(other_ends[order])  # largest end of all regions up to this one
+    reach = np.maximum.accumulate(other_ends[order])  # maximum end of the regions so far
     before = np.searchsorted(others[order], ends) - 1  # the last region that starts before the end
     return bool((reach[before] > starts)[before >= 0].any())

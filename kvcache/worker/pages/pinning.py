@@ -248,7 +248,7 @@ def host_memory_bytes() -> int | None:
     limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(OSError, ValueError):  # "max" means no limit; no file, no container
+    with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no container
         limits.append(int(_CONTAINER_LIMIT.read_text()))
     return min(limits, default=None)
 

@@ -152,8 +152,8 @@ class KVStorage:
             layout: "NHD" or "HND".
             layers: The layers of `pages` that the group uses. None: all layers.
             scale_bytes_per_token: Bytes per token for your own scales, as in the constructor.
-            num_null_blocks: Number of leading blocks that are never read or written. Greater than 1 if
-                blocks are parts of pages.
+            num_null_blocks: Number of leading blocks that are never read or written. It is greater
+                than 1 if each page is divided into several blocks.
 
         Returns:
             The storage.
@@ -296,8 +296,8 @@ class KVStorage:
                 num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...], [num_blocks,
                 block_size, head_size] (MLA), or a pair (K, V) of [num_blocks, block_size,
                 num_kv_heads, (v_)head_size].
-            v_head_size: Number of V elements per head, for a backend that keeps K and V of a head in one
-                dimension. None: half of that dimension, or 0 for MLA.
+            v_head_size: Number of V elements per head, for a backend that keeps a head's K and V in
+                one dimension. None: half of that dimension, or 0 for MLA.
 
         Returns:
             The storage.
