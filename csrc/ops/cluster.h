@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Clusters of thread blocks that run concurrently and read each other's shared memory. Hardware
-// support starts with sm_90. Clusters are not launched on older devices.
+// support starts with sm_90; clusters are not launched on older devices.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// Like cluster_sync, but does not order writes. A thread block must not exit while others read its
-// shared memory.
+// Like cluster_sync, but does not order writes. Use it before a thread block exits, because other
+// thread blocks may still read its shared memory.
 __device__ __forceinline__ void cluster_sync_before_end() {
 #ifdef KV_HAS_CLUSTERS
   __syncwarp();

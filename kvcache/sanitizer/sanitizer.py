@@ -129,7 +129,7 @@ class Sanitizer:
 
     @property
     def num_reports(self) -> int:
-        """Number of findings of each kind, including those that no longer fit into `reports`."""
+        """Total number of findings, including those that did not fit into `reports`."""
         return sum(self.counts.values())
 
     def reset(self) -> None:
