@@ -152,7 +152,7 @@ class Fetch:
                 raise
         while not self.poll():
             if time.monotonic() >= deadline:
-                self.cancel(f"not done within {timeout_s:g} s")
+                self.cancel(f"not finished within {timeout_s:g} s")
                 continue  # `poll` raises
             time.sleep(_POLL_S)
 

@@ -126,7 +126,9 @@ class Connector:
                 "manager's transferred groups"
             )
         if (size := self._layouts[0].description.world_size) != len(self._ranks):
-            raise ValueError(f"there are {len(self._ranks)} ranks: expected {size}, as described")
+            raise ValueError(
+                f"there are {len(self._ranks)} ranks: expected {size}, as in the layouts"
+            )
         kinds = [[spec.kind, dict(spec.options)] for spec in specs]
         self._model = {**(model or {}), "groups": kinds}
         self._numbers = LeaseNumbers()
@@ -517,7 +519,7 @@ class Connector:
                 first = kind.first_needed_token(end)
                 is_there = is_complete(blocks, layout.block_size, first, end)
             if not is_there:
-                raise ValueError("the sender has freed blocks of a window that are needed")
+                raise ValueError("the sender has freed blocks of a window, which are still needed")
         return end
 
     def _forget_incomplete(self, load: SourceLoad[_Reading]) -> None:

@@ -229,7 +229,7 @@ class RankThread:
             try:
                 read = self._begin_load(load)
             except Exception as error:  # no transfer can write to its blocks
-                self._fail_unbegun(request_id, f"it did not begin: {error!r}")
+                self._fail_unbegun(request_id, f"the load did not begin: {error!r}")
                 continue
             read.count_from(asked.at, asked.after)
             self._loads[request_id] = read

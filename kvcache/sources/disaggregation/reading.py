@@ -211,7 +211,7 @@ class Read(ABC):
         """
         try:
             if self.error is None and time.monotonic() >= self._deadline:
-                raise TransferError(f"not done within {self._timeout_s:g} s")
+                raise TransferError(f"not finished within {self._timeout_s:g} s")
             return self._stage()
         except Exception as error:  # every load must end with a result, whatever the error
             self._fail(f"{error}" if isinstance(error, _ERRORS) else repr(error))

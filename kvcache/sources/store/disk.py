@@ -354,7 +354,7 @@ class DiskStore(BlockStore):
         finally:
             agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise StoreError(f"{operation} of {count} blocks ended as {state}")
+            raise StoreError(f"{operation} of {count} blocks ended with state {state}")
 
 
 def _checked_keys(keys: Sequence[str]) -> list[str]:
@@ -368,7 +368,7 @@ def _checked_bytes(array: np.ndarray, name: str) -> np.ndarray:
     instance(array, np.ndarray, name)
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise ValueError(
-            f"{name} is {array.dtype}{list(array.shape)}: expected uint8[n] without gaps"
+            f"{name} is {array.dtype}{list(array.shape)}: expected contiguous uint8[n]"
         )
     return array
 

@@ -250,7 +250,7 @@ def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
     wanted = given if used.all() else given[:, used]
     if wanted.size and (wanted.min() < 1 or wanted.max() > MAX_INT32):
         invalid = wanted[(wanted < 1) | (wanted > MAX_INT32)][0]
-        raise ValueError(f"{name} holds {invalid}: expected pages, 1 to {MAX_INT32}")
+        raise ValueError(f"{name} holds {invalid}: expected page numbers, 1 to {MAX_INT32}")
     return given.astype(np.int64)
 
 

@@ -82,8 +82,8 @@ def source_readers(
     integer(first_token, "first_token", 0, num_tokens - 1)
     if first_token % readers.tokens_per_page:
         raise ValueError(
-            f"first_token is {first_token}: expected a multiple of the "
-            f"{readers.tokens_per_page} tokens of a page of the readers"
+            f"first_token is {first_token}: expected a multiple of {readers.tokens_per_page}, the "
+            "number of tokens per page of the readers"
         )
     # All groups between the first and the last have the same readers, so one of them suffices.
     spans = set()

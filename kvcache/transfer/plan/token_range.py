@@ -164,7 +164,9 @@ def _table(ids: np.ndarray, name: str) -> np.ndarray:
     if given.ndim != 1:
         raise ValueError(f"{name} has shape {list(given.shape)}: expected [n]")
     if given.size and (given.min() < 0 or given.max() > MAX_INT32):
-        raise ValueError(f"{name} holds {min(given.min(), 0) or given.max()}: expected pages, or 0")
+        raise ValueError(
+            f"{name} holds {min(given.min(), 0) or given.max()}: expected page numbers, or 0"
+        )
     return given.astype(np.int64)
 
 

@@ -206,8 +206,8 @@ class TransferPlan(PatternPlan):
         first_token = integer(first_token, "first_token", 0, num_tokens - 1)
         if first_token % self.local.tokens_per_page:
             raise ValueError(
-                f"first_token is {first_token}: expected a multiple of the "
-                f"{self.local.tokens_per_page} tokens of a local page"
+                f"first_token is {first_token}: expected a multiple of {self.local.tokens_per_page}, "
+                "the number of tokens per local page"
             )
         wanted = (first_token, num_tokens)
         cp_rank = self.local.coordinates(self.local_rank).cp_rank

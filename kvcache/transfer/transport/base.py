@@ -78,7 +78,7 @@ class Transfer(ABC):
         while not self.poll():
             left = deadline - time.monotonic()
             if left <= 0:
-                self.cancel(f"not done within {timeout_s:g} s")
+                self.cancel(f"not finished within {timeout_s:g} s")
                 continue  # `poll` then raises
             self._wait_for_end(left)
 

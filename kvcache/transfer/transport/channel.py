@@ -147,7 +147,9 @@ class Channel:
         try:
             self._queue.put_nowait((header, payload))
         except queue.Full:
-            raise ChannelError(f"the peer has not received {MOST_QUEUED} frames") from None
+            raise ChannelError(
+                f"{MOST_QUEUED} frames are waiting for the peer: expected fewer"
+            ) from None
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Close the connection once the queued frames have been sent, or after `timeout_s`."""

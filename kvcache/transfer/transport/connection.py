@@ -63,7 +63,7 @@ class StagedTransfer(Transfer):
                 return True
             error = self._error
         if error is None and time.monotonic() > self.deadline:
-            error = f"not done within {self.timeout_s:g} s"
+            error = f"not finished within {self.timeout_s:g} s"
             self.cancel(error)
             return self.poll()
         if error is not None:
@@ -569,7 +569,7 @@ class Connection:
 
     def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
         if number not in self._given_up or self._transfers[number][2] != "push":
-            raise ValueError(f"transfer {number} is cancelled: expected a canceled transfer")
+            raise ValueError(f"cancelled has id {number}: expected the id of a canceled transfer")
         self.untrack(number)
 
     def _on_refused(self, number: int, header: dict, payload: bytes) -> None:

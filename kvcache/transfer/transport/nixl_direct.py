@@ -137,7 +137,7 @@ class DirectFlow:
             try:
                 handle.wait(transfer.deadline, lambda: transfer.has_ended)
             except TimeoutError:
-                transfer.fail(f"not done within {transfer.timeout_s:g} s")
+                transfer.fail(f"not finished within {transfer.timeout_s:g} s")
                 return
             finally:
                 if not self._let_go(handle, transfer):

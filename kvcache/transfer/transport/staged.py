@@ -183,7 +183,7 @@ class StagedTransport(Transport):
             connection.wait_until_ready(deadline)
         except BaseException as error:
             if known is None:
-                connection.fail(f"it was not reached: {error}")
+                connection.fail(f"the peer was not reached: {error}")
                 with self._lock:
                     if self._connections.get(theirs.agent) is connection:
                         del self._connections[theirs.agent]
@@ -470,8 +470,8 @@ def _address(host: str, advertise: str | None) -> str:
     if is_everywhere(address):
         name = "host" if advertise is None else "advertise"
         raise ValueError(
-            f"{name} is {address!r}, which peers cannot reach: set advertise to the address of this "
-            "machine to which peers connect"
+            f"{name} is {address!r}, which peers cannot reach: set advertise to an address at "
+            "which peers reach this machine"
         )
     return address
 

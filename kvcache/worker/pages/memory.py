@@ -47,7 +47,7 @@ class PageMemory:
         ):
             if len(each) != len(self.offsets):
                 raise ValueError(
-                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, as offsets has"
+                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, one per offset"
                 )
         self.pages_per_chunk = pages_per_chunk  # number of pages pinned per call; 0: all pages
         self.formats = formats  # block formats, if known, for comparison by `PageCopy`

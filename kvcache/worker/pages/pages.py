@@ -149,7 +149,7 @@ class Pages(PageMemory):
             if not -tensor.ndim <= dims[number] < tensor.ndim:
                 raise ValueError(
                     f"block_dim is {dims[number]}, and layer {number} has shape {list(tensor.shape)}: "
-                    "expected a dimension, which counts blocks"
+                    "expected the index of the dimension that counts blocks"
                 )
             if tensor.device != first.device or tensor.shape[dims[number]] != first.shape[dim]:
                 raise ValueError(

@@ -150,5 +150,5 @@ def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> No
         deadline = time.monotonic() + checked_number(timeout_s, "timeout_s")
     while not is_over():
         if deadline is not None and time.monotonic() >= deadline:
-            raise TimeoutError(f"{name} is not over after {timeout_s} s")
+            raise TimeoutError(f"{name} has not finished after {timeout_s} s")
         time.sleep(_POLL_SECONDS)

@@ -335,7 +335,7 @@ class AttentionMetadataBuilder:
             if values.shape != queries.shape:
                 raise ValueError(
                     f"{name} has shape {list(values.shape)}: "
-                    f"expected {list(queries.shape)}, as query_lens has"
+                    f"expected {list(queries.shape)}, the shape of query_lens"
                 )
         return rows, queries, lengths
 
@@ -476,7 +476,7 @@ def _at_least(value: int | None, least: int, default: int, name: str) -> int:
         return default
     value = integer(value, name, -MAX_INT64, MAX_INT64)
     if value < least:
-        raise ValueError(f"{name} is {value}: expected at least {least}, as the batch has")
+        raise ValueError(f"{name} is {value}: expected at least {least}, as in the batch")
     if value >= 2**31:
         raise ValueError(f"{name} is {value}: expected fewer than 2^31")
     return value

@@ -275,7 +275,7 @@ class TableSet:
         lacking = [g for g in groups if self._native.is_group_changed(g)]
         if lacking:
             raise RuntimeError(
-                f"the tables of groups {lacking} have changes that the device lacks: "
+                f"the tables of groups {lacking} have changes that were not uploaded: "
                 "call commit_updates first"
             )
 

@@ -88,7 +88,7 @@ class TableShape:
         if self.window is not None:
             put("window", integer(self.window, "window", least=1))
         if self.encoder and self.circular:
-            raise ValueError("a group has encoder and circular: expected one of the two")
+            raise ValueError("a group has both encoder and circular set: expected at most one")
 
     @property
     def world_size(self) -> int:
