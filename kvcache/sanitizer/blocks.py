@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records block events other than writes and reads: allocations, frees, evictions, copies, clears."""
+"""Records block events other than writes and reads: allocations, frees, evictions, copies and clears."""
 
 from __future__ import annotations
 

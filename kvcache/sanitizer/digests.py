@@ -31,5 +31,5 @@ class ContentDigests:
             self._digests.popitem(last=False)
 
     def of(self, group: int, tag: int) -> list[int]:
-        """Return the known digests of a content."""
+        """Return the digests that were observed for a content."""
         return self._digests.get((group, tag)) or []

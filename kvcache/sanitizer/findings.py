@@ -48,7 +48,7 @@ class _Kind(IntEnum):
 
 
 class Findings:
-    """The findings of a sanitizer.
+    """The findings that a sanitizer has collected.
 
     Args:
         groups: The cache groups.

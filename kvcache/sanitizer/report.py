@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class ReportKind(str, Enum):
-    """The kind of a finding.
+    """The kinds of findings.
 
     - `WRONG_CONTENT`: a slot that attention reads contains the KV of other tokens.
     - `READ_BEFORE_WRITTEN`: attention reads a slot that was never written.

@@ -216,7 +216,7 @@ class Sanitizer:
         Args:
             request_ids: Names of n requests.
             starts: int[n]. Position of each request's first new token.
-            query_lens: int[n]. Number of new tokens of each request.
+            query_lens: int[n]. Number of each request's new tokens.
             token_ids: int[sum(query_lens)]. The new tokens.
             parents: int[sum(query_lens)]. For draft trees, the index of each token's parent among
                 its request's new tokens, or -1 if the parent is the last token before the new ones.
@@ -402,7 +402,7 @@ class Sanitizer:
             group: The cache group.
             request_ids: Names of n requests.
             starts: int[n]. Position of each request's first new token.
-            query_lens: int[n]. Number of new tokens of each request.
+            query_lens: int[n]. Number of each request's new tokens.
             slot_mapping: int[sum(query_lens)]. Slot of each token, `block * block_size + offset`, or
                 -1 for none.
             block_table: int[n, width]. If given, it is compared with the slot mapping.
@@ -609,7 +609,8 @@ class Sanitizer:
         Args:
             group: The cache group.
             request_ids: Names of n requests.
-            num_tokens: int[n]. Number of tokens before the step. Rows with 0 read no state.
+            num_tokens: int[n]. Number of tokens before the step. Requests with 0 tokens do not read a
+                state.
             pages: int[n].
 
         Raises:

@@ -89,9 +89,9 @@ class KVSource(Protocol):
         """
 
     def match(self, request: Request) -> int | None:
-        """Return the number of tokens after the local hit that can be loaded.
+        """Return how many tokens after the local hit can be loaded.
 
-        Call it immediately before the step that admits the request.
+        Call this method immediately before the step that admits the request.
 
         Args:
             request: A request that is not admitted.
@@ -115,7 +115,7 @@ class KVSource(Protocol):
         """
 
     def poll(self) -> list[Arrived]:
-        """Return the loads that have ended since the last call. Call it once per step."""
+        """Return the loads that have ended since the last call. Call this method once per step."""
 
     def save(self, report: StepReport) -> None:
         """Store newly computed blocks, if the source stores blocks.

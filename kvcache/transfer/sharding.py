@@ -63,7 +63,7 @@ def heads_of_rank(total_num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
     ranks than heads), rank r holds head `r * total_num_kv_heads // tp_size`.
 
     Args:
-        total_num_kv_heads: KV heads of the model.
+        total_num_kv_heads: Number of KV heads in the model.
         tp_size: Number of tensor-parallel ranks.
         tp_rank: The rank.
 
@@ -84,7 +84,7 @@ def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
     """Return the tensor-parallel ranks that hold a head: one rank, or all replicas.
 
     Args:
-        total_num_kv_heads: KV heads of the model.
+        total_num_kv_heads: Number of KV heads in the model.
         tp_size: Number of tensor-parallel ranks.
         head: The head.
 
@@ -105,7 +105,7 @@ def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
     """Return the range of layers on a pipeline rank. Ranks hold consecutive ranges of equal length.
 
     Args:
-        num_layers: Layers of the model.
+        num_layers: Number of layers in the model.
         pp_size: Number of pipeline ranks.
         pp_rank: The rank.
 
@@ -136,7 +136,7 @@ def replica_for(
 
     Args:
         head: The head.
-        total_num_kv_heads: KV heads of the model.
+        total_num_kv_heads: Number of KV heads in the model.
         tp_size: Number of tensor-parallel ranks in the engine that is read.
         reader: Index of the reader, from 0.
         num_readers: Number of ranks of the other engine that read this head.

@@ -173,7 +173,7 @@ class Worker:
         self._within = PageCopy(self.pages, self.pages)
         self._streams = swap_options.get("streams") or streams_of(self.pages.device)
         self._last: PendingStep | None = None  # most recent step that may have copies in flight
-        # ID of the step in progress, or of the step that broke the worker.
+        # The ID of the step in progress, or of the step during which the worker broke.
         self._begun: int | None = None
         self._process = os.getpid()
         # Called for each section of a plan with "swap_out", "copy", "zero" or "swap_in" and the

@@ -48,16 +48,17 @@ def layouts_of_plan(
         plan: The plan of one pipeline stage.
         storages: One storage per group of the plan.
         engine_id: Name of the engine.
-        states: Tensors of recurrent states, by group index.
-        layers: Layer names of all stages, by group index. Required with `pp_size`. All stages must
-            have the same structure.
-        sizes: `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of `CacheDescription`.
+        states: The tensors of recurrent states, keyed by group index.
+        layers: The layer names of all stages, keyed by group index. Required with `pp_size`. All
+            stages must have the same structure.
+        sizes: Values for `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of
+            `CacheDescription`.
 
     Returns:
         One layout per transferred group.
 
     Raises:
-        ValueError: Another engine cannot read the blocks of a group.
+        ValueError: A group's blocks cannot be read by another engine.
     """
     instance(plan, CachePlan, "plan")
     storages = instances(storages, KVStorage, "storages")
@@ -159,7 +160,7 @@ class CacheRank(RankThread):
 
 
 class _PlanReader(Reader):
-    """Reads into the pages of a rank, and caches its transfer plans by remote engine."""
+    """Reads into a rank's pages, and caches the rank's transfer plans for each remote engine."""
 
     def __init__(
         self,
@@ -223,7 +224,7 @@ class _PlanRead(Read):
                 ids = [
                     np.array(each, np.int64) for each in (load.blocks[group], offer.blocks[group])
                 ]
-                if layout.is_state:  # only the last state is transferred
+                if layout.is_state:  # transfer only the last state
                     ids = [each[-1:] for each in ids]
                 remote = {r: np.array(offer.ranks[r].addresses[group]) for r in plan.remote_ranks}
                 self._groups.append(

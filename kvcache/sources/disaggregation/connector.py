@@ -225,7 +225,7 @@ class Connector:
         num_layers: int = 0,
         rank: int | None = None,
     ) -> None:
-        """Report the progress of the computation to the readers of an early offer.
+        """Report how much of a request is computed to the readers of an early offer.
 
         The report states that tokens [0, num_tokens) are computed in all layers of the rank, and
         tokens [0, end_token) in its first `num_layers` layers, in the offer's layer order. The KV
@@ -237,7 +237,7 @@ class Connector:
             num_tokens: Number of tokens computed in all layers.
             num_layers: Number of layers in which tokens are computed up to `end_token`.
             end_token: End (exclusive) of the tokens that are computed in these layers.
-            rank: The rank that has made this progress. None: all ranks.
+            rank: The rank that made this progress. None: all ranks.
         """
         instance(request, Request, "request")
         if rank is not None:
@@ -272,7 +272,7 @@ class Connector:
     # Receiver methods.
 
     def match(self, request: Request, offer: Mapping[str, Any] | None = None) -> int:
-        """Return the number of tokens of an offer that can be loaded after the local hit.
+        """Return how many of an offer's tokens after the local hit can be loaded.
 
         This method neither reads blocks nor changes the manager. While the request's status in
         plans is `WAIT`, call the method again immediately before each step.
@@ -392,8 +392,8 @@ class Connector:
             )
 
     def decline(self, offer: Mapping[str, Any]) -> None:
-        """Notify the sender of an offer that it will not be read. Raises ValueError for an invalid
-        offer.
+        """Notify an offer's sender that the offer will not be read. Raises ValueError for an
+        invalid offer.
         """
         self._begin(Step(unread=[Offer.from_dict(offer)]))
 
@@ -408,7 +408,9 @@ class Connector:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Number of blocks of freed requests to which reads in flight may still write."""
+        """Number of blocks that belonged to freed requests and that reads in flight may still write
+        to.
+        """
         return self._loads.num_quarantined_blocks
 
     @property

@@ -28,7 +28,7 @@ class GroupLayout:
         description: Description of the pages, each of which holds either tokens or one state.
         pages_per_block: Number of kernel pages per scheduler block.
         num_blocks: Number of blocks in the pool.
-        interior: Order of the elements within a head of a page: `BY_TOKEN`, or the name of a CPU
+        interior: Order of the elements within each head in a page: `BY_TOKEN`, or the name of a CPU
             kernel.
     """
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 NUM_SLOTS = 8192
-SLOT_WORDS = 3  # words per slot: generation, tokens, ahead
+SLOT_WORDS = 3  # number of words per slot: generation, tokens, tokens computed ahead
 SLOT_BYTES = 8 * SLOT_WORDS
 _LAYER_BITS, _TOKEN_BITS = 13, 31
 _TAG = 1 << 19

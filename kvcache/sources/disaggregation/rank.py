@@ -156,7 +156,7 @@ class RankThread:
         task.check()
 
     def take_results(self) -> Results:
-        """Return the results since the last call."""
+        """Return the results that were collected since the last call."""
         with self._lock:
             results, self._results = self._results, Results()
         return results

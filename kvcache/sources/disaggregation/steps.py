@@ -67,7 +67,7 @@ class Results:
 
 @dataclass
 class RankHandshake:
-    """A rank's groups and address, sent once."""
+    """A rank's groups and address, which the rank sends once."""
 
     groups: tuple[GroupLayout, ...]
     address: RankAddress

@@ -95,7 +95,7 @@ class Pattern:
 
     @property
     def is_whole_pages(self) -> bool:
-        """Whether each fragment covers all bytes of a page in a region, on both sides."""
+        """Whether each fragment covers, on both sides, all bytes of a page in a region."""
         length = self.runs[:, 4]
         return bool((length == self.remote_stride).all() and (length == self.local_stride).all())
 
@@ -197,7 +197,7 @@ class TransferRuns:
 
 
 def expand_pattern(pattern: Pattern) -> GroupFragments:
-    """Return one row per fragment of a group, ordered by descriptor and then by run."""
+    """Return one row per fragment in a group, ordered by descriptor and then by run."""
     num_descriptors, num_runs = len(pattern.descriptors), len(pattern.runs)
     remote_region, remote_at, local_region, local_at = pattern.descriptors.T
     remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
@@ -277,7 +277,7 @@ def remote_page_ids(
     `ids`: a mapping from rank to array, or one array for all ranks. `used`: bool[pages] by rank.
     """
     if not isinstance(ids, Mapping):
-        if not used:  # no rank is read
+        if not used:  # no rank is read from
             return {}
         any_used = np.logical_or.reduce(list(used.values()))
         found = dict.fromkeys(used, page_ids(ids, any_used, "remote_pages"))

@@ -456,7 +456,7 @@ def _in_bytes(
 def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Merge parts that directly follow the previous part on both sides.
 
-    Returns the merged parts and their bytes.
+    Returns the merged parts and their sizes in bytes.
     """
     order = np.lexsort((layers[:, 1], layers[:, 0]))
     layers, sizes = layers[order], sizes[order]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MOST_MESSAGE = 1 << 20  # maximum size of a message in bytes
 MOST_NOTIFICATIONS = 1 << 16  # maximum number of messages that `notifications` has not returned yet
 _MOST_WAITING = 1 << 12  # maximum number of a peer's reads, and of its writes, that wait to start
-_MOST_TIMES = 4  # average number of times that one request may reference each registered byte
+_MOST_TIMES = 4  # mean number of times that a request may reference each registered byte
 _MOST_STOPPED = 1 << 14  # more than the number of jobs that a peer may have started
 _MOST_ID = 1 << 28
 
@@ -128,7 +128,8 @@ class Connection:
       message).
     - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, bytes, and `landed`.
     - `refused` (id, reason): the request is refused; sent instead of another response.
-    - `more` and `end` (tag): whether another piece of the bytes after a `start` follows.
+    - `more` and `end` (tag): state whether another piece of the bytes that follow a `start` will be
+    sent.
     - `digest` (tag, digest): the digest of the next piece. On a mismatch, `spoiled` (id) is sent
       instead of `landed`. If digests are enabled, `pull`, `push` and every frame (`Channel`) also
       carry a digest.
@@ -230,7 +231,7 @@ class Connection:
     def begin(
         self, kind: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float
     ) -> StagedTransfer:
-        """Start a transfer of checked spans. `kind`: "pull" or "push"."""
+        """Start a transfer of validated spans. `kind`: "pull" or "push"."""
         transfer = StagedTransfer(self, local.num_bytes, timeout_s)
         if local.num_fragments == 0:
             transfer.finish()
@@ -264,7 +265,7 @@ class Connection:
         return number
 
     def untrack(self, number: int) -> None:
-        """Forget a transfer that both sides have released."""
+        """Stop tracking a transfer that both sides have released."""
         with self._lock:
             self._transfers.pop(number, None)
             self._given_up.pop(number, None)

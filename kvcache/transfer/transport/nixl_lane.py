@@ -180,7 +180,7 @@ class NixlLane(Lane):
         (self._keep if self.is_reached else self._agent.keep)(self._mapped)
         self._agent.release()
 
-    # Methods used by the pieces.
+    # Methods that pieces call.
 
     def take_room(self, tag: int, timeout_s: float) -> int | None:
         """Return the slot for the next piece with a tag, or None if no slot becomes free within
@@ -275,7 +275,7 @@ class _Sending:
 
 
 class _Receiving:
-    """A piece that the peer writes."""
+    """A piece that the peer writes into this side's staging memory."""
 
     def __init__(self, lane: NixlLane, tag: int) -> None:
         self._lane, self._tag = lane, tag

@@ -187,7 +187,7 @@ class StagedTransport(Transport):
                 with self._lock:
                     if self._connections.get(theirs.agent) is connection:
                         del self._connections[theirs.agent]
-            if not isinstance(error, OSError | ValueError):  # for example, an invalid host name
+            if not isinstance(error, OSError | ValueError):  # such as an invalid host name
                 raise
             if CROSSING in (str(error), connection.reason) and self._await_call(theirs, deadline):
                 return theirs.agent
@@ -245,7 +245,7 @@ class StagedTransport(Transport):
     # Connections.
 
     def _disconnect_all(self, reason: str) -> None:
-        """Disconnect all peers, and wait until no thread copies for them."""
+        """Disconnect all peers, and wait until no thread copies data for them."""
         with self._lock:
             ended = [*self._connections.values(), *(known for _, known in self._ended)]
             for name in list(self._connections):

@@ -24,9 +24,9 @@ class PageMoves:
 def checked_page_moves(plan: StepPlan, num_blocks: int, num_host_blocks: int) -> PageMoves:
     """Return a plan's page moves, after checking that pages are in range and written at most once.
 
-    Order within a section does not matter. Only `swap_out` may read a page that another section
-    writes, so copies, zeroing and swap-ins are independent of each other. A plan must not both
-    write and read a host page.
+    The order of entries within a section does not matter. Only `swap_out` may read a page that
+    another section writes, so copies, zeroing and swap-ins are independent of each other. A plan
+    must not both write and read a host page.
 
     Raises:
         TypeError: A section does not contain integers.

@@ -47,8 +47,8 @@ class KVStorage:
     entries and for entries outside a sliding window. `pages` provides access to the same memory by
     page, and `memory_order` is the resulting order of dimensions.
 
-    `over` creates the storage of one group over pages that several groups share. `for_plan` creates
-    the storages of all groups of a plan. `from_tensors` creates a storage over an engine's own
+    `over` creates one group's storage over pages that several groups share. `for_plan` creates the
+    storages for all groups of a plan. `from_tensors` creates a storage over an engine's own
     tensors.
 
     Args:

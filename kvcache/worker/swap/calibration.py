@@ -66,7 +66,7 @@ class Calibration:
             raise ValueError(f"num_thread_blocks is {self.num_thread_blocks}: expected 1 or more")
 
     def method(self, direction: str, fragment_bytes: float, num_fragments: int) -> str:
-        """Return the method for `num_fragments` fragments of `fragment_bytes` bytes."""
+        """Return the method for `num_fragments` fragments of `fragment_bytes` bytes each."""
         return _last_up_to(_last_up_to(self._table(direction), num_fragments), fragment_bytes)
 
     def methods(self, direction: str) -> set[str]:

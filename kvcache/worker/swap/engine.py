@@ -133,7 +133,8 @@ class SwapEngine:
         self._engines = {KERNEL: ops.KERNEL, COPY_ENGINE: copy_engine}
         if isinstance(self._streams, CudaStreams):
             ops.warm_up(device.device)
-        # The engine owns its streams. The finalizer keeps the pages alive until their work is done.
+        # The engine owns its streams. The finalizer keeps the pages alive until the streams' work
+        # has finished.
         self._own_streams, kept = [], [device, host]
         weakref.finalize(self, _close, self._streams, self._own_streams, kept)
         self._swap_streams = {
@@ -210,7 +211,7 @@ class SwapEngine:
 
         Raises:
             ValueError: The layer is out of range.
-            RuntimeError: A CUDA graph is being captured on the calling stream.
+            RuntimeError: A CUDA graph is being captured on the current stream.
         """
         instance(job, SwapJob, "job")
         if layer is not None:
