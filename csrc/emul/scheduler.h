@@ -29,7 +29,7 @@
 
 namespace emul {
 
-// The emulator of one OS thread, which runs one grid at a time.
+// An OS thread's emulator, which runs one grid at a time.
 class Emulator {
  public:
   using Call = void (*)(void*);

@@ -81,7 +81,7 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
   return emul::shuffle(mask, value, source, in_range, site);
 }
 
-// Reads from earlier segments but not from later ones, as in CUDA.
+// As in CUDA, may read from earlier segments but not from later segments.
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
                   emul::Site site = emul::Site::here()) {

@@ -24,7 +24,7 @@ __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global)
   static_assert(has_async_copy<Vector>, "asynchronous copies have 4, 8 or 16 bytes");
 #ifdef KV_HAS_CP_ASYNC
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (sizeof(Vector) == 16) {  // bypasses the L1 cache, which only 16-byte copies can
+  if constexpr (sizeof(Vector) == 16) {  // only 16-byte copies can bypass the L1 cache
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global),

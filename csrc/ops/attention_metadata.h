@@ -20,7 +20,7 @@ struct KVExtent {
   int32_t num_tokens;     // number of local tokens, including those outside the window
   int32_t first_page;     // first visible column
   int32_t num_pages;      // number of visible pages
-  int32_t last_page_len;  // tokens in the last visible page, 1 to the block size; 0 without pages
+  int32_t last_page_len;  // number of tokens in the last visible page; 0 if there are no pages
 };
 
 // The validated arguments of one call, as plain data that is passed to a kernel.

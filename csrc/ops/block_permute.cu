@@ -14,13 +14,13 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 constexpr int kUnroll = 8;                  // number of loads in flight per thread
-constexpr int kClusterUnroll = 4;           // loads in flight from the cluster's shared memory
+constexpr int kClusterUnroll = 4;           // loads in flight from other blocks of the cluster
 constexpr int64_t kSharedBytes = 32 << 10;  // per thread block, if the slice is wide enough
-// Clusters are used if slices would otherwise be smaller than kLeastSliceBytes.
+// Used instead of kSharedBytes if slices would otherwise be smaller than kLeastSliceBytes.
 constexpr int64_t kMoreSharedBytes = 96 << 10;
 constexpr int64_t kLeastSliceBytes = 64;  // one memory transaction
 constexpr int64_t kLineBytes = 128;       // an L2 cache line; narrower slices read half lines
-// For slices of one line; three blocks fit on an H100 SM.
+// Used for slices of one line. With this size, three thread blocks fit on an H100 SM.
 constexpr int64_t kWideSharedBytes = 64 << 10;
 // The default limit. To use more, a kernel must opt in with
 // cudaFuncAttributeMaxDynamicSharedMemorySize.

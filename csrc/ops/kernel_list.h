@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A list of all kernels of this library, so that they can be loaded in advance. Otherwise, CUDA
+// A list of all kernels in this library, so that they can be loaded in advance. Otherwise, CUDA
 // loads a kernel at its first launch, which older drivers do not support during a graph capture.
 #pragma once
 

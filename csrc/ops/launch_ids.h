@@ -17,7 +17,7 @@
 #include "ops/host_device.h"
 
 #ifdef __CUDACC__
-// Keeps a struct in parameter memory, although it is indexed at run time.
+// Keeps a struct in parameter memory even if it is indexed at run time.
 #define KV_PARAMETER __grid_constant__ const
 #else
 #define KV_PARAMETER const

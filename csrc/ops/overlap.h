@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests exactly whether two written tensors share memory. K and V may be columns, heads or halves
-// of the pages in one tensor. The byte ranges that they span then overlap, although no elements do.
+// Determines exactly whether two tensors that an op writes share memory. K and V may be columns,
+// heads or halves of the pages in one tensor. The byte ranges that they span then overlap, although
+// no elements do.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

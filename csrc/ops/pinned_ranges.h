@@ -48,7 +48,7 @@ class PinnedRanges {
  private:
   struct Range {
     const char* end;
-    std::map<int32_t, int64_t> shifts;  // shifts by device
+    std::map<int32_t, int64_t> shifts;  // shift for each device
   };
 
   std::mutex mutex_;

@@ -220,7 +220,7 @@ class ListedHashes : public GivenHashes {
 
  private:
   py::list hashes_;
-  std::string request_id_;  // quoted for error messages
+  std::string request_id_;  // in quotes, for error messages
   int64_t block_size_, num_bytes_;
 };
 

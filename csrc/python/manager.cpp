@@ -230,8 +230,9 @@ std::vector<int64_t> as_list(const MissReport::Counts& counts) {
   return {counts.begin(), counts.end()};
 }
 
-// Returns (tokens, hit tokens, missed tokens by reason, (is_evicted, taker, ms ago) of the first
-// lost block or None, equal tokens of a recent request or -1, its id, the extra key that differs).
+// Returns a tuple: the number of tokens; the number of hit tokens; the numbers of missed tokens by
+// reason; (is_evicted, taker, ms ago) for the first lost block, or None; the number of tokens
+// shared with a recent request, or -1; that request's id; and the extra key that differs.
 py::tuple explain(Manager& self, const RequestRows& requests, const py::object& request,
                   const std::shared_ptr<TokenChain>& chain) {
   const MissReport report = self.explain(chain, requests.find(request));
@@ -244,8 +245,8 @@ py::tuple explain(Manager& self, const RequestRows& requests, const py::object& 
                         report.num_alike, report.alike, report.differs_in);
 }
 
-// Returns (total, window, groups, lifetime or None, idle or None, host or None, missed tokens by
-// reason or None, whether the eviction policy falls back to LRU).
+// Returns a tuple: total, window, groups, lifetime or None, idle or None, host or None, the numbers
+// of missed tokens by reason or None, and whether the eviction policy falls back to LRU.
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
   const std::vector<GroupCount> recent = stats.window_groups();
@@ -265,9 +266,9 @@ py::tuple stats_of(Manager& self) {
                         self.pool().has_policy() && self.pool().policy()->falls_back());
 }
 
-// Returns (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n,
-// hash_bytes], tokens int32[...], int32[n] first tokens or, for cleared events, the number of
-// dropped events, is_reused uint8[n], labels of requests or None).
+// Returns a tuple of arrays: kinds uint8[n]; mediums uint8[n]; groups int32[n]; hashes and parents,
+// each uint8[n, hash_bytes]; tokens int32[...]; int32[n] with first tokens or, for cleared events,
+// the number of dropped events; is_reused uint8[n]; and the labels of requests, or None.
 py::tuple waiting_events(Manager& self) {
   const EventLog::Drained& drained = self.events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());

@@ -38,7 +38,7 @@ bool fits_kind(const CopyShape& c, cudaMemcpyKind kind) {
 
 size_t extent(const CopyShape& c, size_t pitch) { return (c.num_rows - 1) * pitch + c.row_bytes; }
 
-// Copies rows between reachable addresses.
+// Copies rows between addresses that the runtime can access.
 void move_rows(const CopyShape& c, char* to, size_t to_pitch, const char* from, size_t from_pitch) {
   for (size_t row = 0; row < c.num_rows; ++row) {
     std::memmove(to + row * to_pitch, from + row * from_pitch, c.row_bytes);

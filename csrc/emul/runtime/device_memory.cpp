@@ -32,8 +32,8 @@ struct Arena {
   int file = -1;
   size_t next = 0;
   size_t in_use = 0;
-  std::map<char*, size_t> allocations;             // device address -> bytes, whole pages
-  std::map<char*, std::pair<char*, size_t>> host;  // host address -> alias, bytes
+  std::map<char*, size_t> allocations;             // size in bytes by device address; whole pages
+  std::map<char*, std::pair<char*, size_t>> host;  // (alias, size in bytes) by host address
 };
 Arena* arena = nullptr;
 thread_local const char* running_kernel = nullptr;
