@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divides values that are converted to fp8 by a scale, without a division per element.
+// Divides values by a scale before they are converted to fp8, without a division per element.
 //
 // The result must be converted to the same fp8 code as the result of a true division. The code
 // changes only at quotients M with at most 5 significant bits, halfway between two codes.

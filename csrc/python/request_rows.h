@@ -90,7 +90,7 @@ class RequestRows {
     }
   }
 
-  // Those of the given requests that are admitted, each listed once.
+  // The admitted requests among those given, each listed once.
   struct Leaving {
     std::vector<py::object> ids;
     std::vector<int32_t> rows;

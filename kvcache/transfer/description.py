@@ -269,7 +269,7 @@ class CacheDescription:
             total_num_kv_heads: Number of KV heads in the model. None: no two tensor-parallel ranks
                 hold the same heads. Required with `stages`, because the number of heads per rank
                 differs between stages.
-            cp_world_size: Number of context-parallel ranks. Ignored (1) for a replicated group.
+            cp_world_size: Number of context-parallel ranks. Treated as 1 for a replicated group.
             sizes: Further fields of the description.
 
         Returns:

@@ -21,7 +21,7 @@ from kvcache.worker.pages.regions import check_apart, check_memory, regions_of
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 Caches = torch.Tensor | Sequence[torch.Tensor]
 
-# Errors of the op whose messages begin with one of these argument names are converted to
+# If an error message of the op begins with one of these argument names, the error is converted to
 # ValueError.
 _ARGUMENT = re.compile(r"(cache|offsets|indices|remote_block_size)\b")
 

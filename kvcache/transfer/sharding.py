@@ -138,7 +138,7 @@ def replica_for(
         head: The head.
         total_num_kv_heads: Number of KV heads in the model.
         tp_size: Number of tensor-parallel ranks in the engine that is read.
-        reader: Index of the reader, from 0.
+        reader: Index of the reader, starting at 0.
         num_readers: Number of ranks of the other engine that read this head.
 
     Raises:

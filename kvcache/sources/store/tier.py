@@ -108,7 +108,7 @@ class StoreTier:
     """A cache tier in an external store, below the device and the host tier.
 
     All methods must be called in the manager's thread. The store is called in a separate thread
-    that accesses only the tier's staging memory. Pages are copied on the caller's stream. The
+    that accesses only the tier's staging memory. Pages are copied on the current stream. The
     store's failures are counted in `stats` and never raised by the tier. After several consecutive
     failures, the tier stops calling the store for some time.
 

@@ -193,7 +193,8 @@ class Transport(ABC):
             remote: int64[n]. Addresses in the peer's process.
             length: int64[n]. Length of each fragment in bytes.
             notify: Message that the peer receives after all bytes have been read.
-            timeout_s: Deadline in seconds, after which the transfer fails. None: the transport's default.
+            timeout_s: Maximum duration in seconds, after which the transfer fails. None: the
+                transport's default.
 
         Returns:
             The transfer in flight.

@@ -29,7 +29,7 @@ def make_transport(
         options: Further options:
 
             - `secret`: bytes that must be equal on both sides.
-            - `timeout_s`: deadline of a transfer in seconds (30).
+            - `timeout_s`: maximum duration of a transfer in seconds (30).
             - `piece_bytes`: size of each piece of staging memory (8 MiB). A connection has eight
             pieces.
             - `digest`: whether received data is verified with a digest (False). A mismatch fails the

@@ -366,7 +366,7 @@ class KVStorage:
         layout: str,
         backend: str | AttentionBackend | EngineBackend,
     ) -> None:
-        """Set the cache sizes and their format, as described by a backend."""
+        """Set the sizes and the format of the caches. The backend defines the format."""
         self._start()
         self.backend = described_backend(backend)
         dtype = _torch_dtype(dtype)

@@ -188,8 +188,9 @@ class AttentionMetadataBuilder:
             for _ in range(2 if self.device.type == "cuda" else 0)
         ]
         self._views: dict[int, _Views] = {}
-        # Two numbers of tokens for each batch position: those whose columns may contain block IDs
-        # now, and those whose columns a replayed build may fill at any time.
+        # For each batch position, two token counts: the number of tokens whose columns may contain
+        # block IDs now, and the number of tokens whose columns a replayed build may fill at any
+        # time.
         self._filled = np.zeros(n, np.int64)
         self._replayed = np.zeros(n, np.int64)
 
