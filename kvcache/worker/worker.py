@@ -192,7 +192,7 @@ class Worker:
         """Apply a plan and wait for its swaps.
 
         Apply every plan exactly once and in step order, including plans that change nothing. The
-        plans of aborted steps may be skipped. A plan may clear rows beyond the table.
+        plans of aborted steps may be skipped. Clearing a row beyond the table is allowed.
 
         If a plan is rejected, nothing changes. Abort its step (`KVCacheManager.abort`), so that the
         next plan repeats the missing changes. If the plan was rejected because the tables have too
