@@ -201,7 +201,7 @@ inline AttentionMetadata checked_attention_metadata(
   if (paged_kv_indptr.has_value() != paged_kv_last_page_len.has_value() ||
       (paged_kv_indices && !paged_kv_indptr)) {
     fail(
-        "of paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len some are None: expected "
+        "some of paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len are None: expected "
         "all, none, or only paged_kv_indices");
   }
   if (paged_kv_indptr) {

@@ -89,7 +89,8 @@ inline void check_pairs(const BlockCopy& c) {
     const int64_t writer = source == kCleared ? -1 : written.find(source);
     if (writer < 0) continue;
     fail("pairs[" + std::to_string(i) + "] reads page " + std::to_string(source) +
-         ", which pairs[" + std::to_string(writer) + "] writes to: expected none that is both");
+         ", which pairs[" + std::to_string(writer) +
+         "] writes to: expected no page to be both read and written");
   }
 }
 
