@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reports misaligned accesses, which GPUs reject and x86 CPUs do not.
+// Reports misaligned accesses, which GPUs reject and x86 CPUs accept.
 //
 // With -fsanitize=alignment -fno-sanitize-recover=alignment, the compiler checks every access and
-// calls the functions below for misaligned ones. These functions replace the sanitizer's runtime
-// library, so that the launch ends with an exception and the process continues. Do not link that
-// library for this check.
+// calls the functions below for misaligned accesses. They replace the sanitizer's runtime library,
+// so that the launch ends with an exception and the process continues. Do not link the runtime
+// library when using this check.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace emul {
 
-// The layout used by both gcc and clang.
+// The layout that both gcc and clang use.
 struct TypeMismatch {
   const char* file;
   uint32_t line, column;
@@ -38,7 +38,7 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
          std::to_string(address % 16);
 }
 
-// Objects on the running thread's stack are not destroyed after this call, so the text is freed
+// After this call, objects on the running thread's stack are not destroyed, so the text is freed
 // first.
 [[noreturn]] inline void report_misaligned(const TypeMismatch& access, uintptr_t address) {
   std::exception_ptr error;
@@ -55,10 +55,10 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
 
 }  // namespace emul
 
-// The function is weak, because every source file has a copy and the linker keeps one. It is
-// hidden, because a process may contain several emulators, each of which must call its own copy.
-// The visibility is set in assembly, because the compiler declares the function as visible and
-// would not accept the attribute.
+// The function is weak, because every source file has a copy and the linker keeps one of them. It
+// is hidden, because a process may contain several emulators, each of which must call its own copy.
+// The visibility is set in assembly, because the compiler itself declares the function as visible
+// and rejects the attribute.
 asm(".hidden __ubsan_handle_type_mismatch_v1_abort");
 extern "C" {
 [[noreturn]] __attribute__((weak)) void __ubsan_handle_type_mismatch_v1_abort(void* access,

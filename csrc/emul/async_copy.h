@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asynchronous copies of one thread from global to shared memory (cp.async). The bytes are read
-// immediately and arrive when the thread waits, so a kernel that forgets to commit or to wait reads
-// stale memory. A source that was overwritten in the meantime is reported.
+// A thread's asynchronous copies from global to shared memory (cp.async). The bytes are read
+// immediately, but arrive only when the thread waits, so a kernel that forgets to commit or to wait
+// reads stale memory. An error is reported if the source was overwritten in the meantime.
 #pragma once
 
 #include <cstddef>
@@ -31,13 +31,13 @@ inline void begin_async_copy(void* shared, const void* global, size_t num_bytes)
   emulator().current().async_copies.begun.push_back(copy);
 }
 
-// Commits the copies that the thread has started since its last group as a new group.
+// Commits the copies that the thread has started since its last commit, as a new group.
 inline void commit_async_copies() {
   AsyncCopies& copies = emulator().current().async_copies;
   copies.group_ends.push_back(copies.begun.size());
 }
 
-// Waits for all groups of the thread except the last `num_groups`.
+// Waits for all but the last `num_groups` of the thread's groups.
 inline void wait_async_copies(size_t num_groups) {
   AsyncCopies& copies = emulator().current().async_copies;
   if (copies.group_ends.size() <= num_groups) return;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Atomics, for the types that CUDA supports (not uint64_t, which is unsigned long).
+// Atomics for the types that CUDA supports (not for uint64_t, which is unsigned long here).
 #pragma once
 
 #include <type_traits>
 
 namespace emul {
 
-// Excludes a parameter from template argument deduction, so that atomicAdd(&counter, 1) accepts any
-// integer.
+// Excludes a parameter from template argument deduction, so that atomicAdd(&counter, 1) accepts a
+// counter of any integer type.
 template <class T>
 using Value = std::common_type_t<T>;
 
@@ -16,7 +16,7 @@ inline constexpr bool is_one_of = (std::is_same_v<T, Allowed> || ...);
 
 using Ull = unsigned long long;
 
-// Atomic across OS threads too, with CUDA's relaxed order. Returns the old value.
+// Also atomic across OS threads, with CUDA's relaxed order. Returns the old value.
 template <class T, class F>
 T atomic_update(T* address, F new_value) {
   T old_value, replacement;
@@ -33,7 +33,7 @@ T atomic_update(T* address, F new_value) {
 template <class T>
 T atomicAdd(T* address, emul::Value<T> value) {
   static_assert(emul::is_one_of<T, int, unsigned, emul::Ull, float, double>, "not in CUDA");
-  // int is added as unsigned, because overflow wraps around in CUDA and is undefined in C++.
+  // int is added as unsigned, because overflow wraps around in CUDA but is undefined in C++.
   using Sum = std::conditional_t<std::is_same_v<T, int>, unsigned, T>;
   return emul::atomic_update(address, [=](T old) { return T(Sum(old) + Sum(value)); });
 }

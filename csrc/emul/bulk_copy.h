@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bulk copies of one thread between global and shared memory (cp.async.bulk). Loads read
-// immediately and arrive when the kernel waits for their barrier. Stores read and write as late as
-// possible, when the kernel waits for the copy. This exposes kernels that do not wait or that
-// overwrite bytes in flight. A thread that exits with copies in flight is reported.
+// A thread's bulk copies between global and shared memory (cp.async.bulk). A load reads its source
+// immediately, and its bytes arrive when the kernel waits for the load's barrier. A store reads and
+// writes as late as possible, when the kernel waits for the copy. This exposes kernels that do not
+// wait or that overwrite bytes in flight. An error is reported if a thread exits with copies in
+// flight.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +56,7 @@ inline void bulk_store(void* global, const void* shared, size_t num_bytes) {
   emulator().current().bulk_copies.stores.push_back({global, shared, num_bytes});
 }
 
-// Waits for all stores except the last `num_left`.
+// Waits for all but the last `num_left` stores.
 inline void wait_bulk_stores(size_t num_left) {
   auto& stores = emulator().current().bulk_copies.stores;
   while (stores.size() > num_left) {

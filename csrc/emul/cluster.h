@@ -11,13 +11,13 @@
 
 namespace emul {
 
-// Waits for all threads of the cluster that have not exited.
+// Waits for all of the cluster's threads that have not exited.
 inline void cluster_sync(Site site = Site::here()) {
   emulator().sync_block(Wait::kSyncCluster, false, site);
 }
 
-// Returns the address in the dynamic shared memory of block `rank` of the cluster that corresponds
-// to `shared` in the running thread's block.
+// Returns the address, in the dynamic shared memory of the cluster's thread block `rank`, that
+// corresponds to `shared` in the running thread's block.
 template <class T>
 const T* shared_of_block(const T* shared, unsigned rank) {
   Emulator& e = emulator();

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Switches between stacks. Uses assembly on x86-64, and ucontext on other CPUs or with
-// -DKVCACHE_EMUL_UCONTEXT. swapcontext is 20 times slower, because it makes two system calls for
-// the signal mask.
+// -DKVCACHE_EMUL_UCONTEXT. ucontext's swapcontext is 20 times slower, because it makes two system
+// calls to set the signal mask.
 #pragma once
 
 #include <cstddef>
 
 #if defined(__x86_64__) && !defined(KVCACHE_EMUL_UCONTEXT)
 
-// Saves the callee-saved registers and the stack pointer, and loads the values of the other side.
-// The function is weak and comdat, because every source file has a copy and the linker keeps one.
-// With -flto, all copies are in one assembly file, so .ifndef is needed.
+// Saves the callee-saved registers and the stack pointer, and loads those of the other side. The
+// function is weak and comdat, because every source file has a copy and the linker keeps one of
+// them. With -flto, all copies are in the same assembly file, so .ifndef is needed.
 extern "C" __attribute__((visibility("hidden"))) void kv_emul_switch(void** save_sp, void* load_sp);
 asm(R"(
   .ifndef kv_emul_switch
@@ -45,8 +45,9 @@ struct Context {
   void* sp = nullptr;
 };
 
-// Prepares the stack for kv_emul_switch with six registers, followed by entry as the return
-// address. The last slot is the return address of entry. It is null, so that backtraces end there.
+// Prepares the stack for kv_emul_switch: six registers, followed by `entry` as the return address.
+// The last slot is the return address of `entry` itself, which is null, so that backtraces end
+// there.
 inline void make_context(Context& context, char* stack, size_t stack_bytes, void (*entry)()) {
   constexpr int kSlots = 8;
   void** frame = reinterpret_cast<void**>(stack + stack_bytes) - kSlots;

@@ -17,8 +17,8 @@
 
 namespace emul {
 
-// AddressSanitizer must know which stack is running. It is notified before a switch, with the
-// destination, and after the switch. The second call returns the origin.
+// AddressSanitizer must know which stack is in use. It is notified before each switch, with the
+// destination, and after the switch, when the call returns the origin.
 #if defined(__SANITIZE_ADDRESS__)
 inline void asan_leave(void** save, const void* to_stack, size_t to_bytes) {
   __sanitizer_start_switch_fiber(save, to_stack, to_bytes);
@@ -29,7 +29,7 @@ inline void asan_arrive(void* saved, const void** from_stack, size_t* from_bytes
 inline void asan_unpoison(void* stack, size_t bytes) {
   __asan_unpoison_memory_region(stack, bytes);
 }
-// large, because instrumented frames are several times larger
+// large, because instrumented stack frames are several times larger
 inline constexpr size_t kStackBytes = 256 * 1024;
 #else
 inline void asan_leave(void**, const void*, size_t) {}
@@ -38,7 +38,7 @@ inline void asan_unpoison(void*, size_t) {}
 inline constexpr size_t kStackBytes = 64 * 1024;
 #endif
 
-// One side of a switch, which is the scheduler (the stack of launch()'s caller) or a fiber.
+// One side of a switch: the scheduler, which runs on the stack of launch()'s caller, or a fiber.
 struct Side {
   Context context;
   const void* stack = nullptr;
@@ -52,8 +52,8 @@ inline void switch_sides(Side& from, Side& to) {
   asan_arrive(from.asan_saved, nullptr, nullptr);
 }
 
-// A stack with an unmapped page below it, so that a stack overflow faults instead of overwriting
-// the neighboring memory. Pages are committed only when touched.
+// A stack with an unmapped page below it, so that a stack overflow causes a fault instead of
+// overwriting the neighboring memory. Pages are committed only when touched.
 class FiberStack {
  public:
   FiberStack() : guard_bytes_(size_t(sysconf(_SC_PAGESIZE))) {
@@ -77,7 +77,7 @@ class FiberStack {
   char* mapping_;
 };
 
-// Runs entry on a separate stack. entry never returns.
+// Runs `entry` on a separate stack. `entry` never returns.
 class Fiber : public Side {
  public:
   explicit Fiber(void (*entry)()) : entry_(entry) {
@@ -86,7 +86,7 @@ class Fiber : public Side {
     restart();
   }
 
-  // Discards the state of the stack. The next switch starts at entry.
+  // Discards the stack's state, so that the next switch starts at `entry`.
   void restart() {
     asan_unpoison(memory_.data(), kStackBytes);
     asan_saved = nullptr;

@@ -15,7 +15,7 @@ inline int __ffsll(long long v) { return __builtin_ffsll(v); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(unsigned(v)); }
 
 // Loads and stores with cache hints, for the types that CUDA supports and the project uses.
-// Misaligned accesses, which GPUs reject and x86 CPUs do not, are reported.
+// Misaligned accesses, which GPUs reject and x86 CPUs accept, are reported as errors.
 template <class T>
 void emul_require_aligned(const T* address) {
   if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0)
@@ -33,8 +33,8 @@ void __stcs(T* address, T value) {
   *address = value;
 }
 
-// These are not templates, because overload resolution must prefer them to std::min and std::max in
-// files with `using namespace std`.
+// These functions are not templates, because overload resolution must prefer them to std::min and
+// std::max in files with `using namespace std`.
 #define KV_EMUL_MIN_MAX(T)                                   \
   constexpr inline T min(T a, T b) { return b < a ? b : a; } \
   constexpr inline T max(T a, T b) { return a < b ? b : a; }

@@ -33,7 +33,8 @@ inline void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
           std::to_string(dynamic_shared_bytes) + " bytes");
 }
 
-// Checks clusters of `cluster` blocks along x against CUDA's limits and a limit of this emulator.
+// Checks a launch with clusters of `cluster` blocks along x against CUDA's limits and against a
+// limit of this emulator.
 inline void check_clusters(dim3 grid, dim3 block, unsigned cluster) {
   if (cluster < 1 || cluster > 8 || grid.x % cluster != 0) {
     throw std::invalid_argument("emul::launch: clusters of " + std::to_string(cluster) +
@@ -45,17 +46,17 @@ inline void check_clusters(dim3 grid, dim3 block, unsigned cluster) {
   }
 }
 
-// Runs kernel_call once per thread of the grid, and returns when all threads are done. Throws
+// Runs kernel_call once per thread in the grid, and returns when all threads have finished. Throws
 // std::invalid_argument for dimensions that CUDA would reject, std::logic_error for a barrier that
-// cannot complete (with the number of waiting threads per line), and exceptions of the threads.
-// After each of these errors, the emulator is ready for the next launch. OS threads may launch
-// concurrently.
+// cannot complete (with the number of waiting threads per source line), and any exception that a
+// thread throws. After such an error, the emulator is ready for the next launch. OS threads may
+// launch concurrently.
 template <class F>
 void launch_clusters(dim3 grid, dim3 block, size_t dynamic_shared_bytes, unsigned cluster,
                      F&& kernel_call) {
   check_launch(grid, block, dynamic_shared_bytes);
   check_clusters(grid, block, cluster);
-  auto once = [&kernel_call] { kernel_call(); };  // an object even if F is a function type
+  auto once = [&kernel_call] { kernel_call(); };  // an object, even if F is a function type
   const auto call = [](void* argument) { (*static_cast<decltype(once)*>(argument))(); };
   emulator().run_grid(grid, block, dynamic_shared_bytes, cluster, call, &once);
 }
@@ -65,7 +66,7 @@ void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, F&& kernel_call)
   launch_clusters(grid, block, dynamic_shared_bytes, 1, kernel_call);
 }
 
-// Launches `kernel` with the shared memory that SharedLimits allows.
+// Launches `kernel`, after checking its shared memory against SharedLimits.
 template <class Kernel, class F>
 void launch_kernel_clusters(Kernel* kernel, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
                             unsigned cluster, F&& kernel_call) {

@@ -8,7 +8,8 @@
 
 namespace {
 
-// Deliberately writes one element past the end, to show that AddressSanitizer is active.
+// Deliberately writes one element past the end, so that a test can verify that AddressSanitizer is
+// active.
 __global__ void overflow_kernel(float* x, int64_t n) {
   if (threadIdx.x == blockDim.x - 1) x[n] = 1.0f;
 }
@@ -19,8 +20,8 @@ void overflow_(torch::stable::Tensor x) {
   emul::launch(dim3(1), dim3(32), 0, [=] { overflow_kernel(data, n); });
 }
 
-// Adds one to each element. Deliberately undefined for the largest int, to show that the sanitizer
-// is active.
+// Adds one to each element. The result is deliberately undefined for the largest int, so that a
+// test can verify that the sanitizer is active.
 __global__ void overflow_int_kernel(int32_t* x) { x[threadIdx.x] += 1; }
 
 void overflow_int_(torch::stable::Tensor x) {
@@ -38,7 +39,7 @@ void misaligned_(torch::stable::Tensor x) {
 }
 
 // Assigns a different device address to a range of host memory. With 0 bytes, removes all such
-// ranges.
+// assignments.
 void map_host(int64_t host, int64_t num_bytes, int64_t device) {
   auto& mappings = emul::host_mappings();
   if (num_bytes == 0) return mappings.clear();

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The order in which blocks and threads run.
 //
-// CUDA guarantees no order. With KVCACHE_EMUL_SEED=<number>, each launch draws an order from the
-// number and the launch dimensions: the blocks of the grid and the threads of a block run in any
-// order, and warps pause while others proceed to their next barrier. The same seed gives the same
-// order. If it is not set, blocks and threads run from first to last, and warps in turn.
+// CUDA does not guarantee any order. With KVCACHE_EMUL_SEED=<number>, each launch draws a random
+// order from the seed and the launch dimensions: the grid's blocks and each block's threads run in
+// any order, and some warps pause while others proceed to their next barrier. The same seed results
+// in the same order. Without a seed, blocks and threads run from first to last, and warps take
+// turns.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,7 @@ namespace emul {
 
 class Order {
  public:
-  // Draws the order of the next launch.
+  // Draws the order for the next launch.
   void draw(dim3 grid, dim3 block) {
     const char* seed = std::getenv("KVCACHE_EMUL_SEED");
     random_ = seed != nullptr && seed[0] != '\0';
@@ -38,7 +39,7 @@ class Order {
 
   bool is_random() const { return random_; }
 
-  // Returns the numbers from 0 to n - 1 in the order of execution.
+  // Returns the indices from 0 to n - 1 in the order of execution.
   std::vector<uint64_t> of(uint64_t n) {
     std::vector<uint64_t> order(n);
     std::iota(order.begin(), order.end(), uint64_t{0});
@@ -52,11 +53,11 @@ class Order {
     for (size_t n = order.size(); n > 1; --n) std::swap(order[n - 1], order[next() % n]);
   }
 
-  // Whether a warp proceeds in this round. Always true without a seed.
+  // Returns whether a warp proceeds in this round. Always true without a seed.
   bool goes_on() { return !random_ || next() % 4 != 0; }
 
  private:
-  // Random numbers from SplitMix64.
+  // A random number generator (SplitMix64).
   uint64_t next() {
     uint64_t x = state_ += 0x9E3779B97F4A7C15u;
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of the CUDA runtime API that the launch code needs. "Device" memory is host memory.
+// The part of the CUDA runtime API that the launch code needs. "Device" memory is ordinary host
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -27,8 +28,8 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 
 template <class T>
 cudaError_t cudaMalloc(T** out, size_t bytes) {
-  // CUDA aligns to 256 bytes. The size stays exact, so that AddressSanitizer detects the first byte
-  // past the end.
+  // CUDA aligns allocations to 256 bytes. The size is not rounded up, so that AddressSanitizer
+  // detects accesses to the first byte past the end.
   void* memory = nullptr;
   if (bytes > 0 && posix_memalign(&memory, 256, bytes) != 0) return cudaErrorMemoryAllocation;
   *out = static_cast<T*>(memory);
@@ -55,8 +56,8 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-// All memory counts as pinned: kernels access it at the host address. A test may give a range a
-// different device address.
+// All memory counts as pinned, and kernels access it at its host address. A test may assign a
+// different device address to a range.
 namespace emul {
 struct HostMapping {
   const char* host;
@@ -93,7 +94,7 @@ enum cudaDeviceAttr {
   cudaDevAttrClusterLaunch = 120,
 };
 
-// Stores the attribute for later launches of the kernel.
+// Sets the attribute for later launches of the kernel.
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
   const bool ok = emul::SharedLimits::instance().set(reinterpret_cast<const void*>(kernel), bytes);
@@ -122,7 +123,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
-// The occupancy is limited only by the number of threads.
+// Only the number of threads limits the occupancy.
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int threads,
                                                           size_t /*shared_bytes*/) {

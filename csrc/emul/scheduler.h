@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs grids. Blocks run one after another, and the threads of a block run cooperatively.
+// Runs grids. Thread blocks run one after another, and a block's threads run cooperatively.
 //
 // A thread runs until it waits (barrier, shuffle, vote) or returns. A fiber runs one thread after
 // another as long as none of them waits. A waiting thread keeps its fiber, and the remaining
-// threads continue on another fiber. Measured per thread (g++ 12 -O2, a shared x86-64 machine): 7
-// ns without a barrier, 120 ns with one __syncthreads, 500 ns for a warp sum and a __syncthreads.
-// order.h determines the order of blocks and threads.
+// threads continue on another fiber. The measured cost per thread (g++ 12 -O2, a shared x86-64
+// machine) is 7 ns without a barrier, 120 ns with one __syncthreads, and 500 ns with a warp sum and
+// a __syncthreads. order.h determines the order of blocks and threads.
 #pragma once
 
 #include <algorithm>
@@ -29,13 +29,13 @@
 
 namespace emul {
 
-// The emulator of one OS thread, which runs one grid at a time.
+// An OS thread's emulator, which runs one grid at a time.
 class Emulator {
  public:
   using Call = void (*)(void*);
 
-  // Calls call(argument) once per thread of the grid, whose blocks run in clusters of `cluster`.
-  // The dimensions must have been checked.
+  // Calls call(argument) once per thread in the grid, whose blocks run in clusters of `cluster`
+  // blocks. The caller must have checked the dimensions.
   void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, unsigned cluster, Call call,
                 void* argument) {
     if (running_) throw std::logic_error("emul::launch: a kernel can not launch a kernel");
@@ -62,8 +62,8 @@ class Emulator {
   size_t cluster_blocks() const { return dynamic_shared_.size(); }
   bool is_block_live(unsigned block) const { return block_.is_live(block); }
 
-  // Waits for the block or the cluster. Returns the number of threads of the block whose predicate
-  // was true.
+  // Waits for the threads of the block or of the cluster. Returns the number of threads in the
+  // block whose predicate was true.
   int sync_block(Wait wait, bool predicate, Site site) {
     current_->offered = predicate;
     suspend(wait, kFullMask, site);
@@ -82,11 +82,10 @@ class Emulator {
 
   uint64_t read(unsigned lane) const { return block_.read(*current_, lane); }
 
-  // Whether a kernel thread is running, which fail() can end.
+  // Returns whether a kernel thread is running, which is required for fail().
   bool runs_thread() const { return current_ != nullptr; }
 
-  // Ends the launch with an error, from code that must not throw. The stacks of all threads are
-  // abandoned.
+  // Ends the launch with an error. For code that must not throw. All threads' stacks are abandoned.
   [[noreturn]] void fail(std::exception_ptr error) {
     error_ = std::move(error);
     current_ = nullptr;
@@ -95,7 +94,7 @@ class Emulator {
   }
 
  private:
-  // Marks the emulator as busy, and cleans up at the end of the launch, even if it fails.
+  // Marks the emulator as busy, and cleans up at the end of the launch, even if the launch fails.
   struct RunningScope {
     explicit RunningScope(Emulator& owner) : emulator(owner) { emulator.running_ = true; }
     ~RunningScope() {
@@ -121,7 +120,7 @@ class Emulator {
     dynamic_shared_bytes_ = bytes;
   }
 
-  // Runs the blocks starting with `first`.
+  // Runs the blocks of a cluster, starting with block `first`.
   void run_cluster(uint3 first) {
     first_block_ = blockIdx = first;
     for (const auto& memory : dynamic_shared_) {
@@ -138,8 +137,8 @@ class Emulator {
     }
   }
 
-  // Draws the warps that proceed in this round, or selects all warps. Returns whether all warps
-  // proceed.
+  // Selects the warps that proceed in this round: a random subset, or all warps. Returns whether
+  // all warps proceed.
   bool draw_warps(bool all) {
     going_on_.assign((block_.threads.size() + kWarpLanes - 1) / kWarpLanes, true);
     if (all || !order_.is_random()) return true;
@@ -170,7 +169,7 @@ class Emulator {
 
   static void fiber_entry();
 
-  // The endless loop of a fiber, which runs new threads and then idles until there are more.
+  // A fiber's endless loop, which runs new threads and then idles until there are more.
   void fiber_loop() {
     asan_arrive(nullptr, &scheduler_.stack, &scheduler_.stack_bytes);
     Fiber* self = running_fiber_;
@@ -212,7 +211,8 @@ class Emulator {
     return *fiber;
   }
 
-  // Switches from the scheduler to a fiber. Returns when its thread waits or the fiber is idle.
+  // Switches from the scheduler to a fiber. Returns when the fiber's thread waits or the fiber is
+  // idle.
   void switch_to(Fiber& fiber) {
     running_fiber_ = &fiber;
     switch_sides(scheduler_, fiber);
@@ -220,7 +220,7 @@ class Emulator {
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
-  // Switches from the running thread to the scheduler. Returns when the thread was released.
+  // Switches from the running thread to the scheduler. Returns once the thread was released.
   void suspend(Wait wait, unsigned mask, Site site) {
     Thread& self = *current_;
     self.wait = wait;
@@ -236,7 +236,8 @@ class Emulator {
     blockIdx = {first_block_.x + thread.block, first_block_.y, first_block_.z};
   }
 
-  // After an error, waiting threads never continue, and their destructors do not run.
+  // After an error, waiting threads never continue, and the destructors of their objects do not
+  // run.
   void abandon_block() {
     num_live_ = 0;
     idle_fibers_.clear();
@@ -246,15 +247,15 @@ class Emulator {
     }
   }
 
-  // State of the launch.
+  // The state of the launch.
   bool running_ = false;
   Call call_ = nullptr;
   void* argument_ = nullptr;
-  // Dynamic shared memory, by block of the cluster.
+  // The dynamic shared memory of each block in the cluster.
   std::vector<std::unique_ptr<char, FreeDeleter>> dynamic_shared_;
   size_t dynamic_shared_bytes_ = 0;
 
-  // State of the block, or of the blocks of a cluster.
+  // The state of the running block, or of the blocks in the running cluster.
   uint3 first_block_{0, 0, 0};
   Order order_;
   ThreadBlock block_;
@@ -263,7 +264,7 @@ class Emulator {
   size_t next_runnable_ = 0;
   unsigned num_live_ = 0;  // threads that have not exited
   Thread* current_ = nullptr;
-  std::exception_ptr error_;  // exception of a thread, rethrown to the caller of launch()
+  std::exception_ptr error_;  // a thread's exception, rethrown to launch()'s caller
 
   // The stacks, kept between launches.
   Side scheduler_;

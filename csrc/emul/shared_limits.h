@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The maximum dynamic shared memory of a kernel: 48 KiB, or the limit that cudaFuncSetAttribute set
-// for it, up to the 227 KiB of compute capability 9.0.
+// The maximum dynamic shared memory of a kernel: 48 KiB, or the limit that cudaFuncSetAttribute has
+// set for the kernel, up to 227 KiB (compute capability 9.0).
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,8 @@ class SharedLimits {
     return limits;
   }
 
-  // Returns false, without changing the limit, if it exceeds the maximum of all devices.
+  // Sets the limit. If the new limit exceeds the maximum of all devices, returns false and changes
+  // nothing.
   bool set(const void* kernel, int bytes) {
     if (bytes < 0 || size_t(bytes) > kMaxSharedBytes) return false;
     const std::lock_guard<std::mutex> lock(mutex_);

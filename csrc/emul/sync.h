@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers, warp shuffles and votes. The last argument, site, records the caller's line and is
+// Barriers, warp shuffles and votes. The last argument, `site`, is the caller's source line; it is
 // never passed explicitly.
 #pragma once
 
@@ -34,7 +34,7 @@ inline void __syncwarp(unsigned mask = emul::kFullMask, emul::Site site = emul::
 
 namespace emul {
 
-// Participates in a shuffle. Returns the value of source_lane, or `value` if in_range is false.
+// Participates in a shuffle. Returns source_lane's value, or `value` if in_range is false.
 template <class T>
 T shuffle(unsigned mask, T value, unsigned source_lane, bool in_range, Site site) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles move 8 bytes at most");
@@ -47,7 +47,7 @@ T shuffle(unsigned mask, T value, unsigned source_lane, bool in_range, Site site
   return value;
 }
 
-// First lane of the caller's segment of `width` lanes.
+// Returns the first lane in the caller's segment of `width` lanes.
 inline unsigned segment_begin(int width) {
   if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
     throw std::logic_error("shuffle: width must be a power of two up to 32, got " +
@@ -81,7 +81,7 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
   return emul::shuffle(mask, value, source, in_range, site);
 }
 
-// Reads from earlier segments but not from later ones, as in CUDA.
+// As in CUDA, may read from earlier segments but not from later segments.
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
                   emul::Site site = emul::Site::here()) {
@@ -109,6 +109,6 @@ inline int __all_sync(unsigned mask, int predicate, emul::Site site = emul::Site
   return __ballot_sync(mask, predicate == 0, site) == 0;
 }
 
-// Returns only the calling lane. This is valid, because CUDA does not guarantee convergence. Code
-// that assumes that __activemask() contains all lanes in a branch fails its test.
+// Returns only the calling lane. This is valid, because CUDA does not guarantee convergence. As a
+// result, code that assumes that __activemask() contains all lanes in a branch fails its tests.
 inline unsigned __activemask() { return 1u << emul::emulator().current().lane(); }

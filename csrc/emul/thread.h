@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDA thread of the running block, and the operation for which it waits.
+// A CUDA thread in the running block, and the operation for which the thread waits.
 #pragma once
 
 #include <cstddef>
@@ -119,12 +119,12 @@ struct BulkCopies {
 
 struct Thread {
   uint3 index;
-  unsigned block;         // rank of its block in the cluster; 0 without clusters
+  unsigned block;         // rank of the thread's block in its cluster; 0 without clusters
   unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y, after the threads of
                           // the cluster's earlier blocks
-  Wait wait;              // the operation for which it waits; kNone: runnable
+  Wait wait;              // the operation that it waits for; kNone: runnable
   unsigned mask;          // lanes in its current warp operation
-  Site site;              // the location where it waits
+  Site site;              // the source location where it waits
   Fiber* fiber;           // the fiber on whose stack it waits
   uint64_t offered;       // operand of a shuffle or vote
   uint64_t published;     // operand of the last completed operation, which other lanes read

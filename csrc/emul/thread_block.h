@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The threads of the running block or cluster, and the completion of their barriers and warp
+// The threads in the running block or cluster, and the completion of their barriers and warp
 // operations.
 #pragma once
 
@@ -38,8 +38,9 @@ class ThreadBlock {
   }
 
   // Called for warps without a runnable thread, so every published operand has been read. Completes
-  // all warp operations that can complete. If there are none, completes barriers of blocks, and if
-  // there are none of these either, the cluster's barrier. Returns whether any operation completed.
+  // all warp operations that can complete. If there are none, completes the barriers of blocks; if
+  // there are none of these either, completes the cluster's barrier. Returns whether any operation
+  // completed.
   bool release(const std::vector<bool>& warps) {
     bool released = false;
     for (unsigned first = 0; first < threads.size(); first += kWarpLanes) {
@@ -51,7 +52,8 @@ class ThreadBlock {
     return released || release_barrier(0, unsigned(threads.size()), is_cluster_wait);
   }
 
-  // The number of threads of the block whose predicate was true at the last completed barrier.
+  // Returns the number of threads in the block whose predicate was true at the last completed
+  // barrier.
   int num_true(unsigned block) const { return num_true_[block]; }
 
   bool is_live(unsigned block) const {
@@ -60,10 +62,11 @@ class ThreadBlock {
                        [](const Thread& thread) { return thread.wait != Wait::kExited; });
   }
 
-  // The value that another lane offered in the warp operation that the reader has just completed.
+  // Returns the value that another lane offered in the warp operation that the reader has just
+  // completed.
   uint64_t read(const Thread& reader, unsigned lane) const {
     // CUDA leaves this value undefined. With this pattern, a kernel that uses the value fails its
-    // test.
+    // tests.
     if ((reader.participants >> lane & 1) == 0) return 0xCDCDCDCDCDCDCDCDu;
     return threads[reader.linear - reader.lane() + lane].published;
   }
@@ -82,8 +85,8 @@ class ThreadBlock {
   }
 
  private:
-  // Completes every warp operation whose lanes have all arrived. Exited lanes do not participate,
-  // nor do missing lanes of a partial last warp.
+  // Completes every warp operation whose lanes have all arrived. Lanes that have exited do not
+  // participate, nor do missing lanes in a partial last warp.
   bool release_warp(unsigned first) {
     bool released = false;
     for (unsigned i = first; i < warp_end(first); ++i) {
@@ -128,9 +131,9 @@ class ThreadBlock {
     return std::min(first + kWarpLanes, unsigned(threads.size()));
   }
 
-  // Completes the barrier of `count` threads when all live threads wait at the same barrier.
-  // __syncthreads on different lines are different barriers. Hardware may accept threads at
-  // different ones, but CUDA's rules do not.
+  // Completes a barrier for `count` threads if all live threads wait at the same barrier. Calls of
+  // __syncthreads on different source lines are different barriers: hardware may accept threads
+  // that wait at different barriers, but CUDA's rules do not allow this.
   bool release_barrier(unsigned begin, unsigned count, bool (*is_wait)(Wait)) {
     const Thread* first = nullptr;
     int num_true = 0;
@@ -151,7 +154,7 @@ class ThreadBlock {
   }
 
   unsigned block_threads_ = 0;
-  std::vector<int> num_true_;  // number of true predicates, by block
+  std::vector<int> num_true_;  // number of true predicates per block
 };
 
 }  // namespace emul

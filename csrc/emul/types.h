@@ -10,9 +10,9 @@
 #define __forceinline__ __inline__ __attribute__((always_inline))
 #define __launch_bounds__(...)
 
-// Blocks of one launch run one after another, so one copy per OS thread is enough. Only
-// -fsanitize=bounds detects indices out of range in this memory. AddressSanitizer does not, and the
-// memory is not poisoned between blocks. For dynamic shared memory, both checks exist.
+// A launch's blocks run one after another, so one copy per OS thread is enough. Only
+// -fsanitize=bounds detects out-of-range indices in this memory; AddressSanitizer does not, and the
+// memory is not poisoned between blocks. Dynamic shared memory has both checks.
 #define __shared__ static thread_local
 
 struct uint2 {

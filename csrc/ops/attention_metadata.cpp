@@ -31,9 +31,9 @@ void write_block_table_row(const AttentionMetadata& m, int g, int64_t i, int32_t
 }
 
 void run_group(const AttentionMetadata& m, int g) {
-  int64_t start = 0;  // start of the request's pages in the list
+  int64_t start = 0;  // start of the request's pages in the page list
   for (int64_t i = 0; i < m.num_out; ++i) {
-    const int32_t row = i < m.num_requests ? m.rows[i] : -1;  // like row_of, but for checked rows
+    const int32_t row = i < m.num_requests ? m.rows[i] : -1;  // like row_of, but for validated rows
     const KVExtent kv = m.extent(g, i, row);
     m.seqused[g * m.seqused_stride + i] = kv.num_tokens;
     if (m.block_tables != nullptr) write_block_table_row(m, g, i, row, kv);
@@ -49,7 +49,7 @@ void run_group(const AttentionMetadata& m, int g) {
   if (m.page_indptr == nullptr) return;
   m.page_indptr[g * m.page_indptr_stride + m.num_out] = static_cast<int32_t>(start);
   if (m.page_indices != nullptr) {
-    // The positions that page_place assigns to columns without a visible page.
+    // The positions that page_place assigns to columns that have no visible page.
     int32_t* list = m.page_list(g);
     std::fill(list + start, list + int64_t{m.num_out} * m.num_written[g], 0);
   }

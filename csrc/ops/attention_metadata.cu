@@ -14,15 +14,14 @@ namespace {
 // These constants were chosen by estimating the amount of work. They have not been tuned on a GPU.
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarps = kThreads / 32;
-constexpr unsigned kInFlight = 8;  // table entries that a thread loads at once
+constexpr unsigned kInFlight = 8;  // number of table entries that a thread loads at once
 constexpr int64_t kPass = int64_t{kThreads} * kInFlight;  // entries per pass over a thread block
-constexpr int kMaxTile = static_cast<int>(kThreads);      // requests per thread block
-// Every tile computes prefix sums over all requests. With more tiles, the sums would cost more than
-// the copies, so tiles grow instead.
+constexpr int kMaxTile = static_cast<int>(kThreads);      // number of requests per thread block
+// The maximum number of tiles. Every tile computes prefix sums over all requests; with more tiles,
+// these sums would cost more than the copies, so tiles grow instead.
 constexpr int kMostTiles = 128;
 
-// The sums that a thread block needs, over the requests before its own requests and over all
-// requests.
+// The sums that a thread block needs: over the requests before its own, and over all requests.
 struct Sums {
   int64_t queries_before;
   int64_t pages_before, pages;
@@ -66,9 +65,9 @@ __device__ inline int32_t saturated(int64_t sum) {
   return static_cast<int32_t>(sum < INT32_MAX ? sum : INT32_MAX);
 }
 
-// One thread block per tile of requests (x), group (y) and range of columns (z). Each block
-// computes the sums over the requests before its tile, so no block waits for another block, and no
-// state is kept between launches.
+// Runs one thread block per tile of requests (x), group (y) and range of columns (z). Each thread
+// block computes the sums over the requests before its tile, so it does not wait for other thread
+// blocks, and no state is kept between launches.
 __global__ void __launch_bounds__(kThreads)
     attention_metadata_kernel(KV_PARAMETER AttentionMetadata m, int tile) {
   __shared__ KVExtent kv[kMaxTile];
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
     num_queries[t] = m.num_queries(first + t);
   }
   __syncthreads();
-  // One entry more than the number of requests in the tile, for the end of the last request.
+  // One entry more than there are requests in the tile, for the end of the last request.
   if (t <= count) {
     int64_t queries = sums.queries_before, pages = sums.pages_before;
     for (int before = 0; before < t; ++before) {
@@ -176,8 +175,7 @@ void attention_metadata_cuda(Tensor tables, Tensor groups, int64_t num_rows, Ten
       paged_kv_last_page_len);
   const OnDevice device(query_start_loc);
   if (checked_mode()) check_values(m, device.stream);
-  // At most kThreads - 1 requests, because each request needs one thread, and the end needs one
-  // more.
+  // At most kThreads - 1 requests, because each request needs a thread, and the end needs another.
   const int tile = std::clamp((m.num_out + kMostTiles - 1) / kMostTiles, 1, kMaxTile - 1);
   const int64_t num_tiles = std::max(1, (m.num_out + tile - 1) / tile);
   const int32_t widest = *std::max_element(m.num_written, m.num_written + m.groups.num_groups);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Computes the metadata of a batch for attention kernels from block tables. The outputs per group
+// Computes a batch's metadata for attention kernels from block tables. For each group, the outputs
 // are local sequence lengths, block tables in batch order (FlashAttention) and page lists
-// (FlashInfer). The start of each request's queries is shared by all groups.
+// (FlashInfer). The start of each request's queries is the same for all groups.
 //
-// A padded request (with row -1, or after the last request) has no KV. Its length is 0, its table
+// A padding request (with row -1, or after the last request) has no KV: its length is 0, its table
 // row is null, and it has no pages.
 #pragma once
 
@@ -15,24 +15,24 @@
 
 namespace kvcache {
 
-// The KV of one request that this rank holds in one group.
+// The part of a request's KV that this rank holds in one group.
 struct KVExtent {
-  int32_t num_tokens;     // local tokens, including those outside the window
+  int32_t num_tokens;     // number of local tokens, including those outside the window
   int32_t first_page;     // first visible column
   int32_t num_pages;      // number of visible pages
-  int32_t last_page_len;  // tokens in the last visible page, 1 to the block size; 0 without pages
+  int32_t last_page_len;  // number of tokens in the last visible page; 0 if there are no pages
 };
 
-// The checked arguments of one call, as plain data that is passed to a kernel.
+// The validated arguments of one call, as plain data that is passed to a kernel.
 struct AttentionMetadata {
   TableGroups groups;
   const int32_t* tables;
   const int32_t* rows;        // [num_requests]
-  const int32_t* query_lens;  // [num_requests], tokens in this step
-  const int32_t* seq_lens;    // [num_requests], tokens after this step
-  const int32_t* counts;      // entries of each row
+  const int32_t* query_lens;  // [num_requests], number of tokens in this step
+  const int32_t* seq_lens;    // [num_requests], number of tokens after this step
+  const int32_t* counts;      // number of entries in each row
   int32_t num_requests;
-  int32_t num_out;       // requests, including padded ones
+  int32_t num_out;       // number of requests, including padding
   int32_t most_tokens;   // maximum number of tokens per request
   int64_t out_capacity;  // capacity of block_tables and page_indices in requests
 
@@ -44,11 +44,11 @@ struct AttentionMetadata {
   int32_t* last_page_len;  // [num_groups, num_out], rows last_page_len_stride apart, or null
   int64_t seqused_stride, page_indptr_stride, last_page_len_stride;
 
-  int64_t columns_before[kMaxTables];  // columns of all earlier groups
+  int64_t columns_before[kMaxTables];  // number of columns in all earlier groups
   FastDivisor by_written[kMaxTables];  // divides by num_written, or by 1 if it is 0
-  int32_t num_written[kMaxTables];     // columns per request written by this call
+  int32_t num_written[kMaxTables];     // columns per request that this call writes
 
-  // Whether request i of group g is invalid.
+  // Returns whether request i is invalid in group g.
   KV_HOST_DEVICE bool bad_row(int64_t i) const {
     return rows[i] < -1 || rows[i] >= groups.num_rows;
   }
@@ -61,21 +61,21 @@ struct AttentionMetadata {
     const int32_t held = counts[int64_t{group.counts_row} * groups.num_rows + rows[i]];
     return seq_lens[i] > int64_t{held} * group.by_column.divisor;
   }
-  // The first group whose row holds too few blocks for request i, or -1.
+  // Returns the first group in which request i's row holds too few blocks, or -1.
   KV_HOST_DEVICE int group_without(int64_t i) const {
     for (int g = 0; g < groups.num_groups && rows[i] >= 0; ++g) {
       if (behind_row(g, i)) return g;
     }
     return -1;
   }
-  // Whether request i is invalid in any group. Reads only the entries of request i.
+  // Returns whether request i is invalid in any group. Reads only the entries for request i.
   KV_HOST_DEVICE bool operator()(int64_t i) const {
     return bad_row(i) || bad_lens(i) || group_without(i) >= 0;
   }
 
   // Returns the table row of request i < num_out in group g, or -1 if the request has no KV in the
-  // group. Invalid requests, which occur only on devices outside the checked mode, have no row.
-  // Reads only the counts of group g.
+  // group. Invalid requests, which can occur only on devices without the checked mode, have no row.
+  // Reads only group g's counts.
   KV_HOST_DEVICE int32_t row_of(int g, int64_t i) const {
     const bool served =
         i < num_requests && rows[i] >= 0 && !bad_row(i) && !bad_lens(i) && !behind_row(g, i);
@@ -84,14 +84,15 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t num_queries(int64_t i) const {
     return i < num_requests && query_lens[i] > 0 ? query_lens[i] : 0;
   }
-  // Returns the KV of request i, for `row` as returned by row_of.
+  // Returns request i's local KV. `row` is the result of row_of.
   KV_HOST_DEVICE KVExtent extent(int g, int64_t i, int32_t row) const {
     if (row < 0) return {0, 0, 0, 0};
     const TableGroupView& group = groups.group[g];
     const auto length = static_cast<uint32_t>(seq_lens[i]);
     const uint32_t whole = group.by_column.divide(length);
     const uint32_t rest = group.num_local(length - whole * group.by_column.divisor);
-    // The first query sees at least its own position, so only complete columns are hidden.
+    // The first query attends at least to its own position, so a column is hidden only if all of
+    // its tokens precede the window.
     const auto hidden = static_cast<uint32_t>(group.num_hidden_columns(length - query_lens[i]));
     const uint32_t pages = whole + (rest > 0) - hidden;
     const uint32_t last = rest > 0 ? rest : group.block_size;
@@ -110,9 +111,8 @@ struct AttentionMetadata {
     return page_indices + out_capacity * columns_before[g];
   }
   // Returns the index in the page list for column c of request i. The request's visible pages start
-  // at `start`. Its other columns get null entries after the `total` pages of all requests, so
-  // num_out
-  // * num_written columns fill the same number of entries, each once.
+  // at `start`. Its other columns are mapped to null entries after the `total` pages of all
+  // requests. Therefore, the num_out * num_written columns fill as many entries, each exactly once.
   KV_HOST_DEVICE int64_t page_place(int g, int64_t i, int32_t c, const KVExtent& kv, int64_t start,
                                     int64_t total) const {
     const int32_t page = c - kv.first_page;
@@ -145,7 +145,8 @@ inline void check_per_group(const Tensor& t, const char* name, const char* shape
   check_no_overlap(t, name);
 }
 
-// Checks an output with columns per group and request, and returns its capacity in requests.
+// Checks an output that has columns for each group and request, and returns its capacity in
+// requests.
 inline int64_t check_arena(const Tensor& t, const char* name, const Tensor& tables,
                            const AttentionMetadata& m, int64_t num_columns) {
   check_dim(t, name, 1, "[requests * columns of all groups]");
@@ -200,7 +201,7 @@ inline AttentionMetadata checked_attention_metadata(
   if (paged_kv_indptr.has_value() != paged_kv_last_page_len.has_value() ||
       (paged_kv_indices && !paged_kv_indptr)) {
     fail(
-        "of paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len some are None: expected "
+        "some of paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len are None: expected "
         "all, none, or only paged_kv_indices");
   }
   if (paged_kv_indptr) {
@@ -273,8 +274,8 @@ inline AttentionMetadata checked_attention_metadata(
   return m;
 }
 
-// Throws the error of request i. The row and the lengths are arguments, because they may be on a
-// device.
+// Throws the error for request i. The row and the lengths are passed as arguments, because the
+// arrays may be on a device.
 [[noreturn]] inline void fail_request(const AttentionMetadata& m, int64_t i, int32_t row,
                                       int32_t query_len, int32_t seq_len) {
   const std::string at = "[" + std::to_string(i) + "] is ";

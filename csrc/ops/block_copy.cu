@@ -15,18 +15,18 @@ namespace kvcache {
 namespace {
 
 constexpr int kWarps = 16;  // per thread block
-// The number of thread blocks of a copy to or from the host. A few thread blocks saturate the bus
-// and leave resources for attention, which runs at the same time. A copy within the device uses as
-// many thread blocks as can be resident.
+// The number of thread blocks for a copy to or from the host. A few thread blocks saturate the bus
+// and leave resources for attention, which runs concurrently. A copy within the device uses as many
+// thread blocks as can be resident.
 constexpr int64_t kHostThreadBlocks = 8;
 
 // Copies one chunk, which has kCopyUnroll vectors per lane, or fewer at the end of the region. All
-// loads precede the first store.
+// loads are issued before the first store.
 template <class Vector>
 __device__ __forceinline__ void copy_chunk(const Vector* from, Vector* to, int64_t num_vectors,
                                            bool cleared) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  // The lane copies the vectors at offsets 0, 32, ... below `left`.
+  // Each lane copies its vectors at offsets 0, 32, ... below `left`.
   const int left = static_cast<int>(min(num_vectors, int64_t{32 * kCopyUnroll})) - lane;
   from += lane;
   to += lane;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void copy_chunk(const Vector* from, Vector* to, int64
   }
 }
 
-// kWide: all regions have 16-byte vectors. Otherwise a warp uses the vector size of its region.
+// With kWide, all regions have 16-byte vectors. Otherwise, each warp uses its region's vector size.
 template <size_t kParameterBytes, bool kWide>
 __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
     copy_blocks_kernel(KV_PARAMETER CopyLaunch<kParameterBytes> c) {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
     const uint32_t page = head.page_chunks.divide(task);
     const uint32_t chunk = task - page * head.page_chunks.divisor;
     const CopyPair pair = c.pair(page);
-    // Pairs out of range are skipped, see checked_mode.
+    // Pairs that are out of range are skipped (see checked_mode).
     if (is_bad_pair(pair.source, pair.destination, head.num_sources, head.num_destinations)) {
       continue;
     }
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
   }
 }
 
-// `most`: number of thread blocks, or 0 for as many as can be resident. `bulk`: use bulk copies if
-// all regions have 16-byte vectors.
+// `most`: the number of thread blocks, or 0 for as many as can be resident. `bulk`: whether to use
+// bulk copies if all regions have 16-byte vectors.
 template <size_t kBytes>
 void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions, int64_t most,
                    bool bulk, const OnDevice& device) {
@@ -119,7 +119,7 @@ void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions,
   });
 }
 
-// Uses a single launch if possible, with the smaller parameter block if it suffices, because a
+// Uses a single launch if possible, and the smaller parameter struct if it suffices, because a
 // launch copies all of its parameters.
 void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
   const std::vector<VectorRegion> regions = vector_regions(c);
@@ -135,7 +135,7 @@ void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) 
   }
 }
 
-// Performs the copy with device addresses of the host memory.
+// Performs the copy with the device addresses of the host memory.
 void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
   const auto to_mapped = [&](const BlockCopy& part) {
     const auto launch_part = [&](const BlockCopy& p) {

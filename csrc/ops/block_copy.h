@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies whole pages of all layers between and within devices and the host.
 //
-// The bytes of a page are in regions, which are K and V of each layer or one region for the whole
-// page. A page has one fragment per region. Consecutive pages whose fragments are contiguous on
-// both sides form a run. A call passes only ids, and the table of regions is created once.
+// A page's bytes are spread over regions: one each for K and V of every layer, or a single region
+// for the whole page. A page has one fragment per region. Consecutive pages whose fragments are
+// contiguous on both sides form a run. The table of regions is created once, so a call passes only
+// ids.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -31,8 +32,8 @@ namespace kvcache {
        std::to_string(c.num_sources - 1));
 }
 
-// Maps each id of one call to the index of its first occurrence. Open addressing makes the cost
-// proportional to the pages of the call, not to the pool.
+// Maps each id in a call to the index of its first occurrence. Because of open addressing, the cost
+// is proportional to the number of pages in the call, not to the size of the pool.
 class IndexOfId {
  public:
   explicit IndexOfId(int64_t n) {
@@ -40,7 +41,7 @@ class IndexOfId {
     while (size < 2 * static_cast<size_t>(n)) size *= 2;
     table_.assign(size, {-1, 0});
   }
-  // Inserts this id. Returns the index of its earlier insertion, or -1.
+  // Inserts an id. Returns the index of its earlier occurrence, or -1.
   int64_t insert(int32_t id, int64_t index) {
     Entry& entry = slot(id);
     if (entry.id == id) return entry.index;
@@ -67,7 +68,7 @@ class IndexOfId {
 };
 
 // Checks pairs on the CPU. All pages must be in range, and no page may be written twice. If both
-// sides share pages, no page may be both read and written. The order of the pairs therefore does
+// sides share pages, no page may be both read and written. As a result, the order of the pairs does
 // not matter.
 inline void check_pairs(const BlockCopy& c) {
   IndexOfId written(c.num_pairs);
@@ -88,11 +89,13 @@ inline void check_pairs(const BlockCopy& c) {
     const int64_t writer = source == kCleared ? -1 : written.find(source);
     if (writer < 0) continue;
     fail("pairs[" + std::to_string(i) + "] reads page " + std::to_string(source) +
-         ", which pairs[" + std::to_string(writer) + "] writes to: expected none that is both");
+         ", which pairs[" + std::to_string(writer) +
+         "] writes to: expected no page to be both read and written");
   }
 }
 
-// Returns the bytes from the first page of a region to its last, or nothing on an int64 overflow.
+// Returns the number of bytes from a region's first page to the end of its last page, or nothing on
+// an int64 overflow.
 inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, int64_t stride,
                                           int64_t num_bytes, int64_t num_pages) {
   if (num_pages == 0 || num_bytes == 0) return ByteSpan{};
@@ -129,8 +132,8 @@ inline Overlap overlap_of(const BlockCopy& c, const CopyRegion& r) {
   return Overlap::kPartial;
 }
 
-// Checks that the sizes of regions are valid and that all pages lie in memory passed to the call.
-// Written pages must not overlap `regions`, `pairs`, or part of a page that is read. Sets
+// Checks that the regions' sizes are valid and that all pages lie in memory that was passed to the
+// call. Written pages must not overlap `regions`, `pairs`, or part of a page that is read. Sets
 // `c.within` if both sides share pages.
 inline void check_regions(BlockCopy& c, const Tensor& regions, const Tensor& pairs,
                           const Reach& reach) {
@@ -214,19 +217,19 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   return c;
 }
 
-// Copies pages [source, source + num_pages) to [destination, destination + num_pages). If the run
-// clears pages, source is kCleared.
+// A run of pages: copies pages [source, source + num_pages) to [destination, destination +
+// num_pages). If the run clears pages, source is kCleared.
 struct CopyRun {
-  int32_t source, destination;  // ids of the lowest page
+  int32_t source, destination;  // ids of the lowest pages
   int64_t num_pages;
 };
 
-// Returns the runs of pairs on the CPU. A run consists of consecutive pairs whose ids both increase
+// Divides pairs on the CPU into runs. A run consists of consecutive pairs whose ids both increase
 // or both decrease by one, and has at most `most` pages. On a side that is cut (host memory
 // accessed by a copy engine), no run crosses a multiple of pages_per_run.
 inline std::vector<CopyRun> runs_of(const BlockCopy& c, int64_t most, bool cuts_source = false,
                                     bool cuts_destination = false) {
-  // Whether a multiple of pages_per_run lies between these pages and the next pages.
+  // Returns whether a multiple of pages_per_run lies between these pages and the next pages.
   const auto crosses = [&](int32_t source, int32_t destination) {
     const int64_t size = c.pages_per_run;
     return size > 0 && ((cuts_source && source >= 0 && (source + int64_t{1}) % size == 0) ||

@@ -13,10 +13,10 @@
 namespace kvcache {
 namespace {
 
-// The minimum work per thread. With less work, a second thread does not pay off.
+// The minimum number of bytes per thread, below which an additional thread does not pay off.
 constexpr int64_t kGrainBytes = 1 << 18;
 constexpr int64_t kScratchBytes = 1 << 18;  // per thread; fits in L2 together with the unit
-constexpr int64_t kLeastSliceBytes = 64;    // a cache line
+constexpr int64_t kLeastSliceBytes = 64;    // one cache line
 
 char* scratch() {
   thread_local const std::unique_ptr<char[]> memory(new char[kScratchBytes + 64]);
@@ -30,7 +30,7 @@ void copy_row(char* to, const char* from, int64_t bytes) {
 }
 
 // Calls f(first row, number of rows, offset of the first row) for each range of evenly spaced rows
-// of the unit.
+// in the unit.
 template <class F>
 void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int32_t* ids, F&& f) {
   const uint32_t length = p.is_dense() ? p.block_rows.divisor : p.inner_rows.divisor;
@@ -42,7 +42,7 @@ void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int3
   }
 }
 
-// Loads the rows of a unit into the L2 cache, one per call.
+// Prefetches a unit's rows into the L2 cache, one row per call.
 class Prefetch {
  public:
   Prefetch(const BlockPermute& p, const char* layer, const PermuteUnit& unit, const int32_t* ids)
@@ -69,9 +69,9 @@ class Prefetch {
   const char* at_ = nullptr;
 };
 
-// Permutes the unit through the thread's scratch memory, `slice` bytes of each row at a time.
-// Meanwhile, prefetches the unit that follows, if any: blocks are scattered, and the prefetcher of
-// the CPU does not know where the next one begins.
+// Permutes the unit through the thread's scratch memory, `slice` bytes of each row at a time. At
+// the same time, prefetches the next unit, if any: because blocks are scattered, the CPU's own
+// prefetcher cannot predict where the next unit starts.
 template <int64_t kBytes>
 void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids,
                   int64_t slice, Prefetch* following) {
@@ -97,8 +97,8 @@ void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, c
   }
 }
 
-// Permutes the unit along the cycles of its permutation, for units with too many rows for the
-// scratch memory.
+// Permutes the unit in place along the cycles of the permutation. Used for units with too many rows
+// for the scratch memory.
 void rotate_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids) {
   char* const held = scratch();
   for (int64_t first = 0; first < p.row_bytes; first += kScratchBytes) {

@@ -13,38 +13,38 @@ namespace kvcache {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr int kUnroll = 8;                  // loads in flight per thread
-constexpr int kClusterUnroll = 4;           // loads in flight from the cluster's shared memory
+constexpr int kUnroll = 8;                  // number of loads in flight per thread
+constexpr int kClusterUnroll = 4;           // loads in flight from other blocks of the cluster
 constexpr int64_t kSharedBytes = 32 << 10;  // per thread block, if the slice is wide enough
-// Used if slices would be smaller than kLeastSliceBytes.
+// Used instead of kSharedBytes if slices would otherwise be smaller than kLeastSliceBytes.
 constexpr int64_t kMoreSharedBytes = 96 << 10;
 constexpr int64_t kLeastSliceBytes = 64;  // one memory transaction
 constexpr int64_t kLineBytes = 128;       // an L2 cache line; narrower slices read half lines
-// For slices of one line; three blocks fit on an H100 SM.
+// Used for slices of one line. With this size, three thread blocks fit on an H100 SM.
 constexpr int64_t kWideSharedBytes = 64 << 10;
-// The default limit. A kernel must opt in to use more, by
+// The default limit. To use more, a kernel must opt in with
 // cudaFuncAttributeMaxDynamicSharedMemorySize.
 constexpr int64_t kPlainSharedBytes = 48 << 10;
-constexpr int64_t kReservedSharedBytes = 1 << 10;  // used by CUDA in each thread block
+constexpr int64_t kReservedSharedBytes = 1 << 10;  // reserved by CUDA in each thread block
 
 constexpr int64_t kMaxGrid = INT32_MAX;
 constexpr int kLayersPerLaunch = 64;
 constexpr int kIdsPerLaunch = 812;
 
-// The parameters of one launch, which processes some groups in some layers.
+// The parameters of one launch, which processes a range of groups in a range of layers.
 struct PermuteLaunch {
   BlockPermute p;
   FastDivisor units_per_group;
-  FastDivisor unit_blocks;  // thread blocks per unit; blocks of a cluster are adjacent
+  FastDivisor unit_blocks;  // thread blocks per unit; those in a cluster are adjacent
   FastDivisor slice;        // vectors per slice; the last slice of a row may have fewer
   FastDivisor row;          // vectors per row
   FastDivisor cluster;      // thread blocks that share a slice
-  FastDivisor share;        // rows per thread block of a cluster; the last block may have fewer
-  uint32_t rows_at_once;    // number of rows that the threads of a block move at once
+  FastDivisor share;        // rows per thread block in a cluster; the last may have fewer
+  uint32_t rows_at_once;    // number of rows that a thread block moves at once
   int64_t layers[kLayersPerLaunch];
   LaunchIds<kIdsPerLaunch> ids;
 
-  // Returns the unit of this thread block, and the index of the block within the unit.
+  // Returns this thread block's unit, and its index within the unit.
   KV_HOST_DEVICE PermuteUnit unit(uint32_t block, uint32_t& of_unit) const {
     const uint32_t u = unit_blocks.divide(block);
     of_unit = block - u * unit_blocks.divisor;
@@ -52,8 +52,8 @@ struct PermuteLaunch {
     return p.unit(group, u - group * units_per_group.divisor);
   }
 
-  // Whether the group of this unit has a block out of range. These units are skipped, see
-  // checked_mode.
+  // Returns whether this unit's group has a block that is out of range. Such units are skipped (see
+  // checked_mode).
   KV_HOST_DEVICE bool skips(const PermuteUnit& unit) const {
     if (ids.on_device == nullptr) return false;  // checked on the host
     for (int32_t i = 0; i < p.group_size; ++i) {
@@ -65,16 +65,16 @@ struct PermuteLaunch {
 };
 static_assert(sizeof(PermuteLaunch) <= kSmallParameterBytes, "too many ids in a launch");
 
-// Uses one thread block per unit and slice of its rows (x) and per layer (y). The block reads the
-// whole slice into shared memory and writes it back permuted. A thread keeps its column, so
-// adjacent threads access adjacent bytes of a row. kDense: all rows are evenly spaced.
+// Runs one thread block per slice of a unit's rows (x) and per layer (y). The thread block reads
+// the whole slice into shared memory and writes it back permuted. Each thread stays in one column,
+// so adjacent threads access adjacent bytes of a row. With kDense, all rows are evenly spaced.
 //
-// kClustered: a cluster of thread blocks shares a slice. Each block holds some of the rows and
-// reads the others from the shared memory of the cluster, so that slices can be as wide as an L2
-// line.
+// With kClustered, a cluster of thread blocks shares a slice. Each thread block holds some of the
+// rows and reads the other rows from the cluster's shared memory, so that slices can be as wide as
+// an L2 cache line.
 //
-// All loads of a thread are in flight together if the hardware copies asynchronously, otherwise
-// kUnroll at a time.
+// If the hardware supports asynchronous copies, all of a thread's loads are in flight together.
+// Otherwise, kUnroll loads are in flight at a time.
 template <class Vector, bool kDense, bool kClustered>
 __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteLaunch launch) {
   KV_DYN_SHARED(uint4, shared);
@@ -83,14 +83,14 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   uint32_t of_unit;
   const PermuteUnit unit = launch.unit(blockIdx.x, of_unit);
   if (launch.skips(unit)) return;
-  uint32_t begin = 0, end = p.unit_rows;  // rows of this thread block
+  uint32_t begin = 0, end = p.unit_rows;  // number of rows in this thread block
   if constexpr (kClustered) {
     const uint32_t of_slice = launch.cluster.divide(of_unit);
     begin = (of_unit - of_slice * launch.cluster.divisor) * launch.share.divisor;
     end = min(begin + launch.share.divisor, end);
     of_unit = of_slice;
   }
-  const uint32_t of_step = launch.slice.divide(threadIdx.x);  // row of the thread within a step
+  const uint32_t of_step = launch.slice.divide(threadIdx.x);  // the thread's row within a step
   const uint32_t column = threadIdx.x - of_step * slice;
   const uint32_t in_row = of_unit * slice + column;
   const uint32_t step = launch.rows_at_once;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
         for (uint32_t row = first_row; row < end; row += step) {
           async_copy(held + (row - begin) * slice, vector_at(row));
         }
-      } else {  // loads the ids of several rows together
+      } else {  // loads several rows' ids together
         for (uint32_t at = first_row; at < end; at += step * kUnroll) {
           const Vector* from[kUnroll];
 #pragma unroll
@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
       async_copy_commit();
       async_copy_wait<0>();
     } else {
-      // Unevenly spaced places use additional registers; with more loads, sm_100 would spill.
+      // Unevenly spaced rows need additional registers; with more loads in flight, sm_100 would
+      // spill.
       constexpr int kLoads = kDense ? kUnroll : kUnroll / 2;
       for (uint32_t at = first_row; at < end; at += step * kLoads) {
         Vector moved[kLoads];
@@ -146,8 +147,8 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   if constexpr (kClustered) {
     cluster_sync();
     if (takes_part) {
-      // Loads from another block have a high latency, so several are in flight before the first
-      // store.
+      // Loads from another thread block's memory have a high latency, so several are in flight
+      // before the first store.
       for (uint32_t at = first_row; at < end; at += step * kClusterUnroll) {
         Vector moved[kClusterUnroll];
 #pragma unroll
@@ -174,8 +175,8 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   }
 }
 
-// For units that do not fit into shared memory even with one vector per row. Uses one thread per
-// row and vector. If the row is the smallest of its cycle, the thread moves the vectors along the
+// For units that do not fit into shared memory even with one vector per row. Runs one thread per
+// row and vector. If the row is the smallest in its cycle, the thread moves the vectors along the
 // cycle.
 template <class Vector>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLaunch launch) {
@@ -199,7 +200,8 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLa
   __stcs(vector_at(to), first);
 }
 
-// Returns the widest vector, in bytes, that all rows of all layers allow: 16, 8, 4, 2 or 1.
+// Returns the size in bytes of the widest vector that all rows in all layers allow: 16, 8, 4, 2 or
+// 1.
 int64_t vector_bytes(const BlockPermute& p, const int64_t* layers, int64_t num_layers) {
   uint64_t all =
       reinterpret_cast<uint64_t>(p.cache) |
@@ -226,7 +228,7 @@ bool has_clusters(const Tensor& t) {
 
 // How units are divided into slices.
 struct Slicing {
-  // Bytes per slice, a power of two or a whole row; 0 if not even one vector per row fits.
+  // Bytes per slice: a power of two, or a whole row. 0 if not even one vector per row fits.
   int64_t bytes;
   int64_t cluster;  // thread blocks that share a slice
   int64_t rows;     // maximum rows per thread block
@@ -259,7 +261,7 @@ Slicing slicing_of(const BlockPermute& p, int64_t vector, const Tensor& cache) {
 template <auto kKernel>
 void allow_shared_bytes(int64_t shared, const Tensor& cache) {
   if (shared <= kPlainSharedBytes) return;
-  // Always sets the maximum, because another thread may be between this call and its own launch.
+  // Always sets the maximum, because another thread may have made this call and not launched yet.
   KV_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      static_cast<int>(most_shared_bytes(cache))));
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Permutes received blocks into the local layout, in place.
 //
-// A remote engine's blocks arrive as bytes, with its block size and its order of tokens and heads.
-// A row (one token of one head) stays whole, so the conversion is a permutation of rows. NHD is
-// equivalent to HND with blocks of one token. This leaves one case, from HND blocks of R tokens to
-// HND blocks of L tokens, where one number divides the other. The conversion keeps runs of min(L,
-// R) rows whole, and transposes a matrix of max(L, R) / min(L, R) by number-of-heads runs.
+// A remote engine's blocks arrive as bytes, with the remote block size and the remote order of
+// tokens and heads. A row (one head of one token) stays whole, so the conversion is a permutation
+// of rows. NHD is equivalent to HND with blocks of one token. Therefore, only one case remains:
+// from HND blocks of R tokens to HND blocks of L tokens, where R divides L or L divides R. The
+// conversion keeps runs of min(L, R) rows whole, and transposes a matrix of max(L, R) / min(L, R)
+// by number-of-heads runs.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -21,20 +22,21 @@
 
 namespace kvcache {
 
-// The start of a unit. A unit is the set of rows that one transposition moves.
+// The start of a unit, which is the set of rows that one transposition moves.
 struct PermuteUnit {
-  int64_t first_id;    // index of the first id of its group among all ids
-  uint32_t first_row;  // index of its first row within the group
+  int64_t first_id;    // index of the group's first id among all ids
+  uint32_t first_row;  // index of the unit's first row within the group
 };
 
-// Plain data, passed to a kernel. Strides are in bytes. A group is the blocks of one row of ids.
+// The arguments of one call, as plain data that is passed to a kernel. Strides are in bytes. A
+// group consists of the blocks in one row of ids.
 struct BlockPermute {
   char* cache;
   int64_t num_blocks, block_stride, outer_stride, inner_stride, row_bytes;
   FastDivisor block_rows;  // rows per block
-  FastDivisor inner_rows;  // consecutive rows of a block that are inner_stride apart
-  FastDivisor run;         // rows that stay together
-  FastDivisor columns;     // runs in a row of the transposed matrix
+  FastDivisor inner_rows;  // number of consecutive rows in a block that are inner_stride apart
+  FastDivisor run;         // number of rows that stay together
+  FastDivisor columns;     // number of runs in a row of the transposed matrix
   uint32_t matrix_rows;    // if matrix_rows or columns is 1, nothing moves
   uint32_t unit_rows;      // matrix_rows * columns * run
   int32_t group_size;      // ids per group
@@ -45,7 +47,7 @@ struct BlockPermute {
     return {group * group_size, of_group * unit_rows};
   }
 
-  // Returns the received row of the unit that must move to row r.
+  // Returns which of the unit's received rows must move to row r.
   KV_HOST_DEVICE uint32_t source(uint32_t r) const {
     const uint32_t to = run.divide(r);
     const uint32_t i = columns.divide(to);
@@ -53,7 +55,7 @@ struct BlockPermute {
     return (j * matrix_rows + i) * run.divisor + (r - to * run.divisor);
   }
 
-  // Returns the byte offset within a layer of row r of the unit, with rows in memory order.
+  // Returns the byte offset within a layer of the unit's row r, with rows in memory order.
   template <class Ids>
   KV_HOST_DEVICE int64_t place(const PermuteUnit& unit, const Ids& ids, uint32_t r) const {
     const uint32_t row = unit.first_row + r;
@@ -64,7 +66,7 @@ struct BlockPermute {
            (in_block - outer * inner_rows.divisor) * inner_stride;
   }
 
-  // Whether r is the smallest row of its cycle and has to move.
+  // Returns whether r must move and is the smallest row in its cycle.
   KV_HOST_DEVICE bool leads_cycle(uint32_t r) const {
     uint32_t at = source(r);
     if (at == r) return false;
@@ -72,14 +74,14 @@ struct BlockPermute {
     return at == r;
   }
 
-  // Whether all rows of a block are inner_stride apart.
+  // Returns whether all rows in a block are inner_stride apart.
   bool is_dense() const { return outer_stride == inner_rows.divisor * inner_stride; }
   bool is_identity() const { return matrix_rows == 1 || columns.divisor == 1; }
   int64_t unit_bytes() const { return int64_t{unit_rows} * row_bytes; }
 };
 
-// Checks the argument `offsets`. Each layer has the strides of the cache. At its offset, it must
-// lie in memory passed to the call, and must not overlap arguments that are read.
+// Checks the argument `offsets`. Each layer has the cache's strides. At its offset, it must lie in
+// memory that was passed to the call, and must not overlap arguments that are read.
 inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, const Tensor& cache,
                                 const Owners& owners, int64_t row_bytes) {
   check_dim(offsets, "offsets", 1, "[num_layers]");
@@ -89,7 +91,7 @@ inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, co
   const int64_t* begin = offsets.const_data_ptr<int64_t>();
   std::vector<int64_t> sorted(begin, begin + offsets.numel());
   std::sort(sorted.begin(), sorted.end());
-  constexpr int64_t kMost = INT64_MAX / 4;  // sums with addresses stay within 64 bits
+  constexpr int64_t kMost = INT64_MAX / 4;  // sums of offsets and addresses fit into 64 bits
   if (!sorted.empty() && (sorted.front() < -kMost || sorted.back() > kMost)) {
     fail("offsets has " + std::to_string(sorted.front() < -kMost ? sorted.front() : sorted.back()) +
          ": expected bytes from the cache to a layer");
@@ -113,7 +115,7 @@ inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, co
   }
 }
 
-// Throws for entry i of indices, which is out of range or a duplicate.
+// Throws the error for entry i of indices, which is out of range or a duplicate.
 [[noreturn]] inline void fail_block_id(int64_t i, int32_t id, int64_t num_blocks) {
   const bool there = id >= 0 && id < num_blocks;
   fail("indices, entry " + std::to_string(i) + ", is " + std::to_string(id) +
@@ -191,7 +193,7 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   p.block_rows = fast_divisor(block_rows);
   p.inner_rows = fast_divisor(inner_rows);
   p.run = fast_divisor(run);
-  // Whether heads are the outer dimension in the local layout.
+  // Returns whether heads are the outer dimension in the local layout.
   const bool heads_outside = local_rows_per_head >= remote_rows_per_head;
   p.matrix_rows = static_cast<uint32_t>(heads_outside ? std::max<int64_t>(heads, 1) : runs);
   p.columns = fast_divisor(heads_outside ? runs : std::max<int64_t>(heads, 1));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Experimental copies between a device and the host, with bulk copies by one warp per thread block.
-// They take few registers, and no other warps, from concurrent kernels. KVCACHE_BULK_COPIES=1
-// enables them. They stay disabled until `make gpu` has shown that they are faster.
+// Experimental copies between a device and the host, in which one warp per thread block issues bulk
+// copies. They leave almost all registers and warps to concurrent kernels. KVCACHE_BULK_COPIES=1
+// enables them; by default, they are disabled until `make gpu` has shown that they are faster.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 
 namespace kvcache {
 
-// Bytes per bulk copy, equal to a chunk of the regular copy kernel.
+// Bytes per bulk copy, equal to the chunk size of the regular copy kernel.
 constexpr int64_t kBulkBytes = copy_chunk_bytes(16);
-constexpr uint32_t kBulkStages = 8;  // chunks in shared memory; a power of two
-constexpr uint32_t kBulkStores = 2;  // stages that may be stored at the same time
+constexpr uint32_t kBulkStages = 8;  // number of chunks in shared memory; a power of two
+constexpr uint32_t kBulkStores = 2;  // number of stages that may be stored concurrently
 constexpr unsigned kBulkThreads = 32;
 
-// Whether bulk copies can be used. They require chunks of whole 16-byte vectors, pairs checked on
-// the host, and no cleared pages.
+// Returns whether bulk copies can be used. They require chunks of whole 16-byte vectors, pairs that
+// were checked on the host, and no cleared pages.
 inline bool is_bulk(const BlockCopy& c, bool with_host, const OnDevice& device) {
   if (!with_host || !c.pairs_on_cpu || !switched_on("KVCACHE_BULK_COPIES")) return false;
   int capability = 0;
@@ -34,8 +34,8 @@ inline bool is_bulk(const BlockCopy& c, bool with_host, const OnDevice& device) 
   return true;
 }
 
-// One thread of a block starts all copies. Chunks are loaded into the stages in order, cyclically,
-// and stored in the same order. kBulkStages - kBulkStores loads are in flight.
+// One thread of each thread block starts all copies. Chunks are loaded into the stages in cyclic
+// order and stored in the same order. kBulkStages - kBulkStores loads are in flight.
 template <size_t kParameterBytes>
 __global__ void __launch_bounds__(kBulkThreads)
     copy_blocks_bulk_kernel(KV_PARAMETER CopyLaunch<kParameterBytes> c) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kBulkThreads)
   const auto held = [&](uint32_t stage) {
     return reinterpret_cast<char*>(shared) + stage * kBulkBytes;
   };
-  const auto load = [&](uint32_t n) {  // loads the block's n-th chunk
+  const auto load = [&](uint32_t n) {  // loads the thread block's n-th chunk
     const uint32_t task = blockIdx.x + n * gridDim.x, stage = n % kBulkStages;
     const uint32_t page = head.page_chunks.divide(task);
     const uint32_t chunk = task - page * head.page_chunks.divisor;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kBulkThreads)
     bulk_wait(arrived + stage, n / kBulkStages);
     bulk_store(to[stage], held(stage), num_bytes[stage]);
     if (next < count) {
-      bulk_stores_have_read<kBulkStores>();  // the stage of `next` is free
+      bulk_stores_have_read<kBulkStores>();  // the stage for `next` is free
       load(next);
     }
   }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bulk copies between global and shared memory. One instruction of one thread copies many bytes
-// without registers. Hardware support starts with sm_90. These copies are not launched on older
-// devices. Addresses and sizes are multiples of 16 bytes.
+// Bulk copies between global and shared memory. A single instruction, executed by one thread,
+// copies many bytes without using registers. Hardware support starts with sm_90; these copies are
+// not used on older devices. Addresses and sizes must be multiples of 16 bytes.
 //
-// One thread makes all calls. A copy into shared memory has arrived when a phase of its barrier
-// ends. Copies out of shared memory complete in order.
+// All calls must come from the same thread. A copy into shared memory has arrived when a phase of
+// its barrier ends. Copies out of shared memory complete in order.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@
 
 namespace kvcache {
 
-// A barrier in shared memory. Each copy that uses it ends one of its phases, which are numbered
-// from 0.
+// A barrier in shared memory. Each copy that uses the barrier ends one of its phases, which are
+// numbered from 0.
 struct alignas(8) BulkBarrier {
   uint64_t state;
 };
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
 }
 #endif
 
-// Initializes barriers. Must be called before their first copy.
+// Initializes barriers. Must be called before the first copy that uses them.
 __device__ __forceinline__ void bulk_barriers_init(BulkBarrier* barriers, int count) {
   for (int i = 0; i < count; ++i) {
 #ifdef KV_HAS_BULK_COPY
@@ -44,7 +44,7 @@ __device__ __forceinline__ void bulk_barriers_init(BulkBarrier* barriers, int co
 #endif
 }
 
-// Starts to copy into shared memory. The phase of the barrier ends when all bytes have arrived.
+// Starts a copy into shared memory. The barrier's phase ends when all bytes have arrived.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t num_bytes,
                                           BulkBarrier* barrier) {
 #ifdef KV_HAS_BULK_COPY
@@ -62,7 +62,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
 #endif
 }
 
-// Waits for the end of the phase with this number. Only the lowest bit of the number is used.
+// Waits for the end of the phase with this number, of which only the lowest bit is used.
 __device__ __forceinline__ void bulk_wait(BulkBarrier* barrier, uint32_t phase) {
 #ifdef KV_HAS_BULK_COPY
   asm volatile(
@@ -79,7 +79,7 @@ __device__ __forceinline__ void bulk_wait(BulkBarrier* barrier, uint32_t phase) 
 #endif
 }
 
-// Starts to copy out of shared memory.
+// Starts a copy out of shared memory.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t num_bytes) {
 #ifdef KV_HAS_BULK_COPY
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(

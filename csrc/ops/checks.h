@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of op arguments, shared by CPU and CUDA code. Each error names the argument, the value and
-// the expected value, and is raised before any write.
+// Checks of op arguments, shared by CPU and CUDA code. Each error states the argument, its value
+// and the expected value. All checks precede the first write.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -66,8 +66,8 @@ inline void check_contiguous(const Tensor& t, const char* name) {
     fail(std::string(name) + " is not contiguous: expected a contiguous tensor");
 }
 
-// Checks that no two elements of a written tensor share memory. The stride of each dimension must
-// exceed the extent of all inner dimensions.
+// Checks that no two elements of a tensor to be written share memory. The stride of each dimension
+// must exceed the extent of all inner dimensions.
 inline void check_no_overlap(const Tensor& t, const char* name) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
   for (int64_t i = 0; i < t.dim(); ++i) {
@@ -85,7 +85,8 @@ inline void check_no_overlap(const Tensor& t, const char* name) {
   }
 }
 
-// Returns the bytes from the first element of a tensor to its last, or none for an empty tensor.
+// Returns the byte range from a tensor's first element to the end of its last element. The range is
+// empty for an empty tensor.
 struct ByteSpan {
   uintptr_t begin = 0, end = 0;
 
@@ -110,7 +111,7 @@ inline ByteSpan span_of(const Tensor& t) {
   fail(written + " shares memory with " + other + ": expected memory of its own");
 }
 
-// An argument of an op. It has no tensor if it is optional and not given.
+// An argument of an op. An optional argument that is not given has no tensor.
 struct NamedTensor {
   NamedTensor(const char* name, const Tensor& t) : name(name), tensor(&t) {}
   NamedTensor(const char* name, const std::optional<Tensor>& t)
@@ -120,8 +121,9 @@ struct NamedTensor {
   const Tensor* tensor;
 };
 
-// Checks that written tensors share no memory with read tensors, comparing the byte ranges they
-// span. Every op passes all of its tensors, except tensors that it copies before the first write.
+// Checks that written tensors share no memory with read tensors, by comparing the byte ranges that
+// they span. Every op passes all of its tensors, except those that it copies before the first
+// write.
 inline void check_disjoint(std::initializer_list<NamedTensor> written,
                            std::initializer_list<NamedTensor> read) {
   for (const NamedTensor& out : written) {
@@ -133,8 +135,8 @@ inline void check_disjoint(std::initializer_list<NamedTensor> written,
   }
 }
 
-// Returns the bytes of a tensor's storage, or none for an empty tensor. torch reports no address
-// for an empty tensor, so offsets have no base.
+// Returns the byte range of a tensor's storage, or an empty range for an empty tensor, for which
+// torch reports no address.
 inline ByteSpan storage_of(const Tensor& t) {
   if (t.numel() == 0) return {};
   int64_t offset = 0, bytes = 0;
@@ -149,8 +151,8 @@ inline ByteSpan storage_of(const Tensor& t) {
 
 using Owners = std::optional<std::vector<Tensor>>;
 
-// The memory that an op may access by offsets. It consists of the storages of an argument and of
-// `owners`, which are on the device of an argument. Adjacent storages count as one storage.
+// The memory that an op may access by offsets: the storages of an argument and of `owners`, which
+// must be on the argument's device. Adjacent storages count as one storage.
 class Reach {
  public:
   Reach(std::initializer_list<NamedTensor> arguments, const Owners& owners) {
@@ -175,7 +177,7 @@ class Reach {
     spans_.resize(last + 1);
   }
 
-  // Every memory contains an empty span.
+  // An empty span lies in any memory.
   bool holds(const ByteSpan& span) const {
     if (span.begin == span.end) return true;
     const auto after = std::upper_bound(

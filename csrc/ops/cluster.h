@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Clusters of thread blocks that run concurrently and read each other's shared memory. Hardware
-// support starts with sm_90. Clusters are not launched on older devices.
+// support starts with sm_90; clusters are not launched on older devices.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace kvcache {
 // Every device with clusters supports this size.
 constexpr int kMostClusterBlocks = 8;
 
-// Waits for all threads of the cluster. Their earlier writes to shared memory are visible
+// Waits for all threads in the cluster. Their earlier writes to shared memory are visible
 // afterwards.
 __device__ __forceinline__ void cluster_sync() {
 #ifdef KV_HAS_CLUSTERS
@@ -30,8 +30,8 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// Like cluster_sync, but does not order writes. A thread block must not exit while others read its
-// shared memory.
+// Like cluster_sync, but does not order writes. Use it before a thread block exits, because other
+// thread blocks may still read its shared memory.
 __device__ __forceinline__ void cluster_sync_before_end() {
 #ifdef KV_HAS_CLUSTERS
   __syncwarp();
@@ -44,8 +44,8 @@ __device__ __forceinline__ void cluster_sync_before_end() {
 #endif
 }
 
-// Reads from the shared memory of block `rank` of the cluster, at the offset of `shared` in this
-// thread block's memory.
+// Reads from the shared memory of the cluster's thread block `rank`, at the offset that `shared`
+// has in this thread block's memory.
 __device__ __forceinline__ uint4 load_of_cluster(const uint4* shared, uint32_t rank) {
 #ifdef KV_HAS_CLUSTERS
   const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -2,8 +2,8 @@
 // Copies with a device's copy engines, with many copies per call if the driver supports batches and
 // one copy per call otherwise.
 //
-// Requires only the CUDA runtime API, which must be included before this header (ops/device.h does
-// it; a test substitutes a scripted API).
+// Requires only the CUDA runtime API, which must be included before this header. ops/device.h
+// includes it; a test substitutes a scripted API.
 #pragma once
 
 #include <atomic>
@@ -18,14 +18,15 @@
 
 namespace kvcache {
 
-// The number of copies per call, far below the tens of thousands at which drivers have failed
-// (vllm-project/vllm#49276).
+// The maximum number of copies per call, far below the tens of thousands at which drivers have
+// failed (vllm-project/vllm#49276).
 constexpr size_t kMaxDescriptors = 4096;
 
 // KVCACHE_BATCH_COPIES=0 disables batched copies, for drivers that hang or fail in them.
 inline bool batches_switched_on() { return switched_on("KVCACHE_BATCH_COPIES", true); }
 
-// Whether the driver has rejected a batch as not supported. Later calls then send no batches.
+// Whether the driver has rejected a batch as unsupported, in which case later calls do not submit
+// batches.
 inline std::atomic<bool>& driver_has_no_batches() {
   static std::atomic<bool> has_none{false};
   return has_none;
@@ -33,15 +34,15 @@ inline std::atomic<bool>& driver_has_no_batches() {
 
 class CopyBatch {
  public:
-  // `batched`: whether the caller wants batches. `with_host`: one side is host memory. `settled`:
-  // the sources are host memory, and no work in flight writes to them.
+  // `batched`: whether the caller allows batches. `with_host`: whether one side is host memory.
+  // `settled`: whether the sources are host memory to which no work in flight writes.
   CopyBatch(cudaStream_t stream, bool batched, bool with_host, bool settled = false)
       : stream_(stream),
         with_host_(with_host),
         settled_(settled),
         batched_(batched && batches_switched_on() && batches_possible()),
         copies_(pooled()) {
-    copies_.clear();  // copies may be left over from an earlier failure
+    copies_.clear();  // an earlier failure may have left copies behind
   }
   CopyBatch(const CopyBatch&) = delete;
   CopyBatch& operator=(const CopyBatch&) = delete;
@@ -53,8 +54,8 @@ class CopyBatch {
     if (copies_.sizes.size() == kMaxDescriptors) flush();
   }
 
-  // Throws std::runtime_error, which identifies the copy that the runtime rejects. Earlier copies
-  // are launched.
+  // Throws std::runtime_error, whose message identifies the copy that the runtime rejected. The
+  // copies before it have been launched.
   void flush() {
     if (!flush_batched()) {
       for (size_t i = 0; i < copies_.sizes.size(); ++i) copy_one(i);
@@ -64,7 +65,7 @@ class CopyBatch {
   }
 
  private:
-  // Descriptors of copies in CUDA's format. CUDA has read them when its call returns.
+  // Copy descriptors in CUDA's format. CUDA has read the descriptors when its call returns.
   struct Descriptors {
     std::vector<void*> destinations;
     std::vector<const void*> sources;
@@ -77,7 +78,8 @@ class CopyBatch {
     }
   };
 
-  // Kept per thread, so that memory is allocated only once. A thread has only one batch at a time.
+  // One object per thread, so that memory is allocated only once. A thread uses only one batch at a
+  // time.
   static Descriptors& pooled() {
     static thread_local Descriptors descriptors;
     return descriptors;
@@ -110,8 +112,8 @@ class CopyBatch {
 #endif
   }
 
-  // Copies with one call. Returns false if the driver does not have this call, or rejects copies
-  // that single calls may accept.
+  // Submits all copies in one call. Returns false if the driver does not support this call, or if
+  // it rejects copies that single calls may accept.
   bool flush_batched() {
 #if CUDART_VERSION >= 12080
     auto& [destinations, sources, sizes] = copies_;
@@ -119,8 +121,8 @@ class CopyBatch {
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder =
         settled_ ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
-    // A hint available since CUDA 12.8. Without it, drivers of CUDA 13.1 and later may copy with
-    // kernels, which occupy multiprocessors that attention needs.
+    // A hint that is available since CUDA 12.8. Without it, drivers for CUDA 13.1 and later may
+    // copy with kernels, which occupy multiprocessors that attention needs.
     if (with_host_) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t from_first = 0;
 #if CUDART_VERSION >= 13000
@@ -138,8 +140,8 @@ class CopyBatch {
     const bool has_none =
         error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver;
     if (has_none) driver_has_no_batches() = true;
-    // These errors may be specific to the batch. For InvalidValue, single copies identify the
-    // rejected copy. Repeating copies of the batch is harmless.
+    // These errors may be specific to batches. For InvalidValue, repeating the copies one by one
+    // identifies the rejected copy. Copying twice is harmless.
     if (!has_none && error != cudaErrorStreamCaptureUnsupported && error != cudaErrorInvalidValue) {
       throw std::runtime_error("a batch of " + std::to_string(sizes.size()) +
                                " copies failed: " + cudaGetErrorString(error));

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A launch of the kernel that copies blocks, with the regions and pairs in its parameters and the
+// The parameters of a launch of the kernel that copies blocks, including regions and pairs, and the
 // division of work among warps.
 //
-// The page of each pair is divided into chunks, region by region. A warp copies one chunk at a
-// time, which has kUnroll vectors per lane with the width that the region allows. Regions and ids
-// share the parameter memory, so few regions leave space for many pairs. Ids on the device take no
-// space.
+// Each pair's page is divided into chunks, region by region. A warp copies one chunk at a time. A
+// chunk has kUnroll vectors per lane, which are as wide as the region allows. Regions and ids share
+// the parameter memory, so the fewer regions there are, the more pairs fit. Ids on the device take
+// no space.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace kvcache {
 
-constexpr int kCopyUnroll = 8;  // loads in flight per thread
+constexpr int kCopyUnroll = 8;  // number of loads in flight per thread
 
 KV_HOST_DEVICE constexpr int64_t copy_chunk_bytes(int64_t vector_bytes) {
   return 32 * kCopyUnroll * vector_bytes;
@@ -29,7 +29,7 @@ struct CopyPair {
   int32_t source, destination;
 };
 
-// The fixed part of the parameters. Regions and pairs follow it.
+// The fixed part of the parameters, followed by the regions and pairs.
 struct CopyHead {
   const char* source;
   char* destination;
@@ -38,7 +38,7 @@ struct CopyHead {
   FastDivisor page_chunks;    // chunks per page
   FastDivisor region_chunks;  // chunks per region; divisor 0 if the regions differ
   uint32_t num_regions;
-  uint32_t num_tasks;  // pairs times chunks per page, below 2^31
+  uint32_t num_tasks;  // number of pairs times chunks per page, below 2^31
 };
 
 template <size_t kBytes>
@@ -51,7 +51,7 @@ struct CopyLaunch {
   CopyHead head;
   int64_t words[kWords];
 
-  // Whether this many regions and pairs fit. Pairs on the device count as 0.
+  // Returns whether this many regions and pairs fit. Pairs on the device count as 0.
   static constexpr bool holds(int64_t num_regions, int64_t num_pairs) {
     return num_regions * kRegionWords + num_pairs <= kWords;
   }
@@ -89,7 +89,7 @@ struct CopyLaunch {
   }
 };
 
-// Returns a region with the widest vectors that its addresses, strides and size allow.
+// Creates a region with the widest vectors that its addresses, strides and size allow.
 struct VectorRegion {
   CopyRegion region;
   int64_t vector_bytes;
@@ -126,12 +126,11 @@ struct CopyShare {
   }
 };
 
-// Calls f(share) for consecutive shares of a copy, each as large as the parameters of a launch
-// allow.
+// Calls f(share) for consecutive shares of a copy, each as large as a launch's parameters allow.
 template <size_t kBytes, class F>
 void for_each_share(const BlockCopy& c, const std::vector<VectorRegion>& regions, F&& f) {
   using Launch = CopyLaunch<kBytes>;
-  // At least half of the parameters is reserved for pairs, if they are passed there.
+  // If pairs are passed in the parameters, at least half of the space is reserved for them.
   const int64_t most_regions = Launch::kWords / Launch::kRegionWords / (c.pairs_on_cpu ? 2 : 1);
   const auto num_regions = static_cast<int64_t>(regions.size());
   for (int64_t region = 0; region < num_regions; region += most_regions) {

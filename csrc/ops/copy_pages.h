@@ -10,12 +10,13 @@ namespace kvcache {
 
 constexpr int32_t kCleared = -1;  // source id that fills the destination with zeros
 
-// A region on both sides. It is a row of the op's table, which is passed to a kernel unchanged.
+// A region on both sides. This struct is a row in the op's table, which is passed to a kernel
+// unchanged.
 struct CopyRegion {
-  // Offset of page 0 in the tensor and distance between pages, in bytes.
+  // The offset of page 0 in the tensor, and the distance between pages, in bytes.
   int64_t source, source_stride;
   int64_t destination, destination_stride;
-  int64_t num_bytes;  // per page
+  int64_t num_bytes;  // bytes per page
 
   // Whether consecutive pages are contiguous on both sides.
   bool is_dense() const { return source_stride == num_bytes && destination_stride == num_bytes; }
@@ -24,12 +25,12 @@ constexpr int64_t kRegionFields = 5;
 static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
 
 // The engine that copies between a device and the host. kSingle is the copy engine with one call
-// per fragment. kBatchOfSettled is kBatch for a source to which no work in flight writes. The
-// source may be read immediately, before earlier work of the stream has run.
+// per fragment. kBatchOfSettled is kBatch for a source to which no work in flight writes, so that
+// the source may be read immediately, before earlier work in the stream has run.
 enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2, kBatchOfSettled = 3 };
 
 struct BlockCopy {
-  const char* source;  // nullptr if only zeros are written
+  const char* source;  // nullptr if the call only writes zeros
   char* destination;
   const CopyRegion* regions;  // on the CPU
   int64_t num_regions;
@@ -38,8 +39,8 @@ struct BlockCopy {
   int64_t num_pairs;
   int64_t num_sources, num_destinations;  // pages
   CopyEngine engine;
-  int64_t pages_per_run;      // number of host pages pinned with one call; 0: all
-  int64_t num_thread_blocks;  // thread blocks of the kernel; 0: chosen by direction
+  int64_t pages_per_run;      // number of host pages pinned per call; 0: all pages
+  int64_t num_thread_blocks;  // number of thread blocks; 0: chosen by direction
   bool within;                // whether both sides share pages
 
   const char* from(const CopyRegion& r, int64_t page) const {
@@ -55,7 +56,7 @@ struct BlockCopy {
   }
 };
 
-// Whether both ids of a pair are in range.
+// Returns whether both ids in a pair are in range.
 KV_HOST_DEVICE bool is_bad_pair(int32_t source, int32_t destination, int64_t num_sources,
                                 int64_t num_destinations) {
   return source < kCleared || source >= num_sources || destination < 0 ||

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Helpers for all .cu files, for nvcc and for the emulation: launches on torch's current stream,
-// the device guard, and the search for invalid values in device memory.
+// Helpers for all .cu files, both with nvcc and under emulation: launches on torch's current
+// stream, the device guard, and the search for invalid values in device memory.
 #pragma once
 
 #ifdef __CUDACC__
@@ -36,12 +36,12 @@
     ::kvcache::launch_clusters((kernel), grid, block, shared_bytes, stream, cluster, __VA_ARGS__); \
   } while (0)
 #define KV_CUDA_CHECK(call) STD_CUDA_CHECK(call)
-// Registers `function` as the CUDA implementation of the op, or as the emulated one.
+// Registers `function` as the op's CUDA implementation or, in the emulation, as its emulated one.
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
 #elif defined(KVCACHE_GPULESS)
-// The runtime without a GPU launches kernels by name, so this build only registers them. `kernel`
-// must therefore be a constant, not a variable.
+// The CUDA runtime for machines without a GPU launches kernels by name, so this build only
+// registers the kernels. Therefore, `kernel` must be a constant, not a variable.
 #include "emul/runtime/bind.h"
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (void)::kvcache::gpuless::Registered<(kernel)>::done
@@ -112,7 +112,7 @@ __global__ void first_bad_kernel(Bad bad, int64_t n, unsigned long long* first) 
   if (i < n && bad(i)) atomicMin(first, static_cast<unsigned long long>(i));
 }
 
-// Owns a number in device memory.
+// A number in device memory that is freed with this object.
 class DeviceNumber {
  public:
   DeviceNumber() { KV_CUDA_CHECK(cudaMalloc(&memory_, sizeof(unsigned long long))); }
@@ -125,7 +125,7 @@ class DeviceNumber {
   void* memory_ = nullptr;
 };
 
-// The checked mode waits for the device, which is not allowed during a capture.
+// The checked mode waits for the device, which is not possible during a capture.
 inline void check_not_capturing([[maybe_unused]] cudaStream_t stream) {
 #ifdef __CUDACC__
   cudaStreamCaptureStatus capture{};
@@ -155,7 +155,7 @@ int64_t first_bad_on_device(const Bad& bad, int64_t n, cudaStream_t stream) {
   return found == ~0ull ? -1 : static_cast<int64_t>(found);
 }
 
-// Returns one value of a device array, for an error message. Synchronizes.
+// Returns one value from a device array, for an error message. Synchronizes.
 template <class T>
 T fetch(const T* device_pointer, cudaStream_t stream) {
   T value;

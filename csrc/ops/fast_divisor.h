@@ -18,8 +18,8 @@ struct FastDivisor {
 };
 
 // With 2^s >= d, magic = ceil(2^(31 + s) / d) fits into 32 bits. magic / 2^(31 + s) exceeds 1 / d
-// by less than 2^-(31 + s). Multiplied by a dividend below 2^31, this error never reaches the next
-// multiple.
+// by less than 2^-(31 + s). Even after multiplication by a dividend below 2^31, this error is too
+// small for the quotient to reach the next integer.
 inline FastDivisor fast_divisor(int64_t divisor) {
   uint32_t bits = 0;
   while ((int64_t{1} << bits) < divisor) ++bits;

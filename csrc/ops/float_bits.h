@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bits of float32 numbers.
+// Access to the bits of float32 numbers.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A list of all kernels of this library, so that they can be loaded in advance. CUDA loads a kernel
-// at its first launch, which older drivers do not support during a graph capture.
+// A list of all kernels in this library, so that they can be loaded in advance. Otherwise, CUDA
+// loads a kernel at its first launch, which older drivers do not support during a graph capture.
 #pragma once
 
 #include <vector>
@@ -18,7 +18,7 @@ struct ListedKernel {
       (kernel_list().push_back(reinterpret_cast<const void*>(kKernel)), true);
 };
 
-// Using this template adds the kernel to the list when the library is loaded.
+// If this template is used, the kernel is added to the list when the library is loaded.
 template <auto kKernel>
 void list_kernel() {
   (void)&ListedKernel<kKernel>::listed;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ids for a kernel, in device memory or passed by the host in the launch parameters.
+// Ids for a kernel, which are in device memory or are passed by the host in the launch parameters.
 //
-// The launch copies its parameters. Therefore, no buffer has to outlive the call, no copy has to
-// complete first, and a captured graph keeps the ids with which it was captured. The size of
-// parameters is limited, so a call with more ids needs several launches.
+// A launch copies its parameters. Therefore, no buffer must outlive the call, no copy must complete
+// first, and a captured graph keeps the ids with which it was captured. Because the size of the
+// parameters is limited, a call with many ids needs several launches.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,7 +17,7 @@
 #include "ops/host_device.h"
 
 #ifdef __CUDACC__
-// Keeps a struct in parameter memory, although it is indexed at run time.
+// Keeps a struct in parameter memory even if it is indexed at run time.
 #define KV_PARAMETER __grid_constant__ const
 #else
 #define KV_PARAMETER const
@@ -25,8 +25,8 @@
 
 namespace kvcache {
 
-// Every driver accepts kSmallParameterBytes. With CUDA 12.1 and its driver (R530) or later, the
-// limit is 32,764 bytes on sm_70 and newer.
+// Every driver accepts kSmallParameterBytes. From CUDA 12.1 and its driver (R530) on, the limit is
+// 32,764 bytes on sm_70 and newer.
 constexpr size_t kSmallParameterBytes = 4096;
 #if defined(__CUDACC__) && CUDART_VERSION < 12010
 constexpr size_t kLargeParameterBytes = kSmallParameterBytes;
@@ -34,7 +34,7 @@ constexpr size_t kLargeParameterBytes = kSmallParameterBytes;
 constexpr size_t kLargeParameterBytes = 32760;
 #endif
 
-// Whether the driver accepts the larger size. KVCACHE_SMALL_PARAMETERS=1 disables it.
+// Returns whether the driver accepts the larger size. KVCACHE_SMALL_PARAMETERS=1 disables its use.
 inline bool takes_large_parameters() {
 #ifdef __CUDACC__
   static const bool by_driver = [] {
@@ -48,8 +48,8 @@ inline bool takes_large_parameters() {
   return by_driver && !switched_on("KVCACHE_SMALL_PARAMETERS");
 }
 
-// Whether the ids are on the host. Under emulation, all ids are on the host, and
-// KVCACHE_EMUL_DEVICE_IDS=1 treats them as device ids.
+// Returns whether the ids are on the host. Under emulation, all ids are on the host; with
+// KVCACHE_EMUL_DEVICE_IDS=1, they are treated as device ids.
 inline bool ids_on_host(const Tensor& ids) {
 #ifdef __CUDACC__
   return ids.is_cpu();
@@ -58,7 +58,7 @@ inline bool ids_on_host(const Tensor& ids) {
 #endif
 }
 
-// Up to `kCapacity` ids for one launch.
+// At most `kCapacity` ids for one launch.
 template <int kCapacity>
 struct LaunchIds {
   const int32_t* on_device;  // ids on the device; nullptr: the ids are in `values`
@@ -69,8 +69,8 @@ struct LaunchIds {
   }
 };
 
-// Returns the int32 ids [first, first + n) for one launch. `is_cpu`: whether the tensor of ids is
-// on the CPU.
+// Returns the int32 ids [first, first + n) for one launch. `is_cpu` states whether the tensor of
+// ids is on the CPU.
 template <int kCapacity>
 LaunchIds<kCapacity> launch_ids(const int32_t* ids, bool is_cpu, int64_t first, int64_t n) {
   LaunchIds<kCapacity> taken{};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device addresses of pinned host memory. On most systems, they are equal to the host addresses. On
-// others (WSL, sgl-project/sglang#40232), each pinned range has a different device address.
+// Device addresses of pinned host memory. On most systems, they equal the host addresses. On some
+// systems (WSL, sgl-project/sglang#40232), each pinned range is mapped to a different device
+// address.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@
 
 namespace kvcache {
 
-// Queries the driver for shift_to_device.
+// Queries the driver. See shift_to_device.
 inline std::optional<int64_t> ask_shift_to_device(const char* host) {
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, host);
@@ -33,15 +34,15 @@ inline std::optional<int64_t> shift_to_device(int32_t device, const char* host) 
   return PinnedRanges::instance().shift(device, host, ask_shift_to_device);
 }
 
-// Kernels cannot access memory that is not pinned.
+// Throws an error, because kernels cannot access memory that is not pinned.
 [[noreturn]] inline void fail_pageable(const std::string& name) {
   fail(name +
        " is host memory that is not pinned: expected pinned memory for engine 0 (kernel), or "
        "engine 1 (copy engine)");
 }
 
-// Calls copy(part) for parts of `c` whose host side, source or destination, is given by device
-// addresses.
+// Splits `c` into parts whose host side (source or destination) is expressed by device addresses,
+// and calls copy(part) for each.
 template <class Copy>
 void with_mapped_host(const BlockCopy& c, bool is_source, int32_t device, Copy&& copy) {
   const std::string name = is_source ? "src" : "dst";
@@ -62,8 +63,8 @@ void with_mapped_host(const BlockCopy& c, bool is_source, int32_t device, Copy&&
     return is_source ? r.source + page * r.source_stride
                      : r.destination + page * r.destination_stride;
   };
-  // Each region may be separate memory (`Pages.over`). Regions that are not pinned are rejected,
-  // because a kernel that reads them would break the CUDA context of the process.
+  // Each region may be in separate memory (`Pages.over`). Regions that are not pinned are rejected,
+  // because a kernel that accesses them would break the process's CUDA context.
   bool is_one_range = true;
   for (int64_t i = 0; i < c.num_regions; ++i) {
     const std::optional<int64_t> of_region =

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Determines how many thread blocks of a kernel can be resident on a device. A grid of this size,
-// whose blocks loop over their tasks, has no half-empty last wave.
+// Determines how many of a kernel's thread blocks can be resident on a device. If a grid has this
+// size and its thread blocks loop over tasks, there is no half-empty last wave.
 #pragma once
 
 #include <array>
@@ -11,8 +11,8 @@
 
 namespace kvcache {
 
-// Returns the number of resident thread blocks of `kKernel` with kThreads threads and without
-// dynamic shared memory, which is at least 1. Queried once per kernel and device.
+// Returns the number of resident thread blocks, at least 1, for `kKernel` with kThreads threads and
+// without dynamic shared memory. The device is queried once per kernel.
 template <auto kKernel, int kThreads>
 int64_t resident_blocks(const OnDevice& device) {
   static std::array<std::atomic<int32_t>, 64> known{};  // indexed by device; 0: not queried yet

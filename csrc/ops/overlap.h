@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests exactly whether two written tensors share memory. K and V may be columns, heads or halves
-// of the pages of one tensor. In this case, the byte ranges that they span overlap, but no elements
-// overlap.
+// Determines exactly whether two tensors that an op writes share memory. K and V may be columns,
+// heads or halves of the pages in one tensor. The byte ranges that they span then overlap, although
+// no elements do.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -15,21 +15,22 @@
 
 namespace kvcache {
 
-// A dimension in which a distance can grow by `stride` times a number from `least` to `most`.
+// A dimension that can add `stride` times any number from `least` to `most` to a distance.
 struct Steps {
   int64_t stride, least, most;
 };
 
 constexpr int64_t floor_divide(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
-// Whether `distance` plus steps in the dimensions from steps[i] on can be in the range from `least`
-// to `most`. Strides are in descending order. If strides nest, as in tensors, only a few multiples
-// of each are possible. Otherwise `budget` bounds the search, and an exhausted budget returns true.
+// Returns whether `distance` plus steps in dimensions steps[i] and later can lie between `least`
+// and `most`. Strides are in descending order. If strides nest, as in tensors, only a few multiples
+// of each stride need to be tried. Otherwise, `budget` bounds the search; when it is exhausted, the
+// result is true.
 inline bool can_reach(const std::vector<Steps>& steps, size_t i, int64_t distance, int64_t least,
                       int64_t most, int64_t& budget) {
   if (--budget < 0) return true;
   if (i == steps.size()) return least <= distance && distance <= most;
-  // The range minus the contribution of later steps.
+  // The range that must be reached before the later steps contribute.
   const int64_t wanted_least = least, wanted_most = most;
   for (size_t j = i + 1; j < steps.size(); ++j) {
     least -= steps[j].most * steps[j].stride;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch's parallel_for, also usable in forked processes.
+// A version of torch's parallel_for that also works in forked processes.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace kvcache {
 
-// A forked process inherits torch's thread pool without its threads, so waiting for the threads
-// would hang. In forked processes, the calling thread therefore does all the work.
+// A forked process inherits torch's thread pool but not the pool's threads, so waiting for these
+// threads would hang. Therefore, in forked processes, the calling thread does all the work.
 template <typename Function>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Function& function) {
   static const pid_t first_user = getpid();

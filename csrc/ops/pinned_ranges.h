@@ -9,9 +9,9 @@
 
 namespace kvcache {
 
-// Caches the result of the driver query for each pinned range while the range is registered. A
-// query takes about a microsecond, and a copy may have a hundred regions. Memory pinned by other
-// libraries is not cached, because its unpinning is not reported.
+// Caches the result of the driver query for each pinned range as long as the range is registered. A
+// query takes about a microsecond, and a copy may have a hundred regions. Results for memory that
+// other libraries pinned are not cached, because this library would not learn of its unpinning.
 class PinnedRanges {
  public:
   static PinnedRanges& instance() {
@@ -31,8 +31,8 @@ class PinnedRanges {
   }
 
   // Returns the result of ask(host), which is the device address of `host` minus the host address,
-  // or nullopt without a device address. `ask` is called once per range and device, and for every
-  // address outside all ranges.
+  // or nullopt if there is no device address. `ask` is called only once per range and device, but
+  // every time for addresses outside all ranges.
   template <class Ask>
   std::optional<int64_t> shift(int32_t device, const char* host, Ask&& ask) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -48,11 +48,11 @@ class PinnedRanges {
  private:
   struct Range {
     const char* end;
-    std::map<int32_t, int64_t> shifts;  // shifts by device
+    std::map<int32_t, int64_t> shifts;  // shift for each device
   };
 
   std::mutex mutex_;
-  std::map<const char*, Range> ranges_;  // keyed by first byte
+  std::map<const char*, Range> ranges_;  // keyed by the range's first byte
 };
 
 }  // namespace kvcache

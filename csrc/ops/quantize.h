@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions between fp8 and the dtypes of tokens. The results are bitwise equal to PyTorch's,
+// Conversions between fp8 and the dtypes of K and V. The results are bitwise equal to PyTorch's,
 // except for the sign of NaN.
 //
-// An fp8 value is token / scale. Every branch selects between two numbers, so that compilers can
-// vectorize loops. From compute capability 8.9 on, each conversion is one instruction.
+// An fp8 value is the original value divided by the scale. Conditions only select between two
+// numbers, so that compilers can vectorize loops. From compute capability 8.9 on, each conversion
+// is one instruction.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -23,15 +24,15 @@ namespace kvcache {
 
 constexpr uint32_t kFloatMantissa = 23, kFloatBias = 127, kFloatInfinity = 0xFFu << kFloatMantissa;
 
-// Returns a if `condition` is true, otherwise b, without a branch.
+// Returns a if `condition` is true and b otherwise, without a branch.
 KV_HOST_DEVICE uint32_t choose(bool condition, uint32_t a, uint32_t b) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (a & mask) | (b & ~mask);
 }
 
-// A floating-point format stored in `Bits`: a sign, an exponent and `mantissa` bits. Magnitudes
-// from `special` on are infinite or NaN. Values above `most` (the bits of a float) become `most`.
-// NaN becomes `nan`.
+// A floating-point format stored in `Bits`: a sign, an exponent and `mantissa` bits. Magnitudes of
+// `special` and above are infinite or NaN. Values above `most` (the bits of a float) become `most`,
+// and NaN becomes `nan`.
 template <class Bits, uint32_t mantissa, uint32_t bias, uint32_t special, uint32_t most,
           uint32_t nan>
 struct SmallFloat {
@@ -48,7 +49,7 @@ struct SmallFloat {
     const uint32_t finite = choose(magnitude < most, magnitude, most);
     const uint32_t odd = finite >> kDropped & 1;
     const uint32_t normal = (finite - kRebias + odd + (1u << (kDropped - 1)) - 1) >> kDropped;
-    // Adding a float whose last bit is one subnormal step rounds to multiples of this step.
+    // Adding a float whose last bit equals one subnormal step rounds to a multiple of this step.
     constexpr uint32_t kSteps = kStep + (kFloatMantissa << kFloatMantissa);
     const uint32_t subnormal = bits_of(float_of(finite) + float_of(kSteps)) - kSteps;
     const uint32_t number = choose(finite < kSmallestNormal, subnormal, normal);
@@ -78,7 +79,7 @@ KV_HOST_DEVICE float widen(c10::Half x) {
 #if defined(__CUDA_ARCH__)
   return static_cast<float>(x);
 #else
-  return IeeeHalf::decode(x.x);  // torch's conversion has a branch
+  return IeeeHalf::decode(x.x);  // torch's own conversion has a branch
 #endif
 }
 
@@ -124,7 +125,7 @@ KV_HOST_DEVICE void quantize(Element x, float scale, uint8_t& out) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   out = static_cast<uint8_t>(encode_pair<Format>(quotient, 0.0f));
 #else
-  out = Format::encode(quotient);  // not in pairs, which would prevent vectorization
+  out = Format::encode(quotient);  // one by one, because pairs would prevent vectorization
 #endif
 }
 

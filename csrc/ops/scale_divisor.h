@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divides by a scale without a division per element, for values that are converted to fp8.
+// Divides values by a scale before they are converted to fp8, without a division per element.
 //
-// The result must yield the same fp8 code as a true division. The code changes only at quotients M
-// with at most 5 significant bits, halfway between two codes. For 16-bit elements, correct rounding
-// near these M is therefore sufficient. float32 elements take one more correction, which gives the
-// true quotient. The proofs are below; tests/ops/test_fp8_exact.py checks them.
+// The result must be converted to the same fp8 code as the result of a true division. The code
+// changes only at quotients M with at most 5 significant bits, halfway between two codes.
+// Therefore, for 16-bit elements, it suffices to round correctly near these M. For float32
+// elements, one additional correction yields the true quotient. The proofs are below;
+// tests/ops/test_fp8_exact.py checks them.
 #pragma once
 
 #include <cmath>
@@ -53,9 +54,9 @@ class ScaleDivisor {
 
   KV_HOST_DEVICE float scale() const { return scale_; }
 
-  // Whether the proofs hold for this scale, so that no intermediate value overflows or becomes
-  // subnormal. They do not hold for zero, infinity, NaN or a negative scale, for which the caller
-  // uses a true division.
+  // Returns whether the proofs hold for this scale, that is, whether no intermediate value
+  // overflows or becomes subnormal. They do not hold for zero, infinity, NaN or a negative scale,
+  // for which the caller uses a true division.
   KV_HOST_DEVICE bool is_exact() const {
     return bits_of(scale_) - kSmallest <= kLargest - kSmallest;
   }
@@ -65,8 +66,7 @@ class ScaleDivisor {
   KV_HOST_DEVICE float divide(float x) const {
     const float quotient = fused(x, high_, x * low_);
     if constexpr (std::is_same_v<Element, float>) {
-      // The remainder is negated, so that a remainder of zero adds a zero that keeps the quotient's
-      // sign.
+      // The remainder is negated so that, if it is zero, adding it preserves the quotient's sign.
       const float minus_rest = fused(scale_, quotient, -x);
       const float corrected = fused(minus_rest, -nearest_, quotient);
       return fabsf(quotient) < kBeyondFp8 ? corrected : quotient;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The schema of every op. The library of the real ops and the library of the emulated kernels are
-// both defined from these schemas. Mutated arguments are marked, and no op returns an alias.
+// The schemas of all ops. Both the library of the real ops and the library of the emulated kernels
+// use these schemas. Mutated arguments are marked, and no op returns an alias.
 #pragma once
 
 namespace kvcache {

@@ -9,15 +9,15 @@ namespace kvcache {
 namespace {
 
 constexpr unsigned kThreads = 256;
-// Maximum entries of query_start_loc in shared memory, per thread block.
+// Maximum number of query_start_loc entries in shared memory, per thread block.
 constexpr unsigned kStarts = 4 * kThreads;
 
 // Finds requests like SlotMapping::request_of, with every `step`-th entry of query_start_loc in
-// shared memory. These entries are loaded at once. A search in device memory would wait for one
-// entry after another.
+// shared memory. These entries are all loaded at once, whereas a search in device memory would wait
+// for each entry in turn.
 class RequestFinder {
  public:
-  // Must be called by all threads of the block.
+  // Must be called by all threads in the thread block.
   __device__ RequestFinder(const SlotMapping& m, int32_t* starts) : m_(m), starts_(starts) {
     step_ = static_cast<uint32_t>((m.num_requests + kStarts - 1) / kStarts);
     if (step_ > 0) end_ = m.query_start[m.num_requests];
@@ -44,8 +44,8 @@ class RequestFinder {
   int32_t end_ = 0;
 };
 
-// Uses one thread per output entry of a group (y). The tokens come first, followed by the entries
-// after the last token. Parallelism over tokens makes long and short requests equally fast.
+// Runs one thread per output entry (x) and group (y): first the tokens, then the entries after the
+// last token. Because the work is divided by token, long and short requests are equally fast.
 template <class Slot, bool kByRequest>
 __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMapping m) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMappin
   const int g = static_cast<int>(blockIdx.y);
   int64_t slot = kNoSlot;
   if (row >= 0 && !m.bad_row(row) && !m.outside(position)) {
-    // Only the row length of this group is checked, because other groups may hold a block for the
+    // Only this group's row length is checked, because other groups may hold a block for the
     // position. The entry is loaded before the length is compared, so that both loads overlap.
     const int64_t num_held = m.counts == nullptr ? INT64_MAX : m.num_held(g, row);
     slot = m.slot(g, row, position);
@@ -83,7 +83,7 @@ void check_values(const SlotMapping& m, cudaStream_t stream) {
   if (i < 0) return;
   int64_t at = i;
   if (m.query_start != nullptr) {
-    at = 0;  // on the host, the request of token i must be found again
+    at = 0;  // on the host, token i's request must be found again
     while (at + 1 < m.num_requests && fetch(m.query_start + at + 1, stream) <= i) ++at;
   }
   fail_slot_mapping(m, i, fetch(m.rows + at, stream), fetch(m.positions + i, stream));

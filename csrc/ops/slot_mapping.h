@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Computes the slot of each token's KV in the paged cache, for all groups in one call.
 //
-// Rows are given per token, or per request with the start index of each request's tokens. Row -1 is
-// a dummy request. Tokens of dummy requests, tokens on another context-parallel rank, and entries
-// after the last token get slot -1, which every reader and writer skips.
+// Rows are given per token, or per request together with the start index of each request's tokens.
+// Row -1 denotes a dummy request. Slot -1, which every reader and writer skips, is assigned to
+// tokens in dummy requests, tokens on another context-parallel rank, and entries after the last
+// token.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -73,8 +74,8 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
   return m;
 }
 
-// Throws the error of token i. The row and the position are arguments, because they may be on a
-// device.
+// Throws the error for token i. The row and the position are passed as arguments, because the
+// arrays may be on a device.
 [[noreturn]] inline void fail_slot_mapping(const SlotMapping& m, int64_t i, int32_t row,
                                            int64_t position) {
   fail(wrong_token(m, i, row, position));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies scattered fragments that together exceed the CPU caches.
+// Copies scattered fragments whose total size exceeds the CPU caches.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace kvcache {
 
-// A call that writes at least this number of bytes would evict its own output from the caches.
+// If a call writes at least this many bytes, it would evict its own output from the caches.
 constexpr int64_t kStreamedBytes = int64_t{4} << 20;
 
 #if defined(__SSE2__)
@@ -36,9 +36,9 @@ inline void line(char* to, const char* from) {
 
 }  // namespace stream
 
-// Copies like memcpy, but bypasses the caches, so that a line that is completely overwritten is not
-// read first. glibc's memcpy does this only for copies of many megabytes. Call `stream_done` before
-// other threads read the result.
+// Copies like memcpy, but bypasses the caches, so that cache lines that are completely overwritten
+// are not read first. glibc's memcpy does this only for copies of many megabytes. Call
+// `stream_done` before other threads read the result.
 inline void stream_copy(char* to, const char* from, int64_t n) {
   using namespace stream;
   const int64_t head = -reinterpret_cast<intptr_t>(to) & 15;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops for streams, events, pinning and kernel loading that torch lacks. They provide polling and
-// pinning that do not disturb captures, separate streams, and loading of all kernels before a
+// Ops for streams, events, pinning and kernel loading that torch does not provide: polling and
+// pinning without invalidating captures, separate streams, and loading all kernels before a
 // capture.
 //
 // These ops take no tensors, so they have no device dispatch key. Only the CUDA library contains
-// them. Handles of events and streams are their addresses.
+// them. Events and streams are identified by their addresses.
 #include "ops/device.h"
 #include "ops/pinned_ranges.h"
 
@@ -13,10 +13,10 @@
 namespace kvcache {
 namespace {
 
-// While this object exists, calls of the current thread do not invalidate captures of any thread.
+// While this object exists, the current thread's calls do not invalidate any thread's captures.
 //
-// The thread-local mode would not suffice, because a capturing thread may also poll. The guarded
-// calls do not affect captured work.
+// The thread-local capture mode would not suffice, because a capturing thread may also poll. The
+// guarded calls do not affect captured work.
 class OutsideCapture {
  public:
   OutsideCapture() { exchange(); }
@@ -61,7 +61,7 @@ int64_t host_unregister(int64_t device, int64_t address) {
   return error;
 }
 
-// Whether all work recorded by an event is done.
+// Returns whether all work that an event records has finished.
 bool event_query(int64_t event) {
   const OutsideCapture outside;
   const cudaError_t error = cudaEventQuery(reinterpret_cast<cudaEvent_t>(event));
@@ -73,8 +73,8 @@ bool event_query(int64_t event) {
   return true;
 }
 
-// Creates a stream of the highest priority that does not wait for the null stream. Its launches are
-// small, so other streams continue to compute.
+// Creates a stream that has the highest priority and does not wait for the null stream. Launches on
+// it are small, so other streams continue to compute.
 int64_t stream_create(int64_t device) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -85,7 +85,7 @@ int64_t stream_create(int64_t device) {
   return reinterpret_cast<int64_t>(stream);
 }
 
-// Waits until all work in the stream is done, or the device has failed.
+// Waits until all work in the stream has finished, or the device has failed.
 void stream_synchronize(int64_t device, int64_t stream) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -102,7 +102,7 @@ void stream_destroy(int64_t device, int64_t stream) {
   }
 }
 
-// Loads every kernel of this library on the device, and returns their number.
+// Loads all of this library's kernels on the device, and returns their number.
 int64_t load_kernels(int64_t device) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -119,8 +119,8 @@ int64_t compiled_version() { return CUDART_VERSION; }
 
 int64_t driver_version() {
   int version = 0;
-  // Without a driver, the call succeeds with version 0, but torch's check of any result throws,
-  // because it initializes the device.
+  // Without a driver, the call succeeds and reports version 0. torch's error check is not used,
+  // because it initializes the device and would throw.
   const cudaError_t error = cudaDriverGetVersion(&version);
   if (error != cudaSuccess) KV_CUDA_CHECK(error);
   return version;

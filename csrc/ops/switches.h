@@ -8,8 +8,8 @@
 
 namespace kvcache {
 
-// Whether a variable is on, or `otherwise` if it is unset or empty. The values 0, false, off and
-// no, in upper or lower case, turn it off. Any other value turns it on.
+// Returns whether a variable is on, or `otherwise` if the variable is unset or empty. The values 0,
+// false, off and no, in upper or lower case, mean off. Any other value means on.
 inline bool switched_on(const char* name, bool otherwise = false) {
   const char* value = std::getenv(name);
   if (value == nullptr || value[0] == '\0') return otherwise;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the cache groups of a worker's tables from op arguments.
+// Reads the cache groups of block tables from op arguments.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -12,7 +12,7 @@
 
 namespace kvcache {
 
-// Checks and reads the argument `groups`, int64[num_groups, kNumFields] on the CPU.
+// Validates and reads the argument `groups`, int64[num_groups, kNumFields] on the CPU.
 inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, int64_t num_rows) {
   check_dim(tables, "tables", 1, "[entries of all tables]");
   check_dtype(tables, "tables", {ScalarType::Int});
@@ -65,7 +65,8 @@ inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, in
   return out;
 }
 
-// Checks the argument `num_blocks_per_row`, the number of entries of each row in each group.
+// Checks the argument `num_blocks_per_row`, which contains the number of entries in each row of
+// each group.
 inline void check_counts(const Tensor& counts, const TableGroups& groups, const Tensor& tables) {
   check_dim(counts, "num_blocks_per_row", 2, "[num_groups, num_rows]");
   check_dtype(counts, "num_blocks_per_row", {ScalarType::Int});

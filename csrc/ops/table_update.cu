@@ -10,10 +10,10 @@ namespace {
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 constexpr unsigned kWarps = 8;  // per thread block
 constexpr unsigned kUpdateBlocks = 64;
-constexpr int32_t kShort = 4;  // segments up to this length are written by one lane
+constexpr int32_t kShort = 4;  // maximum length of segments that one lane writes
 constexpr unsigned kGatherThreads = 128;
 
-// Copies ids with a warp, with several loads before the first store.
+// Copies ids with a whole warp, issuing several loads before the first store.
 __device__ __forceinline__ void copy_by_warp(int32_t* to, const int32_t* from, int32_t length,
                                              int32_t lane) {
   constexpr int32_t kLoads = 4;
@@ -30,10 +30,10 @@ __device__ __forceinline__ void copy_by_warp(int32_t* to, const int32_t* from, i
   }
 }
 
-// The kernel reads the number of segments, and the grid size does not depend on it, so a captured
-// graph serves every step. All warps get equal numbers of segments. A warp takes up to 32 at once,
-// one per lane. Short segments are written by a single lane (a decode step appends one id to a
-// row). Long segments are written by the whole warp, one after another.
+// The kernel itself reads the number of segments, and the grid size does not depend on that number,
+// so a captured graph serves every step. All warps process equal numbers of segments, up to 32 at
+// once, one per lane. A single lane writes a short segment (a decode step appends one id to a row).
+// The whole warp writes long segments, one after another.
 __global__ void __launch_bounds__(kWarps * 32) update_kernel(const TableUpdate u) {
   if (u.bad_count()) return;  // see checked_mode
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kWarps * 32) update_kernel(const TableUpdate u
   }
 }
 
-// Returns four ids of the output row, starting at column c.
+// Returns four ids in the output row, starting at column c.
 __device__ __forceinline__ int4 shown(const GatheredRow& row, int32_t c) {
   if (c + 3 < row.hidden) return int4{0, 0, 0, 0};
   int4 ids = *reinterpret_cast<const int4*>(row.from + c);
@@ -80,7 +80,7 @@ __device__ __forceinline__ int4 shown(const GatheredRow& row, int32_t c) {
   return ids;
 }
 
-// Uses one thread block per output row (x) and group (y). Copies four ids at a time if both rows
+// Runs one thread block per output row (x) and group (y). Copies four ids at a time if both rows
 // are aligned to 16 bytes, at the start or after the same number of leading ids.
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(KV_PARAMETER TableGather m) {
   const GatheredRow row = m.row(static_cast<int>(blockIdx.y), blockIdx.x);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(KV_PARAMETER Tab
     return static_cast<int32_t>(reinterpret_cast<uintptr_t>(p) / sizeof(int32_t) % 4);
   };
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  // Number of ids before the first vector, and number of vectors of four ids.
+  // The number of ids before the first vector, and the number of vectors, each of four ids.
   int32_t head = row.columns, vectors = 0;
   if (misalignment(row.to) == misalignment(row.from)) {
     head = min((4 - misalignment(row.to)) % 4, row.columns);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Updates device-resident block tables, and gathers their rows in batch order.
+// Updates block tables on the device, and gathers their rows in batch order.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct TableUpdate {
 
   KV_HOST_DEVICE int64_t num_segments() const { return updates[0]; }
   KV_HOST_DEVICE const int32_t* segment(int64_t s) const { return updates + 1 + 3 * s; }
-  // Whether segment s lies outside the tables or the buffer. For s = -1, checks the number of
-  // segments.
+  // Returns whether segment s exceeds the tables or the buffer. For s = -1, returns whether the
+  // number of segments is invalid.
   KV_HOST_DEVICE bool bad_segment(int64_t s) const {
     const int32_t* place = segment(s);
     return place[0] < 0 || place[1] < 0 || place[2] < 0 || int64_t{place[0]} + place[1] > num_ids ||
@@ -54,8 +54,8 @@ inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& upda
   fail("segment " + std::to_string(s) + " of updates lies outside the tables or the buffer");
 }
 
-// A row of one group's table in batch order. The first `hidden` columns, which lie before the
-// window, are null and are followed by the ids. In a padded row, all columns are null.
+// A row in one group's gathered table. The first `hidden` columns, which precede the window, are
+// null; the ids follow. In a padding row, all columns are null.
 struct GatheredRow {
   const int32_t* from;
   int32_t* to;
@@ -67,8 +67,8 @@ struct GatheredRow {
 struct TableGather {
   TableGroups groups;
   const int32_t* tables;
-  const int32_t* idx_mapping;  // [num_out_rows]; -1: a padded row
-  // [num_out_rows], tokens before the first query of each row, or null
+  const int32_t* idx_mapping;  // [num_out_rows]; -1: padding
+  // [num_out_rows], number of tokens before each row's first query, or null
   const int32_t* num_computed;
   int64_t num_out_rows;
   int64_t max_num_tokens;  // columns beyond this number of tokens are not written
@@ -81,7 +81,7 @@ struct TableGather {
     const TableGroupView& group = groups.group[g];
     const int32_t row = idx_mapping[i];
     const auto columns = static_cast<int32_t>(num_columns(g));
-    // All columns, for a padded row or a row out of range (see checked_mode).
+    // All columns, for padding or a row out of range (see checked_mode).
     int64_t hidden = columns;
     if (row >= 0 && row < groups.num_rows) {
       hidden = num_computed != nullptr ? group.num_hidden_columns(num_computed[i]) : 0;
@@ -139,7 +139,7 @@ inline TableGather checked_table_gather(const Tensor& tables, const Tensor& grou
   return m;
 }
 
-// Whether entry i of idx_mapping is not a row.
+// Returns whether entry i of idx_mapping is not a valid row.
 struct BadIndex {
   const int32_t* idx_mapping;
   int32_t num_rows;

@@ -8,8 +8,8 @@
 
 #include "ops/parallel.h"
 
-// Compiled with and without AVX2. The version is selected by CPU. AVX2 is twice as fast (AMD EPYC,
-// gcc 12).
+// Compiled with and without AVX2; the version is selected at run time based on the CPU's
+// instruction set. AVX2 is twice as fast (AMD EPYC, gcc 12).
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define KV_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -22,8 +22,8 @@ namespace {
 constexpr int64_t kCacheLine = 64;
 constexpr int64_t kGrainBytes = 1 << 18;  // minimum bytes per thread; smaller shares do not pay off
 
-// Copies in fixed-size steps, because a memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc 12,
-// glibc 2.36).
+// Copies in fixed-size steps, because a single memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc
+// 12, glibc 2.36).
 constexpr size_t kCopyBytes = 1024;
 
 void copy(char* to, const char* from, size_t n) {
@@ -33,7 +33,7 @@ void copy(char* to, const char* from, size_t n) {
   std::memcpy(to, from, n);
 }
 
-// Moves one token of one layer. The token must have a slot.
+// Copies one token in one layer. The token must have a slot.
 using Move = void (*)(const TokenPages& p, int64_t layer, int64_t i, int64_t slot);
 
 template <Direction direction>
@@ -60,8 +60,8 @@ KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t sl
   const int64_t n = p.is_contiguous() ? p.width() : p.head_size;
   char* at = p.token(layer, i);
   auto* page = reinterpret_cast<uint8_t*>(p.page(layer, slot));
-  // Prefetches the heads, which are not contiguous in HND. Without prefetching, gathering takes
-  // twice as long.
+  // Prefetches a token's heads, which are not contiguous in HND. Without prefetching, gathering
+  // takes twice as long.
   for (int64_t run = 0; run < num_runs; ++run) {
     for (int64_t j = 0; j < n; j += kCacheLine) {
       __builtin_prefetch(page + run * p.page_head_stride + j, direction == Direction::kWrite);
@@ -101,8 +101,8 @@ void clear_token(const TokenPages& p, int64_t layer, int64_t i) {
 
 template <Direction direction>
 void run(const TokenIo& io) {
-  // All tokens are checked before the first write, and before parallel_for, which would drop the
-  // error message.
+  // All tokens are checked before the first write, and outside of parallel_for, which would lose
+  // the error message.
   for (int64_t i = 0; i < io.num_tokens; ++i) {
     if (io(i)) fail_token_io(io, i, io.slots[i]);
   }

@@ -14,11 +14,12 @@ namespace {
 
 constexpr int64_t kVectorBytes = 16;
 constexpr unsigned kThreads = 128;  // maximum threads per thread block
-// Maximum thread blocks per token; grid.y includes the blocks of K and of V.
+// Maximum number of thread blocks per token; grid.y includes those for K and those for V.
 constexpr uint32_t kMaxShares = 32767;
 
-// A mover converts vectors between tokens and pages. `Token` and `Page` are the vector types. A
-// thread loads the vectors of `kInFlight` tokens before the first store. A mover has one scale.
+// A mover converts vectors between tokens and pages. `Token` and `Page` are the vector types. Each
+// thread loads the vectors of `kInFlight` tokens before the first store. A mover applies a single
+// quantization scale to all of its vectors.
 template <class Vector>
 struct MoveBytes {
   using Token = Vector;
@@ -40,7 +41,7 @@ struct Fp8Vectors {
   struct alignas(n * sizeof(Element)) Token {
     Element elements[n];
   };
-  // Codes are handled in pairs if n > 1, because extracting a single byte costs an instruction.
+  // If n > 1, codes are converted in pairs, because extracting a single byte costs an instruction.
   struct alignas(n) Page {
     std::conditional_t<n == 1, uint8_t, uint16_t> codes[(n + 1) / 2];
   };
@@ -102,13 +103,13 @@ struct FromFp8 : Fp8Vectors<Element, n> {
   float scale;
 };
 
-// The number of vectors per token, and how many of them are contiguous in the page.
+// The number of vectors per token, and the number of them that are contiguous in the page.
 struct Vectors {
   uint32_t total;
   FastDivisor per_run;
 };
 
-// K and V, and the number of thread blocks per token of K. The remaining part of grid.y is for V.
+// K and V, and the number of thread blocks per token for K. The rest of grid.y is for V.
 struct TokenLaunch {
   TokenIo io;
   Vectors vectors[2];
@@ -127,7 +128,7 @@ Vectors vectors_of(const TokenPages& p) {
 
 constexpr int64_t kNoSlot = -1, kSkipped = -2;
 
-// Returns the offset of token i, which has this slot, within the pages of a layer, or one of the
+// Returns the offset of token i, which has this slot, within a layer's pages, or one of the
 // constants above.
 __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages& p, uint32_t i,
                                             int64_t slot) {
@@ -137,7 +138,7 @@ __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages&
   return slot < io.first_slot() ? kNoSlot : p.page_place(slot);
 }
 
-// The offsets of the tokens first, first + blockDim.y, ... All slots are loaded before the first
+// The offsets of tokens `first`, `first + blockDim.y`, ... All slots are loaded before the first
 // slot is checked, so that the loads overlap.
 template <unsigned n>
 __device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages& p, uint32_t first,
@@ -150,8 +151,8 @@ __device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages&
   for (unsigned u = 0; u < n; ++u) place[u] = place_of(io, p, first + u * blockDim.y, slots[u]);
 }
 
-// Divides the elements of Mover::kInFlight vectors by the scale, for the rare scales that require a
-// true division.
+// Divides the elements of Mover::kInFlight vectors by the scale. Used only for the rare scales that
+// require a true division.
 template <class Mover>
 __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float scale,
                                   uint32_t first, const char* tokens, char* pages) {
@@ -167,9 +168,9 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
   }
 }
 
-// The grid has groups of tokens (x), shares of the vectors of K and V (y), and layers (z). A thread
-// block has vectors of a token (x) and tokens (y). A thread moves the same vector of
-// Mover::kInFlight tokens, which therefore share one scale and the values derived from it.
+// The grid dimensions are groups of tokens (x), shares of the K and V vectors (y), and layers (z).
+// The thread block dimensions are a token's vectors (x) and tokens (y). Each thread moves the same
+// vector of Mover::kInFlight tokens, so all of them share one scale and the values derived from it.
 template <class Mover, Direction direction>
 __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLaunch launch) {
   using Token = typename Mover::Token;
@@ -256,7 +257,7 @@ int64_t alignment_of(const char* address, std::initializer_list<int64_t> strides
   return common_vector_bytes(all);
 }
 
-// Launches the kernel with the widest vectors that the addresses and strides allow.
+// Launches the kernel with the widest vectors that addresses and strides allow.
 template <Direction direction>
 Launch launch_of(const TokenPages& p) {
   const int64_t run = p.is_contiguous() ? p.width() : p.head_size;

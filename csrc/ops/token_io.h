@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies K and V of single tokens into the paged cache and back, in one layer or in all layers.
+// Copies the K and V of individual tokens to and from the paged cache, in one layer or in all
+// layers.
 //
-// Caches are [num_blocks, block_size, num_kv_heads, head_size], with arbitrary strides except for a
-// dense last dimension, so the same code handles NHD and HND. If a cache contains all layers,
-// num_layers is the first dimension. If tokens and cache have the same dtype, bytes are copied. An
-// fp8 cache also takes tokens of a wider dtype, divided by a scale (quantize.h).
+// Caches are [num_blocks, block_size, num_kv_heads, head_size]. The last dimension is dense and the
+// other strides are arbitrary, so the same code handles NHD and HND. If a cache contains all
+// layers, num_layers is the first dimension. If tokens and cache have the same dtype, bytes are
+// copied. An fp8 cache also accepts tokens with a wider dtype, which are divided by a scale
+// (quantize.h).
 //
-// Block 0 is the null block. Writes to its slots are dropped, and reads return zeros, as for slot
-// -1. Tokens outside a window and padding tokens therefore affect no request.
+// Block 0 is the null block. As for slot -1, writes to its slots are dropped, and reads return
+// zeros. Therefore, tokens outside a window and padding tokens do not affect any request.
 #pragma once
 
 #include <algorithm>
@@ -27,10 +29,10 @@ namespace kvcache {
 struct TokenPages {
   char* tokens;  // [num_layers, num_tokens, num_heads, head_size]
   int64_t token_layer_stride, token_stride;
-  uint32_t token_head_stride;  // 32 bits, because a GPU multiplies these in one instruction
+  uint32_t token_head_stride;  // 32 bits, which a GPU multiplies in one instruction
   char* pages;                 // [num_layers, num_blocks, block_size, num_heads, head_size]
   int64_t page_layer_stride, block_stride, offset_stride, page_head_stride;
-  FastDivisor by_block;  // its divisor is the block size
+  FastDivisor by_block;  // divides by the block size
   int64_t num_heads, head_size;
   int64_t token_element, page_element;
   ScalarType token_type, page_type;
@@ -40,7 +42,7 @@ struct TokenPages {
   KV_HOST_DEVICE char* token(int64_t layer, int64_t i) const {
     return tokens + layer * token_layer_stride + i * token_stride;
   }
-  // The offset of a slot in [0, num_slots) within the pages of its layer.
+  // Returns the offset of a slot, in [0, num_slots), within its layer's pages.
   KV_HOST_DEVICE int64_t page_place(int64_t slot) const {
     const auto n = static_cast<uint32_t>(slot);
     const uint32_t block = by_block.divide(n);
@@ -52,9 +54,10 @@ struct TokenPages {
   KV_HOST_DEVICE float scale(int64_t layer, int64_t head) const {
     return scales[layer * scale_layer_stride + head * scale_head_stride];
   }
-  // The number of elements of a token.
+  // Returns the number of elements per token.
   KV_HOST_DEVICE int64_t width() const { return num_heads * head_size; }
-  // Whether a token is contiguous in memory and in its page (NHD), with one scale for all heads.
+  // Returns whether each token is contiguous in memory and in its page (NHD), with one scale for
+  // all heads.
   KV_HOST_DEVICE bool is_contiguous() const {
     return scale_head_stride == 0 &&
            (num_heads <= 1 || (page_head_stride == head_size * page_element &&
@@ -64,21 +67,21 @@ struct TokenPages {
 
 struct TokenIo {
   TokenPages sides[2];   // K and V
-  const int64_t* slots;  // [num_tokens]; -1 or a slot of the null block: no slot
+  const int64_t* slots;  // [num_tokens]; -1 or a slot in the null block: no slot
   int64_t num_layers, num_tokens;
   int64_t num_slots;  // num_blocks * block_size
 
   KV_HOST_DEVICE const TokenPages& k() const { return sides[0]; }
   KV_HOST_DEVICE const TokenPages& v() const { return sides[1]; }
-  // The first slot after the null block. Smaller slots belong to the null block.
+  // Returns the first slot after the null block. All smaller slots belong to the null block.
   KV_HOST_DEVICE int64_t first_slot() const { return k().by_block.divisor; }
-  // Whether the slot of token i is out of range.
+  // Returns whether token i's slot is out of range.
   KV_HOST_DEVICE bool operator()(int64_t i) const { return slots[i] < -1 || slots[i] >= num_slots; }
 };
 
 enum class Direction { kWrite, kGather };
 
-// Calls f(element of the tokens' dtype, fp8 format of the cache) for a side with scales.
+// Calls f with an element of the tokens' dtype and the cache's fp8 format, for a side with scales.
 template <class F>
 auto with_formats(const TokenPages& p, F&& f) {
   const auto with_format = [&](auto element) {
@@ -148,7 +151,7 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   check_scale(scale, scale_name, tokens, name, cache);
 
   const int64_t num_heads = cache.size(first + 2), head_size = cache.size(first + 3);
-  // Kernels count the bytes of a token in 32 bits.
+  // Kernels count a token's bytes in 32 bits.
   if (head_size > 0 && num_heads > INT32_MAX / 16 / head_size) {
     fail(name + " has shape " + shape_of(tokens) + ": expected smaller tokens");
   }
@@ -244,7 +247,8 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
           num_blocks * block_size};
 }
 
-// Throws the error of token i. The slot is an argument, because it may be on a device.
+// Throws the error for token i. The slot is passed as an argument, because the array may be on a
+// device.
 [[noreturn]] inline void fail_token_io(const TokenIo& io, int64_t i, int64_t slot) {
   fail("slot_mapping[" + std::to_string(i) + "] is " + std::to_string(slot) +
        ": expected -1 (no slot) to " + std::to_string(io.num_slots - 1));

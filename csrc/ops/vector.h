@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selects the widest type with which a kernel can move data, given addresses and sizes.
+// Selects the widest type with which a kernel can copy data, given the data's addresses and sizes.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 
 namespace kvcache {
 
-// Returns the largest of 16, 8, 4, 2 and 1 that divides all values. The values must be combined
-// with bitwise or.
+// Returns the largest of 16, 8, 4, 2 and 1 that divides all values. Pass the bitwise OR of the
+// values.
 inline int64_t common_vector_bytes(uint64_t all) {
   all |= 16;
   return static_cast<int64_t>(all & (~all + 1));
 }
 
-// Calls f with a value of the vector type with this size in bytes.
+// Calls f with a value of the vector type that has this size in bytes.
 template <class F>
 void with_vector(int64_t bytes, F&& f) {
   switch (bytes) {

@@ -19,8 +19,8 @@ namespace py = pybind11;
 
 using Int32Array = py::array_t<int32_t, py::array::c_style>;
 
-// Creates an array with numpy's constructor, because a step creates several arrays and pybind11's
-// general constructor is three times as slow.
+// Creates an array with numpy's constructor. A step creates several arrays, and pybind11's general
+// constructor is three times as slow.
 template <class T>
 py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
   static const py::dtype dtype = py::dtype::of<T>();
@@ -67,8 +67,8 @@ inline Int32Array copy_int32(const std::vector<int32_t>& values) { return copy_a
 inline constexpr int64_t kMinInt32 = std::numeric_limits<int32_t>::min();
 inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
-// Clears an error with which Python rejected the type of a value. Errors raised by signal handlers,
-// and MemoryError, propagate.
+// Clears an error that Python raised because a value has the wrong type. MemoryError and errors
+// raised by signal handlers propagate.
 inline void clear_refusal() {
   if (PyErr_Occurred() &&
       (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))) {
@@ -78,7 +78,7 @@ inline void clear_refusal() {
 }
 
 // Formats a value for an error message, like `kvcache.checks.shown`. Integers with more digits than
-// Python prints, and values without a repr, are described.
+// Python prints, and values without a repr, are replaced by a description.
 inline std::string repr_of(const py::handle& value) {
   try {
     return py::cast<std::string>(py::repr(value));
@@ -93,20 +93,19 @@ inline std::string repr_of(const py::handle& value) {
   return "an integer of " + py::cast<std::string>(py::str(num_bits)) + " bits";
 }
 
-// Like repr_of, truncated if long.
+// Like repr_of, but truncates long text.
 inline std::string short_repr(const py::handle& value) {
   constexpr size_t kMost = 100;
   const std::string text = repr_of(value);
   if (text.size() <= kMost) return text;
   size_t end = kMost;
-  // Whether the position is within a UTF-8 character.
+  // Returns whether the position is inside a UTF-8 character.
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return text.substr(0, end) + "...";
 }
 
 // Converts a Python int or an object with __index__, but not True or False. Raises TypeError for
-// anything else, and ValueError for values beyond int64, which are beyond every bound that C++
-// checks.
+// anything else, and ValueError for values beyond int64, which exceed every bound that C++ checks.
 inline int64_t int_argument(const py::handle& value, const char* name) {
   const auto number = PyBool_Check(value.ptr())
                           ? py::object()
@@ -168,7 +167,7 @@ inline int64_t int_argument(const py::handle& value, const char* name, int64_t l
                         std::to_string(least) + " to " + std::to_string(most));
 }
 
-// Rejects a value whose length exceeds int32 before reading any entry.
+// Rejects a value whose length exceeds int32, before reading any of its entries.
 inline void check_num_entries(const py::handle& value, const char* name) {
   const bool is_array = py::isinstance<py::array>(value);
   const Py_ssize_t size =
@@ -211,7 +210,7 @@ class Int32Input {
   }
   Int32Input(const Int32Input&) = delete;
 
-  // Returns the integers of a list or tuple from entry `first` on, with spare capacity. Raises
+  // Returns the integers in a list or tuple from entry `first` on, with spare capacity. Raises
   // TypeError if an entry is not a Python int.
   static std::vector<int32_t> entries_behind(const py::handle& list, const char* name,
                                              py::ssize_t first) {
@@ -227,7 +226,7 @@ class Int32Input {
   const int32_t* data() const { return data_; }
   py::ssize_t size() const { return size_; }
 
-  // Copies values out of memory that may change during a call.
+  // Copies values from memory that may change during a call.
   void copy_values() {
     if (data_ == copy_.data()) return;
     copy_.assign(data_, data_ + size_);
@@ -263,7 +262,7 @@ class Int32Input {
     }
   }
 
-  // Returns false if an item is not a Python int. In that case, numpy converts the sequence.
+  // Returns false if an item is not a Python int, in which case numpy must convert the sequence.
   bool copy_ints(const py::handle& value, py::ssize_t first = 0) {
     PyObject** items = PySequence_Fast_ITEMS(value.ptr());
     size_ = PySequence_Fast_GET_SIZE(value.ptr());
@@ -286,7 +285,7 @@ class Int32Input {
   Int32Array convert(const py::handle& value) const {
     check_num_entries(value, name_);
     if (PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) {
-      // Checks nested entries too, because numpy descends into entries that are sequences.
+      // Also checks nested entries, because numpy descends into entries that are sequences.
       for (const py::handle& entry : value) check_num_entries(entry, name_);
     }
     py::array array;
@@ -332,7 +331,7 @@ class Int32Input {
   std::vector<int32_t> copy_;
 };
 
-// Converts each of several arrays to a list.
+// Converts several arrays to lists.
 inline std::vector<std::vector<int32_t>> int32_lists(const py::list& arrays, const char* name) {
   std::vector<std::vector<int32_t>> out;
   for (const py::handle& each : arrays) {

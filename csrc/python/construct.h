@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Constructors of Python classes that survive running out of memory.
+// Constructors for Python classes that handle running out of memory.
 //
-// If pybind11 has no memory to register a new object, it frees the object twice or ends the
-// process. These constructors free the object once and raise MemoryError.
+// If pybind11 runs out of memory while it registers a new object, it frees the object twice or
+// terminates the process. These constructors free the object once and raise MemoryError.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -37,8 +37,8 @@ class Constructor<Make, Holder(Args...)> {
   Make make_;
 };
 
-// Equivalent to `def(py::init(make), extra...)`. `make` returns the holder of the class
-// (std::unique_ptr or std::shared_ptr).
+// Equivalent to `def(py::init(make), extra...)`. `make` returns the class's holder (std::unique_ptr
+// or std::shared_ptr).
 template <class Class, class Make, class... Extra>
 Class def_init(Class of, Make make, const Extra&... extra) {
   of.def("__init__", Constructor<Make>(std::move(make)), py::detail::is_new_style_constructor(),
@@ -46,8 +46,8 @@ Class def_init(Class of, Make make, const Extra&... extra) {
   return of;
 }
 
-// An object that uses memory owned by these Python objects, and keeps them alive. (`py::keep_alive`
-// ends the process if it runs out of memory.)
+// An object that uses memory owned by these Python objects and keeps them alive. (`py::keep_alive`
+// terminates the process if it runs out of memory.)
 template <class T, class... Owners>
 std::shared_ptr<T> over(std::unique_ptr<T> made, Owners... owners) {
   return std::shared_ptr<T>(made.release(), [owners...](T* gone) { delete gone; });

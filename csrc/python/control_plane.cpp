@@ -50,7 +50,7 @@ std::vector<TokenIds*> each_of(const py::list& requests_tokens) {
   return each;
 }
 
-// Appends token i to entry i of the list. If one of them cannot be appended, none is.
+// Appends token i to entry i of the list. If any token cannot be appended, none is.
 void append_token_to_each(const py::list& requests_tokens, const py::object& token_ids) {
   const std::vector<TokenIds*> each = each_of(requests_tokens);
   const Int32Input tokens(token_ids, "token_ids");
@@ -75,7 +75,7 @@ void append_token_to_each(const py::list& requests_tokens, const py::object& tok
 
 using Int64Values = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 
-// Returns the last token of each entry, or None if an entry does not have exactly one token more
+// Returns the last token of each entry, or None if any entry does not have exactly one token more
 // than `num_computed`.
 py::object last_tokens(const py::list& requests_tokens, const Int64Values& num_computed) {
   const std::vector<TokenIds*> each = each_of(requests_tokens);
@@ -93,13 +93,13 @@ py::object last_tokens(const py::list& requests_tokens, const Int64Values& num_c
   return std::move(last);
 }
 
-// Lets other threads run during long work, and runs pending signal handlers. Can be called with or
+// Lets other threads run and runs pending signal handlers during long work. Can be called with or
 // without the GIL.
 void run_signal_handlers(bool is_long) {
   if (is_long && PyGILState_Check() != 0) {
     const py::gil_scoped_release unlocked;
-    // A thread that waits for the GIL wakes up only after the GIL is released. Without a pause,
-    // this thread would reacquire the GIL first.
+    // A thread that waits for the GIL wakes up only after the GIL is released. Without a pause, the
+    // current thread would reacquire the GIL first.
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   const py::gil_scoped_acquire locked;
@@ -112,7 +112,7 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
                          const std::string& algorithm_name) {
   const HashAlgorithm algorithm = hash_algorithm_of(algorithm_name);
   const int64_t size = checked_size("block_size", int_argument(block_size, "block_size"), 1);
-  // Makes a copy, because the caller's array may change while the GIL is released.
+  // Copies the array, because the caller's array may change while the GIL is released.
   TokenIds tokens(/*takes_placeholders=*/extras.has_value());
   append_tokens(tokens, token_ids);
   const auto num_blocks = static_cast<size_t>(tokens.size() / size);
@@ -132,12 +132,12 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
   return copy_hashes(hashes.data(), hashes.size(), digest_bytes(algorithm));
 }
 
-// Rows of a numpy array, which do not change. Reading the rows runs no Python code.
+// The rows of a numpy array, which must not change. Reading the rows runs no Python code.
 class ArrayRows : public RowDigests {
  public:
   ArrayRows(py::array rows, int64_t block_size) : rows_(std::move(rows)), block_size_(block_size) {
-    // Includes the dtype and the row shape, because rows with different values can have equal
-    // bytes.
+    // The header includes the dtype and the row shape, because rows with different values can have
+    // equal bytes.
     header_ = py::cast<std::string>(rows_.dtype().attr("str"));
     for (py::ssize_t i = 1; i < rows_.ndim(); ++i) header_ += "," + std::to_string(rows_.shape(i));
     header_ += ":";
@@ -161,8 +161,8 @@ class ArrayRows : public RowDigests {
   std::string header_;
 };
 
-// The arguments have been checked by `Request`. They are (name, path) or None, (identifier, first,
-// length) tuples, a string or None, and an array of rows or None.
+// `Request` has validated the arguments. They are (name, path) or None, (identifier, first, length)
+// tuples, a string or None, and an array of rows or None.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                      const py::object& cache_salt, const py::object& embeds, int64_t block_size) {
   std::vector<MmItem> items;
@@ -180,8 +180,8 @@ ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                    std::move(rows));
 }
 
-// Block hashes in a Python list of `bytes` objects, which the engine owns and appends to. Reading
-// the list runs no Python code.
+// Block hashes in a Python list of `bytes` objects that the engine owns and appends to. Reading the
+// list runs no Python code.
 class ListedHashes : public GivenHashes {
  public:
   ListedHashes(py::list hashes, std::string request_id, int64_t block_size, int64_t num_bytes)
@@ -220,7 +220,7 @@ class ListedHashes : public GivenHashes {
 
  private:
   py::list hashes_;
-  std::string request_id_;  // quoted for error messages
+  std::string request_id_;  // in quotes, for error messages
   int64_t block_size_, num_bytes_;
 };
 
@@ -230,8 +230,8 @@ EventLabels labels_of(const py::object& labels) {
   return std::make_shared<py::object>(labels);
 }
 
-// The source of a chain's hashes. `given` is (engine's list, quoted request id), a `HashedTokens`
-// or None.
+// Returns the source of a chain's hashes. `given` is a tuple (engine's list, quoted request id), a
+// `HashedTokens` object, or None.
 HashScheme hash_scheme(const std::string& algorithm, const py::object& given, int64_t block_size,
                        int64_t num_bytes, int64_t num_lookahead) {
   HashScheme scheme;
@@ -399,14 +399,14 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const py::obj
                                          pool_argument(copies_of, "copies_of").policy()));
 }
 
-// Defines a property of a pool, which must be sound.
+// Defines a property that can be read only if the pool is sound.
 template <auto kMethod>
 auto sound(const BlockPool& pool) {
   pool.check_sound();
   return (pool.*kMethod)();
 }
 
-// Checks the ids even if the policy does not use them.
+// Validates the ids even if the policy does not use them.
 void check_ids(const BlockPool& pool, const Int32Input& ids) {
   for (py::ssize_t i = 0; i < ids.size(); ++i) pool.check_id(ids.data()[i], "ids");
 }
@@ -477,7 +477,7 @@ int32_t id_argument(const py::object& value, const char* name) {
   return static_cast<int32_t>(int_argument(value, name, kMinInt32, kMaxInt32));
 }
 
-// The content of a cached block of another pool.
+// Returns the content of a cached block in another pool.
 Copied copied_from(const py::object& source, const py::object& source_id, bool is_chain) {
   const BlockPool& pool = pool_argument(source, "source");
   const int32_t id = id_argument(source_id, "source_id");
@@ -488,7 +488,7 @@ Copied copied_from(const py::object& source, const py::object& source_id, bool i
                           ", which is not published under a hash: expected a published block");
   }
   Copied copied = pool.copied(id, is_chain);
-  copied.root = 0;  // `publish` takes no root, and makes each block its own root without a parent
+  copied.root = 0;  // without a parent, `publish` makes each block its own root
   return copied;
 }
 
@@ -502,7 +502,7 @@ void bind_copies(py::class_<BlockPool>* pool) {
                               copied_from(source, source_id, flag_argument(is_chain, "is_chain")));
           },
           py::arg("id"), py::arg("source"), py::arg("source_id"), py::arg("is_chain") = true,
-          "Publish a held block under the hashes of a cached block of another pool.")
+          "Publish a held block under the hashes of a cached block in another pool.")
       .def(
           "copy_again",
           [](BlockPool& self, const py::object& id, const py::object& source,
@@ -524,8 +524,9 @@ void bind_copies(py::class_<BlockPool>* pool) {
             return self.gain_of_copy(copied_from(source, source_id, true));
           },
           py::arg("source"), py::arg("source_id"),
-          "Return the expected hits of a copy of that block in this pool, minus the hits that its\n"
-          "space is worth to other blocks; 1.0 if the policy gives no estimate.");
+          "Return the expected number of hits on a copy of that block in this pool, minus the "
+          "expected\n"
+          "number of hits if other blocks used its space; 1.0 if the policy provides no estimate.");
 }
 
 void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
@@ -540,16 +541,17 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             self.hit(array.data(), array.size());
           },
           py::arg("ids"), "Notify the policy that these cached blocks were hits of a request.")
-      .def(
-          "notify_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"),
-          py::kw_only(), py::arg("tokens_per_block") = 1, py::arg("turn") = 0,
-          py::arg("num_prefix_tokens") = 0, py::arg("num_new_blocks") = 0,
-          py::arg("num_output_tokens") = 0, py::arg("request_class") = -1,
-          py::arg("logical_time") = 0, py::arg("wall_ms") = 0, py::arg("retention") = py::list(),
-          py::arg("tenant") = 0,
-          "Describe these blocks to the policy before their release. prefix_tokens[i] tokens end\n"
-          "with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None) ranges.\n"
-          "tenant: a number that identifies the tenant, up to 2**32 - 1; 0 for none.")
+      .def("notify_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"),
+           py::kw_only(), py::arg("tokens_per_block") = 1, py::arg("turn") = 0,
+           py::arg("num_prefix_tokens") = 0, py::arg("num_new_blocks") = 0,
+           py::arg("num_output_tokens") = 0, py::arg("request_class") = -1,
+           py::arg("logical_time") = 0, py::arg("wall_ms") = 0, py::arg("retention") = py::list(),
+           py::arg("tenant") = 0,
+           "Describe these blocks to the policy before they are released. prefix_tokens[i] is the\n"
+           "number of tokens up to the end of block i. retention is a list of ranges, each (first\n"
+           "token, stop, priority 0 to 100, ttl_s or None). tenant is a number up to 2**32 - 1 "
+           "that\n"
+           "identifies the tenant; 0 for none.")
       .def(
           "access",
           [](BlockPool& self, const py::object& ids, const py::object& now) {
@@ -564,7 +566,7 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           [](BlockPool& self, const py::object& seconds) {
             self.set_now(milliseconds(seconds, "seconds"));
           },
-          py::arg("seconds"), "Set the clock of the policy. The clock never goes backwards.")
+          py::arg("seconds"), "Set the policy's clock. The clock never goes backwards.")
       .def(
           "pin",
           [](BlockPool& self, const py::object& ids) {
@@ -572,9 +574,9 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             self.pin(array.data(), array.size());
           },
           py::arg("ids"),
-          "Add a pin to each cached block. A pinned block is evicted only if no other cached "
+          "Add a pin to each cached block. A pinned block is evicted only if no unpinned cached "
           "block\n"
-          "is free. A pin ends when its block loses the hash.")
+          "is free. A pin ends when the block is no longer cached under its hash.")
       .def(
           "unpin",
           [](BlockPool& self, const py::object& ids) {
@@ -599,20 +601,20 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
 void bind_pool(py::module_& m) {
   py::class_<BlockPool> pool(
       m, "BlockPool",
-      R"(Tracks which blocks are free, held and cached, by int32 id. Holds no KV.
+      R"(Tracks which blocks (by int32 id) are free, held and cached. It does not store KV.
 
-Every call processes its whole batch or changes nothing. If memory runs out in the middle of a change
-(MemoryError), the pool becomes unusable, and every later call raises RuntimeError. Block 0 is the null
-block: it is never allocated, never cached, and not counted in `num_total` and `num_free`.
+Every call either processes its whole batch or changes nothing. If memory runs out in the middle of
+a change (MemoryError), the pool becomes unusable, and every later call raises RuntimeError. Block 0
+is the null block: it is never allocated or cached, and not counted in `num_total` and `num_free`.
 
 The constructor takes:
 
 - `num_blocks`: Number of blocks, including the null block.
 - `eviction`: The policy that chooses among free cached blocks, one of `eviction_names()`.
-- `eviction_options`: Options of the policy: protected_share of segmented_lru, small_share of s3_fifo,
-  default_priority of priority.
-- `copies_of`: The pool of another tier whose blocks are copied to this one (`publish_copy`). `eviction`
-  must then be one of `host_eviction_names()`.
+- `eviction_options`: Options for the policy: protected_share for segmented_lru, small_share for
+  s3_fifo, default_priority for priority.
+- `copies_of`: The pool of another tier, whose blocks are copied to this pool (`publish_copy`). In
+  this case, `eviction` must be one of `host_eviction_names()`.
 
 Raises:
     ValueError: An id is out of range, a released block is not held, or a published block is free or
@@ -639,9 +641,9 @@ Example:
           },
           py::arg("n"),
           "Return n block ids (int32[n]) with one reference each, or None if fewer are free.\n\n"
-          "Uncached blocks are allocated first, least recently released first. Then cached blocks "
+          "Uncached blocks are allocated first, in the order in which they were released. If there "
           "are\n"
-          "evicted, as chosen by the policy.")
+          "too few of them, the policy chooses cached blocks to evict.")
       .def(
           "retain",
           [](BlockPool& self, const py::object& ids) {
@@ -656,7 +658,8 @@ Example:
             self.release(array.data(), array.size());
           },
           py::arg("ids"),
-          "Drop a reference to each block. The order of `ids` is the order of eviction.")
+          "Drop a reference to each block. Blocks become eviction candidates in the order of "
+          "`ids`.")
       .def(
           "publish",
           [](BlockPool& self, const py::object& ids, const py::object& hashes,
@@ -676,10 +679,11 @@ Example:
           },
           py::arg("ids"), py::arg("hashes"), py::arg("group") = 0, py::arg("parent") = py::none(),
           py::arg("is_chain") = true,
-          "Publish held blocks under hashes (uint8[n, 32]). Two blocks may share a hash. Each "
-          "block is\n"
-          "the child of the previous one, and the first is the child of `parent` (bytes or None),\n"
-          "unless `is_chain` is false. Policies evict children first.")
+          "Publish held blocks under hashes (uint8[n, 32]). Two blocks may have the same hash. "
+          "Unless\n"
+          "`is_chain` is False, each block is the child of the previous block, and the first "
+          "block\n"
+          "is the child of `parent` (bytes or None). Policies evict children before their parents.")
       .def(
           "lookup",
           [](const BlockPool& self, const py::object& hashes, const py::object& group,
@@ -693,9 +697,9 @@ Example:
             return out;
           },
           py::arg("hashes"), py::arg("group") = 0, py::arg("prefix") = true,
-          "Return the oldest block under each hash, or -1, as int32[n]. With `prefix`, every "
-          "entry\n"
-          "after the first miss is -1.")
+          "Return the oldest block under each hash as int32[n], or -1 for a miss. With `prefix`, "
+          "every\n"
+          "entry after the first miss is -1.")
       .def(
           "evict",
           [](BlockPool& self, const py::object& ids) {
@@ -717,7 +721,7 @@ Example:
           },
           py::arg("ids"))
       .def("check_invariants", sound<&BlockPool::check_invariants>,
-           "Check the whole pool. For tests.")
+           "Check all invariants of the pool. For tests.")
       .def_property_readonly("num_blocks", &BlockPool::num_blocks)
       .def_property_readonly("num_total", &BlockPool::num_total)
       .def_property_readonly("num_free", sound<&BlockPool::num_free>)
@@ -725,7 +729,7 @@ Example:
       .def_property_readonly("num_evicted", sound<&BlockPool::num_evicted>)
       .def_property_readonly("peak_used", sound<&BlockPool::peak_used>)
       .def_property_readonly("num_bytes", sound<&BlockPool::num_bytes>,
-                             "Memory of the pool in bytes, once every block was used.");
+                             "Memory that the pool uses once every block has been used, in bytes.");
   bind_eviction(m, &pool);
   bind_copies(&pool);
   m.def(
@@ -737,7 +741,7 @@ Example:
         for (BlockPool* pool : pools) pool->reset();
         return true;
       },
-      py::arg("pools"), "Reset all pools, or none. Return False if a block is held.");
+      py::arg("pools"), "Reset all pools. If any block is held, reset none and return False.");
 }
 
 }  // namespace

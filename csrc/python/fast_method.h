@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Methods of bound classes in CPython's own calling convention, because pybind11's dispatch would
-// take longer than a short call.
+// Methods of bound classes that use CPython's own calling convention, because pybind11's dispatch
+// would take longer than a short call itself.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@ namespace kvcache {
 
 namespace py = pybind11;
 
-// Translates the current exception as pybind11 does for its own functions.
+// Translates the current exception in the same way as pybind11 does for its own functions.
 inline void raise_current() {
   try {
     throw;
@@ -31,7 +31,8 @@ inline void raise_current() {
   }
 }
 
-// The object that a method was called on. Throws TypeError if it was not initialized.
+// Returns the object on which a method was called. Throws TypeError if the object was not
+// initialized.
 template <class T>
 T& self_of(PyObject* self) {
   auto* instance = reinterpret_cast<py::detail::instance*>(self);
@@ -43,8 +44,8 @@ T& self_of(PyObject* self) {
   return *value;
 }
 
-// Returns a method of the class. `function` has the type that `flags` describe. The definition is
-// leaked, because it must live as long as the method.
+// Creates a method of the class. `flags` describe the type of `function`. The definition is leaked,
+// because it must live as long as the method.
 template <class Function>
 py::object new_method(const py::handle& type, const char* name, Function function, int flags,
                       const char* text) {
@@ -56,8 +57,8 @@ py::object new_method(const py::handle& type, const char* name, Function functio
   return out;
 }
 
-// Adds a method with `kNumArguments` positional arguments, which `kFunction(self, arguments)`
-// implements. It returns a new reference.
+// Adds a method with `kNumArguments` positional arguments that is implemented by
+// `kFunction(self, arguments)`, which returns a new reference.
 template <class T, size_t kNumArguments, PyObject* (*kFunction)(T&, PyObject* const*)>
 void def_fast(const py::object& type, const char* name) {
   constexpr auto call = [](PyObject* self, PyObject* const* args,

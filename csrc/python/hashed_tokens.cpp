@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `HashedTokens` for Python. It is a sequence of bytes objects, one per block.
+// Python bindings of `HashedTokens`, a sequence of bytes objects, one per block.
 #include "core/hashing/hashed_tokens.h"
 
 #include <pybind11/pybind11.h>
@@ -16,7 +16,7 @@
 namespace kvcache {
 namespace {
 
-// Hashes the tokens of the list that follow the known tokens.
+// Hashes those tokens in the list that follow the known tokens.
 void extend(HashedTokens& self, const py::list& token_ids,
             const std::optional<std::vector<std::string>>& extras) {
   const auto size = static_cast<int64_t>(PyList_GET_SIZE(token_ids.ptr()));

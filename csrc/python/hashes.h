@@ -17,7 +17,7 @@ namespace kvcache {
 
 namespace py = pybind11;
 
-// The prompt length in tokens below which hashing is faster than handing the GIL to another thread.
+// The prompt length in tokens below which hashing is faster than passing the GIL to another thread.
 constexpr int64_t kUnlockedTokens = 4096;
 
 using HashArray = py::array_t<uint8_t, py::array::c_style>;
@@ -36,7 +36,7 @@ inline const Hash* as_hashes(const HashArray& array) {
   return reinterpret_cast<const Hash*>(array.data());
 }
 
-// Returns hashes of num_bytes bytes from a uint8[n, num_bytes] array.
+// Returns the hashes in a uint8[n, num_bytes] array.
 inline std::vector<Hash> hashes_of_rows(const py::handle& value, const char* name,
                                         int64_t num_bytes) {
   if (py::isinstance<HashArray>(value)) {

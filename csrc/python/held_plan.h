@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arrays of a step's plan in one allocation, owned by a Python capsule. numpy arrays are views
-// and are created on demand, because most plans are only partly read, and many are not read at all.
+// The arrays of a step's plan, in one allocation that a Python capsule owns. The numpy arrays are
+// views and are created on demand, because most plans are read only in part, and many are not read
+// at all.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,7 +20,8 @@ namespace py = pybind11;
 
 class HeldPlan {
  public:
-  // The arrays in storage order. Arrays per group follow the arrays for all groups.
+  // The arrays, in storage order. Arrays for all groups come first, followed by the arrays of each
+  // group.
   enum Section {
     kRows,
     kNumComputedTokens,
@@ -75,7 +77,7 @@ class HeldPlan {
   static int in_group(size_t group, GroupSection section) {
     return kFirstOfGroup + static_cast<int>(group) * kNumOfGroup + section;
   }
-  // Returns a view int32[size] or [size / width, width]. The view keeps `capsule` alive, which must
+  // Returns a view, int32[size] or int32[size / width, width]. It keeps `capsule` alive, which must
   // be the plan's capsule.
   py::object view(const py::object& capsule, int section, py::ssize_t width = 0) {
     const int32_t first = words_[section], size = words_[section + 1] - first;
@@ -112,7 +114,7 @@ class HeldPlan {
 
   size_t num_groups_, num_status_;
   int64_t num_running_, num_leaving_;
-  // Start of each section, followed by the sections and the status bytes.
+  // The start of each section, followed by the sections and the status bytes.
   std::unique_ptr<int32_t[]> words_;
 };
 

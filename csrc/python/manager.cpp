@@ -33,14 +33,14 @@ namespace kvcache {
 namespace {
 
 // An attention kind written in Python. It is called only once per position, so that its results are
-// consistent. Its errors cannot stop a step halfway. They are reported as unraisable, and the
-// result is 0, for which every block is kept and needed.
+// consistent. Its errors must not stop a step halfway, so they are reported as unraisable
+// exceptions, and the result is 0, with which every block is kept and needed.
 class PythonKind : public AttentionKind {
  public:
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
     const auto [known, is_new] = answers_.emplace(num_computed_tokens, 0);
     if (!is_new) return known->second;
-    const int64_t answer = ask(num_computed_tokens);  // may re-enter and invalidate `known`
+    const int64_t answer = ask(num_computed_tokens);  // may reenter and invalidate `known`
     return answers_[num_computed_tokens] = answer;
   }
 
@@ -56,7 +56,7 @@ class PythonKind : public AttentionKind {
       return token;
     } catch (py::error_already_set& error) {
       if (error.matches(PyExc_KeyboardInterrupt))
-        PyErr_SetInterrupt();  // KeyboardInterrupt is raised when the call ends
+        PyErr_SetInterrupt();  // raise KeyboardInterrupt at the end of the call
       error.discard_as_unraisable(method);
       return 0;
     }
@@ -114,7 +114,7 @@ void bind_kinds(py::module_& m) {
            [] { return std::make_shared<CrossAttention>(); });
 }
 
-// An array argument of a step that may be None.
+// An optional array argument of a step.
 class OptionalInput {
  public:
   OptionalInput(const py::object& value, const char* name) {
@@ -155,7 +155,8 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   } else {
     request.num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
   }
-  // Signal handlers and attention kinds written in Python may modify the caller's arrays.
+  // Copies the caller's arrays, because signal handlers and attention kinds written in Python may
+  // modify them.
   r.copy_values();
   n.copy_values();
   for (OptionalInput* each : {&ids, &num_ids, &rejected, &lookahead, &out}) each->copy_values();
@@ -183,7 +184,7 @@ py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
   return out;
 }
 
-// Returns the new blocks per group, or None if no slots were allocated.
+// Returns the new blocks for each group, or None if no slots were allocated.
 py::object as_python(const Slots& slots) {
   if (slots.status != Status::kServed) return py::none();
   return per_group(slots.new_blocks);
@@ -193,14 +194,14 @@ py::object as_python(const std::optional<std::vector<BlockId>>& pairs) {
   return pairs ? list_of_pairs(*pairs) : py::object(py::none());
 }
 
-// Returns the result of a call. If the result is lost, the manager is broken, because its state has
-// changed.
+// Returns the result of a call. If creating the result fails, the manager is marked as broken,
+// because its state has already changed.
 template <class Answer>
 py::object answer(Manager& self, const char* call, const Answer& native) {
   const Soundness::Change change = self.change(call);
   return as_python(native);
 }
-// Like the function above, but returns the result by request id.
+// Like the function above, but returns a dict keyed by request id.
 py::dict answer(Manager& self, const RequestRows& requests, const char* call,
                 const Recompute& recompute) {
   const Soundness::Change change = self.change(call);
@@ -224,13 +225,14 @@ py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
                         host->num_evicted());
 }
 
-// Tokens by reason, in the order of MissReason.
+// Returns the numbers of tokens by reason, in the order of MissReason.
 std::vector<int64_t> as_list(const MissReport::Counts& counts) {
   return {counts.begin(), counts.end()};
 }
 
-// Returns (tokens, hit tokens, missed tokens by reason, (is_evicted, taker, ms ago) of the first
-// lost block or None, equal tokens of a recent request or -1, its id, the extra key that differs).
+// Returns a tuple: the number of tokens; the number of hit tokens; the numbers of missed tokens by
+// reason; (is_evicted, taker, ms ago) for the first lost block, or None; the number of tokens
+// shared with a recent request, or -1; that request's id; and the extra key that differs.
 py::tuple explain(Manager& self, const RequestRows& requests, const py::object& request,
                   const std::shared_ptr<TokenChain>& chain) {
   const MissReport report = self.explain(chain, requests.find(request));
@@ -243,8 +245,8 @@ py::tuple explain(Manager& self, const RequestRows& requests, const py::object& 
                         report.num_alike, report.alike, report.differs_in);
 }
 
-// Returns (total, window, groups, lifetime or None, idle or None, host or None, missed tokens by
-// reason or None, whether the eviction policy falls back to LRU).
+// Returns a tuple: total, window, groups, lifetime or None, idle or None, host or None, the numbers
+// of missed tokens by reason or None, and whether the eviction policy falls back to LRU.
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
   const std::vector<GroupCount> recent = stats.window_groups();
@@ -264,9 +266,9 @@ py::tuple stats_of(Manager& self) {
                         self.pool().has_policy() && self.pool().policy()->falls_back());
 }
 
-// Returns (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n,
-// hash_bytes], tokens int32[...], int32[n] first tokens or, for cleared events, the number of
-// dropped events, is_reused uint8[n], labels of requests or None).
+// Returns a tuple of arrays: kinds uint8[n]; mediums uint8[n]; groups int32[n]; hashes and parents,
+// each uint8[n, hash_bytes]; tokens int32[...]; int32[n] with first tokens or, for cleared events,
+// the number of dropped events; is_reused uint8[n]; and the labels of requests, or None.
 py::tuple waiting_events(Manager& self) {
   const EventLog::Drained& drained = self.events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
@@ -296,7 +298,7 @@ py::tuple waiting_events(Manager& self) {
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
                    const ReleaseFeatures& features, int64_t after_step = -1,
                    bool keep_blocks = false) {
-  if (!self.is_broken()) self.check_caller();  // checked even if there is nothing to free
+  if (!self.is_broken()) self.check_caller();  // also checked if there is nothing to free
   const RequestRows::Leaving leaving = requests.leaving(named);
   LeavingBlocks blocks;
   blocks.after_step = after_step;
@@ -307,8 +309,8 @@ void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
   requests.forget(leaving);
 }
 
-// Returns the request's new blocks per group, or None if no slots were allocated. `computed` is
-// None for the longest cached prefix.
+// Returns the request's new blocks for each group, or None if no slots were allocated. If
+// `computed` is None, the longest cached prefix is used.
 py::object admit(Manager& self, RequestRows& requests, const py::object& asked,
                  const py::object& computed) {
   RequestRows::Asking asking = requests.asking_alone(asked, "request");
@@ -333,7 +335,7 @@ py::object admit(Manager& self, RequestRows& requests, const py::object& asked,
   return as_python(slots);
 }
 
-// Returns lists per group, or () without blocks.
+// Returns a list for each group, or () if there are no blocks.
 py::tuple as_lists(const std::vector<std::vector<BlockId>>& blocks) {
   const bool any = std::any_of(blocks.begin(), blocks.end(),
                                [](const std::vector<BlockId>& ids) { return !ids.empty(); });
@@ -347,7 +349,7 @@ py::tuple as_lists(const std::vector<std::vector<BlockId>>& blocks) {
   return out;
 }
 
-// Returns, for each request, its new blocks, or None if it does not fit.
+// Returns each request's new blocks, or None for a request that does not fit.
 py::list advance(Manager& self, const py::object& rows, const py::object& starts,
                  const py::object& stops, const py::object& num_lookahead_tokens,
                  const py::object& token_ids, const py::object& num_token_ids) {
@@ -385,7 +387,7 @@ py::list advance(Manager& self, const py::object& rows, const py::object& starts
   return answers;
 }
 
-// Returns the row of the child, or -1.
+// Returns the child's row, or -1.
 int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
              const py::object& child) {
   const RequestRows::Asking asking = requests.asking_alone(child, "child");
@@ -402,7 +404,7 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   return child_row;
 }
 
-// Defines a property of a sound manager that any thread can read.
+// Defines a property that any thread can read if the manager is sound.
 template <auto kMethod>
 int64_t sound(const Manager& manager) {
   manager.check_sound();
@@ -472,7 +474,8 @@ void bind_manager(py::module_& m) {
       .def("explain", &explain)
       .def("take_copies", [](Manager& self) { return list_of_pairs(self.take_copies()); })
       .def(
-          // Returns (tokens on the device only, tokens with the host, blocks from the host).
+          // Returns (hit tokens on the device only, hit tokens including the host, blocks from the
+          // host).
           "lookup_tiers",
           [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
             const int64_t on_device =
@@ -634,8 +637,9 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("num_fenced", sound<&Manager::num_fenced>)
       .def_property_readonly("num_kept", sound<&Manager::num_kept>)
       .def_property_readonly("num_loading", sound<&Manager::num_loading>)
-      // The pools belong to the manager, so a reference to a pool keeps the manager alive.
-      // (`reference_internal` would do the same, but ends the process if it runs out of memory.)
+      // The manager owns the pools, so a reference to a pool keeps the manager alive.
+      // (`reference_internal` would have the same effect, but terminates the process if it runs out
+      // of memory.)
       .def_property_readonly(
           "host", [](Manager& self) { return self.host(); }, py::return_value_policy::reference)
       .def_property_readonly(

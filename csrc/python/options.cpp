@@ -28,7 +28,7 @@ void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::* fie
       });
 }
 
-// Binds a size that is None in Python and 0 in C++ if it is not set.
+// Binds a size that, if not set, is None in Python and 0 in C++.
 void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
   binding.def_property(
       name,
@@ -60,7 +60,7 @@ void bind_options(py::module_& m) {
   def_init(
       eviction,
       [](const std::string& policy, const std::map<std::string, double>& options) {
-        // Called only to raise an error for invalid options.
+        // Called only to raise the error for invalid options.
         make_eviction_policy(policy, options, /*num_blocks=*/2);
         return std::make_unique<Eviction>(Eviction{policy, options, /*make=*/{}});
       },
@@ -84,7 +84,7 @@ void bind_options(py::module_& m) {
     return std::make_unique<ManagerOptions>();
   }).def("check_optional", &check_optional);
   options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& tuples) {
-    // Reads (kind, tokens per block, drafts, cached, transferred) per group.
+    // Reads a tuple (kind, tokens per block, drafts, cached, transferred) for each group.
     self.groups = groups_of_tuples(tuples);
   });
   bind_size(options, "num_gpu_blocks", &ManagerOptions::num_blocks);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Creates plans for Python. A plan is an object of the class in kvcache/step.py, with the arrays of
-// a `HeldPlan`.
+// Creates plans for Python. A plan is an instance of the class in kvcache/step.py and has the
+// arrays of a `HeldPlan`.
 #include "python/plan_type.h"
 
 #include <pybind11/numpy.h>
@@ -21,14 +21,14 @@ namespace {
 // name.
 class PlanType {
  public:
-  // Arrays shared by all plans without entries: int32[0], [1] (a 0), [0, 2] and [0, 3].
+  // Arrays without entries that all plans share: int32[0], [1] (containing a 0), [0, 2] and [0, 3].
   struct EmptySections {
     py::object ids, splits, pairs, replace;
   };
 
-  // The fields that the native step sets. Some are set immediately. All fields of the results, or
-  // all fields of the changes, are set at the first access to one of them, because most plans are
-  // read only for their results.
+  // The fields that the native step sets. Some are set immediately. The fields of the results are
+  // set together at the first access to any of them, and so are the fields of the changes, because
+  // usually only a plan's results are read.
   enum Field {
     kStepId,
     kPreviousStepId,
@@ -99,7 +99,7 @@ class PlanType {
     empty = std::move(sections);
   }
 
-  // Skips __init__, which takes as long as a small step.
+  // Skips __init__, which would take as long as a small step.
   py::object make() const {
     auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
     auto plan = py::reinterpret_steal<py::object>(type->tp_new(type, no_arguments_.ptr(), nullptr));
@@ -118,10 +118,11 @@ class PlanType {
   }
 
   void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
-  // Returns the plan's capsule as a borrowed reference, or null for a plan that was not created by
-  // a step.
+  // Returns the plan's capsule as a borrowed reference, or null if the plan was not created by a
+  // step.
   PyObject* held(PyObject* plan) const { return value_of(plan, held_); }
-  // Returns the unset field of the results or changes with this name, or kNumFields.
+  // Returns the field of the results or changes that has this name and is not set yet, or
+  // kNumFields.
   Field missing(PyObject* plan, PyObject* name) const {
     for (size_t i = kFirstAnswer; i < slots_.size(); ++i) {
       if (slots_[i].name.ptr() != name) continue;
@@ -130,15 +131,15 @@ class PlanType {
     return kNumFields;
   }
 
-  // Whether no change of a plan has been created or assigned yet.
+  // Returns whether none of a plan's changes has been created or assigned yet.
   bool lacks_changes(PyObject* plan) const {
     return std::all_of(slots_.begin() + kFirstChange, slots_.end(), [&](const Slot& slot) {
       return slot.offset >= 0 && value_of(plan, slot) == nullptr;
     });
   }
-  // Borrowed; null if the field is not set.
+  // Returns a borrowed reference, or null if the field is not set.
   PyObject* value_of(PyObject* plan, Field field) const { return value_of(plan, slots_[field]); }
-  // Whether a value is one of the arrays without entries that plans share.
+  // Returns whether a value is one of the shared arrays without entries.
   bool is_shared_empty(PyObject* value) const {
     return value == empty.ids.ptr() || value == empty.pairs.ptr();
   }
@@ -172,7 +173,7 @@ class PlanType {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(plan) + slot.offset);
   }
 
-  // Writes the field in place, which takes a tenth of the time of setting an attribute.
+  // Writes the field in place, which takes a tenth of the time that setting an attribute takes.
   static void set(const py::object& plan, const Slot& slot, const py::object& value) {
     if (slot.offset < 0) {
       if (PyObject_SetAttr(plan.ptr(), slot.name.ptr(), value.ptr()) != 0)
@@ -188,7 +189,7 @@ class PlanType {
   Slot held_;
   py::tuple no_arguments_;
   std::array<Slot, kNumFields> slots_;
-  std::vector<std::pair<Slot, py::object>> defaults_;  // defaults of the remaining fields
+  std::vector<std::pair<Slot, py::object>> defaults_;  // default values of the remaining fields
 };
 
 void set_answers(const PlanType& type, const py::object& out, const py::object& capsule) {
@@ -239,7 +240,7 @@ py::object interned(PyObject* name) {
   return py::reinterpret_steal<py::object>(out);
 }
 
-// An attribute of a plan. The first access to an array creates all arrays of its kind.
+// Returns an attribute of a plan. The first access to an array creates all arrays of the same kind.
 PyObject* plan_attribute(PyObject* self, PyObject* given) {
   const PlanType& type = PlanType::get();
   // Fields are compared by the identity of their interned names.
@@ -261,7 +262,7 @@ PyObject* plan_attribute(PyObject* self, PyObject* given) {
   return PyObject_GenericGetAttr(self, name.ptr());
 }
 
-// The base of StepPlan.
+// The base class of StepPlan.
 py::object held_arrays_type() {
   PyType_Slot slots[] = {{Py_tp_getattro, reinterpret_cast<void*>(&plan_attribute)}, {0, nullptr}};
   PyType_Spec spec{"kvcache._core.HeldArrays", sizeof(PyObject), 0,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings for replays of traces: their lines, and the requests on a pool.
+// Python bindings for replaying traces: parsing their lines, and serving their requests on a pool.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -55,20 +55,20 @@ py::tuple replay_on_pool(BlockPool* pool, const py::object& requests, const py::
   if (pool->num_free() != pool->num_total()) {
     throw py::value_error("the pool has held blocks: expected none");
   }
-  // With the GIL, because the pool belongs to the caller.
+  // Runs with the GIL, because the caller owns the pool.
   const ReplayedHits found =
       replay_requests(pool, first, table.shape(0), as_hashes(hash), end.data(), most);
   return py::make_tuple(found.num_hits, found.num_hittable);
 }
 
-// Parses a JSON object whose fields are numbers, strings without escapes, and lists of whole
-// numbers from 0 to `most`. Anything else is left to a general parser.
+// Parses a JSON object whose fields are numbers, strings without escapes, and lists of integers
+// from 0 to `most`. Anything else is left to a general parser.
 class RecordParser {
  public:
   RecordParser(std::string_view text, int64_t most)
       : at_(text.data()), stop_(at_ + text.size()), most_(most) {}
 
-  // Returns a dict in which lists are int64[n], or None.
+  // Returns a dict in which lists are int64[n], or None if a general parser is needed.
   py::object parse() {
     py::dict found;
     if (!takes('{')) return py::none();
@@ -86,8 +86,8 @@ class RecordParser {
   }
 
  private:
-  // Each of the functions below that returns an object returns null for what is not supported.
-  static constexpr int64_t kMost = int64_t{1} << 59;  // ten times this number fits into int64
+  // The functions below that return an object return null for unsupported input.
+  static constexpr int64_t kMost = int64_t{1} << 59;  // ten times this number still fits into int64
 
   static bool is_digit(char c) { return c >= '0' && c <= '9'; }
   char next() const { return at_ < stop_ ? *at_ : '\0'; }
@@ -116,10 +116,10 @@ class RecordParser {
     if (at_ == stop_) return {};
     PyObject* text = PyUnicode_DecodeUTF8(begin, at_ - begin, nullptr);
     ++at_;
-    if (text == nullptr) clear_refusal();  // not UTF-8
+    if (text == nullptr) clear_refusal();  // invalid UTF-8
     return py::reinterpret_steal<py::object>(text);
   }
-  // Returns -1 for anything else than a whole number from 0 to `kMost`.
+  // Returns an integer from 0 to `kMost`, or -1 for anything else.
   int64_t whole() {
     const char* const begin = at_;
     int64_t value = 0;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The requests of a KVCacheManager, with the row of each request and the chain that contains its
-// hashes.
+// A KVCacheManager's requests, with each request's row and the chain that contains its hashes.
 //
 // A call changes the rows and the manager together, and runs no Python code between the first and
-// the last change. An exception from a signal handler is therefore raised before or after all
-// changes. Names must be exact `str` objects, which are compared and hashed without running Python
-// code.
+// the last change. Therefore, an exception from a signal handler is raised either before or after
+// all of the changes. Names must be exact `str` objects, which are compared and hashed without
+// running Python code.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,19 +29,19 @@ namespace py = pybind11;
 
 class RequestRows {
  public:
-  // `chain_key`: the hash parameters of the manager's requests.
+  // `chain_key` contains the hash parameters of the manager's requests.
   RequestRows(py::tuple chain_key, int64_t max_encoder_tokens)
       : chain_key_(std::move(chain_key)), max_encoder_tokens_(max_encoder_tokens) {}
 
-  // `Admit` of Python, a NamedTuple: (request, num_tokens, external, num_lookahead_tokens,
-  // num_reserved_blocks, max_host_blocks, read_cache, num_prompt_tokens, num_shared_tokens), where
-  // external is None or a NamedTuple (num_tokens, delayed).
+  // The fields of Python's `Admit`, a NamedTuple: (request, num_tokens, external,
+  // num_lookahead_tokens, num_reserved_blocks, max_host_blocks, read_cache, num_prompt_tokens,
+  // num_shared_tokens), where external is None or a NamedTuple (num_tokens, delayed).
   static void use_admit_types(const py::type& admit, const py::type& external) {
     admit_type() = admit.inc_ref().ptr();  // leaked, because the types must outlive the interpreter
     external_type() = external.inc_ref().ptr();
   }
 
-  // Requests to admit, none of which has a row yet.
+  // The requests to admit, none of which has a row yet.
   struct Asking {
     std::vector<py::object> ids;
     std::vector<NewRow> rows;
@@ -58,7 +57,7 @@ class RequestRows {
     out.ids.reserve(static_cast<size_t>(n));
     out.rows.reserve(static_cast<size_t>(n));
     for (py::ssize_t i = 0; i < n; ++i) {
-      // Borrows each entry again, because reading a request runs Python code that may change a
+      // Borrows each entry again, because reading a request runs Python code that may change the
       // list.
       add(item(sequence, i, n), [i] { return "new[" + std::to_string(i) + "]"; }, &out);
     }
@@ -78,7 +77,8 @@ class RequestRows {
   static bool is_admit(const py::handle& value) {
     return admit_type() != nullptr && PyObject_TypeCheck(value.ptr(), admit_class()) != 0;
   }
-  // Checks again after the last Python code of a call, which may have admitted these requests.
+  // Repeats the check after the last Python code in a call has run, because this code may have
+  // admitted these requests.
   void check_new(const Asking& asking) const {
     for (const py::object& id : asking.ids) check_new(id);
   }
@@ -90,13 +90,13 @@ class RequestRows {
     }
   }
 
-  // The admitted requests among these requests, each listed once.
+  // The admitted requests among those given, each listed once.
   struct Leaving {
     std::vector<py::object> ids;
     std::vector<int32_t> rows;
   };
 
-  // Throws TypeError for values that are not requests. Requests without a row are omitted.
+  // Throws TypeError for values that are not requests. Omits requests without a row.
   Leaving leaving(const py::tuple& requests) const {
     Leaving out;
     std::optional<py::set> seen;
@@ -106,7 +106,8 @@ class RequestRows {
     for (const py::handle& request : requests) {
       ids.push_back(id_of(request, [] { return std::string("request"); }));
     }
-    // Runs after the last Python code, which may have freed and admitted requests.
+    // Runs after the last Python code in a call, because this code may have freed or admitted
+    // requests.
     for (py::object& id : ids) {
       PyObject* row = row_of(id);
       if (row == nullptr || (seen && !is_first(*seen, id))) continue;
@@ -121,22 +122,22 @@ class RequestRows {
     }
   }
 
-  // Returns the row of the request, or -1.
+  // Returns the request's row, or -1 if it has none.
   int32_t find(const py::object& request) const {
     PyObject* row = row_of(id_of(request, [] { return std::string("request"); }));
     return row == nullptr ? -1 : static_cast<int32_t>(PyLong_AsLong(row));
   }
-  // Returns the row of the request. Throws ValueError if it has none.
+  // Returns the request's row. Throws ValueError if the request has none.
   int32_t at(const py::object& request, const char* name) const {
     const py::object id = id_of(request, [name] { return std::string(name); });
     PyObject* row = row_of(id);
     if (row != nullptr) return static_cast<int32_t>(PyLong_AsLong(row));
     throw py::value_error("request " + repr(id) + " is not admitted: it has no blocks");
   }
-  // Returns a dict from request id to the value of its row.
+  // Returns a dict that maps each request id to the value for its row.
   py::dict by_id(const std::vector<int32_t>& rows, const std::vector<int32_t>& values) const {
     py::dict out;
-    if (rows.empty()) return out;  // true for most reports
+    if (rows.empty()) return out;  // the case for most reports
     std::unordered_map<int32_t, py::handle> names;
     for (const auto& [id, row] : rows_) names.emplace(py::cast<int32_t>(row), id);
     for (size_t i = 0; i < rows.size(); ++i) out[names.at(rows[i])] = py::int_(values[i]);
@@ -154,7 +155,7 @@ class RequestRows {
   }
   static PyTypeObject* admit_class() { return reinterpret_cast<PyTypeObject*>(admit_type()); }
 
-  // `name()` returns the name of the argument, for error messages.
+  // `name()` returns the argument's name for error messages.
   template <class Name>
   void add(const py::object& asked, const Name& name, Asking* out) const {
     const py::object request = request_of(asked);
@@ -202,7 +203,7 @@ class RequestRows {
     if (field(7) != Py_None) row->num_prompt = integer(field(7), "num_prompt_tokens");
     row->num_shared = integer(field(8), "num_shared_tokens");
   }
-  // Reads a Python bool, as `flag_argument` does, or a NumPy bool.
+  // Reads a Python bool, like `flag_argument`, or a NumPy bool.
   static bool flag(PyObject* value, const std::string& name) {
     const char* type = Py_TYPE(value)->tp_name;
     if (std::strcmp(type, "numpy.bool") == 0 || std::strcmp(type, "numpy.bool_") == 0) {
@@ -214,7 +215,7 @@ class RequestRows {
     if (row_of(id) == nullptr) return;
     throw py::value_error("request " + repr(id) + " is already admitted");
   }
-  // Returns the id as an exact string. `name()` describes the argument in an error.
+  // Returns the id as an exact string. `name()` returns the argument's name for error messages.
   template <class Name>
   static py::object id_of(const py::handle& request, const Name& name) {
     py::object id = attribute(request, id_name(), name);
@@ -227,7 +228,8 @@ class RequestRows {
     return exact;
   }
 
-  // The text belongs to the string. Empty if it is not valid Unicode.
+  // Returns a view of the string's text, which the string owns. Empty if the text is not valid
+  // Unicode.
   static std::string_view utf8(const py::object& id) {
     Py_ssize_t size = 0;
     const char* text = PyUnicode_AsUTF8AndSize(id.ptr(), &size);
@@ -271,7 +273,7 @@ class RequestRows {
                          ": expected a sequence of requests");
   }
 
-  // Reads the values of an iterator, which may be infinite.
+  // Reads an iterator's values. The iterator may be infinite.
   static py::object listed(const py::object& iterator, const char* name) {
     constexpr size_t kMost = 1 << 20;
     py::list out;
@@ -312,7 +314,7 @@ class RequestRows {
   // `name()` describes the argument in an error.
   template <class Name>
   std::shared_ptr<TokenChain> chain_of(const py::handle& request, const Name& name) const {
-    // The most recently used chain, without calling Python.
+    // Looks for the most recently used chain, without calling Python.
     const auto last =
         py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), last_name().ptr()));
     if (!last) {
@@ -330,7 +332,7 @@ class RequestRows {
     fail_no_request(request, name());
   }
 
-  // Returns a borrowed reference, or null without a row.
+  // Returns a borrowed reference, or null if the request has no row.
   PyObject* row_of(const py::object& id) const {
     PyObject* row = PyDict_GetItemWithError(rows_.ptr(), id.ptr());
     if (row == nullptr && PyErr_Occurred()) throw py::error_already_set();

@@ -18,7 +18,7 @@
 namespace kvcache::sanitizer {
 
 // The values of a C-contiguous int64 array, or of a converted copy. (pybind11's own conversion
-// calls numpy for each argument.)
+// would call numpy for each argument.)
 class Int64Input {
  public:
   Int64Input() = default;
@@ -71,7 +71,7 @@ void check_size(const Int64Input& values, const char* name, int64_t size, const 
        " entries: expected " + std::to_string(size) + what);
 }
 
-// Checks one value per request from `least` to the largest int32.
+// Checks that there is one value per request, each from `least` to the largest int32.
 const int64_t* counts_of(const Int64Input& values, const char* name, int64_t size,
                          int64_t least = 0) {
   check_size(values, name, size, ", one per request_id");
@@ -102,7 +102,7 @@ Table table_of(const py::array& array) {
           array.strides(1), is_wide};
 }
 
-// Checks that the tokens of all ranges are known. `stop(r)`: end of range r.
+// Checks that the tokens in all ranges are known. `stop(r)` returns the end of range r.
 template <class Stop>
 void check_known(const SlotGroup& group, const RequestTags& requests, const Int64Input& rows,
                  const py::list& names, Stop stop) {
@@ -163,7 +163,7 @@ void put(RequestTags& self, const py::list& names, const Int64Input& rows, const
   self.put(ranges, reinterpret_cast<const uint64_t*>(hashes.data()), data_of(parents));
 }
 
-// Returns int64[n, 6], or None if there is no finding.
+// Returns the findings as int64[n, 6], or None if there are none.
 py::object array_of(const Findings& findings) {
   if (findings.empty()) return py::none();
   static_assert(sizeof(Finding) == 6 * sizeof(int64_t));
@@ -200,7 +200,7 @@ void bind_shadow(py::module_& m) {
       .def_property_readonly("stride", &Shadow::stride)
       .def_property_readonly("num_bytes", &Shadow::num_bytes)
       .def_readwrite("tracks_holders", &Shadow::tracks_holders)
-      // Views of the memory: slots[num_blocks, stride] and blocks[num_blocks].
+      // Views of the shadow's memory: slots[num_blocks, stride] and blocks[num_blocks].
       .def_property_readonly("slots",
                              [](const py::object& self) {
                                auto& shadow = py::cast<Shadow&>(self);
@@ -313,7 +313,7 @@ void bind_reads(py::module_& m) {
               std::shared_ptr<RequestTags> requests) {
              return std::make_unique<SlotReads>(group, std::move(shadow), std::move(requests));
            })
-      // Checks nothing but the arguments if `skips` is set.
+      // If `skips` is set, validates only the arguments.
       .def("check",
            [](SlotReads& self, const Int64Input& rows, const Int64Input& starts,
               const Int64Input& seq_lens, const py::array& blocks, bool skips) {

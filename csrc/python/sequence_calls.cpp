@@ -17,15 +17,15 @@ std::shared_ptr<TokenChain> chain_of(const py::handle& tokens) {
   return py::cast<std::shared_ptr<TokenChain>>(tokens.attr("chain"));
 }
 
-// Returns null if there is no entry.
+// Returns the entry, or null if there is none.
 py::object entry_of(const py::dict& entries, const py::object& name) {
   PyObject* entry = PyDict_GetItemWithError(entries.ptr(), name.ptr());
   if (entry == nullptr && PyErr_Occurred()) throw py::error_already_set();
   return py::reinterpret_borrow<py::object>(entry);
 }
 
-// The whole prompt of the row is computed in one step, and its blocks are cached after that step
-// has run.
+// The row's whole prompt is computed in one step, and its blocks are cached after that step has
+// run.
 NewRow new_row(std::shared_ptr<TokenChain> chain) {
   NewRow asked;
   asked.chain = std::move(chain);
@@ -45,7 +45,7 @@ void SequenceCalls::set_row(const py::object& seq_id, const py::object& owner, i
 bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
                               bool skips_blocks, const py::object& encoder, int64_t since) {
   struct New {
-    py::object seq_id, owner;  // id and owner of an AllocatedSequence without a row
+    py::object seq_id, owner;  // the id and owner of an AllocatedSequence that has no row
     std::shared_ptr<TokenChain> chain;
   };
   std::vector<New> all;
@@ -68,7 +68,7 @@ bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, i
   for (const New& each : all) {
     const bool is_first = &each == all.data();
     const int32_t row = is_first ? slots.row : native_->fork(slots.row, each.chain).row;
-    // Every scheduler reads the table in the step of the allocation.
+    // Create the table now, because every scheduler reads it in the same step.
     const std::vector<BlockId>& held = native_->blocks(row, 0);
     value_of(each.owner).table = list_of(held, held.size());
     set_row(each.seq_id, each.owner, row);
@@ -77,8 +77,8 @@ bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, i
   return true;
 }
 
-// Blocks outside the window are not allocated for a prompt, but they are for later tokens. All
-// tokens of an encoder are read, so all tokens except the first are added as later tokens.
+// For a prompt, blocks outside the window are not allocated, but for later tokens they are. Because
+// all encoder tokens are attended to, all of them except the first are added as later tokens.
 void SequenceCalls::take_encoder_row(const py::tuple& encoder) {
   const auto num_more = py::cast<int64_t>(encoder[3]) - 1;
   NewRow asked = new_row(chain_of(encoder[2]));
@@ -118,8 +118,8 @@ void SequenceCalls::free_encoder_row(const py::dict& rows, const py::object& req
   }
 }
 
-// Removes the row and the entry together, because comparing names may run Python code, which may
-// raise.
+// Removes the row and the entry together, because comparing names may run Python code that raises
+// an exception.
 void SequenceCalls::free_entry(const py::dict& entries, const py::object& name, int32_t row) {
   native_->free(row);
   ++num_changes_;
@@ -187,7 +187,7 @@ PyObject* SequenceCalls::can_append_slots(py::handle group, py::handle num_looka
   return py::bool_(!is_too_long && num_touched <= native_->pool().num_free()).release().ptr();
 }
 
-// Reads the new token ids of a sequence, if they are needed.
+// Reads a sequence's new token ids, if they are needed.
 void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
                              NewTokens* out) const {
   out->size = num_new;
@@ -218,7 +218,7 @@ void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int
   }
 }
 
-// Returns whether there are slots, and adds the copies to the pairs.
+// Returns whether slots were allocated, and adds the required copies to the pairs.
 bool SequenceCalls::take(AllocatedSequence* known, int64_t num_new, const Slots& slots,
                          py::list* pairs) const {
   if (slots.status != kvcache::Status::kServed) return false;
@@ -255,8 +255,8 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
 
 namespace {
 
-// New tokens of several sequences, which have been appended to their chains. Tokens without slots
-// are rolled back.
+// The new tokens of several sequences. They have already been appended to the sequences' chains,
+// and are rolled back unless they receive slots.
 class TakenTokens {
  public:
   TakenTokens(Manager* native, std::vector<RowAsk> all) : native_(native), all_(std::move(all)) {
@@ -266,7 +266,7 @@ class TakenTokens {
   ~TakenTokens() {
     for (; next_ < all_.size(); ++next_) native_->give_back(all_[next_]);
   }
-  // Appends the next sequence, which keeps its tokens if there are slots for them.
+  // Appends the next sequence's tokens. They are kept if there are slots for them.
   Slots append_next() { return native_->serve(all_[next_++], /*lists_new=*/false); }
   void skip_next() { ++next_; }
 
@@ -309,7 +309,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   }
   py::list pairs;
   begin_change(since);
-  // A group with a sequence that is too long does not fit and ends the batch.
+  // If a group has a sequence that is too long, the group does not fit and ends the batch.
   const auto too_long = std::find_if(all.begin(), all.end(), [&](const Growing& each) {
     return value_of(each.owner).num_tokens + each.tokens.size > max_model_len_;
   });
@@ -323,7 +323,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   }
   TakenTokens taken(native_, std::move(asks));
   const NoCollection no_collection;
-  std::optional<Soundness::Change> change;  // set from the first served sequence on
+  std::optional<Soundness::Change> change;  // set when the first sequence is served
   size_t num_served = 0, first = 0;
   for (; num_served < ends.size(); first = ends[num_served++]) {
     int64_t num_touched = 0;
@@ -346,8 +346,8 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   return py::make_tuple(num_served, pairs).release().ptr();
 }
 
-// Updates the views. Blocks from `first_written` on have been added or replaced, and leading blocks
-// may have left a window.
+// Updates the views after blocks from `first_written` on were added or replaced. Leading blocks may
+// also have left a window.
 void SequenceCalls::refresh_table(AllocatedSequence* known, int64_t first_written) const {
   const std::vector<BlockId>& blocks = native_->blocks(known->row, 0);
   const auto size = static_cast<int64_t>(blocks.size());
@@ -405,7 +405,7 @@ PyObject* SequenceCalls::access_all_blocks_in_seq(py::handle seq, py::handle now
   Py_RETURN_NONE;
 }
 
-// The sum of all marks of the sequence, including `count`.
+// Returns the sum of all of the sequence's marks, including `count`.
 int64_t SequenceCalls::marks_with(const AllocatedSequence& known, int64_t count,
                                   py::handle seq) const {
   const int64_t num_marked = std::min(known.num_marked + count, known.num_tokens);
@@ -421,7 +421,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
   const int64_t count = size_argument(token_chunk_size, "token_chunk_size");
   if (!enable_caching_ && !window_) Py_RETURN_NONE;
   const int64_t since = num_changes_;
-  std::vector<std::pair<py::object, int64_t>> more;  // sequences after the first
+  std::vector<std::pair<py::object, int64_t>> more;  // all sequences except the first
   std::pair<py::object, int64_t> first;
   Sequences seqs = Sequences::of(group);
   while (const py::object seq = seqs.next()) {
@@ -436,7 +436,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
     }
   }
   begin_change(since);
-  std::optional<Soundness::Change> change;  // set from the first marked sequence on
+  std::optional<Soundness::Change> change;  // set when the first sequence is marked
   const auto mark = [&](const std::pair<py::object, int64_t>& each) {
     AllocatedSequence& known = value_of(each.first);
     if (enable_caching_) native_->mark_computed(known.row, known.num_computed(each.second));
@@ -449,7 +449,8 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
   Py_RETURN_NONE;
 }
 
-// The leading blocks that were hits. Sequences forked from one sequence share a list.
+// Returns the leading blocks that were hits. Sequences that were forked from the same sequence
+// share a list.
 const py::object& SequenceCalls::hits_of(AllocatedSequence* known) const {
   if (!known->hits) {
     const std::vector<BlockId>& blocks = native_->blocks(known->row, 0);

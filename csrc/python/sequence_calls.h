@@ -22,27 +22,27 @@
 
 namespace kvcache::sequences {
 
-// A sequence with blocks, with its row, its tokens, and the number of tokens that are marked as
+// A sequence that has blocks: its row, its tokens, and the number of tokens that are marked as
 // computed.
 struct AllocatedSequence {
   int32_t row;
   py::object tokens;  // kvcache.compat.sequences.tokens.Tokens
-  bool reads_ids;     // whether token ids are read
-  // For a prompt longer than the window, blocks outside the window at the end of the prompt are not
-  // allocated.
+  bool reads_ids;     // whether token ids are needed
+  // If the prompt is longer than the window, only the blocks within the window at the end of the
+  // prompt are allocated.
   bool skips_blocks;
-  int64_t num_tokens;   // tokens with slots
-  int64_t num_prompt;   // tokens with slots at allocation
-  int64_t num_cached;   // prompt tokens that hit the cache at allocation
+  int64_t num_tokens;   // number of tokens with slots
+  int64_t num_prompt;   // number of tokens with slots at allocation
+  int64_t num_cached;   // number of prompt tokens that hit the cache at allocation
   int64_t num_marked;   // sum of all marks, at most `num_tokens`
-  int64_t num_with_kv;  // tokens with KV after the last mark
-  // The blocks of the sequence and its hit blocks, as views created on demand.
-  int64_t num_dropped = 0;  // leading null entries of `table`
+  int64_t num_with_kv;  // number of tokens with KV after the last mark
+  // The sequence's blocks and its hit blocks, as views that are created on demand.
+  int64_t num_dropped = 0;  // number of leading null entries in `table`
   py::object table, hits;
-  int64_t last_call = 0;  // last call with several sequences that included this one
+  int64_t last_call = 0;  // last multi-sequence call that included this sequence
 
-  // Returns the number of tokens with KV if the sum of marks is `marked`. After the prompt, a step
-  // may accept several tokens regardless of its mark.
+  // Returns the number of tokens with KV if the sum of all marks is `marked`. After the prompt, a
+  // step may accept several tokens, whatever number it marks.
   int64_t num_computed(int64_t marked) const {
     return marked < num_prompt ? marked : std::max(marked, num_tokens - 1);
   }
@@ -72,20 +72,20 @@ struct AllocatedSequence {
   }
 };
 
-// Tokens that need slots.
+// New tokens that need slots.
 struct NewTokens {
   int64_t size = 0;
-  bool are_read = false;         // whether the values of the tokens are read
-  int32_t one = 0;               // id if there is one token
-  std::vector<int32_t> several;  // ids if there are several
+  bool are_read = false;         // whether the token ids are needed
+  int32_t one = 0;               // the id, if there is a single token
+  std::vector<int32_t> several;  // the ids, if there are several tokens
 
   const int32_t* data() const {
     return !are_read ? nullptr : several.empty() ? &one : several.data();
   }
 };
 
-// The Python integers of block ids, which all lists share. Each is created at its first use, and
-// another reference to it takes a fraction of that time.
+// The Python integers for block ids, which all lists share. Each integer is created at its first
+// use; after that, adding a reference takes a fraction of the time.
 class BlockIds {
  public:
   explicit BlockIds(int64_t num_blocks)
@@ -109,7 +109,7 @@ class BlockIds {
   }
 
   ZeroedArray<PyObject*> objects_;
-  BlockId stop_ = 0;  // ids from this one on have never been used
+  BlockId stop_ = 0;  // this id and all higher ids have never been used
 };
 
 struct AllocStatuses {
@@ -165,23 +165,24 @@ class SequenceCalls {
     return required + ceil_div(num_encoder_tokens, block_size_);
   }
 
-  // The number of changes so far, for `since`.
+  // Returns the number of changes so far, to be passed as `since`.
   int64_t num_changes() const { return num_changes_; }
 
-  // Reading the engine's objects may run Python code, and that code may call the manager. Calls
-  // that change the manager therefore take `since`, the number of changes when the call began. They
-  // raise RuntimeError, without any change, if another call has changed the manager since then.
+  // Reading the engine's objects may run Python code, and this code may call the manager.
+  // Therefore, calls that change the manager have a parameter `since`, the number of changes when
+  // the call began. If another call has changed the manager since then, they raise RuntimeError
+  // without changing anything.
 
   // Creates rows with slots for the prompt of `sequences`, which are (seq_id, Tokens) pairs, after
-  // a hit. The first sequence gets the blocks, and the others share them. `encoder` is None, or
-  // (rows of encoders, request_id, Tokens of one token, number of tokens) for an encoder that fits.
-  // Returns false, without any change, if the prompt does not fit.
+  // a hit. The blocks are allocated for the first sequence and shared by the others. `encoder` is
+  // None or, for an encoder that fits, (rows of encoders, request_id, Tokens of one token, number
+  // of tokens). If the prompt does not fit, returns false without changing anything.
   bool take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
                  bool skips_blocks, const py::object& encoder, int64_t since);
-  // Creates a row for a child that shares the blocks of `parent`.
+  // Creates a row for a child that shares all blocks of `parent`.
   void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens,
                 int64_t since);
-  // Has no effect without a row.
+  // Has no effect if the sequence has no row.
   void free_row(const py::object& seq_id);
   void free_encoder_row(const py::dict& rows, const py::object& request_id);
   // Returns the blocks to move as (device block, host block) pairs, or None if they do not fit.
@@ -190,7 +191,7 @@ class SequenceCalls {
   // Returns the blocks to move as (host block, device block) pairs, or None if they do not fit.
   py::object swap_in_rows(const std::vector<int32_t>& rows, int64_t since) const;
 
-  // Calls of the scheduler:
+  // Calls made by the scheduler:
   PyObject* can_allocate(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* can_append_slots(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* append_slots(py::handle seq, py::handle num_lookahead_slots) const;
@@ -201,7 +202,7 @@ class SequenceCalls {
   PyObject* get_common_computed_block_ids(py::handle seqs, py::handle) const;
 
  private:
-  // Counts a change, and raises RuntimeError if there were others after `since`.
+  // Counts a change. Raises RuntimeError if there were other changes after `since`.
   void begin_change(int64_t since) const {
     check_since(since);
     ++num_changes_;
@@ -232,8 +233,7 @@ class SequenceCalls {
     native_->check_reader();
     check_swapped_in(known, seq);
   }
-  // Like the function above, but without checking the calling thread, for callers that have done
-  // so.
+  // Like the function above, for callers that have already checked the calling thread.
   void check_swapped_in(const AllocatedSequence& known, py::handle seq) const {
     if (native_->is_on_host(known.row)) {
       check_tier(*native_, known.row, "seq", seq_id_of(seq), /*on_host=*/false);
@@ -260,7 +260,7 @@ class SequenceCalls {
   mutable BlockIds ids_;
   AllocStatuses statuses_;
   py::dict allocated_;               // sequences with blocks, by seq_id
-  mutable int64_t num_calls_ = 0;    // number of calls with several sequences
+  mutable int64_t num_calls_ = 0;    // number of multi-sequence calls
   mutable int64_t num_changes_ = 0;  // number of changes to rows and marks
 };
 

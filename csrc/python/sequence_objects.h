@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the engine's sequence and group objects for `BlockSpaceManager`, with CPython's own calls.
+// Reads the engine's sequence and group objects for `BlockSpaceManager`, using CPython's C API.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,8 +14,8 @@
 
 namespace kvcache::sequences {
 
-// While it exists, no allocation starts a garbage collection, whose finalizers may call the manager
-// in the middle of a change.
+// While this object exists, no allocation starts a garbage collection. Otherwise, finalizers might
+// call the manager in the middle of a change.
 class NoCollection {
  public:
   NoCollection() : was_enabled_(PyGC_Disable() != 0) {}
@@ -28,7 +28,7 @@ class NoCollection {
   bool was_enabled_;
 };
 
-// The names of attributes of sequences and groups.
+// The names of the attributes of sequences and groups.
 struct Names {
   static const Names& get() {
     static const auto* names = new Names;  // leaked, because it must outlive the interpreter
@@ -91,7 +91,7 @@ inline py::object request_id_of(py::handle group) {
   return name_of(group, Names::get().request_id);
 }
 
-// `name` describes the argument and is called only for an error.
+// `name` returns the argument's name and is called only if there is an error.
 template <class Name>
 int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
   int64_t number = 0;
@@ -152,7 +152,7 @@ inline Status status_named(PyObject* name) {
   const std::pair<PyObject*, Status> known[] = {{names.running.ptr(), Status::kRunning},
                                                 {names.waiting.ptr(), Status::kWaiting},
                                                 {names.swapped.ptr(), Status::kSwapped}};
-  for (const auto& [text, status] : known) {  // strings in Python code are usually interned
+  for (const auto& [text, status] : known) {  // string literals in Python code are usually interned
     if (name == text) return status;
   }
   for (const auto& [text, status] : known) {
@@ -162,10 +162,11 @@ inline Status status_named(PyObject* name) {
   return py::cast<bool>(text.attr("startswith")("FINISHED")) ? Status::kFinished : Status::kOther;
 }
 
-// The status of a sequence, which is an enum member or text. Names of enum members do not change,
-// so known members are cached.
+// Returns a sequence's status, which is an enum member or text. Because the names of enum members
+// do not change, known members are cached.
 inline Status status_of(py::handle seq) {
-  // Maximum number of cached members; an engine has only one enum.
+  // Maximum number of cached enum members. An engine has a single status enum, which normally has
+  // fewer members.
   constexpr size_t kMostKnown = 32;
   static auto* known = new std::vector<std::pair<PyObject*, Status>>;
   const Names& names = Names::get();
@@ -192,7 +193,7 @@ inline Status status_of(py::handle seq) {
   return value;
 }
 
-// Iterates over the sequences of a group. Python code may run in between.
+// Iterates over a group's sequences. Python code may run between two sequences.
 class Sequences {
  public:
   Sequences(py::object seqs, const char* name) : seqs_(listed(std::move(seqs), name)) {}
@@ -206,7 +207,8 @@ class Sequences {
   }
 
  private:
-  // Returns lists and tuples unchanged. Other values must have a length.
+  // Returns lists and tuples unchanged, and converts other iterables, which must have a length, to
+  // lists.
   static py::object listed(py::object seqs, const char* name) {
     if (PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())) return seqs;
     check_num_entries(seqs, name);
@@ -226,7 +228,7 @@ class Sequences {
                         " has no " + status + " sequence: expected 1 or more");
 }
 
-// Returns the group's sequences with this status, at least one.
+// Returns the group's sequences with this status. There must be at least one.
 inline py::list sequences_with(py::handle group, const py::str& status) {
   const Status wanted = status_named(status.ptr());
   Sequences seqs = Sequences::of(group);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Provides the calls of `SequenceCalls` as methods of the Python class `BlockSpaceManager`.
+// Provides the functions of `SequenceCalls` as methods of the Python class `BlockSpaceManager`.
 //
-// The methods are CPython methods, because pybind11's dispatch would take longer than the calls.
+// The methods use CPython's calling convention, because pybind11's dispatch would take longer than
+// the calls themselves.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,7 +21,7 @@
 namespace kvcache::sequences {
 namespace {
 
-// A call, its arguments, and the default of the last argument.
+// A call's name, its arguments, and the default value of its last argument.
 struct Spec {
   const char* name;
   PyObject* (SequenceCalls::*method)(py::handle, py::handle) const;
@@ -55,7 +56,7 @@ constexpr Spec kCalls[] = {
 };
 constexpr size_t kNumCalls = std::size(kCalls);
 
-// Binds arguments by position, as Python would.
+// Binds the arguments to positions, as Python does.
 std::array<PyObject*, 2> bound(const Spec& spec, PyObject* const* args, Py_ssize_t num_positional,
                                PyObject* keywords) {
   const auto fail = [&](const std::string& what) {
@@ -109,8 +110,8 @@ std::array<_PyCFunctionFastWithKeywords, kNumCalls> functions(std::index_sequenc
   return {&call<kCall>...};
 }
 
-// A decorator that returns the native method of this name, with the declaration's signature and
-// docstring.
+// Python decorator: returns the native method with the declared name, and gives it the
+// declaration's signature and docstring.
 py::object native_method(const py::object& declaration) {
   const auto name = py::cast<std::string>(declaration.attr("__name__"));
   const auto spec = std::find_if(std::begin(kCalls), std::end(kCalls),

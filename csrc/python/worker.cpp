@@ -50,7 +50,7 @@ Int32Array replacements_of(const py::handle& value, size_t g) {
   return array;
 }
 
-// The ids of one group, ragged by row, kept alive during the call.
+// One group's ids, as a ragged array with one list per row. They are kept alive during the call.
 struct GroupIds {
   GroupIds(const py::handle& splits, const py::handle& ids, const std::string& g)
       : splits(splits, ("append_splits[" + g + "]").c_str()),
@@ -58,12 +58,12 @@ struct GroupIds {
   Int32Input splits, ids;
 };
 
-// Copies values that lie in the tables before the tables change.
+// If values lie in the tables' own memory, copies them before the tables change.
 void let_go(const HostTables& tables, Int32Input* input) {
   if (tables.overlaps(input->data(), input->size())) input->copy_values();
 }
 
-// Reads a section with one entry per group.
+// Reads a section of a plan that has one entry per group.
 py::sequence per_group(const py::object& value, const char* name) {
   if (!PySequence_Check(value.ptr()) || PyUnicode_Check(value.ptr()) ||
       PyBytes_Check(value.ptr())) {
@@ -107,12 +107,12 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
   if (slots != nullptr) slots->begin_step();
 }
 
-// Applies the table changes of a plan. If none of its arrays has been created or assigned in
-// Python, they are read where the step stored them. Returns false, without any change, if
-// `num_applied` is not -1 and other plans were applied since it was read.
+// Applies a plan's table changes. If none of the plan's arrays has been created or assigned in
+// Python, the changes are read where the step stored them. If `num_applied` is not -1 and other
+// plans were applied since that number was read, returns false without changing anything.
 bool apply_plan(HostTables& self, const py::object& plan, const py::object& num_blocks,
                 HostSlots* slots, int64_t num_applied) {
-  // May run Python code, so that the plan is read afterwards.
+  // May run Python code, so the plan is read only afterwards.
   const int64_t num_ids = int_argument(num_blocks, "num_blocks");
   if (num_applied >= 0 && self.num_applied() != num_applied) return false;
   const py::object capsule = untouched_changes(plan);
@@ -142,7 +142,7 @@ bool apply_plan(HostTables& self, const py::object& plan, const py::object& num_
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
 
-// Converts the groups with slots, which are given by the numbers of GroupField.
+// Converts the groups that have slots. Each is given by numbers in the order of GroupField.
 std::vector<TableGroupView> table_views(const py::list& fields) {
   std::vector<TableGroupView> views;
   for (const py::handle& item : fields) {
@@ -170,11 +170,11 @@ std::shared_ptr<HostSlots> make_host_slots(const py::object& arena, const py::ob
   return over(std::move(made), arena, counts, py::object(slots));
 }
 
-// Returns the data of a one-dimensional array of this type, or null for any other object.
+// Returns the data of a one-dimensional array with this type, or null for any other object.
 template <class Array>
 auto data_of(py::handle value, int64_t* size) -> decltype(Array().data()) {
   using Data = decltype(Array().data());
-  // numpy's number of the type in native byte order, for which the general check is not needed.
+  // A match with numpy's type number, in native byte order, makes the general check unnecessary.
   static const int type_number =
       py::dtype::of<std::remove_const_t<std::remove_pointer_t<Data>>>().num();
   if (!py::isinstance<py::array>(value)) return nullptr;
@@ -222,8 +222,8 @@ struct SlotArguments {
   throw py::value_error(wrong);
 }
 
-// Takes the place, the rows, the positions and query_start_loc. Returns False, without any effect,
-// for arrays that must be converted first.
+// The arguments are the place, the rows, the positions and query_start_loc. If arrays must be
+// converted first, returns False and has no other effect.
 PyObject* compute_slots(HostSlots& self, PyObject* const* args) {
   const int64_t place = py::cast<int64_t>(py::handle(args[0]));
   const SlotArguments in(args[1], args[2], args[3]);
@@ -243,7 +243,7 @@ PyObject* compute_slots(HostSlots& self, PyObject* const* args) {
   Py_RETURN_TRUE;
 }
 
-// Returns int64[n] in new memory. The arrays must have the right type.
+// Returns int64[n] in new memory. The arrays must have the expected types.
 Int64Array slots_of(const HostSlots& self, int64_t place, const py::object& rows,
                     const py::object& positions, const py::object& query_start_loc) {
   const SlotArguments in(rows, positions, query_start_loc);
@@ -287,7 +287,7 @@ void bind_worker(py::module_& m) {
       py::class_<HostTables, std::shared_ptr<HostTables>>(m, "HostTables"),
       [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {
         std::vector<TableGroup> groups = table_groups(fields);
-        int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // size of the counts
+        int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // the counts' size
         for (const TableGroup& group : groups) size += num_rows * group.width;
         return over(std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
                                                  std::move(groups), track),

@@ -78,7 +78,7 @@ std::optional<std::string> HostSlots::compute(int64_t place, const int32_t* rows
   for (int64_t i = places.first; i < places.last; ++i) {
     const auto at = static_cast<size_t>(i);
     filled_[at] = on_host_[at] = num_tokens;
-    on_device_[at] = one_memory_ ? num_tokens : 0;  // 0 until the slots are committed
+    on_device_[at] = one_memory_ ? num_tokens : 0;  // 0 until the new slots are committed
   }
   return std::nullopt;
 }
@@ -87,8 +87,8 @@ void HostSlots::commit(int64_t place, int64_t num_tokens) {
   const Places places = places_of(place);
   for (int64_t i = places.first; i < places.last; ++i) {
     const auto at = static_cast<size_t>(i);
-    // Fills up to the end, including values that the caller wrote, because a captured graph uses
-    // all entries.
+    // Fills all entries up to the end, including those that the caller wrote, because a captured
+    // graph uses all of them.
     fill(i, std::min(num_tokens, num_slots_), num_slots_);
     filled_[at] = std::min(filled_[at], num_tokens);
     on_host_[at] = on_device_[at] = std::min(on_host_[at], num_tokens);
@@ -106,7 +106,7 @@ void HostSlots::begin_step() {
 }
 
 void HostSlots::fill(int64_t place, int64_t begin, int64_t end) {
-  const int64_t item = wide_ ? 8 : 4;  // memset works, because all bits of -1 are set
+  const int64_t item = wide_ ? 8 : 4;  // memset works because all bits of -1 are set
   std::memset(slots_ + (place * num_slots_ + begin) * item, 0xFF,
               static_cast<size_t>((end - begin) * item));
 }

@@ -12,15 +12,15 @@ namespace kvcache {
 
 namespace {
 
-// Longer changes are split, so that the device's warps have about equal work.
+// Longer changes are split, so that the device's warps have roughly equal amounts of work.
 constexpr int64_t kMaxSegment = 128;
 
 [[noreturn]] void fail(const std::string& text) { throw std::invalid_argument(text); }
 
 std::string str(int64_t value) { return std::to_string(value); }
 
-// Writes the table entries of an allocation block, which are the block itself or the kernel blocks
-// into which it is divided.
+// Writes the table entries for an allocation block: the block itself, or the kernel blocks into
+// which it is divided.
 void expand(const int32_t* ids, int64_t n, int64_t ratio, int32_t* out) {
   if (ratio == 1) {
     std::memcpy(out, ids, static_cast<size_t>(n) * sizeof(int32_t));
@@ -247,7 +247,7 @@ void HostTables::move(int64_t g, int32_t src, int32_t tgt) {
   std::memcpy(row_of(g, tgt), row_of(g, src), static_cast<size_t>(n) * sizeof(int32_t));
   note(start_of(g, tgt), n);
   set_count(g, tgt, n);
-  empty_row(g, src);  // the source row must not contain stale ids
+  empty_row(g, src);  // the source row must not keep stale ids
 }
 
 void HostTables::swap(int64_t g, int32_t src, int32_t tgt) {
@@ -298,7 +298,7 @@ void HostTables::clear() {
 int64_t HostTables::pack(int32_t* out, int64_t capacity) const {
   if (all_dirty_) return -1;
   std::vector<Segment> segments = dirty_;
-  if (counts_dirty_) {  // all counts are sent, because there are few
+  if (counts_dirty_) {  // all counts are sent, because they are few
     for (int64_t at = 0; at < num_groups() * num_rows_; at += kMaxSegment) {
       const int64_t length = std::min(kMaxSegment, num_groups() * num_rows_ - at);
       segments.push_back({static_cast<int32_t>(num_ids_ + at), static_cast<int32_t>(length)});
@@ -311,7 +311,7 @@ int64_t HostTables::pack(int32_t* out, int64_t capacity) const {
   out[0] = static_cast<int32_t>(segments.size());
   int32_t* place = out + 1;
   int64_t values = header;
-  // Values are read from the tables at this point, so overlapping segments have the same values.
+  // Values are read from the tables only now, so overlapping segments have the same values.
   for (const Segment& segment : segments) {
     place[0] = segment.start;
     place[1] = segment.length;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host side of a worker's block tables. One call applies a step's changes to all rows and
-// groups, and records the changes for the device. Plain C++. The caller owns the memory.
+// groups, and records the changes for the device. This is plain C++ code that works on the caller's
+// memory.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +13,14 @@ namespace kvcache {
 
 // One cache group's table in the arena: `num_rows` rows of `width` kernel-block ids.
 struct TableGroup {
-  int64_t offset;   // offset of its first id in the arena
-  int64_t width;    // columns, in kernel blocks
+  int64_t offset;   // offset of the table's first id in the arena
+  int64_t width;    // number of columns, in kernel blocks
   int64_t ratio;    // kernel blocks per allocation block: id b becomes b*ratio .. b*ratio+ratio-1
-  int64_t max_ids;  // bound of allocation block ids, so that kernel block ids fit int32
+  int64_t max_ids;  // upper bound of allocation block ids, so that kernel block ids fit into int32
 };
 
-// Ids to append, as a ragged array. Row rows[i] gets ids[splits[i]] to ids[splits[i + 1] - 1].
+// Ids to append, as a ragged array: ids[splits[i]] to ids[splits[i + 1] - 1] are appended to row
+// rows[i].
 struct RaggedIds {
   const int32_t* splits;  // [num_rows + 1]
   const int32_t* ids;
@@ -33,13 +35,13 @@ struct Replacements {
 
 class HostTables {
  public:
-  // `arena`: the tables with num_rows * width ids per group, followed by counts [num_groups,
-  // num_rows] (kernel blocks per row), owned by the caller. `track`: whether to record changes for
-  // `pack`.
+  // `arena`, which the caller owns, contains the tables with num_rows * width ids per group,
+  // followed by counts [num_groups, num_rows] (kernel blocks per row). `track` states whether to
+  // record changes for `pack`.
   HostTables(int32_t* arena, int64_t num_rows, std::vector<TableGroup> groups, bool track);
 
-  // Whether these values are in the arena, where a change could overwrite them before they are
-  // read.
+  // Returns whether these values are in the arena, where a change could overwrite them before they
+  // are read.
   bool overlaps(const int32_t* values, int64_t n) const {
     return values < counts_ + num_groups() * num_rows_ && values + n > arena_;
   }
@@ -48,50 +50,50 @@ class HostTables {
   const TableGroup& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
 
   // Applies a step: empties the rows in `clear`, appends ids in every group, then replaces entries.
-  // A row in `clear` beyond the tables counts as empty, so a manager with more rows can report a
-  // row that has left. First checks all rows, widths, existing columns, and ids in [0, num_blocks)
-  // (num_blocks < 0: unknown), and throws std::invalid_argument without any change if one is
-  // invalid.
+  // A row in `clear` beyond the tables counts as empty, so a manager that has more rows can clear
+  // any of them. First validates all rows, widths and existing columns, and that ids are in [0,
+  // num_blocks) (num_blocks < 0: unknown). If any of them is invalid, throws std::invalid_argument
+  // without changing anything.
   void apply(const int32_t* clear, int64_t num_clear, const int32_t* append, int64_t num_append,
              const std::vector<RaggedIds>& ids, const std::vector<Replacements>& replace,
              int64_t num_blocks);
 
-  // Resets a row of one group if `reset`, and appends ids.
+  // Appends ids to a row of one group, after emptying the row if `reset` is true.
   void append_row(int64_t group, int64_t row, const int32_t* ids, int64_t n, bool reset);
 
-  // Applies the pairs (source, target) of rows one after another, in all groups or in `group`.
+  // Processes the (source, target) pairs of rows one after another, in all groups or in `group`.
   void move_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void swap_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void clear_rows(const int32_t* rows, int64_t n, int64_t group = -1);
-  void clear();  // clears all rows
+  void clear();  // empties all rows
 
-  // Writes the changes since the last pack for the device: [number of segments, (destination,
-  // length, index of the values in the buffer) per segment, values]. Returns the number of int32
-  // values required, and writes them only if `capacity` suffices. Returns -1 if the whole arena
-  // must be uploaded, because there are more changes than ids.
+  // Writes the changes since the last pack in the device's format: [number of segments,
+  // (destination, length, index of the values in the buffer) per segment, values]. Returns the
+  // number of int32 values required, and writes them only if `capacity` suffices. Returns -1 if the
+  // whole arena must be uploaded, because there are more changes than ids in the arena.
   int64_t pack(int32_t* out, int64_t capacity) const;
-  void mark_clean();  // records that the packed changes have been sent
+  void mark_clean();  // Records that the packed changes have been sent.
 
-  // Whether the device lacks changes, in any group or in one group. Every call that changes a row
-  // sets this.
+  // Returns whether there are changes, in any group or in one group, that were not sent to the
+  // device. Every call that changes a row sets this state.
   bool is_changed() const { return is_changed_; }
   bool is_changed(int64_t g) const { return changed_[static_cast<size_t>(g)] != 0; }
-  // Records that all used rows of a group have been sent completely.
+  // Records that all used rows of a group have been sent as a whole.
   void mark_sent(int64_t g) { changed_[static_cast<size_t>(g)] = 0; }
-  // The number of plans that `apply` has applied.
+  // Returns the number of plans that `apply` has applied.
   int64_t num_applied() const { return num_applied_; }
 
  private:
   struct Segment {
-    int32_t start, length;  // range in the arena
+    int32_t start, length;  // a range of ids in the arena
   };
   int32_t* row_of(int64_t g, int64_t row) const { return arena_ + start_of(g, row); }
   int64_t start_of(int64_t g, int64_t row) const {
     const TableGroup& group = groups_[static_cast<size_t>(g)];
     return group.offset + row * group.width;
   }
-  // Returns the number of entries in a row. Callers may also write the counts, so they are clamped
-  // to the width.
+  // Returns the number of entries in a row. Because callers may also write the counts, the result
+  // is clamped to the width.
   int64_t count(int64_t g, int64_t row) const {
     const int64_t width = groups_[static_cast<size_t>(g)].width;
     return std::clamp<int64_t>(counts_[g * num_rows_ + row], 0, width);
@@ -115,7 +117,7 @@ class HostTables {
   void move(int64_t g, int32_t src, int32_t tgt);
   void swap(int64_t g, int32_t src, int32_t tgt);
   void note(int64_t start, int64_t length);
-  // Reserves memory, so that recording cannot fail.
+  // Reserves memory, so that recording changes cannot fail.
   void reserve_notes(int64_t num_rows, int64_t num_entries);
   void begin_change(int64_t group);  // -1: all groups
   template <class Change>
@@ -126,7 +128,7 @@ class HostTables {
   int64_t num_ids_;  // number of ids in all tables
   std::vector<TableGroup> groups_;
   bool track_;
-  int32_t* counts_;  // follow the tables in the arena
+  int32_t* counts_;  // in the arena, after the tables
   bool is_changed_ = false;
   std::vector<uint8_t> changed_;  // whether the group has changed
   int64_t num_applied_ = 0;
@@ -134,7 +136,7 @@ class HostTables {
   bool counts_dirty_ = false;
   std::vector<Segment> dirty_;
   int64_t num_dirty_ids_ = 0;
-  // Number of kernel blocks per row after the step that is being checked.
+  // Number of kernel blocks per row after the step that is being validated.
   std::vector<int32_t> planned_;
 };
 

@@ -13,7 +13,8 @@
 namespace kvcache {
 namespace {
 
-// Compiles a function twice, with and without AVX2. The loader selects the version by CPU.
+// Compiles a function twice, with and without AVX2. The dynamic loader selects the version that the
+// CPU supports.
 #ifdef KV_X86
 #define KV_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -29,8 +30,8 @@ bool has_avx2() {
 #endif
 }
 
-// Whether any of these tokens is invalid, regardless of the content of its row. Has no early exit,
-// so that the loop is vectorized.
+// Returns whether any of these tokens is invalid, regardless of its row's content. Has no early
+// exit, so that the loop is vectorized.
 KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int64_t n,
                               int32_t num_rows, int64_t num_positions) {
   int64_t bad = 0;
@@ -44,9 +45,9 @@ KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int
 
 // Tokens in any order -------------------------------------------------------------------------
 
-// The column of each token, its offset in the column, and the index of its entry in the group's
-// table. The index of a dummy request is 0; its column and offset are arbitrary. Indices are used
-// only in tables with fewer than 2^31 entries.
+// For each token: its column, its offset within the column, and the index of its entry in the
+// group's table. For a dummy request, the index is 0, and the column and offset are arbitrary.
+// Indices are used only for tables with fewer than 2^31 entries.
 struct Places {
   int32_t* columns;
   int32_t* offsets;
@@ -58,7 +59,7 @@ __attribute__((target("avx2"))) inline void store_eight(int32_t* to, __m256i val
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), values);
 }
 
-// Finds the places of eight tokens at a time, and returns the index at which it stopped.
+// Computes the places of eight tokens at a time, and returns the index at which it stopped.
 __attribute__((target("avx2"))) int64_t find_places_avx2(const int32_t* rows,
                                                          const int64_t* positions, int64_t n,
                                                          int32_t num_rows, int64_t num_positions,
@@ -80,7 +81,7 @@ __attribute__((target("avx2"))) int64_t find_places_avx2(const int32_t* rows,
     const auto* const wide = reinterpret_cast<const __m256*>(positions + i);
     const __m256 first = _mm256_loadu_ps(reinterpret_cast<const float*>(wide));
     const __m256 second = _mm256_loadu_ps(reinterpret_cast<const float*>(wide + 1));
-    // The low and the high halves of the positions, in their order.
+    // The low and the high halves of the positions, in the order of the positions.
     const __m256i low =
         _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88)), 0xD8);
     const __m256i high =
@@ -92,7 +93,7 @@ __attribute__((target("avx2"))) int64_t find_places_avx2(const int32_t* rows,
     const __m256i no_row =
         _mm256_or_si256(_mm256_cmpgt_epi32(row, last_row), _mm256_cmpgt_epi32(none, row));
     bad = _mm256_or_si256(bad, _mm256_or_si256(no_row, _mm256_andnot_si256(inside, live)));
-    // Products of 64 bits exist only for every other lane.
+    // 64-bit products exist only for every other lane.
     const __m256i even = _mm256_srl_epi64(_mm256_mul_epu32(low, magic), shift);
     const __m256i odd =
         _mm256_srl_epi64(_mm256_mul_epu32(_mm256_srli_epi64(low, 32), magic), shift);
@@ -107,8 +108,8 @@ __attribute__((target("avx2"))) int64_t find_places_avx2(const int32_t* rows,
 }
 #endif
 
-// Finds the places of tokens, and returns the result of `any_bad`. Uses one loop, so that rows and
-// positions are read only once.
+// Computes the places of tokens, and returns the result of `any_bad`. A single loop does both, so
+// that rows and positions are read only once.
 bool find_places(const int32_t* rows, const int64_t* positions, int64_t n, int32_t num_rows,
                  int64_t num_positions, FastDivisor by_column, uint32_t num_columns,
                  const Places& out) {
@@ -136,7 +137,8 @@ bool find_places(const int32_t* rows, const int64_t* positions, int64_t n, int32
   return bad != 0;
 }
 
-// The places in all groups, computed once per row shape (number of columns and tokens per column).
+// The places in all groups. They are computed once per row shape (number of columns and tokens per
+// column).
 class PlacesByGroup {
  public:
   PlacesByGroup(const SlotMapping& m, const int32_t* rows) {
@@ -155,7 +157,7 @@ class PlacesByGroup {
                       group.by_column, static_cast<uint32_t>(group.num_columns), places_[g]);
     }
   }
-  // Whether any token is invalid, regardless of the content of its row.
+  // Returns whether any token is invalid, regardless of its row's content.
   bool any_bad() const { return any_bad_; }
   const Places& operator[](int g) const { return places_[g]; }
 
@@ -169,11 +171,11 @@ class PlacesByGroup {
 };
 
 #ifdef KV_X86
-// These functions process several tokens at a time and return the index at which they stopped.
-// benchmarks/tables.py compares them with an engine's plain loop.
+// The following functions process several tokens at a time and return the index at which they
+// stopped. benchmarks/tables.py compares them with an engine's plain loop.
 
-// Returns the number of entries in the rows of eight tokens, or 0 for a dummy request. Uses one
-// load if the rows are consecutive, as in most decode steps.
+// Returns the numbers of entries in the rows of eight tokens, with 0 for dummy requests. Uses a
+// single load if the rows are consecutive, as in most decode steps.
 __attribute__((target("avx2"))) inline __m256i counts_of_eight(const int32_t* counts, __m256i rows,
                                                                __m256i live) {
   const int32_t first = _mm256_extract_epi32(rows, 0);
@@ -202,7 +204,8 @@ __attribute__((target("avx2"))) int64_t find_behind_avx2(const int32_t* counts, 
   return i;
 }
 
-// Returns the slots of four tokens, with -1 where `without` is set, regardless of the offset.
+// Returns the slots of four tokens. Where `without` is set, the slot is -1, regardless of the
+// offset.
 __attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m128i offsets,
                                                              __m128i without, __m256i block_size) {
   const __m256i first = _mm256_mul_epi32(_mm256_cvtepi32_epi64(blocks), block_size);
@@ -210,8 +213,8 @@ __attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m
   return _mm256_or_si256(slot, _mm256_cvtepi32_epi64(without));
 }
 
-// The table must have at least one and fewer than 2^31 entries. Entries are read one by one,
-// because a gather is slower if most entries are not in the L1 cache (AMD Zen 3).
+// The table must have at least one entry and fewer than 2^31 entries. Entries are read one by one,
+// because a gather instruction is slower if most entries are not in the L1 cache (AMD Zen 3).
 __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const TableGroupView& group,
                                                  const int32_t* rows, const Places& places,
                                                  int64_t n, int64_t* out) {
@@ -222,7 +225,7 @@ __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const Tab
     const __m128i block = _mm_setr_epi32(table[at[0]], table[at[1]], table[at[2]], table[at[3]]);
     const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + i));
     const __m128i offset = _mm_loadu_si128(reinterpret_cast<const __m128i*>(places.offsets + i));
-    // Dummy requests, and tokens whose entry is not a block id, have no slot.
+    // Tokens in dummy requests, and tokens whose entry is not a block id, have no slot.
     const __m128i without = _mm_srai_epi32(_mm_or_si128(block, row), 31);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
                         slots_of_four(block, offset, without, block_size));
@@ -231,7 +234,7 @@ __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const Tab
 }
 #endif
 
-// Whether any of these tokens lies beyond the entries of its row.
+// Returns whether any of these tokens lies beyond its row's entries.
 bool any_behind(const int32_t* counts, const int32_t* rows, const int32_t* columns, int64_t n) {
   int64_t i = 0;
   bool found = false;
@@ -296,8 +299,8 @@ KV_VECTOR_CLONES void map_run(const int32_t* ids, const TableGroupView& group, i
   }
 }
 
-// Sets breaks[i] if token i of [begin, end) does not follow token i - 1, and returns the number of
-// breaks. The loop is vectorized.
+// For each token i in [begin, end), sets breaks[i] if the token does not follow token i - 1.
+// Returns the number of breaks. The loop is vectorized.
 KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positions, int64_t begin,
                                      int64_t end, uint8_t* breaks) {
   int64_t count = 0;
@@ -309,11 +312,12 @@ KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positio
   return count;
 }
 
-// Returns the runs of the tokens, or nothing if they are too short to pay off (as in a decode
-// step).
+// Divides the tokens into runs. Returns nothing if the runs are too short to pay off, as in a
+// decode step.
 std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int64_t n) {
-  constexpr int64_t kWorthwhile = 8;  // minimum average number of tokens per run
-  // Tokens checked at a time, so that a decode step is recognized by its first tokens.
+  constexpr int64_t kWorthwhile = 8;  // minimum mean number of tokens per run
+  // Tokens are checked in portions of this size, so that a decode step is recognized by its first
+  // tokens.
   constexpr int64_t kAtATime = 256;
   std::vector<TokenRun> runs;
   if (n < kWorthwhile) return runs;
@@ -386,7 +390,7 @@ void map_groups(const SlotMapping& m, const int32_t* rows, const PlacesByGroup* 
   }
 }
 
-// Expands rows given per request to one row per token.
+// Expands rows that are given per request to one row per token.
 const int32_t* rows_of_tokens(const SlotMapping& m) {
   static thread_local std::vector<int32_t> rows;
   rows.assign(static_cast<size_t>(m.num_tokens), -1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slot mapping on the CPU, for the ops and the host tables. Plain C++.
+// Slot mapping on the CPU, for the ops and the host tables, in plain C++.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,13 @@
 
 namespace kvcache {
 
-// Writes the slots of all tokens in all groups, followed by -1 up to entry fill_to[g] of group g
-// (null: all m.num_out). If a token is invalid, returns an error message and writes nothing.
+// Writes the slots of all tokens in all groups, and then -1 up to entry fill_to[g] in each group g
+// (up to m.num_out if fill_to is null). If a token is invalid, returns an error message and writes
+// nothing.
 std::optional<std::string> map_slots(const SlotMapping& m, const int64_t* fill_to = nullptr);
 
-// Returns the error message for token i, which is invalid. The row and the position are arguments,
-// because they may be on a device.
+// Returns the error message for the invalid token i. The row and the position are passed as
+// arguments, because the arrays may be on a device.
 inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int64_t position) {
   if (m.bad_row(row)) {
     return std::string(m.query_start ? "the row of token " : "rows[") + std::to_string(i) +

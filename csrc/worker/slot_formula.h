@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Views of the tables of all cache groups in their shared arena, and the slot formula. Plain C++
-// for both the CPU and kernels.
+// Views of all cache groups' tables in their shared arena, and the slot formula. Plain C++ that is
+// compiled for both the CPU and kernels.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ inline constexpr int64_t kNoSlot = -1;
 
 // One group, as plain data passed to a kernel.
 struct TableGroupView {
-  int64_t offset;             // start of its table in the arena
-  int32_t num_columns;        // kernel blocks per row
-  int32_t block_size;         // tokens per kernel block on one rank
-  int32_t window;             // tokens that a query sees, including its own; 0: all
+  int64_t offset;             // start of the group's table in the arena
+  int32_t num_columns;        // number of kernel blocks per row
+  int32_t block_size;         // number of tokens per kernel block on one rank
+  int32_t window;             // number of tokens that a query attends to, including its own; 0: all
   int32_t counts_row;         // the group's row in num_blocks_per_row
-  uint32_t rank;              // rank of this worker among `by_world.divisor` context-parallel ranks
+  uint32_t rank;              // this worker's rank among `by_world.divisor` context-parallel ranks
   FastDivisor by_column;      // block_size * world: tokens per column
   FastDivisor by_interleave;  // number of consecutive tokens that stay on one rank
   FastDivisor by_world;
@@ -27,9 +27,9 @@ struct TableGroupView {
   KV_HOST_DEVICE int64_t num_positions() const { return int64_t{num_columns} * by_column.divisor; }
 
   // Returns the slot of the token at `position`, which is in [0, num_positions()), for a row with
-  // these ids. The token is in column pos / V with V = block_size * world. With o = pos % V and
-  // interleave I, it is on rank (o / I) % world, at offset (o / I / world) * I + o % I of its
-  // block. Returns -1 on other ranks, and if the entry is not a block id.
+  // these ids. With V = block_size * world, the token is in column pos / V. With o = pos % V and
+  // interleave I, the token is on rank (o / I) % world, at offset (o / I / world) * I + o % I
+  // within its block. Returns -1 on other ranks, and if the entry is not a block id.
   KV_HOST_DEVICE int64_t slot(const int32_t* row, uint32_t position) const {
     const uint32_t column = by_column.divide(position);
     uint32_t offset = position - column * by_column.divisor;
@@ -43,15 +43,15 @@ struct TableGroupView {
     return block < 0 ? -1 : block * block_size + offset;
   }
 
-  // Returns how many of the first `num_tokens` tokens of a column this rank holds. `num_tokens`
-  // must be smaller than the number of tokens in a column.
+  // Returns how many of a column's first `num_tokens` tokens this rank holds. `num_tokens` must be
+  // smaller than the number of tokens in a column.
   KV_HOST_DEVICE uint32_t num_local(uint32_t num_tokens) const {
     if (by_world.divisor == 1) return num_tokens;
-    // The interleave chunk that contains the first token that is not counted.
+    // The interleave chunk of the first token that is not counted.
     const uint32_t chunk = by_interleave.divide(num_tokens);
     const uint32_t round = by_world.divide(chunk);
     const uint32_t turn = chunk - round * by_world.divisor;
-    uint32_t of_round = 0;  // this rank's tokens in the incomplete round
+    uint32_t of_round = 0;  // number of this rank's tokens in the incomplete round
     if (turn > rank) of_round = by_interleave.divisor;
     if (turn == rank) of_round = num_tokens - chunk * by_interleave.divisor;
     return round * by_interleave.divisor + of_round;
@@ -65,7 +65,7 @@ struct TableGroupView {
     return by_column.divide(static_cast<uint32_t>(first_visible));
   }
 
-  // Returns the number of columns needed for up to this number of tokens, at most num_columns.
+  // Returns the number of columns that this many tokens need, at most num_columns.
   KV_HOST_DEVICE int64_t num_columns_for(int64_t max_num_tokens) const {
     if (max_num_tokens <= 0) return 0;
     const int64_t last = (max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX) - 1;
@@ -74,13 +74,13 @@ struct TableGroupView {
   }
 };
 
-// Limited because groups are kernel parameters, which have 4 KiB in total.
+// The limit exists because groups are passed as kernel parameters, which may take 4 KiB in total.
 inline constexpr int kMaxTables = 32;
 
 struct TableGroups {
   int32_t num_groups;
   int32_t num_rows;
-  int64_t num_positions;  // number of positions for which every group has a column
+  int64_t num_positions;  // every group has columns for this number of positions
   TableGroupView group[kMaxTables];
 };
 
@@ -113,8 +113,8 @@ inline TableGroupView table_view(const int64_t* fields) {
 }
 
 // Returns the index in [low, high) of the last of the ascending numbers that is at most i.
-// numbers[low] must be at most i. For arbitrary numbers, the function reads nothing outside the
-// range, and the result is in the range.
+// numbers[low] must be at most i. Even if the numbers are not ascending, the function reads nothing
+// outside the range, and the result is in the range.
 KV_HOST_DEVICE int64_t last_up_to(const int32_t* numbers, int64_t low, int64_t high, int64_t i) {
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
@@ -123,7 +123,7 @@ KV_HOST_DEVICE int64_t last_up_to(const int32_t* numbers, int64_t low, int64_t h
   return low;
 }
 
-// The checked arguments of one call, as plain data passed to a kernel.
+// The validated arguments of one call, as plain data that is passed to a kernel.
 struct SlotMapping {
   TableGroups groups;
   const int32_t* tables;
@@ -131,9 +131,9 @@ struct SlotMapping {
   const int32_t* query_start;  // [num_requests + 1], or null
   int64_t num_requests;
   const int64_t* positions;  // [num_tokens]
-  const int32_t* counts;     // [any, num_rows] entries that each row holds, or null
+  const int32_t* counts;     // [any, num_rows], number of entries in each row, or null
   int64_t num_tokens;
-  int64_t num_out;  // entries per group, num_out >= num_tokens
+  int64_t num_out;  // number of entries per group, at least num_tokens
   bool wide;        // whether out is int64 instead of int32
   void* out;        // [num_groups, num_out]
 
@@ -150,7 +150,7 @@ struct SlotMapping {
     return request < 0 ? -1 : rows[request];
   }
   KV_HOST_DEVICE bool bad_row(int32_t row) const { return row < -1 || row >= groups.num_rows; }
-  // Whether no row has a column for this position.
+  // Returns whether no row has a column for this position.
   KV_HOST_DEVICE bool outside(int64_t position) const {
     return position < 0 || position >= groups.num_positions;
   }
@@ -165,18 +165,18 @@ struct SlotMapping {
     }
     return -1;
   }
-  // Returns the number of positions that the entries of a row cover.
+  // Returns the number of positions that a row's entries cover.
   KV_HOST_DEVICE int64_t num_held(int g, int32_t row) const {
     const TableGroupView& group = groups.group[g];
     return int64_t{counts[int64_t{group.counts_row} * groups.num_rows + row]} *
            group.by_column.divisor;
   }
-  // Whether token i is invalid. Reads only the entries of token i.
+  // Returns whether token i is invalid. Reads only the entries for token i.
   KV_HOST_DEVICE bool operator()(int64_t i) const {
     const int32_t row = row_of(i);
     return bad_row(row) || bad_position(row, i);
   }
-  // Returns the slot in group g of the token at this position of a row. The row and the position
+  // Returns the slot in group g of the token at this position in a row. The row and the position
   // must be valid.
   KV_HOST_DEVICE int64_t slot(int g, int32_t row, int64_t position) const {
     const TableGroupView& group = groups.group[g];
@@ -185,8 +185,8 @@ struct SlotMapping {
   }
 };
 
-// Whether entry r of query_start_loc is smaller than its predecessor or larger than the number of
-// tokens.
+// Returns whether entry r of query_start_loc is smaller than its predecessor or larger than the
+// number of tokens.
 struct BadQueryStart {
   const int32_t* query_start;
   int64_t num_tokens;

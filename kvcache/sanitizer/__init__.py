@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sanitizer for KV caches, which finds reads of wrong KV. It does not need torch.
+"""A sanitizer for KV caches, which detects reads of wrong KV. It does not need torch.
 
-An engine reports its writes, copies and reads of slots (`Sanitizer.observe_write`, ...). The
-sanitizer keeps a tag of the content of each slot in host memory and compares the slots that
-attention reads with the tokens of the reading request. It never reads KV. See `docs/sanitizer.md`.
+An engine reports its writes, copies and reads of slots (`Sanitizer.observe_write`, ...). For each
+slot, the sanitizer keeps a tag in host memory that identifies the slot's content, and compares the
+tags of the slots that attention reads with the reading request's tokens. It never reads KV. See
+`docs/sanitizer.md`.
 """
 
 from kvcache.sanitizer.groups import SanitizedGroup

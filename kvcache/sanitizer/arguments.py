@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked arguments. Native calls check lengths and ranges of counts."""
+"""Validates and converts arguments. Native code validates the lengths of arrays and the ranges of
+counts.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ MODES = ("report", "stop")
 
 
 def checked_table(block_table: object, num_rows: int) -> np.ndarray:
-    """Return int32 or int64[num_rows, width]. Raises TypeError or ValueError."""
-    is_array = type(block_table) is np.ndarray  # saves time
+    """Convert to int32 or int64[num_rows, width]. Raises TypeError or ValueError."""
+    is_array = type(block_table) is np.ndarray  # fast path
     table = block_table if is_array else as_array(block_table, "block_table")
     if table.ndim != 2 or len(table) != num_rows:
         raise ValueError(
@@ -25,14 +27,14 @@ def checked_table(block_table: object, num_rows: int) -> np.ndarray:
 
 
 def checked_int64(values: object, name: str) -> np.ndarray:
-    """Return int64[n], without a copy if possible. Raises TypeError or ValueError."""
+    """Convert to int64[n], without a copy if possible. Raises TypeError or ValueError."""
     if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:
         return values
     return integers(values, name, ())
 
 
 def checked_mode(mode: object, name: str) -> str:
-    """Return "report" or "stop". Raises ValueError."""
+    """Validate a mode, "report" or "stop", and return it. Raises ValueError for any other value."""
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"{name} is {shown(mode)}: expected {' or '.join(map(repr, MODES))}")
     return mode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records block events other than writes and reads: allocations, frees, evictions, copies, clears."""
+"""Records block events other than writes and reads: allocations, frees, evictions, copies and clears."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvcache.sanitizer.requests import NOBODY
 
 
 class ObservedBlocks:
-    """The shadows of the device and of the host tier.
+    """The shadow states of the device's and the host tier's blocks.
 
     Args:
-        shapes: (blocks, slots per block, events per block) of each medium.
-        record: Function that records a call.
+        shapes: (blocks, slots per block, events per block) for each medium.
+        record: Function that writes a call to the record.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, int, int]], record: Callable) -> None:
@@ -42,10 +42,10 @@ class ObservedBlocks:
     def allocate(
         self, request_id: str, serial: int, blocks: np.ndarray, group: int, step: int
     ) -> None:
-        """Add a holder to blocks."""
+        """Record that a request holds the given blocks."""
         shadow, held = self.device, self.device.blocks
         shadow.tracks_holders = True
-        # A block that is shared before it is written, in the same step, stays fresh.
+        # A block that is shared and then written in the same step still counts as new.
         held["is_fresh"][blocks] |= held["num_holders"][blocks] == 0
         held["num_holders"][blocks] += 1
         held["holder"][blocks] = serial
@@ -53,7 +53,7 @@ class ObservedBlocks:
         self._record("allocation", [request_id], group, blocks)
 
     def free(self, request_id: str, serial: int, blocks: np.ndarray, group: int, step: int) -> None:
-        """Remove a holder of blocks. Their content is kept."""
+        """Record that a request no longer holds the given blocks. The blocks keep their content."""
         shadow, held = self.device, self.device.blocks
         held["num_holders"][blocks] = np.maximum(held["num_holders"][blocks] - 1, 0)
         held["holder"][blocks[held["holder"][blocks] == serial]] = NOBODY
@@ -62,7 +62,7 @@ class ObservedBlocks:
         self._record("free", [request_id], group, blocks)
 
     def evict(self, blocks: Sequence[int], step: int) -> None:
-        """Note that the prefix cache dropped blocks. Raises TypeError or ValueError."""
+        """Record that the prefix cache evicted blocks. Raises TypeError or ValueError."""
         blocks = self.checked(blocks)
         self.device.log(blocks, EventKind.EVICTED, step)
         self._record("eviction", [], 0, blocks)
@@ -101,7 +101,7 @@ class ObservedBlocks:
         self._record("slot_copy", [], group.index, *slots)
 
     def clear(self, blocks: Sequence[int], medium: str, step: int) -> None:
-        """Drop the content of blocks. Raises TypeError or ValueError."""
+        """Mark blocks as having no valid content. Raises TypeError or ValueError."""
         shadow = self._shadow(medium, "medium")
         blocks = self.checked(blocks, "blocks", shadow)
         shadow.clear(blocks)

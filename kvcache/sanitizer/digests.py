@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the bytes of full blocks, by content."""
+"""Digests of the bytes in full blocks, keyed by the blocks' content."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 _MAX_CONTENTS = 1 << 18
-_MAX_DIGESTS = 32  # per content, because steps of different shapes may round differently
+_MAX_DIGESTS = 32  # several per content, because steps with different shapes may round differently
 
 
 class ContentDigests:
-    """The observed digests of each content.
+    """The digests that were observed for each content.
 
-    The least recently observed contents are dropped. A content with too many digests is not checked.
+    The least recently observed contents are dropped. Blocks are not checked if their content has
+    too many digests.
     """
 
     def __init__(self) -> None:
         self._digests: OrderedDict[tuple[int, int], list[int] | None] = OrderedDict()
 
     def add(self, group: int, tag: int, digest: int) -> None:
-        """Record a digest of the block whose last slot has this tag."""
+        """Record a digest of the content that is identified by the tag of a block's last slot."""
         known = self._digests.setdefault((group, tag), [])
         self._digests.move_to_end((group, tag))
         if known is not None and digest not in known:
@@ -30,5 +31,5 @@ class ContentDigests:
             self._digests.popitem(last=False)
 
     def of(self, group: int, tag: int) -> list[int]:
-        """Return the known digests of a content."""
+        """Return the digests that were observed for a content."""
         return self._digests.get((group, tag)) or []

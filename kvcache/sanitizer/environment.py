@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the sanitizer from environment variables, for use without changes to the engine."""
+"""Reads the sanitizer's options from environment variables, so that an engine need not be changed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _numbers = itertools.count()
 
 
 def options_from_environment() -> dict[str, object] | None:
-    """Return options for `Sanitizer`, or None if the sanitizer is disabled.
+    """Return the options for `Sanitizer`, or None if the sanitizer is disabled.
 
-    - `KVCACHE_SANITIZE`: "1" or "report", "stop", or "0" for none.
-    - `KVCACHE_SANITIZE_EVERY`: N, to check the reads of every Nth step only.
-    - `KVCACHE_SANITIZE_RECORD`: folder for records, one `TIME-PID-NUMBER.kvsan` per sanitizer.
+    - `KVCACHE_SANITIZE`: "1" or "report"; "stop"; or "0" to disable the sanitizer.
+    - `KVCACHE_SANITIZE_EVERY`: N, to check reads only in every Nth step.
+    - `KVCACHE_SANITIZE_RECORD`: the folder for records. Each sanitizer writes a file
+    `TIME-PID-NUMBER.kvsan`.
 
     Raises:
         ValueError: A variable has an unknown value.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the findings of the native checks into reports."""
+"""Converts findings from the native checks into reports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from kvcache.sanitizer.report import BlockEvent, Report, ReportKind, SanitizerEr
 from kvcache.sanitizer.requests import NOBODY, ObservedRequests
 
 MEDIA = ("device", "host")
-_MAX_SEEN = 65_536  # findings that are remembered, so that each one is reported once
+_MAX_SEEN = 65_536  # number of findings to remember, so that each is reported only once
 
 
 class EventKind(IntEnum):
-    """What happened to a block. Native code uses the same numbers (csrc/core/sanitizer/shadow.h)."""
+    """What happened to a block. The numbers must match those in native code
+    (csrc/core/sanitizer/shadow.h).
+    """
 
     ALLOCATED = 0
     FREED = 1
@@ -46,13 +48,13 @@ class _Kind(IntEnum):
 
 
 class Findings:
-    """The findings of a sanitizer.
+    """The findings that a sanitizer has collected.
 
     Args:
         groups: The cache groups.
         requests: The observed requests.
         mode: "report" or "stop".
-        max_reports: Number of reports that are kept.
+        max_reports: Maximum number of reports to keep.
         log: Function that is called with each report.
     """
 
@@ -71,12 +73,12 @@ class Findings:
         self._max_reports, self._log = max_reports, log
 
     def reset(self, shadow: core.Shadow) -> None:
-        """Drop the remembered findings. Reports and counts are kept."""
+        """Forget which findings were already reported. Reports and counts are kept."""
         self._shadow = shadow
         self._seen: set[tuple] = set()
 
     def report(self, group: CheckedGroup, found: np.ndarray, request_ids: Sequence[str]) -> None:
-        """Report the findings of a native check, int64[n, 6].
+        """Report the findings from a native check, int64[n, 6].
 
         Raises:
             SanitizerError: The mode is "stop" and there is a new finding.
@@ -108,7 +110,7 @@ class Findings:
                 )
 
     def stale_row(self, request_id: str) -> None:
-        """Report a row whose request has ended."""
+        """Report a batch row whose request has ended."""
         self._found(
             *(ReportKind.STALE_ROW, None, request_id, 0, -1, -1),
             expected="a request that was observed and has not ended",
@@ -116,7 +118,7 @@ class Findings:
         )
 
     def wrong_loads(self, group: CheckedGroup, blocks: Sequence[int]) -> None:
-        """Report loaded blocks whose bytes differ from those that their content had."""
+        """Report loaded blocks whose bytes differ from those that were computed for the same content."""
         last = group.spec.block_size - 1
         for block in blocks:
             origin = int(self._shadow.slots["origin"][block, last])
@@ -131,7 +133,7 @@ class Findings:
     def _texts(
         self, kind: _Kind, serial: int, position: int, block: int, offset: int, other: int
     ) -> tuple[str, str]:
-        """Return what was expected and found."""
+        """Return descriptions of what was expected and what was found."""
         if kind is _Kind.NULL_BLOCK_WRITE:
             text = "the null block, which other requests' table entries share"
             return "a block of the request", text

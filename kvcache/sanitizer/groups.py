@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache groups and the tokens that their queries read."""
+"""Cache groups, which define the tokens that a query attends to."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _KINDS = {"full": None, "window": "window", "chunk": "chunk", "circular": "windo
 
 @dataclass(frozen=True)
 class SanitizedGroup:
-    """A cache group: its block size, and the tokens that its queries read.
+    """A cache group: its block size, and the tokens that each of its queries attends to.
 
-    - `kind`: "full"; "window" and "circular" with the option `window`; "chunk" with `chunk`; "state"
-      for recurrent states, one per page; "cross" for tokens of an encoder, which all queries read.
+    - `kind`: "full"; "window" or "circular", with the option `window`; "chunk", with the option
+      `chunk`; "state" for recurrent states, one per page; or "cross" for encoder tokens, which all
+      queries attend to.
     - `block_size`: tokens per block.
     - `window`: number of tokens that a query attends to, including itself.
-    - `chunk`: tokens per chunk. A query reads from the start of its chunk.
+    - `chunk`: tokens per chunk. A query attends to the tokens from the start of its chunk.
     - `columns`: for "circular", the number of table columns, which form a circular buffer.
 
     Raises:
@@ -55,10 +56,10 @@ class SanitizedGroup:
             object.__setattr__(self, name, value)
 
     def first_needed(self, starts: np.ndarray) -> np.ndarray:
-        """Return the first token that each row reads.
+        """Return, for each row, the first token that its queries attend to.
 
         Args:
-            starts: int64[n]. Position of the first token that each row computes.
+            starts: int64[n]. Position of the first token that is computed in each row.
 
         Returns:
             int64[n].
@@ -66,14 +67,14 @@ class SanitizedGroup:
         return self._native(0).first_needed(checked_int64(starts, "starts"))
 
     def _native(self, index: int) -> core.SlotGroup:
-        """Return the arguments with which native code creates the group with this index."""
+        """Return the arguments from which native code creates the group with this index."""
         return core.SlotGroup(
             index, self.kind, self.block_size, self.window, self.chunk, self.columns
         )
 
 
 class CheckedGroup:
-    """A group, and its native checks."""
+    """A group, together with its native checks."""
 
     def __init__(
         self, index: int, spec: SanitizedGroup, shadow: core.Shadow, tags: core.RequestTags

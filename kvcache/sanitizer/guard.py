@@ -14,13 +14,13 @@ _log = logging.getLogger("kvcache.sanitizer")
 
 
 class ObserverGuard:
-    """Calls the parts of an observer, up to its first failure.
+    """Calls an observer's functions until one of them fails.
 
-    In mode "report", a failure is logged and later calls do nothing. In mode "stop", it is raised.
-    Findings (`SanitizerError`) are raised in both modes.
+    In mode "report", a failure is logged, and later calls do nothing. In mode "stop", the failure
+    is raised. Findings (`SanitizerError`) are raised in both modes.
 
     Attributes:
-        failure: The failure in one line, or None.
+        failure: A one-line description of the failure, or None.
     """
 
     def __init__(self, sanitizer: Sanitizer) -> None:
@@ -28,7 +28,9 @@ class ObserverGuard:
         self.failure: str | None = None
 
     def findings(self) -> dict[str, object]:
-        """Return the findings so far as plain data: reports as text, counts, totals, `failure`."""
+        """Return the findings so far as plain data: the reports as text, counts, totals, and
+        `failure`.
+        """
         sanitizer = self._sanitizer
         return {
             "reports": [str(report) for report in sanitizer.reports],
@@ -41,7 +43,7 @@ class ObserverGuard:
         }
 
     def __call__(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Call a part of the observer."""
+        """Call a function of the observer."""
         if self.failure is not None:
             return
         try:

@@ -3,7 +3,7 @@
 
 A record consists of a 10-byte header (magic, version) and chunks. A chunk consists of a 9-byte header
 (kind, length, CRC-32) and a zlib payload. The first chunk describes the groups, and the last chunk is
-empty. Only keyed hashes of the requests' tokens and names are recorded.
+empty. Tokens and names of requests are recorded only as keyed hashes.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ NAMES = (
 
 
 class RecordError(ValueError):
-    """Raised for a record that is cut off, damaged or forged.
+    """Raised for a record that is truncated, damaged or forged.
 
-    `sanitizer` has the reports of the calls before the damage, or is None.
+    `sanitizer` contains the reports for the calls before the damage, or is None.
     """
 
     sanitizer: object = None
 
 
 class Recorder:
-    """Writes the calls of a sanitizer to a file."""
+    """Writes a sanitizer's calls to a file."""
 
     def __init__(
         self, file: str, groups: Sequence[SanitizedGroup], sizes: dict[str, int], every: int
@@ -82,7 +82,7 @@ class Recorder:
             self._flush()
 
     def close(self) -> None:
-        """Write the remaining calls and the end of the record."""
+        """Write the remaining calls and the final chunk."""
         if not self._file.closed:
             self._flush()
             self._write(END, b"")

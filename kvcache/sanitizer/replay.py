@@ -41,18 +41,18 @@ def replay_record(
     log: Callable[[Report], object] | None = None,
     max_bytes: int = 2**32,
 ) -> Sanitizer:
-    """Repeat the calls of a record, and return the sanitizer with its reports.
+    """Repeat the calls in a record, and return the resulting sanitizer with its reports.
 
     Args:
-        record: File that `Sanitizer(record=...)` wrote.
+        record: A file that was written by `Sanitizer(record=...)`.
         log: Function that is called with each report.
-        max_bytes: Maximum memory for the shadow of the slots.
+        max_bytes: Maximum size in bytes of the sanitizer's shadow state.
 
     Returns:
         A sanitizer in the state after the last recorded call.
 
     Raises:
-        RecordError: The file is not a record, or is cut off, damaged or forged.
+        RecordError: The file is not a record, or it is truncated, damaged or forged.
         OSError: The file cannot be read.
 
     Example:
@@ -132,7 +132,7 @@ def _sanitizer_of(
 
 
 def _replay(sanitizer: Sanitizer, data: bytearray) -> None:
-    """Repeat all complete calls at the start of `data`, and remove them."""
+    """Repeat all complete calls at the start of `data`, and remove them from `data`."""
     at = 0
     while True:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of the sanitizer, as pages of text and as JSON."""
+"""The sanitizer's reports, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from enum import Enum
 
 
 class ReportKind(str, Enum):
-    """The kind of a finding.
+    """The kinds of findings.
 
-    - `WRONG_CONTENT`: a slot that is read holds KV of other tokens.
-    - `READ_BEFORE_WRITTEN`: a slot that is read was never written.
-    - `FREED_AND_READ`: a block that is read is held by no request.
-    - `WRITE_AFTER_FREE`: a block that is written is held by no request.
-    - `TWO_WRITERS`: two requests write one block in a step, or a request writes a block that only
-      another request holds.
-    - `WRITE_TO_SHARED`: a request overwrites KV in a block that several requests hold.
-    - `NULL_BLOCK_WRITE`: KV of a token is written to the null block.
+    - `WRONG_CONTENT`: a slot that attention reads contains the KV of other tokens.
+    - `READ_BEFORE_WRITTEN`: attention reads a slot that was never written.
+    - `FREED_AND_READ`: attention reads a block that no request holds.
+    - `WRITE_AFTER_FREE`: a request writes a block that no request holds.
+    - `TWO_WRITERS`: two requests write the same block in one step, or a request writes a block that
+      only another request holds.
+    - `WRITE_TO_SHARED`: a request overwrites KV in a block that several requests share.
+    - `NULL_BLOCK_WRITE`: a token's KV is written to the null block.
     - `SLOT_MISMATCH`: the slot mapping differs from the block table.
-    - `STALE_ROW`: a row of the batch belongs to a request that has ended.
+    - `STALE_ROW`: a batch row belongs to a request that has ended.
     - `READ_BEYOND_LENGTH`: a row reads more tokens than its request has.
-    - `WRONG_STATE`: a recurrent state that is read is not the state after the tokens before the step.
-    - `WRONG_LOAD`: a tier loaded bytes that differ from those computed for the same content.
+    - `WRONG_STATE`: a step reads a recurrent state other than the state after the tokens before the
+    step.
+    - `WRONG_LOAD`: a tier loaded bytes that differ from the bytes that were computed for the same
+    content.
     """
 
     WRONG_CONTENT = "wrong-content"
@@ -63,7 +65,7 @@ _CAUSES = {
 
 
 class SanitizerError(Exception):
-    """Raised at the first finding if the mode is "stop". `report` describes it."""
+    """Raised at each new finding in mode "stop". `report` describes the finding."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -72,12 +74,12 @@ class SanitizerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """An event in the history of a block.
+    """An event in a block's history.
 
-    - `step`: the step of the event.
+    - `step`: the step in which the event occurred.
     - `kind`: "allocated", "freed", "evicted", "written", "copied", "loaded" or "cleared".
-    - `request`: the request, or None if it is not known.
-    - `detail`: first token written or loaded, or the source of a copy.
+    - `request`: the request, or None if the request is not known.
+    - `detail`: the first token that was written or loaded, or the source of a copy.
     """
 
     step: int
@@ -88,19 +90,19 @@ class BlockEvent:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A finding of the sanitizer. `str(report)` is a page of text.
+    """A report of one finding. `str(report)` is a detailed text.
 
-    - `kind`: the kind of the finding.
-    - `step`: the step in which it was found.
+    - `kind`: the kind of finding.
+    - `step`: the step in which the error was found.
     - `request`: the request that reads or writes.
     - `group`, `group_kind`: the cache group.
-    - `position`: position of the token in the request.
+    - `position`: the token's position in the request.
     - `block`, `offset`: the block, and the slot within it. -1 if there is none.
-    - `num_slots`: number of wrong slots of this block.
-    - `expected`, `found`: what the slot should hold, and what it holds.
+    - `num_slots`: the number of wrong slots in this block.
+    - `expected`, `found`: what the slot should contain, and what it contains.
     - `writer`, `writer_position`, `writer_step`: the request that wrote the slot, the position of
-      its token, and the step of the block's last write. None if nothing was written.
-    - `events`: the last events of the block, the oldest first.
+      the token that it wrote, and the step of the block's last write. None if nothing was written.
+    - `events`: the block's most recent events, oldest first.
     """
 
     kind: ReportKind
@@ -121,7 +123,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The finding in one line."""
+        """A one-line summary of the finding."""
         return (
             f"{self.kind}: request {self.request!r}, token {self.position}, group {self.group} "
             f"({self.group_kind}), block {self.block}, offset {self.offset}, step {self.step}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and tokens of the observed requests."""
+"""The names and tokens of the observed requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvcache.checks import check_name, listed
 from kvcache.native.load import core
 
 NOBODY = -1
-_MAX_NAMES = 65_536  # names of ended requests that reports can still show
+_MAX_NAMES = 65_536  # number of ended requests whose names reports can still show
 
 
 def name_hash(*names: object) -> int:
-    """Return a hash below 2**63 that is the same in every process. Never 0."""
+    """Return a nonzero hash below 2**63 that is the same in every process."""
     text = "\0".join(f"{type(name).__name__}:{name}" for name in names)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 | 1
 
@@ -31,7 +31,7 @@ class ObservedRequests:
 
     def __init__(self, record: Callable) -> None:
         self._record = record
-        self._key = secrets.randbits(63)  # makes tags in a record useless for guessing tokens
+        self._key = secrets.randbits(63)  # prevents guessing tokens from the tags in a record
         self._serials = itertools.count()
         self._names: dict[int, str] = {}
         self.reset()
@@ -39,26 +39,28 @@ class ObservedRequests:
     def reset(self) -> None:
         """Forget all requests. Reports can still show their names."""
         self.tags = core.RequestTags()
-        self.reads: list[core.SlotReads] = []  # per group; they remember which rows were checked
+        self.reads: list[core.SlotReads] = []  # one per group; tracks which rows were checked
         self._rows: dict[str, int] = {}
         self._images: dict[int, list[tuple[int, int, int]]] = {}
         self._forget_last()
 
     def name(self, serial: int, default: str | None = "?") -> str | None:
-        """Return the name of a request, or the default."""
+        """Return a request's name, or the default if the request is not known."""
         return self._names.get(serial, default)
 
     def row(self, request_id: str) -> int:
-        """Return the row of a request, or -1."""
+        """Return a request's row, or -1 if the request is not known."""
         return self._rows.get(request_id, -1)
 
     def serial(self, request_id: str) -> int:
-        """Return the serial number of a request, or NOBODY."""
+        """Return a request's serial number, or NOBODY if the request is not known."""
         row = self.row(request_id)
         return NOBODY if row < 0 else self.tags.serial(row)
 
     def rows_of(self, request_ids: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """Return names as a list, and the row of each. Raises TypeError or ValueError."""
+        """Validate request names, and return them as a list together with their rows. Raises
+        TypeError or ValueError.
+        """
         last, rows = self._last
         if type(request_ids) is not list:
             request_ids = listed(request_ids, "request_ids", "a sequence of names")
@@ -69,7 +71,7 @@ class ObservedRequests:
         return request_ids, rows
 
     def seed(self, adapter: object, salt: object) -> int:
-        """Return the tag before the first token of requests with this adapter and salt."""
+        """Return the initial tag, before the first token, of requests with this adapter and salt."""
         return name_hash(adapter, salt) ^ self._key
 
     def begin(
@@ -79,7 +81,9 @@ class ObservedRequests:
         encoder: int = 0,
         images: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Begin a request. The tokens of a known request are dropped if their tags would differ."""
+        """Begin a request. If the request is already known, its tokens are dropped unless their
+        tags stay the same.
+        """
         row, images = self.row(request_id), list(images)
         if row < 0:
             serial = next(self._serials)
@@ -98,7 +102,7 @@ class ObservedRequests:
         self._record("request", [request_id], numbers=(seed, encoder))
 
     def finish(self, request_id: str) -> bool:
-        """End a request. Returns whether it was known."""
+        """End a request. Returns whether the request was known."""
         row = self._rows.pop(request_id, None)
         if row is None:
             return False
@@ -116,7 +120,9 @@ class ObservedRequests:
         tokens: np.ndarray,
         parents: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return the hashes of new tokens and their positions, int64[t]. Raises ValueError."""
+        """Return the hashes of new tokens and their positions, each int64[t]. Raises ValueError for
+        invalid arguments.
+        """
         if self._images:
             tokens, first = tokens.copy(), 0
             for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist()):
@@ -135,22 +141,22 @@ class ObservedRequests:
         hashes: np.ndarray,
         parents: np.ndarray | None = None,
     ) -> None:
-        """Set tokens by their hashes. Checks of replaced tokens are no longer valid.
+        """Set tokens, given by their hashes. Slots of replaced tokens must be checked again.
 
         Raises:
-            ValueError: Tokens before `starts` are not known.
+            ValueError: The tokens before `starts` are not known.
         """
         self.tags.put(request_ids, rows, starts, counts, hashes, parents, self.reads)
         tree = () if parents is None else (parents,)
         self._record("tokens", request_ids, 0, starts, counts, hashes, *tree)
 
     def remember(self, request_ids: list[str], rows: np.ndarray) -> None:
-        """Remember the requests of a step, because its later calls are for the same requests."""
+        """Remember a step's requests, because the later calls in the step are for the same requests."""
         if not self.remembers(rows):
             self._last = list(request_ids), rows
 
     def remembers(self, rows: np.ndarray) -> bool:
-        """Return whether these are the rows of the last step. All of them are known."""
+        """Return whether these are the rows of the last step, all of which are known."""
         return rows is self._last[1]
 
     def _forget_last(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer. It tracks the content of every slot and checks what attention reads."""
+"""The sanitizer, which tracks the content of every slot and checks what attention reads."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _log = logging.getLogger(__name__)
 class Sanitizer:
     """Tracks the content of every KV slot, and reports reads of wrong content.
 
-    An engine calls the `observe_*` methods in execution order: in each step `observe_step`,
-    `observe_tokens`, then copies, then for each group the writes of all requests, then their reads.
-    KV itself is never read.
+    An engine calls the `observe_*` methods in execution order: in each step, first `observe_step`
+    and `observe_tokens`, then copies, then for each group the writes of all requests and after them
+    their reads. The KV itself is never read.
 
     Args:
-        groups: One `SanitizedGroup` per cache group. All groups share the blocks.
-        num_blocks: Blocks on the device, including the null block 0.
-        num_host_blocks: Blocks of the host tier.
+        groups: One `SanitizedGroup` per cache group. All groups share the same blocks.
+        num_blocks: Number of blocks on the device, including the null block 0.
+        num_host_blocks: Number of blocks in the host tier.
         mode: "report" logs findings and keeps them in `reports`. "stop" also raises
             `SanitizerError` at each new finding.
-        every: Check the reads of every Nth step only. Writes are always tracked.
-        history: Number of events that are kept per block.
-        max_reports: Number of reports that are kept. All findings are counted in `counts`.
+        every: Check reads only in every Nth step. Writes are always tracked.
+        history: Number of events to keep per block.
+        max_reports: Maximum number of reports to keep. `counts` includes all findings.
         log: Function that is called with each report. Default: the logger `kvcache.sanitizer`.
-        record: File to which the calls are recorded, without tokens and names (`replay_record`).
+        record: File in which to record the calls, without tokens and names. See `replay_record`.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
         OSError: The record cannot be written.
 
@@ -124,16 +124,16 @@ class Sanitizer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that the shadow of the slots uses."""
+        """Size in bytes of the shadow state in host memory."""
         return sum(shadow.num_bytes for shadow in self._blocks.shadows.values())
 
     @property
     def num_reports(self) -> int:
-        """Number of findings, including those that `reports` has no room for."""
+        """Total number of findings, including those that did not fit into `reports`."""
         return sum(self.counts.values())
 
     def reset(self) -> None:
-        """Forget all requests and the contents of all blocks. Digests, reports and counts stay."""
+        """Forget all requests and the contents of all blocks. Digests, reports and counts are kept."""
         self._blocks.reset()
         self._requests.reset()
         device, tags = self._blocks.device, self._requests.tags
@@ -146,7 +146,7 @@ class Sanitizer:
         self._record("reset")
 
     def close(self) -> None:
-        """Finish the record, if there is one."""
+        """Complete the record, if there is one."""
         if self._recorder is not None:
             self._recorder.close()
 
@@ -156,7 +156,7 @@ class Sanitizer:
         """Begin a step.
 
         Args:
-            step: Number of the step. None: one more than the last.
+            step: Number of the step. None: the last step's number plus one.
         """
         self._findings.step = self.step + 1 if step is None else integer(step, "step", 0, 2**62)
         self._record("step", numbers=(self.step,))
@@ -175,10 +175,11 @@ class Sanitizer:
 
         Args:
             request_id: Name of the request.
-            token_ids: int[n]. All known tokens.
+            token_ids: int[n]. All tokens of the request that are known so far.
             adapter: Identity of the LoRA adapter.
             salt: The cache salt.
-            images: (position, number of tokens, identity) of each image or other item.
+            images: A tuple (position, number of tokens, identity) for each image or other
+                multimodal item.
             encoder: Identity of the encoder's input, for "cross" groups.
 
         Raises:
@@ -208,23 +209,25 @@ class Sanitizer:
         token_ids: Sequence[int] | np.ndarray,
         parents: Sequence[int] | np.ndarray | None = None,
     ) -> None:
-        """Set the tokens that requests compute in this step, drafts included.
+        """Set the tokens that requests compute in this step, including drafts.
 
-        Tokens that were known after them are dropped, such as rejected drafts.
+        Tokens that were known at later positions, such as rejected drafts, are dropped.
 
         Args:
             request_ids: Names of n requests.
             starts: int[n]. Position of each request's first new token.
-            query_lens: int[n]. Number of new tokens of each request.
+            query_lens: int[n]. Number of each request's new tokens.
             token_ids: int[sum(query_lens)]. The new tokens.
-            parents: int[sum(query_lens)]. For draft trees: index of each token's parent among its
-                request's new tokens, or -1 for the last token before them. Parents come before
-                their children. Token i of a request is stored at position `start + i`, but its depth
-                in the tree determines its position in the text. After the step, set the accepted
-                tokens by another call. None: each token follows the previous token.
+            parents: int[sum(query_lens)]. For draft trees, the index of each token's parent among
+                its request's new tokens, or -1 if the parent is the last token before the new ones.
+                Parents must precede their children. A request's i-th new token is stored at
+                position `start + i`, but its position in the text is determined by its depth in the
+                tree. After the step, set the accepted tokens with another call. None: each token
+                follows the previous token.
 
         Raises:
-            TypeError, ValueError: An argument is invalid, or tokens before `starts` are not known.
+            TypeError, ValueError: An argument is invalid, or the tokens before `starts` are not
+                known.
         """
         requests = self._requests
         request_ids, rows = requests.rows_of(request_ids)
@@ -251,7 +254,7 @@ class Sanitizer:
         requests.remember(request_ids, rows)
 
     def num_tokens(self, request_id: str) -> int:
-        """Return the number of known tokens of a request, or -1 for an unknown request."""
+        """Return the number of a request's known tokens, or -1 for an unknown request."""
         check_name(request_id, "request_id")
         row = self._requests.row(request_id)
         return -1 if row < 0 else self._requests.tags.num_tokens(row)
@@ -271,13 +274,14 @@ class Sanitizer:
     def observe_allocation(
         self, request_id: str, blocks: Sequence[int] | np.ndarray, *, group: int = 0
     ) -> None:
-        """Record that a request received blocks, either new blocks or shared blocks of a prefix hit.
+        """Record that a request received blocks: either new blocks, or shared blocks from a prefix
+        hit.
 
-        Optional. If allocations and frees are recorded, the sanitizer also detects accesses to free
-        blocks and overwritten shared blocks.
+        Calling this method is optional. If allocations and frees are recorded, the sanitizer also
+        detects accesses to free blocks and writes to shared blocks.
 
         Args:
-            request_id: Name of the request, which need not be known yet.
+            request_id: Name of the request. The request need not be known yet.
             blocks: int[n]. Blocks on the device.
             group: The cache group.
 
@@ -295,7 +299,7 @@ class Sanitizer:
     def observe_free(
         self, request_id: str, blocks: Sequence[int] | np.ndarray, *, group: int = 0
     ) -> None:
-        """Record that a request released blocks. Their content is kept.
+        """Record that a request released blocks. The blocks keep their content.
 
         Args:
             request_id: Name of the request.
@@ -313,7 +317,8 @@ class Sanitizer:
     def observe_eviction(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Record that the prefix cache evicted blocks, which can then be allocated again.
 
-        Optional. The event appears in the history of the blocks. Their content and holders are kept.
+        Calling this method is optional. The event appears in the blocks' history. The blocks keep
+        their content and holders.
 
         Args:
             blocks: int[n]. Blocks on the device.
@@ -331,11 +336,11 @@ class Sanitizer:
         src_medium: str = "device",
         dst_medium: str = "device",
     ) -> None:
-        """Copy the content of whole blocks, as copy-on-write and swaps do.
+        """Record that whole blocks were copied, for example, by copy-on-write or a swap.
 
         Args:
             src: int[n]. Source blocks.
-            dst: int[n]. Destination blocks. All sources are read before they are written.
+            dst: int[n]. Destination blocks. All sources are read before any destination is written.
             src_medium: "device" or "host".
             dst_medium: "device" or "host".
 
@@ -350,12 +355,14 @@ class Sanitizer:
         src_slots: Sequence[int] | np.ndarray,
         dst_slots: Sequence[int] | np.ndarray,
     ) -> None:
-        """Copy the KV of single tokens, as engines do with the accepted tokens of a draft tree.
+        """Record that the KV of individual tokens was copied, as engines do for the accepted tokens
+        of a draft tree.
 
         Args:
             group: The cache group.
             src_slots: int[n]. Source slots, `block * block_size + offset`.
-            dst_slots: int[n]. Destination slots. All sources are read before they are written.
+            dst_slots: int[n]. Destination slots. All sources are read before any destination is
+                written.
 
         Raises:
             TypeError, ValueError: An argument is invalid.
@@ -386,15 +393,16 @@ class Sanitizer:
         slot_mapping: Sequence[int] | np.ndarray,
         block_table: np.ndarray | None = None,
     ) -> None:
-        """Write the KV of each request's tokens `starts` to `starts + query_lens` to slots.
+        """Record that a step writes the KV of each request's tokens [starts, starts + query_lens)
+        to slots.
 
-        Call it for all requests of a step before `observe_read`.
+        Call this method for all requests in a step before `observe_read`.
 
         Args:
             group: The cache group.
             request_ids: Names of n requests.
             starts: int[n]. Position of each request's first new token.
-            query_lens: int[n]. Number of new tokens of each request.
+            query_lens: int[n]. Number of each request's new tokens.
             slot_mapping: int[sum(query_lens)]. Slot of each token, `block * block_size + offset`, or
                 -1 for none.
             block_table: int[n, width]. If given, it is compared with the slot mapping.
@@ -423,18 +431,19 @@ class Sanitizer:
         stops: Sequence[int] | np.ndarray,
         block_table: np.ndarray,
     ) -> None:
-        """Fill blocks with content from outside the engine, such as a store or a prefill engine.
+        """Record that blocks were filled from outside the engine, for example, from a store or a
+        prefill engine.
 
-        The content is trusted: it counts as the KV of the request's tokens `starts` to `stops`.
-        `check_digests` compares its bytes.
+        The sanitizer assumes that the content is the KV of each request's tokens [starts, stops).
+        To compare the bytes of the content, use `check_digests`.
 
         Args:
             group: The cache group.
             request_ids: Names of n requests.
             starts: int[n]. First token that was loaded.
             stops: int[n]. End of the tokens that were loaded.
-            block_table: int[n, width]. Null blocks are skipped. For a group of states, int[n, 1], the
-                page that received the state after token `stops - 1`.
+            block_table: int[n, width]. Null blocks are skipped. For a group of states, int[n, 1]:
+                the page that received the state after token `stops - 1`.
 
         Raises:
             TypeError, ValueError: An argument is invalid, or tokens are not known.
@@ -452,12 +461,12 @@ class Sanitizer:
         blocks: Sequence[int] | np.ndarray,
         digests: Sequence[int] | np.ndarray,
     ) -> None:
-        """Record digests of the bytes of full blocks. `check_digests` compares loaded blocks with them.
+        """Record digests of the bytes in full blocks, for later comparison by `check_digests`.
 
         Args:
             group: The cache group.
-            blocks: int[n]. Blocks whose last slot has been written.
-            digests: int64[n]. A digest of the bytes of each block, over all layers of the group.
+            blocks: int[n]. Blocks whose last slots have been written.
+            digests: int64[n]. A digest of each block's bytes in all of the group's layers.
 
         Raises:
             TypeError, ValueError: An argument is invalid.
@@ -476,13 +485,13 @@ class Sanitizer:
     ) -> int:
         """Compare the digests of loaded blocks with the recorded digests of the same content.
 
-        Use it only for tiers that return exactly the bytes that they stored. Another engine may
-        compute the same KV with different rounding.
+        Use this method only for tiers that return exactly the bytes that were stored in them.
+        Another engine may compute the same KV with different rounding.
 
         Args:
             group: The cache group.
             blocks: int[n]. Full blocks, after `observe_load`.
-            digests: int64[n]. As in `observe_digests`.
+            digests: int64[n]. Digests as in `observe_digests`.
 
         Returns:
             The number of blocks whose content has known digests. All others remain unchecked.
@@ -521,11 +530,13 @@ class Sanitizer:
         num_tokens: Sequence[int] | np.ndarray,
         pages: Sequence[int] | np.ndarray,
     ) -> None:
-        """Write the recurrent state after the first `num_tokens` tokens of each request to a page.
+        """Record that each request's recurrent state after its first `num_tokens` tokens is written
+        to a page.
 
         Args:
             group: The cache group.
-            request_ids: Names of n requests. A request may occur several times, once per draft.
+            request_ids: Names of n requests. A request may occur several times, once per draft
+                token.
             num_tokens: int[n]. At least 1.
             pages: int[n].
 
@@ -561,15 +572,16 @@ class Sanitizer:
     ) -> None:
         """Check the slots that attention reads.
 
-        Only slots that were not checked before, or whose block or table entry has changed since, are
-        compared.
+        A slot is compared only if it was not checked before, or if its block or table entry has
+        changed since then.
 
         Args:
             group: The cache group.
             request_ids: Names of n requests.
             starts: int[n]. Position of each request's first query.
-            seq_lens: int[n]. End of the tokens that are read.
-            block_table: int[n, width]. Block of each `block_size` tokens.
+            seq_lens: int[n]. Number of tokens that each request attends to, counted from its
+                beginning.
+            block_table: int[n, width]. One block for each `block_size` tokens.
 
         Raises:
             TypeError, ValueError: An argument is invalid.
@@ -592,12 +604,13 @@ class Sanitizer:
         num_tokens: Sequence[int] | np.ndarray,
         pages: Sequence[int] | np.ndarray,
     ) -> None:
-        """Check the recurrent states that a step reads, before it writes the next ones.
+        """Check the recurrent states that a step reads, before the step writes the next states.
 
         Args:
             group: The cache group.
             request_ids: Names of n requests.
-            num_tokens: int[n]. Number of tokens before the step. Rows with 0 read no state.
+            num_tokens: int[n]. Number of tokens before the step. Requests with 0 tokens do not read a
+                state.
             pages: int[n].
 
         Raises:
@@ -642,5 +655,5 @@ class Sanitizer:
         try:
             self._recorder.write(name, request_ids, group, arrays, numbers)
         except OSError as failure:
-            self._recorder = None  # the record ends here; checks continue
+            self._recorder = None  # recording stops, but checks continue
             _log.error("The record of the KV cache sanitizer is incomplete: %s", failure)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of KV outside the engine, such as other engines, and stores on disk or over the network.
+"""Sources of KV outside the engine, such as other engines and stores on disk or over the network.
 
 Each source implements `KVSource`. An engine can use any number of sources.
 """

@@ -16,9 +16,9 @@ class Arrived:
 
     Attributes:
         request: The request that was loading.
-        num_computed_tokens: Number of computed tokens, from which the request continues. None if the
-            source may still write to the request's blocks. The blocks are then in quarantine and the
-            request was freed, so admit it again like a new request.
+        num_computed_tokens: Number of computed tokens, after which the request continues. None if
+            the source may still write to the request's blocks. In that case, the blocks are in
+            quarantine and the request was freed, so admit it again like a new request.
         num_loaded_tokens: Number of tokens that were loaded from the source.
         error: Reason why some tokens did not arrive. None if all tokens arrived.
     """
@@ -31,10 +31,10 @@ class Arrived:
 
 @dataclass
 class LoadStats:
-    """Counts of a source since it was created."""
+    """The counts that a source has accumulated since it was created."""
 
     loads: int = 0
-    """Number of loads that began."""
+    """Number of loads that were started."""
 
     hit_tokens: int = 0
     """Number of tokens in these loads."""
@@ -49,7 +49,7 @@ class LoadStats:
     """Number of tokens in these loads that did not arrive. The engine computes them."""
 
     quarantined_loads: int = 0
-    """Number of failed loads whose blocks were kept because bytes could still arrive."""
+    """Number of failed loads whose blocks were quarantined because data could still arrive."""
 
     refused_requests: int = 0
     """Number of requests rejected because the source and the engine are incompatible."""
@@ -60,16 +60,15 @@ class KVSource(Protocol):
 
     For each request, call `match` until it returns a number, pass that number to `KVCacheManager.step` as
     `Admit(request, external=External(n, delayed=True))`, and call `begin` once the plan is applied.
-    `poll` returns the request when its load has ended. All calls come from the manager's thread and
-    return without waiting.
+    `poll` returns the request when its load has ended. All methods are called in the manager's
+    thread and return without waiting.
 
-    The blocks of a load belong to the source until no transfer can write to them any more. If a
-    request ends earlier, the source keeps its blocks in quarantine and releases them later, in
-    `poll`.
+    The source owns a load's blocks until no transfer can write to them any more. If the request
+    ends earlier, the source keeps the blocks in quarantine and later releases them in `poll`.
 
     Attributes:
         name: Name of the source, for metrics.
-        stats: Counts since the source was created.
+        stats: The counts accumulated since the source was created.
     """
 
     name: str
@@ -85,19 +84,20 @@ class KVSource(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` and `save` still have work for which no request is waiting."""
+        """Whether `poll` and `save` have work left that no request is waiting for, so that the
+        engine must keep calling them.
+        """
 
     def match(self, request: Request) -> int | None:
-        """Return the number of tokens after the local hit that can be loaded.
+        """Return how many tokens after the local hit can be loaded.
 
-        Call it immediately before the step that admits the request.
+        Call this method immediately before the step that admits the request.
 
         Args:
             request: A request that is not admitted.
 
         Returns:
-            The number of tokens. None if it is not known yet, in which case call again in the next
-            step.
+            The number of tokens. None if the number is not known yet; call again in the next step.
 
         Raises:
             ValueError: The source rejects the request. The one-line message gives the reason.
@@ -115,22 +115,22 @@ class KVSource(Protocol):
         """
 
     def poll(self) -> list[Arrived]:
-        """Return the loads that have ended since the last call. Call it once per step."""
+        """Return the loads that have ended since the last call. Call this method once per step."""
 
     def save(self, report: StepReport) -> None:
         """Store newly computed blocks, if the source stores blocks.
 
         Args:
-            report: The report of the most recently planned step. The manager must have processed it.
+            report: The report of the most recently planned step. Pass it to the manager first.
         """
 
     def cancel(self, request: Request) -> None:
         """Free a request that is matched or loading, and end its load.
 
-        Its blocks are reused when no transfer can write to them any more.
+        Its blocks are reused once no transfer can write to them any more.
 
         Args:
-            request: The request. A request that is unknown to the source is only freed.
+            request: The request. If the source does not know the request, it is only freed.
         """
 
     def close(self) -> object:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A circuit breaker, which decides whether to call a store or peer that has failed."""
+"""A circuit breaker, which decides when to call a failing store or peer again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvcache.checks import integer, seconds, shown
 class Circuit:
     """A circuit breaker that opens after consecutive failures.
 
-    While it is open, it allows one trial call per retry interval. The interval doubles after each
-    failed trial.
+    While the circuit is open, it allows one trial call per retry interval. The interval doubles
+    after each failed trial.
 
     Args:
         num_failures: Number of consecutive failures after which the circuit opens.
@@ -49,7 +49,7 @@ class Circuit:
 
     @property
     def is_open(self) -> bool:
-        """Whether the circuit is open, that is, the store or peer is considered dead."""
+        """Whether the circuit is open, that is, whether the store or peer is considered dead."""
         return self._num_failures >= self._most
 
     def allows(self) -> bool:
@@ -61,7 +61,7 @@ class Circuit:
             return True
         if self._clock() < self._retry_at:
             return False
-        self._retry_at = self._clock() + self._retry_s  # one trial call until then
+        self._retry_at = self._clock() + self._retry_s  # no further trial until then
         return True
 
     def worked(self) -> None:

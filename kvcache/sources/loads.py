@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads of a source. All kinds of sources share this state machine and quarantine.
+"""The loads of a source. All sources share this state machine, including the quarantine.
 
     match      begin        finish
     ------> MATCHED ----> LOADING ----> done
                               | quarantine          release
                               +----------> QUARANTINED ----> done
 
-A matched request that the manager has admitted with `External.delayed` is receiving. It is not
-served, and its blocks cannot be hit. `finish` returns the request to the engine, and requires that
-no transfer can write to its blocks any more. Otherwise, `quarantine` frees the request and keeps
-its blocks until `release`.
+Once the manager has admitted a matched request with `External.delayed`, the request is in the
+receiving state: it is not scheduled, and other requests cannot hit its blocks. `finish` returns the
+request to the engine; call it only if no transfer can write to the request's blocks any more.
+Otherwise, call `quarantine`, which frees the request and keeps its blocks until `release`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class LoadState(Enum):
 
 @dataclass(eq=False)
 class SourceLoad(Generic[Detail]):
-    """A load of the tokens [first_token, end_token) of a request into its blocks.
+    """A load of a request's tokens [first_token, end_token) into its blocks.
 
     Attributes:
         request: The request.
-        first_token: First token to load.
-        end_token: End of the tokens to load.
+        first_token: Index of the first token to load.
+        end_token: End (exclusive) of the tokens to load.
         detail: Data specific to the source.
         state: State of the load.
-        num_blocks: Number of blocks that the load has in quarantine.
+        num_blocks: Number of this load's blocks that are in quarantine.
     """
 
     request: Request
@@ -57,7 +57,7 @@ class SourceLoad(Generic[Detail]):
 
 
 class SourceLoads(Generic[Detail]):
-    """The loads of one source, by request ID."""
+    """The loads of one source, keyed by request ID."""
 
     def __init__(self, manager: KVCacheManager, stats: LoadStats) -> None:
         self._manager, self._stats = manager, stats
@@ -90,22 +90,26 @@ class SourceLoads(Generic[Detail]):
     def match(
         self, request: Request, first_token: int, end_token: int, detail: Detail | None = None
     ) -> SourceLoad[Detail]:
-        """Record which tokens of a request can be loaded. Replaces an earlier match."""
+        """Record which tokens of a request can be loaded. Replaces any earlier match of the
+        request.
+        """
         load = SourceLoad(request, first_token, end_token, detail)
         self._matched[request.request_id] = load
         return load
 
     def matched(self, request: Request) -> SourceLoad[Detail] | None:
-        """Return the match of this request object, or None for another request with the same ID."""
+        """Return this request object's match, or None if the match belongs to another request with
+        the same ID.
+        """
         load = self._matched.get(request.request_id)
         return None if load is None or load.request is not request else load
 
     def forget(self, request_id: str) -> SourceLoad[Detail] | None:
-        """Remove and return the match with a request ID."""
+        """Remove and return the match for a request ID."""
         return self._matched.pop(request_id, None)
 
     def admitted(self, request: Request) -> SourceLoad[Detail]:
-        """Return the match with which a request was admitted. Raises ValueError for any other request."""
+        """Return the match with which a request was admitted. Raises ValueError if there is none."""
         load = self.matched(request)
         if load is None or not self._is_receiving(request):
             raise ValueError(
@@ -131,18 +135,19 @@ class SourceLoads(Generic[Detail]):
         self._stats.hit_tokens += load.end_token - load.first_token
 
     def is_receiving(self, load: SourceLoad[Detail]) -> bool:
-        """Return whether a load may still write to the blocks of its request."""
+        """Return whether a load may still write to its request's blocks."""
         is_loading = load.state is LoadState.LOADING
         return is_loading and self._is_receiving(load.request)
 
     def finish(
         self, load: SourceLoad[Detail], num_tokens: int | None = None, error: str | None = None
     ) -> Arrived:
-        """End a load, and let its request continue. No transfer may write to its blocks any more.
+        """End a load, and let its request continue. The caller ensures that no transfer writes to
+        the blocks any more.
 
         Args:
             load: The load.
-            num_tokens: Number of tokens that arrived, counted from the first. None: all.
+            num_tokens: Number of leading tokens that arrived. None: all tokens arrived.
             error: Reason why some tokens did not arrive.
         """
         count = load.end_token - load.first_token if num_tokens is None else num_tokens
@@ -152,11 +157,11 @@ class SourceLoads(Generic[Detail]):
         return Arrived(load.request, computed, num_loaded, error)
 
     def drop(self, load: SourceLoad[Detail]) -> None:
-        """End a load whose request was freed elsewhere."""
+        """End a load whose request was freed by other code."""
         self._end(load, 0)
 
     def quarantine(self, load: SourceLoad[Detail], error: str | None = None) -> Arrived:
-        """Free the request of a failed load, and keep its blocks until `release`."""
+        """Free a failed load's request, but keep its blocks until `release` is called."""
         manager, request = self._manager, load.request
         num_blocks = sum(
             int((manager.block_ids(request, group) > 0).sum())
@@ -170,13 +175,15 @@ class SourceLoads(Generic[Detail]):
         return Arrived(request, None, 0, error)
 
     def release(self, load: SourceLoad[Detail]) -> None:
-        """End the quarantine of a load, because no transfer can write to its blocks any more."""
+        """End a load's quarantine once no transfer can write to its blocks any more."""
         self._manager.release_blocks(load.request)
         load.state, load.num_blocks = LoadState.DONE, 0
         del self._under_way[load.request.request_id]
 
     def free(self, request: Request) -> None:
-        """Free a request whose load has not begun. The request need not be receiving."""
+        """Free a request whose load has not begun. The request may also be in a state other than
+        receiving.
+        """
         if self._is_receiving(request):
             self._manager.finish_receiving(request, 0)
         self._manager.free(request)

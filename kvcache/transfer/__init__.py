@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers between engines, with cache descriptions, transfer plans, transports and received
-blocks.
+"""KV transfers between engines: cache descriptions, transfer plans, transports and received blocks.
 
-Names are imported on first use, so plans do not need torch. Functions that move bytes import torch.
+Names are imported on first use, so plans do not need torch. Only functions that move bytes import
+torch.
 """
 
 from __future__ import annotations

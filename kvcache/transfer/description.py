@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of a KV cache that engines exchange. It defines the content and page layout of
-each rank.
+"""The description of a KV cache that engines exchange. It defines each rank's content and page
+layout.
 
 A page consists of one fragment in each region (`Pages`). The regions, and the position of each
-element in them, are computed from a dozen numbers, without torch and without addresses. The number
-of regions is the minimum that the memory order allows. `region_addresses` returns their addresses
-in a storage's `Pages`.
+element in them, follow from about a dozen numbers, so no torch and no addresses are needed. The
+number of regions is the minimum that the memory order allows. `region_addresses` returns their
+addresses in a storage's `Pages`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_identity(version: object, engine_id: object) -> None:
 
 
 class Coordinates(NamedTuple):
-    """A rank's coordinates in its engine."""
+    """A rank's coordinates within its engine."""
 
     cp_rank: int
     pp_rank: int
@@ -68,14 +68,15 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageCache:
-    """The content of each rank of one pipeline stage.
+    """What each rank of one pipeline stage holds.
 
     Attributes:
         layers: The model's layers in this stage.
-        tp_size: Number of ranks in the stage, numbered from `first_rank` within a context-parallel rank.
+        tp_size: Number of tensor-parallel ranks in the stage. Within a context-parallel rank, they
+            are numbered from `first_rank`.
         placement: Positions of a page's elements. Layers and heads are numbered within the rank.
-            Scales are treated as an additional V and have the last index p.
-        region_strides: int64[r]. Bytes between pages in each region.
+            Scales are treated as an additional V and have the last index.
+        region_strides: int64[r]. Distance in bytes between consecutive pages in each region.
     """
 
     layers: range
@@ -88,8 +89,8 @@ class StageCache:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDescription:
-    """Describes an engine's KV cache. All ranks share one description and hold different tokens,
-    layers and heads.
+    """Describes an engine's KV cache. One description covers all ranks, which hold different
+    tokens, layers and heads.
 
     Tokens are spread over context-parallel ranks. With N = `cp_world_size` (PCP times DCP) and
     I = `cp_interleave`, the token at position p is on rank `p // I % N`, as token number
@@ -97,41 +98,43 @@ class CacheDescription:
     ranks, and heads over tensor-parallel ranks (`kvcache.transfer.sharding`). The index of a rank
     is `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`.
 
-    Bytes are transferred without applying scales, so both engines need the same scales.
+    Transfers copy bytes without rescaling, so both engines must use the same quantization scales.
 
-    A description consists of plain values. It can be pickled, and `to_dict` returns values for
-    JSON.
+    A description consists of plain values, so it can be pickled, and `to_dict` returns JSON values.
 
     Args:
         engine_id: Name of the engine.
-        num_layers: Layers of the model in this cache.
-        total_num_kv_heads: KV heads of the model. 1 for MLA.
-        head_size: Elements of K per head.
+        num_layers: Number of the model's layers in this cache.
+        total_num_kv_heads: Number of KV heads in the model. 1 for MLA.
+        head_size: Number of K elements per head.
         block_size: Tokens per page on one context-parallel rank.
-        v_head_size: Elements of V per head. None: `head_size`, or 0 for MLA. For MLA, a rotary part given
-            here is added to `head_size`, and `v_head_size` becomes 0.
-        tp_size: Number of tensor-parallel ranks, counting each rank once. If context parallelism
-            reuses n of them, pass `tp_size // n`.
-        stages: (layers, tp_size) of each pipeline stage, if stages differ. `pp_size` and `tp_size` then
-            stay 1, and ranks are numbered stage by stage within a context-parallel rank.
+        v_head_size: Number of V elements per head. None: `head_size`, or 0 for MLA. For MLA, a
+            value given here is the size of the rotary part; it is added to `head_size`, and
+            `v_head_size` becomes 0.
+        tp_size: Number of tensor-parallel ranks within each context-parallel rank. If context
+            parallelism reuses tensor-parallel ranks in groups of n, pass the engine's
+            `tp_size // n`.
+        stages: (layers, tp_size) of each pipeline stage, if the stages differ. In this case, leave
+            `pp_size` and `tp_size` at 1; ranks are numbered stage by stage within a
+            context-parallel rank.
         memory_order: Dimensions in memory, outermost first, from `AttentionBackend.memory_order`
             (`kvcache.layouts`): "layer" (if missing, each layer has its own memory), "kv" (if missing, a
             head's V follows its K), "block", "token", "head" (if missing, there is one head) and
             "element". Each combination of indices before "block" has its own region. "head" may
             precede "block".
-        page_stride: Bytes between padded pages (shared with other cache groups), as one value for
-            all stages or one per stage. Requires that K and V of a page are in one region.
-        is_mla: Whether each token has one latent vector of `head_size` elements, on every tensor-parallel
-            rank.
-        scale_bytes_per_head: Bytes of each token's scales per head, K and V together. Scales follow a
-            layer's K and V in the page, token by token, or have their own region if "kv" precedes
-            "block". They move together with their heads. A storage's `scale_bytes_per_token` is
-            `scale_bytes_per_head` times the heads per rank.
-        k_scale: Scales of fp8 values, per layer or per layer and KV head, as in
-            `KVStorage.set_scales`. None: all are 1.
-        v_scale: The scales of V, in the same form as `k_scale`.
-        hash_algorithm: Hash algorithm of the engine (`CacheOptions.hash_algorithm`), so that both
-            sides know whether their block hashes are comparable.
+        page_stride: Distance in bytes between padded pages (shared with other cache groups), as one
+            value for all stages or one per stage. Requires that a page's K and V are in one region.
+        is_mla: Whether each token has a single latent vector of `head_size` elements, which every
+            tensor-parallel rank holds.
+        scale_bytes_per_head: Bytes of scales per token and head, for K and V together. In the page,
+            a layer's scales follow its K and V, token by token, or have their own region if "kv"
+            precedes "block". Scales are transferred together with their heads. A storage's
+            `scale_bytes_per_token` is `scale_bytes_per_head` times the heads per rank.
+        k_scale: Quantization scales of fp8 K values, per layer or per layer and KV head, as in
+            `KVStorage.set_scales`. None: all scales are 1.
+        v_scale: Scales of V values, in the same form as `k_scale`.
+        hash_algorithm: The engine's hash algorithm (`CacheOptions.hash_algorithm`), which shows
+            both engines whether their block hashes are comparable.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -151,17 +154,17 @@ class CacheDescription:
     engine_id: str
     num_layers: int
     total_num_kv_heads: int
-    head_size: int  # elements of K per head
+    head_size: int  # K elements per head
     block_size: int  # tokens per page on one context-parallel rank
-    v_head_size: int | None = None  # elements of V per head; None: head_size, or 0 with MLA
+    v_head_size: int | None = None  # V elements per head; None: head_size, or 0 with MLA
     is_mla: bool = False
     tp_size: int = 1
     pp_size: int = 1
     cp_world_size: int = 1
     cp_interleave: int = 1  # consecutive tokens per context-parallel rank
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
-    page_stride: int | tuple[int, ...] | None = None  # bytes between pages; None: contiguous
-    dtype: str = "bfloat16"  # name of a dtype, or a torch.dtype
+    page_stride: int | tuple[int, ...] | None = None  # bytes from page to page; None: contiguous
+    dtype: str = "bfloat16"  # dtype name, or a torch.dtype
     stages: tuple[PipelineStage, ...] | None = None
     scale_bytes_per_head: int = 0
     k_scale: tuple[tuple[float, ...], ...] | None = None
@@ -255,18 +258,19 @@ class CacheDescription:
         cp_world_size: int = 1,
         **sizes: object,
     ) -> CacheDescription:
-        """Create the description of one group of a plan, `plan.groups[g]` with `plan.layers`.
+        """Create the description of one group of a plan. Pass `plan.groups[g]` and `plan.layers`.
 
-        Layers, heads per rank, head sizes, block size and dtype are taken from the group.
+        The layers, heads per rank, head sizes, block size and dtype are taken from the group.
 
         Args:
             group: The group.
             layers: The plan's layers.
             engine_id: Name of the engine.
-            total_num_kv_heads: KV heads of the model. None: each rank has different heads. Required with
-                `stages`, whose ranks hold different numbers of heads.
+            total_num_kv_heads: Number of KV heads in the model. None: no two tensor-parallel ranks
+                hold the same heads. Required with `stages`, because the number of heads per rank
+                differs between stages.
             cp_world_size: Number of context-parallel ranks. Treated as 1 for a replicated group.
-            sizes: Other fields of the description.
+            sizes: Further fields of the description.
 
         Returns:
             The description.
@@ -337,12 +341,14 @@ class CacheDescription:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields by name, as values for JSON."""
+        """Return the fields, keyed by name, as JSON values."""
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CacheDescription:
-        """Create a description from `to_dict`. Raises ValueError if the version or fields differ."""
+        """Create a description from the result of `to_dict`. Raises ValueError if the format
+        version or the set of fields differs.
+        """
         if not isinstance(values, Mapping):
             raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
         if values.get("version") != DESCRIPTION_VERSION:
@@ -360,16 +366,16 @@ class CacheDescription:
         return cls(**values)
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        return CacheDescription.from_dict, (self.to_dict(),)  # unpickling checks the values
+        return CacheDescription.from_dict, (self.to_dict(),)  # unpickling validates the values
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the engine."""
+        """Number of ranks in the engine."""
         return self.cp_world_size * self._ranks_per_cp_rank
 
     @cached_property
     def pipeline_stages(self) -> tuple[PipelineStage, ...]:
-        """The layers and ranks of every stage, from `stages` or as `pp_size` equal stages."""
+        """The number of layers and ranks in each stage, from `stages` or as `pp_size` equal stages."""
         if self.stages is not None:
             return self.stages
         equal = PipelineStage(self.num_layers // self.pp_size, self.tp_size)
@@ -377,7 +383,7 @@ class CacheDescription:
 
     @cached_property
     def stage_caches(self) -> tuple[StageCache, ...]:
-        """The content of each rank, for each pipeline stage."""
+        """What each rank holds, per pipeline stage."""
         found, first_rank = [], 0
         strides: dict[tuple[PipelineStage, int | None], np.ndarray] = {}
         page_strides = self.page_stride
@@ -409,12 +415,14 @@ class CacheDescription:
 
     @property
     def tokens_per_page(self) -> int:
-        """Number of tokens in one page, over all context-parallel ranks."""
+        """Number of tokens in one page, summed over all context-parallel ranks."""
         return self.block_size * self.cp_world_size
 
     @property
     def heads_per_rank(self) -> int:
-        """Heads per rank. Like the following properties, raises ValueError if stages differ."""
+        """Number of heads per rank. This property and the following ones raise ValueError if stages
+        differ.
+        """
         return self._each_rank("heads_per_rank").heads_per_rank
 
     @property
@@ -429,7 +437,7 @@ class CacheDescription:
 
     @property
     def placement(self) -> Placement:
-        """Positions of the elements of each rank's pages. Layers and heads are numbered within the
+        """Positions of the elements in each rank's pages. Layers and heads are numbered within the
         rank.
 
         Example:
@@ -443,21 +451,21 @@ class CacheDescription:
 
     @property
     def head_bytes(self) -> np.ndarray:
-        """int64[p]: bytes of one head of one token in K, in V and in scales, if present."""
+        """int64[p]: bytes per token and head of K, of V and of scales, if present."""
         return self._placements[0].head_bytes
 
     @property
     def region_bytes(self) -> np.ndarray:
-        """int64[r]: bytes of a page in each region."""
+        """int64[r]: bytes that a page occupies in each region."""
         return self._each_rank("region_bytes").placement.region_bytes
 
     @property
     def region_strides(self) -> np.ndarray:
-        """int64[r]: bytes between pages in each region."""
+        """int64[r]: distance in bytes between consecutive pages in each region."""
         return self._each_rank("region_strides").region_strides
 
     def stage_of(self, rank: int) -> StageCache:
-        """Return the content of a rank.
+        """Return what a rank holds.
 
         Stages may differ. Raises ValueError if the rank is out of range.
         """
@@ -472,7 +480,7 @@ class CacheDescription:
 
     @cached_property
     def _placements(self) -> tuple[Placement, ...]:
-        """The placement of each stage. Stages of equal sizes share one placement."""
+        """The placement of each stage. Stages with equal sizes share one placement."""
         made: dict[PipelineStage, Placement] = {}
         for stage in self.pipeline_stages:
             if stage in made:
@@ -512,11 +520,11 @@ class CacheDescription:
         return at.cp_rank * self._ranks_per_cp_rank + self._first_ranks[at.pp_rank] + at.tp_rank
 
     def layers(self, rank: int) -> range:
-        """Return the model's layers on a rank."""
+        """Return the model's layers that a rank holds."""
         return self.stage_of(rank).layers
 
     def heads(self, rank: int) -> range:
-        """Return the model's KV heads on a rank."""
+        """Return the model's KV heads that a rank holds."""
         at = self.coordinates(rank)
         tp_size = self.pipeline_stages[at.pp_rank].tp_size
         return heads_of_rank(self.total_num_kv_heads, tp_size, at.tp_rank)
@@ -524,11 +532,11 @@ class CacheDescription:
     def offset_of(
         self, layer: np.ndarray, kv: np.ndarray, token: np.ndarray, head: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (region, offset) of the first element of heads. The arguments broadcast.
+        """Return the (region, offset) at which a token's head starts. The arguments broadcast.
 
         Args:
             layer: Layer, numbered within the rank.
-            kv: 0 for K, 1 for V, the last index for scales.
+            kv: 0 for K, 1 for V. The last index stands for scales.
             token: Token within the page.
             head: Head, numbered within the rank.
 
@@ -577,7 +585,7 @@ _SIZES = (
 
 
 def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
-    """Return integers of any shape after checking that they are in [0, size).
+    """Validate integers of any shape, which must be in [0, size), and return them as an array.
 
     Raises TypeError or ValueError.
     """
@@ -594,6 +602,6 @@ def _plain(value: object) -> object:
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """Make the array read-only, because all callers share it."""
+    """Make the array read-only, because all callers share it, and return it."""
     array.setflags(write=False)
     return array

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches a request's tokens from another engine, using plans, a transport and pages."""
+"""Fetches the KV of a request's tokens from another engine, using transfer plans and a transport."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _POLL_S = 50e-6
 
 @dataclass(frozen=True, eq=False)
 class GroupFetch:
-    """One cache group of a request to fetch.
+    """What to fetch for one cache group of a request.
 
     Args:
-        plan: The plan of this rank.
+        plan: This rank's transfer plan.
         local_ids: int[n]. The request's block table or state pages. 0 is the null page.
         remote_ids: int[n]. The peer's block table, as one array for all remote ranks or a mapping
             from remote rank to array.
-        local_addresses: int64[r]. Start address of each region of the plan (`region_addresses`).
-        remote_addresses: int64[r] per remote rank, as received from the peers.
-        storage: The storage of the pages to permute. Required if the plan has a permutation.
+        local_addresses: int64[r]. Start address of each of the plan's regions (`region_addresses`).
+        remote_addresses: The same for each remote rank, as received from the peers.
+        storage: The storage whose pages are permuted. Required if the plan has a permutation.
     """
 
     plan: TransferPlan | StateTransferPlan
@@ -49,11 +49,12 @@ class GroupFetch:
 
 
 class Fetch:
-    """A transfer of a request's pages in flight. Created by `fetch`.
+    """A fetch of a request's pages that is in flight. Created by `fetch`.
 
     Attributes:
-        missing: For each group int64[k], local pages for which the remote side has no tokens.
-        num_bytes: Bytes of all groups.
+        missing: For each group, int64[k]: the local pages whose tokens the remote engine does not
+            hold.
+        num_bytes: Number of bytes to transfer for all groups.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Fetch:
             if len(each.permuted)
         ]
         self._is_done, self._error = False, None
-        self._permuting: list[Event] | None = None  # pending events after permuting has begun
+        self._permuting: list[Event] | None = None  # events to wait for once permuting has begun
         self.transfers: list[Transfer] = []
         try:
             for group, each in zip(groups, found):
@@ -89,13 +90,14 @@ class Fetch:
         except BaseException as error:
             self.cancel(f"another part was rejected: {error}")
             if not self.transfers or not isinstance(error, TransferError | ValueError):
-                raise  # `poll` raises later, as transfers in flight may write to pages
+                raise  # `poll` raises it later, because transfers in flight may still write
 
     def poll(self) -> bool:
-        """Return whether all pages have arrived in local order and the peers have been notified.
+        """Return whether all pages have arrived, are in local order, and the peers have been
+        notified.
 
-        On a CUDA device, pages are permuted on a separate stream. Work launched on any stream after this
-        method returns True sees the final pages.
+        On a CUDA device, pages are permuted on a separate stream. Work launched on any stream after
+        this method has returned True sees the final pages.
 
         Raises:
             TransferError: The fetch failed.
@@ -150,7 +152,7 @@ class Fetch:
                 raise
         while not self.poll():
             if time.monotonic() >= deadline:
-                self.cancel(f"not done within {timeout_s:g} s")
+                self.cancel(f"not finished within {timeout_s:g} s")
                 continue  # `poll` raises
             time.sleep(_POLL_S)
 
@@ -185,22 +187,23 @@ def fetch(
     notify: bytes = b"",
     timeout_s: float = 30.0,
 ) -> Fetch:
-    """Start reading tokens [first_token, end_token) of a request in all its groups, without waiting.
+    """Start reading a request's tokens [first_token, end_token) in all groups, without waiting.
 
     State pages are transferred as a whole. Null pages on either side are skipped (see
     `plan_range`). Fragments are passed to the transport in factored form, and the transport packs
-    small fragments. Reads are started in sequence. If a later read is rejected, earlier reads are
-    canceled, and `poll` and `wait` raise TransferError. The pages must not be reused before
-    `is_released`.
+    small fragments. Reads are started one after another. If a later read is rejected, the earlier
+    reads are canceled, and `poll` and `wait` raise TransferError. Do not reuse the pages before
+    `is_released` is True.
 
     Args:
         transport: The transport.
-        peers: Name of the transport of each remote rank.
+        peers: Name of each remote rank's transport, keyed by rank.
         groups: The request's cache groups.
         first_token: First token to read.
-        end_token: End of the tokens, exclusive.
-        notify: Message to all peers that were read, sent by `poll` or `wait` once the pages have arrived.
-        timeout_s: Deadline of the transfers, in seconds.
+        end_token: End of the tokens to read, exclusive.
+        notify: Message for all peers that were read, sent by `poll` or `wait` once the pages have
+            arrived.
+        timeout_s: Maximum duration of the transfers, in seconds.
 
     Returns:
         The fetch in flight.
@@ -233,7 +236,7 @@ def fetch(
 
 
 def spans_of(group: GroupFetch, runs: Runs) -> tuple[Spans, Spans]:
-    """Return the local and remote fragments of runs in factored form."""
+    """Return the local and remote fragments of the given runs, in factored form."""
     remote_region, remote_at, local_region, local_at = runs.descriptors.T
     local = np.asarray(group.local_addresses, np.int64)[local_region] + local_at
     remote = np.asarray(group.remote_addresses[runs.remote_rank], np.int64)[remote_region]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies a transfer plan to memory: region addresses and page permutation. Needs torch."""
+"""Applies transfer plans to memory: computes region addresses and permutes pages. Needs torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvcache.worker.pages.storage import KVStorage
 def region_addresses(
     description: CacheDescription | StateDescription, pages: Pages, rank: int | None = None
 ) -> np.ndarray:
-    """Return the start address of each region of a description, in the pages of one rank.
+    """Return the start address of each of a description's regions in one rank's pages.
 
-    Byte b of region r in a plan is at `addresses[r] + b`. For a `StateDescription`, pages have one
-    fragment per layer, which holds at least one state.
+    A plan's byte b in region r is located at `addresses[r] + b`. For a `StateDescription`, pages
+    have one fragment per layer, and each fragment is large enough for a state.
 
     Args:
         description: The description.
-        pages: The pages of the rank.
-        rank: The rank. None: all ranks have equal pages.
+        pages: The rank's pages.
+        rank: The rank. None: all ranks have the same page layout.
 
     Returns:
         int64[r].
@@ -72,11 +72,11 @@ def region_addresses(
 def permute_pages(
     storage: KVStorage, pages: np.ndarray, permutation: ReceivePermutation | None
 ) -> None:
-    """Permute received pages into the local order, in K and V of all layers.
+    """Permute received pages into the local order, for K and V of all layers.
 
     Args:
         storage: The storage.
-        pages: int[groups, pages per group]. The pages.
+        pages: int[groups, pages per group]. Indices of the pages.
         permutation: Permutation of the transfer plan. None: the pages are not changed.
 
     Raises:
@@ -125,11 +125,11 @@ def _state_addresses(description: StateDescription, pages: Pages, rank: int | No
 def _matched(
     placed: Placement, strides: np.ndarray, pages: Pages, layer: int
 ) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
-    """Return a layer's runs (region, offset, length), and the (address, bytes between pages) of
-    each run.
+    """Return a layer's runs (region, offset, length), and for each run its (address, page stride in
+    bytes).
 
-    K and V of a layer may be separate fragments of a page, or one fragment if they are contiguous. The
-    same applies to scales.
+    A layer's K, V and scales may be separate fragments of a page, or one fragment if they are
+    contiguous.
     """
     own = np.flatnonzero(pages.layers == layer)
     sizes = pages.sizes[own].tolist()

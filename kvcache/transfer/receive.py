@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Permutes blocks received from another engine into the local block size and layout, in place.
 
-`ops.permute_blocks_` moves each byte once. In comparison, vLLM gathers the blocks, permutes a copy
+`ops.permute_blocks_` moves each byte once. For comparison, vLLM gathers the blocks, permutes a copy
 and scatters it back, which moves every byte three to four times.
 """
 
@@ -21,7 +21,7 @@ from kvcache.worker.pages.regions import check_apart, check_memory, regions_of
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 Caches = torch.Tensor | Sequence[torch.Tensor]
 
-# The op's error messages begin with the name of the argument. These errors are converted to
+# If an error message of the op begins with one of these argument names, the error is converted to
 # ValueError.
 _ARGUMENT = re.compile(r"(cache|offsets|indices|remote_block_size)\b")
 
@@ -36,19 +36,19 @@ def permute_received_blocks(
 ) -> None:
     """Permute the listed blocks into the local layout, in place. Other blocks remain unchanged.
 
-    On a GPU the operation is enqueued on the current stream. Indices on the device are copied to
-    the host for checking, which synchronizes. `ops.permute_blocks_` accepts them without
-    synchronization.
+    On a GPU, the operation is enqueued on the current stream. Indices on the device are copied to
+    the host for validation, which synchronizes. To avoid the synchronization, call
+    `ops.permute_blocks_`.
 
     Args:
         caches: One cache, or one per layer (K and V count as two) with equal shape, strides, dtype
-            and device. All are permuted in one call. The shape is [num_blocks, block_size,
-            num_kv_heads, head_size], or [num_blocks, block_size, head_size] for a single head. The
-            last dimension is contiguous. The other strides determine whether the local layout is
-            NHD or HND.
+            and device. All of them are permuted in one kernel call. The shape is [num_blocks,
+            block_size, num_kv_heads, head_size], or [num_blocks, block_size, head_size] for a
+            single head. The last dimension is contiguous. The other strides determine whether the
+            local layout is NHD or HND.
         indices: The blocks to permute, as a list, array or tensor of integers. If
-            `remote_block_size` is k times the local block size, k consecutive indices ([n, k] or
-            flat) hold the bytes of one remote block.
+            `remote_block_size` is k times the local block size, each k consecutive indices ([n, k]
+            or flat) denote the blocks that hold one remote block's bytes.
         remote_block_size: Tokens per remote block, a divisor or multiple of `block_size`. None:
             `block_size`.
         remote_layout: "HND" or "NHD".
@@ -77,7 +77,9 @@ def permute_received_blocks(
 
 
 def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
-    """Return each layer as [num_blocks, block_size, num_kv_heads, head_size], checking that all match."""
+    """Check that all layers match, and return each as [num_blocks, block_size, num_kv_heads,
+    head_size].
+    """
     if not isinstance(dims, str) or dims not in SHAPES:
         raise ValueError(f"dims is {shown(dims)}: expected 'NHD' or 'HND'")
     layers = [caches] if isinstance(caches, torch.Tensor) else listed(caches, "caches")
@@ -107,7 +109,7 @@ def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
 
 
 def _check_apart(layers: list[torch.Tensor]) -> None:
-    """Raise ValueError if layers of the same shape and strides share memory."""
+    """Raise ValueError if any of the layers, which have equal shapes and strides, share memory."""
     first = layers[0]
     if first.numel() == 0 or len(layers) == 1:
         return

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution of KV heads and layers over the ranks of an engine.
+"""The distribution of KV heads and layers over an engine's ranks.
 
 Heads are spread over tensor-parallel ranks in one of two ways. If the number of ranks does not
 exceed the number of heads, the heads are *sharded*: each rank holds an equal number of consecutive
 heads. If there are more ranks than heads, the heads are *replicated*: each rank holds one head, and
-consecutive ranks hold the same head. MLA's latent is a single head that every rank holds.
+consecutive ranks hold the same head. MLA's latent vector is treated as a single head that every
+rank holds.
 
 Layers are spread over pipeline stages, each with its own tensor-parallel ranks. By default, all
-stages have the same number of layers and ranks. Otherwise they are listed as `PipelineStage`s.
+stages have the same number of layers and ranks. Otherwise, the stages are listed as `PipelineStage`
+objects.
 """
 
 from __future__ import annotations
@@ -21,16 +23,14 @@ MAX_RANKS = 4096  # maximum number of ranks per engine; plans iterate over the r
 
 
 class PipelineStage(NamedTuple):
-    """A pipeline stage of an engine, with its number of layers and its number of tensor-parallel
-    ranks.
-    """
+    """A pipeline stage of an engine: its number of layers and of tensor-parallel ranks."""
 
     num_layers: int
     tp_size: int
 
 
 def size_ratio(local: int, remote: int, what: str) -> int:
-    """Return local / remote, or -(remote / local) if the remote size is larger.
+    """Return `local / remote`, or `-(remote / local)` if the remote size is larger.
 
     The result is 1 if both sizes are equal, and never 0 or -1.
 
@@ -57,13 +57,13 @@ def size_ratio(local: int, remote: int, what: str) -> int:
 
 
 def heads_of_rank(total_num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
-    """Return the heads of a tensor-parallel rank, among the model's `range(total_num_kv_heads)`.
+    """Return the range of the model's KV heads that a tensor-parallel rank holds.
 
     If heads are sharded, each rank holds a range of equal length. If they are replicated (more
     ranks than heads), rank r holds head `r * total_num_kv_heads // tp_size`.
 
     Args:
-        total_num_kv_heads: KV heads of the model.
+        total_num_kv_heads: Number of KV heads in the model.
         tp_size: Number of tensor-parallel ranks.
         tp_rank: The rank.
 
@@ -84,7 +84,7 @@ def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
     """Return the tensor-parallel ranks that hold a head: one rank, or all replicas.
 
     Args:
-        total_num_kv_heads: KV heads of the model.
+        total_num_kv_heads: Number of KV heads in the model.
         tp_size: Number of tensor-parallel ranks.
         head: The head.
 
@@ -102,10 +102,10 @@ def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
 
 
 def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """Return the layers of a pipeline rank. All ranks hold ranges of equal length, in rank order.
+    """Return the range of layers on a pipeline rank. Ranks hold consecutive ranges of equal length.
 
     Args:
-        num_layers: Layers of the model.
+        num_layers: Number of layers in the model.
         pp_size: Number of pipeline ranks.
         pp_rank: The rank.
 
@@ -129,16 +129,16 @@ def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
 def replica_for(
     head: int, total_num_kv_heads: int, tp_size: int, reader: int = 0, num_readers: int = 1
 ) -> int:
-    """Return the tensor-parallel rank from which a reader reads a head, among the ranks that hold it.
+    """Return which of the tensor-parallel ranks that hold a head serves it to a given reader.
 
-    Readers are distributed evenly over the replicas. The numbers of readers per replica differ by
-    at most one.
+    Readers are distributed evenly: the numbers of readers of any two replicas differ by at most
+    one.
 
     Args:
         head: The head.
-        total_num_kv_heads: KV heads of the model.
-        tp_size: Number of tensor-parallel ranks that are read.
-        reader: Index of the reader, from 0.
+        total_num_kv_heads: Number of KV heads in the model.
+        tp_size: Number of tensor-parallel ranks in the engine that is read.
+        reader: Index of the reader, starting at 0.
         num_readers: Number of ranks of the other engine that read this head.
 
     Raises:
@@ -155,7 +155,7 @@ def replica_for(
 
 
 def check_world_size(world_size: int) -> None:
-    """Raise ValueError for an engine with more than `MAX_RANKS` ranks."""
+    """Raise ValueError if an engine has more than `MAX_RANKS` ranks."""
     if world_size > MAX_RANKS:
         raise ValueError(f"world_size is {world_size} ranks: expected at most {MAX_RANKS}")
 
@@ -183,7 +183,9 @@ def check_stages(
 def check_stages_of(
     stages: Sequence[Sequence[int]], num_layers: int, *, pp_size: int, tp_size: int
 ) -> tuple[PipelineStage, ...]:
-    """Check that stages hold all layers and that both sizes are 1. See `check_stages`."""
+    """Check that the stages hold all layers, and that `pp_size` and `tp_size` are 1. See
+    `check_stages`.
+    """
     checked = check_stages(stages)
     for name, size in (("pp_size", pp_size), ("tp_size", tp_size)):
         if size != 1:
@@ -198,8 +200,8 @@ def check_stages_of(
 def check_page_stride(
     page_stride: int | Sequence[int], page_bytes: Sequence[int]
 ) -> int | tuple[int, ...]:
-    """Check that the strides, one for all stages or one per stage, are at least the page bytes of
-    each stage.
+    """Check that the page strides (one for all stages, or one per stage) are not less than each
+    stage's page size, and return them.
     """
     if not isinstance(page_stride, Sequence):
         return integer(page_stride, "page_stride", max(page_bytes))
@@ -238,7 +240,8 @@ def sources_of_rank(
     pp_rank: int,
     tp_rank: int,
 ) -> list[tuple[int, int]]:
-    """Return the source ranks, (pp_rank, tp_rank), from which a reader's rank reads, in ascending order.
+    """Return the source ranks from which a rank of the reader reads, as (pp_rank, tp_rank) in
+    ascending order.
 
     Both engines hold the same layers. Each head of each layer is read from exactly one rank.
 
@@ -277,14 +280,14 @@ def reader_of_head(
     cp_rank: int = 0,
     cp_world_size: int = 1,
 ) -> tuple[int, int]:
-    """Return (reader, num_readers) for `replica_for`, where `reader` is a rank's index among the
-    readers of a head.
+    """Return the arguments `reader` and `num_readers` of `replica_for`: a rank's index among the
+    readers of a head, and their number.
 
-    The readers of a head in one stage of the source are all ranks that hold the head in stages which
-    share layers with it. `tp_sizes` contains the number of ranks of each of these stages. Readers
-    are numbered first by their position among the holders in their stage, then by context-parallel
-    rank, then by stage. Therefore rank r reads from rank r if all sizes equal the sizes of the
-    source.
+    A head in one stage of the source is read by every rank that holds the head in a reader stage
+    that shares layers with the source stage. `tp_sizes` contains the number of ranks in each of
+    these reader stages. Readers are numbered first by their position among the head's holders in
+    their stage, then by context-parallel rank, then by stage. Therefore, if reader and source have
+    the same sizes, rank r reads from rank r.
 
     Example:
         >>> [reader_of_head(0, 1, [2, 2], stage=s, tp_rank=r) for r in (0, 1) for s in (0, 1)]
@@ -296,7 +299,7 @@ def reader_of_head(
     for other, tp_size in enumerate(tp_sizes):
         count = len(ranks_of_head(total_num_kv_heads, tp_size, head))
         num_readers += count * cp_world_size
-        before, rest = divmod(at * count, len(holders))  # `before` counts earlier holders
+        before, rest = divmod(at * count, len(holders))  # `before`: holders at earlier positions
         reader += (before + (rest > 0)) * cp_world_size
         reader += 0 if rest else cp_rank + (other < stage)
     return reader, num_readers

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers of recurrent states. Defines the slices of a state on each rank, and plans for reading
-them.
+"""Transfers of recurrent states: which slices of a state each rank holds, and plans for reading
+these slices from another engine.
 
 A state consists of a few tensors, such as the last inputs of a convolution, or the state of an SSM or of
 linear attention. Each has a channel dimension that is spread over tensor-parallel ranks section by
-section. For example, Mamba-2's convolution has sections x, B and C, and a rank holds a slice of
-each section. A page holds one state of a layer.
+section. For example, Mamba-2's convolution has sections x, B and C, and each rank holds a slice of
+each section. A page holds one layer's state.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kvcache.transfer.sharding import (
 
 
 class Section(NamedTuple):
-    """A range of a tensor's channels that is spread over ranks independently.
+    """A range of a tensor's channels that is distributed over ranks independently of other sections.
 
     The section has `units` (heads, groups or single channels) of `unit_size` channels each. Like KV
-    heads, units are spread over tensor-parallel ranks. A unit is never split, and ranks share units
-    if there are more ranks than units.
+    heads, units are spread over tensor-parallel ranks. A unit is never split. If there are more
+    ranks than units, several ranks hold the same unit.
     """
 
     units: int
@@ -54,7 +54,7 @@ class StateTensor:
 
     Args:
         sections: (units, channels per unit) of each section, in channel order.
-        row_size: Elements per channel.
+        row_size: Number of elements per channel.
         dtype: Element type.
         channels_last: Whether the memory order is [row_size, channels] instead of [channels, row_size].
 
@@ -94,9 +94,9 @@ class StateTensor:
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
 
     def channels(self, tp_size: int) -> int:
-        """Return the channels per rank for `tp_size` ranks.
+        """Return the number of channels that each of `tp_size` ranks holds.
 
-        Raises ValueError if a section cannot be spread.
+        Raises ValueError if a section cannot be distributed over the ranks.
         """
         tp_size = integer(tp_size, "tp_size", 1)
         for number, (units, _) in enumerate(self.sections):
@@ -111,23 +111,23 @@ class StateTensor:
         )
 
     def num_bytes(self, tp_size: int) -> int:
-        """Return the tensor's bytes per rank for `tp_size` ranks."""
+        """Return the number of the tensor's bytes that each of `tp_size` ranks holds."""
         return self.channels(tp_size) * self.row_size * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateDescription:
-    """Describes the recurrent states of an engine, for one group of layers with equal tensors.
+    """Describes an engine's recurrent states, for one group of layers with equal tensors.
 
-    Each layer has its own region. A page holds one state, with its `tensors` concatenated. Tensors in
-    separate memory need separate descriptions. Sizes and ranks are defined as in
+    Each layer has its own region. A page holds one state, with its `tensors` concatenated. Tensors
+    in separate memory need separate descriptions. Parallel sizes and ranks are defined as in
     `CacheDescription`. All context-parallel ranks hold the same states. A description consists of
-    plain values. It can be pickled, and `to_dict` returns values for JSON.
+    plain values, so it can be pickled, and `to_dict` returns JSON values.
 
     Args:
         tensors: The tensors of a state.
-        page_stride: Bytes between pages, if pages are padded (shared with attention groups), as one
-            value for all stages or one per stage.
+        page_stride: Distance in bytes between pages that are padded because they are shared with
+            attention groups, as one value for all stages or one per stage.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -177,7 +177,7 @@ class StateDescription:
             object.__setattr__(self, "page_stride", page_stride)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields by name, as values for JSON."""
+        """Return the fields, keyed by name, as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values["tensors"] = [
             {
@@ -196,7 +196,9 @@ class StateDescription:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> StateDescription:
-        """Create a description from `to_dict`. Raises ValueError if the version or fields differ."""
+        """Create a description from the result of `to_dict`. Raises ValueError if the format
+        version or the set of fields differs.
+        """
         if not isinstance(values, Mapping):
             raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
         _check_fields(cls, values, "")
@@ -206,14 +208,14 @@ class StateDescription:
 
     @cached_property
     def pipeline_stages(self) -> tuple[PipelineStage, ...]:
-        """The layers and ranks of every stage, from `stages` or as `pp_size` equal stages."""
+        """The number of layers and ranks in each stage, from `stages` or as `pp_size` equal stages."""
         if self.stages is not None:
             return self.stages
         return equal_stages(self.num_layers, self.pp_size, self.tp_size)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the engine."""
+        """Number of ranks in the engine."""
         return self.cp_world_size * self._ranks_per_cp_rank
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -233,15 +235,17 @@ class StateDescription:
         return at.cp_rank * self._ranks_per_cp_rank + before + at.tp_rank
 
     def layers(self, rank: int) -> range:
-        """Return the layers on a rank, as numbered in the group."""
+        """Return the layers that a rank holds, as numbered in the group."""
         return layers_of_stages(self.pipeline_stages)[self.coordinates(rank).pp_rank]
 
     def state_bytes(self, rank: int) -> int:
-        """Return the bytes of a layer's state on a rank, which is `state_bytes` of its `LayerSpec`."""
+        """Return the size in bytes of a layer's state on a rank. It equals `state_bytes` of the
+        layer's `LayerSpec`.
+        """
         return self._bytes_of(self.pipeline_stages[self.coordinates(rank).pp_rank].tp_size)
 
     def stride_of(self, pp_rank: int) -> int:
-        """Return the bytes between pages on the ranks of a pipeline stage."""
+        """Return the page stride in bytes on the ranks of a pipeline stage."""
         pp_rank = integer(pp_rank, "pp_rank", 0, len(self.pipeline_stages) - 1)
         if isinstance(self.page_stride, tuple):
             return self.page_stride[pp_rank]
@@ -260,7 +264,7 @@ class StateTransferPlan(PatternPlan):
     """A plan for filling one local rank's state pages from a remote engine. Created by `plan_states`.
 
     A group consists of one page on each side. `remote_ranks`, `patterns`, `fragments` and
-    `bytes_per_group` describe one state of all layers on the rank.
+    `bytes_per_group` describe one state in all of the rank's layers.
     """
 
     local: StateDescription
@@ -270,12 +274,12 @@ class StateTransferPlan(PatternPlan):
     def apply(
         self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
     ) -> TransferRuns:
-        """Return the byte runs for given pages. See `TransferPlan.apply`.
+        """Return the byte runs that fill the given pages. See `TransferPlan.apply`.
 
         Args:
-            local_pages: int[n]. Local pages.
-            remote_pages: int[n] remote pages shared by all remote ranks, or a mapping from remote
-                rank to int[n].
+            local_pages: int[n]. Local page numbers.
+            remote_pages: int[n]. Remote page numbers, as one array for all remote ranks or a
+                mapping from remote rank to array.
         """
         if isinstance(remote_pages, Mapping):
             remote = {rank: _column(ids, "remote_pages") for rank, ids in remote_pages.items()}
@@ -287,7 +291,7 @@ class StateTransferPlan(PatternPlan):
 def plan_states(
     local: StateDescription, remote: StateDescription, local_rank: int
 ) -> StateTransferPlan:
-    """Plan how a local rank fills its pages with the same states of a remote engine.
+    """Plan how a local rank fills its pages with the corresponding states of a remote engine.
 
     Parallel sizes, padding and the memory order of channels may differ. Each unit of a section is
     read from one rank. If several ranks hold a unit, local ranks are distributed over them.
@@ -339,8 +343,8 @@ def plan_states(
         layers[:, 2] = np.array(shared) - mine.start
         strides = remote.stride_of(pp_rank), local.stride_of(at.pp_rank)
         for tp_rank, runs in _runs_by_source(local, remote, at, pp_rank):
-            # All context-parallel ranks hold the state. If the engines are equal, each rank reads
-            # from the rank with the same index.
+            # All context-parallel ranks hold the same state. If the engines have equal sizes, each
+            # rank reads from the rank with its own index.
             source = Coordinates(at.cp_rank % remote.cp_world_size, pp_rank, tp_rank)
             joins = len(runs) == 1 and (runs[0, 4] == strides).all()
             offsets = np.zeros((1, 2), np.int64)
@@ -353,11 +357,11 @@ def plan_states(
 def _runs_by_source(
     local: StateDescription, remote: StateDescription, at: Coordinates, remote_pp_rank: int
 ) -> list[tuple[int, np.ndarray]]:
-    """Return one layer's merged runs (see `Pattern.runs`), by remote tensor-parallel rank."""
+    """Return one layer's merged runs (see `Pattern.runs`), keyed by remote tensor-parallel rank."""
     tp_size = local.pipeline_stages[at.pp_rank].tp_size
     remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
     columns = []  # rows of (source, remote byte, local byte, length)
-    begins = np.zeros(2, np.int64)  # start of the tensor in the remote and the local page
+    begins = np.zeros(2, np.int64)  # start of the current tensor in the remote and the local page
     for theirs, mine in zip(remote.tensors, local.tensors):
         source, remote_channel, local_channel = _channels(
             local, remote, at, remote_pp_rank, mine.sections
@@ -365,7 +369,7 @@ def _runs_by_source(
         item, rows = ELEMENT_BYTES[mine.dtype], mine.row_size
         if mine.channels_last or theirs.channels_last:
             row, length = np.arange(rows), item
-        else:  # a channel's elements are contiguous on both sides
+        else:  # each channel is contiguous on both sides
             row, length = np.zeros(1, np.int64), rows * item
         found = []
         for tensor, channel, size, begin in (
@@ -401,10 +405,10 @@ def _channels(
     remote_pp_rank: int,
     sections: tuple[Section, ...],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the remote tensor-parallel rank, remote index and local index of each channel of a
-    local rank.
+    """Return three arrays over a local rank's channels: the remote tensor-parallel rank, the remote
+    index and the local index of each channel.
 
-    Each result is int64[n].
+    Each array is int64[n].
     """
     tp_size = local.pipeline_stages[at.pp_rank].tp_size
     remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane, which contains block tables, storage and page copies. It needs torch."""
+"""The data plane: block tables, storage and page copies. It needs torch."""
 
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage

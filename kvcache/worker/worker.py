@@ -22,7 +22,7 @@ from kvcache.worker.swap.streams import streams_of
 from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.group_table import GroupTable
 
-_TABLES, _PAGES = 1, 2  # return values of `core.plan_work`; 0: nothing to do
+_TABLES, _PAGES = 1, 2  # return values of `core.plan_work`; 0 means that there is nothing to do
 
 
 class PendingStep:
@@ -32,7 +32,7 @@ class PendingStep:
         self, step_id: int, engine: SwapEngine | None, earlier: PendingStep | None
     ) -> None:
         self.step_id = step_id
-        self.errors: list[SwapError] = []  # errors of failed swaps, set when the report is created
+        self.errors: list[SwapError] = []  # errors from failed swaps, set with the report
         self._engine = engine
         self._earlier = earlier
         self._report: StepReport | None = None
@@ -40,10 +40,10 @@ class PendingStep:
         self._in: SwapJob | None = None
 
     def poll(self) -> StepReport | None:
-        """Return the step's report if all copies of this step and of earlier steps have finished.
+        """Return the step's report once all copies in this step and earlier steps have finished.
 
-        Reports are returned in step order, because for the manager a report covers all earlier
-        steps.
+        Reports are returned in step order, because the manager assumes that a report also covers
+        all earlier steps.
 
         Returns:
             The report, which lists pages with invalid content, or None while copies are in flight.
@@ -72,7 +72,7 @@ class PendingStep:
             timeout_s: Maximum time to wait, in seconds. None waits indefinitely.
 
         Returns:
-            The report, as from `poll`.
+            The report, as returned by `poll`.
 
         Raises:
             TimeoutError: The report did not arrive in time.
@@ -82,10 +82,10 @@ class PendingStep:
         return self._report
 
     def wait_layer(self, layer: int) -> None:
-        """Make the calling stream wait until the step's swap-ins of one layer have arrived.
+        """Make the current stream wait until the step's swap-ins for one layer have arrived.
 
-        Call it before computing each layer if the worker was created with `layers_per_event`. Otherwise
-        `Worker.start` has already made the stream wait for all layers.
+        If the worker was created with `layers_per_event`, call this method before computing each
+        layer. Otherwise, `Worker.start` has already made the stream wait for all layers.
 
         Args:
             layer: The layer that is about to be computed.
@@ -94,7 +94,7 @@ class PendingStep:
             self._engine.before_read(self._in, layer)
 
     def may_wait(self) -> bool:
-        """Return whether the report may have to wait for copies in flight."""
+        """Return whether copies in flight may still delay the report."""
         return self._report is None and bool(self._earlier or self._out or self._in)
 
     def _jobs(self) -> list[SwapJob]:
@@ -111,12 +111,12 @@ class Worker:
         storage: A storage that serves all groups, or one storage per group, all over the same pages
             (`KVStorage.over`). Storage and table must have the same block size, except for groups
             without slots (recurrent state).
-        tables: `BlockTables` with the manager's groups in order, or the `GroupTable` of a
+        tables: `BlockTables` with the manager's groups in the same order, or a `GroupTable` for a
             single group.
         host: The pages of the manager's host tier (`Pages.on_host`), if it has one.
-        last_step_id: The last step whose plan was applied to `tables`, if another worker filled
-            them (that worker's `last_step_id`). -1 if no plan was applied.
-        swap_options: Options of `SwapEngine`. Except for `streams`, they require `host`.
+        last_step_id: The ID of the last step whose plan was applied to `tables`. If another worker
+            filled the tables, this is that worker's `last_step_id`. -1 if no plan was applied.
+        swap_options: Options for `SwapEngine`. All of them except `streams` require `host`.
 
     Example:
         >>> from kvcache import TableShape
@@ -137,7 +137,7 @@ class Worker:
         **swap_options: object,
     ) -> None:
         instance(tables, GroupTable | BlockTables, "tables")
-        # Step ID of the last plan that was applied to the tables.
+        # ID of the last step whose plan was applied to the tables.
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
         groups = [tables] if isinstance(tables, GroupTable) else tables.block_tables
         if host is not None:
@@ -172,13 +172,12 @@ class Worker:
         self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
         self._within = PageCopy(self.pages, self.pages)
         self._streams = swap_options.get("streams") or streams_of(self.pages.device)
-        self._last: PendingStep | None = (
-            None  # this step or an earlier step may have copies in flight
-        )
-        # ID of the step in progress, or of the step that broke the worker.
+        self._last: PendingStep | None = None  # most recent step that may have copies in flight
+        # The ID of the step in progress, or of the step during which the worker broke.
         self._begun: int | None = None
         self._process = os.getpid()
-        # Called with "swap_out", "copy", "zero" or "swap_in" and the pages of each such section.
+        # Called for each section of a plan with "swap_out", "copy", "zero" or "swap_in" and the
+        # section's pages.
         self.on_move: Callable[[str, np.ndarray], object] | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -192,13 +191,13 @@ class Worker:
     def apply(self, plan: StepPlan) -> StepReport:
         """Apply a plan and wait for its swaps.
 
-        Apply every plan exactly once and in step order, including plans that change nothing. Plans of
-        aborted steps may be skipped. Clearing a row beyond the table is allowed.
+        Apply every plan exactly once and in step order, including plans that change nothing. The
+        plans of aborted steps may be skipped. Clearing a row beyond the table is allowed.
 
         If a plan is rejected, nothing changes. Abort its step (`KVCacheManager.abort`), so that the
-        next plan repeats the missing changes. If the tables have too few rows, also free requests.
-        A failure after the plan's copies have begun breaks the worker, and every later plan raises
-        RuntimeError.
+        next plan repeats the missing changes. If the plan was rejected because the tables have too
+        few rows, also free requests. A failure after the plan's copies have begun breaks the
+        worker: every later plan raises RuntimeError.
 
         Args:
             plan: The plan of the next step.
@@ -219,20 +218,20 @@ class Worker:
     def start(self, plan: StepPlan) -> PendingStep:
         """Apply a plan without waiting for its swaps.
 
-        Work launched next on the calling stream sees the pages and tables of this plan, even while
-        swaps are in flight. Rules and errors are the same as for `apply`.
+        Work launched on the current stream afterwards sees the plan's pages and tables, even while
+        swaps are in flight. The rules and errors are the same as for `apply`.
 
         Args:
             plan: The plan of the next step.
 
         Returns:
-            The started step. Poll it, or wait for it, to get the report.
+            The started step. Call `poll` or `wait` on it to obtain the report.
         """
         step = self._begin(plan)
         return PendingStep(plan.step_id, None, None) if step is None else step
 
     def _begin(self, plan: StepPlan) -> PendingStep | None:
-        """Apply a plan. Return its step, or None if the step has already completed."""
+        """Apply a plan. Returns its step, or None if the step has already completed."""
         instance(plan, StepPlan, "plan")
         last, num_applied = self._last_step_id, self._table_set.num_applied
         self._check_order(plan)
@@ -245,7 +244,7 @@ class Worker:
             self._begun = None
             return None
         self._table_set.begin_step()
-        if self._last_step_id != last:  # no signal handler runs between this line and the next ones
+        if self._last_step_id != last:  # no signal handler can run from here to the end
             self._fail_nested()
         self._last_step_id = plan.step_id
         return None
@@ -269,7 +268,7 @@ class Worker:
             self.engine.order_after_swap_ins()
             self._swap_out(
                 written, moves, step
-            )  # must be first, to read its pages before any page is written
+            )  # comes first, because it must read pages before any page is written
         self._copy(moves)
         self._zero(moves)
         self._swap_in(moves, step)
@@ -279,9 +278,9 @@ class Worker:
         return step
 
     def _apply_to_tables(self, plan: StepPlan, num_applied: int) -> None:
-        """Apply the plan to the host tables in one checked call, before any pages are copied.
+        """Apply the plan to the host tables in one validated call, before any pages are copied.
 
-        `num_applied`: the number of plans applied when the order of this plan was checked.
+        `num_applied`: the number of plans that had been applied when this plan's order was checked.
         """
         now = self._table_set.num_applied
         self._begun = plan.step_id
@@ -334,11 +333,11 @@ class Worker:
             )
 
     def _has_no_moves(self) -> bool:
-        """Return whether no copies are in flight for which a step would have to wait."""
+        """Return whether a step can complete without waiting for copies in flight."""
         return self._last is None and (self.engine is None or self.engine.is_idle)
 
     def _earlier(self) -> PendingStep | None:
-        """Return the previous step, or None if it has completed."""
+        """Return the previous step, or None if that step has completed."""
         last = self._last
         return None if last is None or last.poll() is not None else last
 
@@ -372,14 +371,12 @@ class Worker:
             self.on_move(section, pages)
 
     def _launch(self, work: Callable[[], None]) -> None:
-        """Run `work` on the calling stream."""
+        """Run `work` on the current stream."""
         self._streams.launch(self._streams.current(), work)
 
 
 def _written_pages(plan: StepPlan, moves: PageMoves) -> np.ndarray:
-    """Return the pages, int64[n], that the plan or the model writes for the first time in this
-    step.
-    """
+    """Return the pages that the plan or the model writes for the first time in this step, int64[n]."""
     append_ids, replace = listed(plan.append_ids, "append_ids"), listed(plan.replace, "replace")
     appended = [integers(each, f"append_ids[{g}]", ()) for g, each in enumerate(append_ids)]
     replaced = [integers(each, f"replace[{g}]", (3,))[:, 2] for g, each in enumerate(replace)]

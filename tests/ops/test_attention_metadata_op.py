@@ -357,9 +357,7 @@ BAD = {
     r"paged_kv_indptr has shape \[1, 3\]: expected size 4": lambda b: {
         "paged_kv_indptr": torch.full((1, 3), UNTOUCHED, dtype=INT32, device=b.device)
     },
-    "some are None: expected all, none, or only paged_kv_indices": lambda b: {
-        "paged_kv_indptr": None
-    },
+    "are None: expected all, none, or only paged_kv_indices": lambda b: {"paged_kv_indptr": None},
 }
 
 

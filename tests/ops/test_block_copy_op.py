@@ -313,7 +313,7 @@ BAD = {
     r"pairs\[0\] and pairs\[2\] both write to page 2: expected each page once": {
         "pairs": ids([1, 2], [1, 3], [3, 2])
     },
-    r"pairs\[1\] reads page 2, which pairs\[0\] writes to: expected none that is both": {
+    r"pairs\[1\] reads page 2, which pairs\[0\] writes to: expected no page to be both": {
         "src": None, "pairs": ids([1, 2], [2, 3]), "num_src_blocks": 6,
     },
     r"pairs\[0\] reads page 5, which pairs\[0\] writes to": {

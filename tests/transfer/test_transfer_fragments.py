@@ -239,9 +239,14 @@ def test_pages_that_do_not_fit_are_rejected():
             ValueError,
             r"remote_pages is missing ranks \[1\] \(ranks present: \[0\]",
         ),
-        (pages - 1, pages, ValueError, "local_pages holds 0: expected pages, 1 to 2147483647"),
-        (pages - 4, pages, ValueError, "local_pages holds -3: expected pages, 1 to"),
-        (pages, pages - 2, ValueError, "remote_pages holds -1: expected pages, 1 to"),
+        (
+            pages - 1,
+            pages,
+            ValueError,
+            "local_pages holds 0: expected page numbers, 1 to 2147483647",
+        ),
+        (pages - 4, pages, ValueError, "local_pages holds -3: expected page numbers, 1 to"),
+        (pages, pages - 2, ValueError, "remote_pages holds -1: expected page numbers, 1 to"),
         (
             pages.astype(np.uint64) + 2**63,
             pages,

@@ -136,7 +136,10 @@ def test_readers_of_states_equal_the_plans():
     [
         (of(num_tokens=0), "num_tokens is 0"),
         (of(num_tokens=4, first_token=4), "first_token is 4: expected 0 to 3"),
-        (of(num_tokens=4, first_token=3), "first_token is 3: expected a multiple of the 4 tokens"),
+        (
+            of(num_tokens=4, first_token=3),
+            "first_token is 3: expected a multiple of 4, the number of tokens",
+        ),
     ],
 )
 def test_tokens_out_of_range_are_reported(values, message):

@@ -405,10 +405,10 @@ def test_stopped_peer_raises_within_the_deadline(side, name):
         other = side.read(peer, SMALL, 0, SMALL, timeout_s=60)
         assert not read.poll() and not read.is_released
         begin = time.monotonic()
-        with pytest.raises(TransferError, match=r"not done within 0\.5 s"):
+        with pytest.raises(TransferError, match=r"not finished within 0\.5 s"):
             read.wait(0.5)
         assert time.monotonic() - begin < 15
-        with pytest.raises(TransferError, match="not done within"):
+        with pytest.raises(TransferError, match="not finished within"):
             read.poll()
         wait_until(lambda: read.is_released)
         # The peer must not change these bytes any more.
@@ -425,7 +425,7 @@ def test_peer_that_holds_a_transfer_is_disconnected(name):
     with Side(name, timeout_s=1) as side, Peer(name) as peer:
         side.transport.connect(peer.metadata)
         peer.signal(signal.SIGSTOP)
-        with pytest.raises(TransferError, match=r"not done within 0\.2 s"):
+        with pytest.raises(TransferError, match=r"not finished within 0\.2 s"):
             side.read(peer, 0, 0, SMALL).wait(0.2)
         time.sleep(1.1)
         with pytest.raises(
@@ -745,7 +745,7 @@ def test_unawaited_transfer_completes(side, name):
         peer.signal(signal.SIGSTOP)
         read = side.read(peer, 0, 0, SMALL, timeout_s=0.3)
         time.sleep(0.5)
-        with pytest.raises(TransferError, match=r"not done within 0\.3 s"):
+        with pytest.raises(TransferError, match=r"not finished within 0\.3 s"):
             read.poll()
         peer.signal(signal.SIGCONT)
 

@@ -276,7 +276,7 @@ def test_report_is_available_once_the_bytes_have_moved():
     worker, streams = simulated_worker()
     step = worker.start(plan(swap_out=pairs((3, 1))))
     assert step.poll() is None
-    with pytest.raises(TimeoutError, match=r"swap-out 1 is not over after 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"swap-out 1 has not finished after 0.01 s"):
         step.wait(timeout_s=0.01)
     streams.advance()
     report = step.wait()
@@ -353,7 +353,7 @@ def test_waiting_for_all_reports_a_failure_once():
     streams.fails = {1}
     worker.engine.swap_out(pairs((3, 1)))
     other = worker.engine.swap_in(pairs((5, 6)))
-    with pytest.raises(TimeoutError, match=r"one of 2 swaps is not over after 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"one of 2 swaps has not finished after 0.01 s"):
         worker.engine.wait(timeout_s=0.01)
     streams.advance()
     with pytest.raises(SwapError, match="swap-out 1 of 1 pages failed"):

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The prologue and epilogue of every function in the runtime's C interface, which handle the lock,
+// The prologue and epilogue of every function in the runtime's C interface. They handle the lock,
 // the sticky error and the thread's last error.
 //
-// One lock guards all state of the runtime. It is recursive, because host functions on a stream run
-// while the lock is held.
+// One lock guards the runtime's whole state. It is recursive, because host functions on a stream
+// run while the lock is held.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,8 +16,8 @@ namespace kvcache::gpuless {
 
 std::recursive_mutex& runtime_mutex();
 
-// Holds the lock. A Python thread that waits for the lock releases the GIL, because the thread that
-// holds the lock may need the GIL to run an operator captured by a graph.
+// Holds the lock. While a Python thread waits for the lock, it releases the GIL, because the thread
+// that holds the lock may need the GIL to run an operator that a graph captured.
 class RuntimeLock {
  public:
   RuntimeLock();
@@ -28,12 +28,12 @@ class RuntimeLock {
 // Sets the calling thread's last error, which cudaGetLastError reports. Returns `error`.
 cudaError_t failed(cudaError_t error);
 
-// Sets an error from which no later call recovers, such as an illegal access or a trap. The first
-// such error is kept.
+// Sets an error from which no later call can recover, such as an illegal access or a trap. If
+// several occur, the first one is kept.
 void set_sticky(cudaError_t error);
 cudaError_t sticky_error();
 
-// Prints a line that starts with "gpu-less: ", for faults that a return code does not explain.
+// Prints a line that starts with "gpu-less: ". Used for faults that an error code does not explain.
 void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // Runs `body`, which returns a cudaError_t, under the lock. Returns the sticky error if there is

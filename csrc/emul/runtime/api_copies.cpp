@@ -9,7 +9,7 @@ using namespace kvcache::gpuless;
 
 namespace {
 
-// Calls `body` with the stream of a handle.
+// Calls `body` with the stream that belongs to a handle.
 template <class Body>
 cudaError_t on_stream(cudaStream_t handle, Body&& body) {
   return call([&] {

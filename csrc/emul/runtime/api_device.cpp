@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions of the runtime's C interface for the device. Emulates a single device, which reports
-// the H200 properties that callers query.
+// Functions of the runtime's C interface for the device. A single device is emulated, which reports
+// the properties of an H200, as far as callers query them.
 #include <cstdio>
 #include <cstring>
 

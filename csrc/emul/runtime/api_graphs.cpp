@@ -43,7 +43,7 @@ KV_GPULESS_API cudaError_t cudaStreamIsCapturing(cudaStream_t handle,
   });
 }
 
-// Does not report dependencies, because callers only request the status, the id and the graph.
+// Does not report dependencies, because callers request only the status, the id and the graph.
 #undef cudaStreamGetCaptureInfo
 KV_GPULESS_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle,
                                                     cudaStreamCaptureStatus* status,
@@ -82,7 +82,7 @@ KV_GPULESS_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStrea
   return call([&] {
     Stream* stream = stream_of(handle);
     if (stream == nullptr || executable == nullptr) return cudaErrorInvalidResourceHandle;
-    // A graph inside a graph is not supported.
+    // Graphs inside graphs are not supported.
     if (stream->capture != nullptr) return cudaErrorNotSupported;
     if (const cudaError_t error = refuse_implicit_dependency(*stream)) return error;
     if (stream->is_null()) count(Counter::kLegacyWork);

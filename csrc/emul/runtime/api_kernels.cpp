@@ -63,7 +63,7 @@ KV_GPULESS_API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, s
   return cudaSuccess;
 }
 
-// A kernel's handle is its stub.
+// A kernel's handle is the address of its stub.
 KV_GPULESS_API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* stub) {
   *kernel = static_cast<cudaKernel_t>(const_cast<void*>(stub));
   return cudaSuccess;

@@ -12,7 +12,7 @@ using namespace kvcache::gpuless;
 
 namespace {
 
-// Waits for all work first, like the driver, because work in flight may use the memory.
+// Like the driver, first waits for all work, because work in flight may use the memory.
 cudaError_t remove(void* memory, RangeKind kind) {
   return call([&] {
     if (memory == nullptr && kind != RangeKind::kRegistered) return cudaSuccess;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions that torch links against but that are not simulated. Each prints a line and returns an
-// error.
+// Functions that torch links against but that are not simulated. Each of them prints a line and
+// returns an error.
 #include "emul/runtime/api.h"
 
 using namespace kvcache::gpuless;
@@ -14,7 +14,7 @@ cudaError_t missing(const char* name) {
   });
 }
 
-// Substitute for driver functions that are looked up by name.
+// A substitute for driver functions that are looked up by name.
 int missing_in_driver() {
   say("a function of the driver, asked for by name, is not simulated");
   return cudaErrorNotSupported;

@@ -11,10 +11,10 @@ using namespace kvcache::gpuless;
 
 namespace {
 
-// An event holds its last record, which is a completion or a position in a capture.
+// An event stores what was last recorded: the completion of a task, or a position in a capture.
 struct Event {
   unsigned flags = 0;
-  CompletionPtr recorded;  // null if never recorded, which counts as reached
+  CompletionPtr recorded;  // null if the event was never recorded, which counts as reached
   Capture* capture = nullptr;
   std::vector<int> leaves;
 };
@@ -61,7 +61,7 @@ KV_GPULESS_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, un
                                                         int priority) {
   return call([&] {
     if ((flags & ~unsigned(cudaStreamNonBlocking)) != 0) return cudaErrorInvalidValue;
-    // CUDA clamps priorities to the range that it reports.
+    // Like CUDA, clamps priorities to the range that is reported.
     *handle = reinterpret_cast<cudaStream_t>(create_stream(flags, std::clamp(priority, -5, 0)));
     return cudaSuccess;
   });
@@ -170,7 +170,7 @@ KV_GPULESS_API cudaError_t cudaEventCreate(cudaEvent_t* handle) {
   return cudaEventCreateWithFlags(handle, cudaEventDefault);
 }
 
-// Destroying an event is safe, because tasks that wait for it hold its completion.
+// Destroying an event is safe, because tasks that wait for the event reference its completion.
 KV_GPULESS_API cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   return call([&] {
     if (handle == nullptr) return cudaErrorInvalidResourceHandle;
@@ -186,7 +186,7 @@ KV_GPULESS_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStre
     Stream* stream = stream_of(stream_handle);
     if (event == nullptr || stream == nullptr) return cudaErrorInvalidResourceHandle;
     if (const cudaError_t error = refuse_implicit_dependency(*stream)) return error;
-    // An external event of a graph is recorded when the graph runs.
+    // An external event in a graph is recorded each time the graph runs.
     if (flags == cudaEventRecordExternal) return cudaErrorNotSupported;
     event->capture = stream->capture;
     event->leaves = stream->capture_leaves;
@@ -205,7 +205,7 @@ KV_GPULESS_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaE
     const Event* event = event_of(handle);
     Stream* stream = stream_of(stream_handle);
     if (event == nullptr || stream == nullptr) return cudaErrorInvalidResourceHandle;
-    // The marked work belongs to a graph, so there is no submitted work to wait for.
+    // The event was recorded in a capture, so there is no submitted work to wait for.
     if (event->capture != nullptr && event->capture->ended) {
       if (stream->capture != nullptr) stream->capture->invalid = true;
       return cudaErrorCapturedEvent;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Registers kernels compiled for the emulator. The runtime finds them by demangled name and copies
-// their parameters at the launch.
+// Registers kernels that were compiled for the emulator. The runtime finds a kernel by its
+// demangled name and copies the parameters at the launch.
 //
-// In that build, KV_LAUNCH uses Registered<kernel>, so every kernel that is launched anywhere is
-// registered when the library loads.
+// In builds for the emulator, KV_LAUNCH uses Registered<kernel>, so every kernel that is launched
+// anywhere in the sources is registered when the library is loaded.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kernel that the emulator can run, passed from the library of emulated kernels to the runtime.
+// A kernel that the emulator can run. The library of emulated kernels passes it to the runtime.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,9 @@ struct LaunchShape {
 };
 
 struct Bound {
-  const char* type_name;  // mangled name of a type that holds the kernel: Named<kernel>
-  // Copies the parameters. The result runs the kernel and may be called repeatedly.
+  const char* type_name;  // mangled name of the type Named<kernel>
+  // Copies the parameters, and returns a function that runs the kernel and may be called
+  // repeatedly.
   std::function<void()> (*bind)(void** arguments, const LaunchShape& shape);
 };
 

@@ -22,7 +22,7 @@ std::vector<Capture*> captures() {
   return found;
 }
 
-// Whether `capture` forbids unsafe calls from the calling thread.
+// Returns whether `capture` forbids unsafe calls from the calling thread.
 bool forbids(const Capture& capture) {
   if (thread_mode == cudaStreamCaptureModeRelaxed) return false;
   if (capture.mode == cudaStreamCaptureModeRelaxed) return false;
@@ -30,7 +30,7 @@ bool forbids(const Capture& capture) {
   return capture.mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
 }
 
-// Whether each node precedes a leaf of the origin stream.
+// For each node, whether a leaf of the origin stream depends on it.
 bool all_joined(const Capture& capture) {
   const std::vector<Node>& nodes = capture.graph->nodes;
   std::vector<bool> reached(nodes.size());
@@ -97,7 +97,7 @@ cudaError_t end_capture(Stream& stream, Graph** graph) {
     s->capture_leaves.clear();
   }
   capture->ended = true;
-  // The capture object remains, because events recorded in it still point to it.
+  // The capture object is kept, because events that were recorded in it still point to it.
   if (capture->invalid) return cudaErrorStreamCaptureInvalidated;
   if (!joined) {
     capture->invalid = true;

@@ -38,15 +38,15 @@ bool fits_kind(const CopyShape& c, cudaMemcpyKind kind) {
 
 size_t extent(const CopyShape& c, size_t pitch) { return (c.num_rows - 1) * pitch + c.row_bytes; }
 
-// Copies rows between reachable addresses.
+// Copies rows between addresses that the runtime can access.
 void move_rows(const CopyShape& c, char* to, size_t to_pitch, const char* from, size_t from_pitch) {
   for (size_t row = 0; row < c.num_rows; ++row) {
     std::memmove(to + row * to_pitch, from + row * from_pitch, c.row_bytes);
   }
 }
 
-// Resolves addresses when the work runs, after all earlier work of the stream, because the memory
-// may have been freed by then.
+// Addresses are resolved when the work runs, after all earlier work in the stream, because the
+// memory may have been freed by then.
 Work direct(const CopyShape& c) {
   return [c] { move_rows(c, reachable(c.to), c.to_pitch, reachable(c.from), c.from_pitch); };
 }
@@ -57,8 +57,8 @@ Work from_staging(const CopyShape& c) {
   return [c, staged] { move_rows(c, reachable(c.to), c.to_pitch, staged->data(), c.row_bytes); };
 }
 
-// Overlapping copies are undefined on a device, because it copies in no particular order. Rows of
-// the source may lie between rows of the destination.
+// Copies between overlapping memory are undefined on a device, because bytes are copied in no
+// particular order. However, the source's rows may lie between the destination's rows.
 bool overlaps(const CopyShape& c) {
   if (c.num_rows != 1) return false;
   const auto to = reinterpret_cast<uintptr_t>(c.to), from = reinterpret_cast<uintptr_t>(c.from);
@@ -141,14 +141,15 @@ cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* b
     const CopyShape c{to[i], from[i], bytes[i]};
     const int access = attributes[a].srcAccessOrder;
     const bool at_once = access == cudaMemcpySrcAccessOrderDuringApiCall && is_pageable(from[i]);
-    // The source may be read at the call, before earlier work of the stream, or when the copy runs.
+    // The source may be read during the call, before earlier work in the stream, or when the copy
+    // runs.
     const bool early =
         access == cudaMemcpySrcAccessOrderAny && !is_device(from[i]) && random_below(2) == 0;
     copies.push_back(at_once || early ? from_staging(c) : direct(c));
     to_pageable = to_pageable || is_pageable(to[i]);
     if (is_pageable(from[i]) || is_pageable(to[i])) count(Counter::kPageableCopies);
   }
-  // The copies of a batch run in no particular order.
+  // The copies in a batch run in no particular order.
   for (size_t i = num_copies - 1; i > 0; --i) std::swap(copies[i], copies[random_below(i + 1)]);
   submit(stream, [copies = std::move(copies)] {
     for (const Work& one : copies) one();

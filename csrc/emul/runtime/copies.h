@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies and fills between any two memories. Callers hold the runtime's lock.
+// Copies between any two kinds of memory, and fills. Callers hold the runtime's lock.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,9 +8,9 @@
 
 namespace kvcache::gpuless {
 
-// Copies num_rows rows of row_bytes, one pitch apart. Pageable sources are read before the call
-// returns, and a call with a pageable destination returns when the copy is done. In a capture, all
-// memory is read and written when the graph runs.
+// Copies num_rows rows of row_bytes bytes each, which are one pitch apart. Pageable sources are
+// read before the call returns. If the destination is pageable, the call returns only after the
+// copy is complete. In a capture, all memory is read and written when the graph runs.
 struct CopyShape {
   void* to;
   const void* from;

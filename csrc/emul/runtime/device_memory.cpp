@@ -19,20 +19,21 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kAlignment = 2 << 20;           // as in cudaMalloc for large allocations
 constexpr size_t kArenaBytes = size_t{1} << 42;  // address space only
-// Fresh memory up to this size is filled with a pattern.
+// New allocations up to this size are filled with a pattern.
 constexpr size_t kPoisonedBytes = 32 << 20;
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-// Read by the signal handler without the lock, because pointers are set once.
+// The signal handler reads these without the lock, which is safe because the pointers are set only
+// once.
 struct Arena {
   char* device = nullptr;
   char* alias = nullptr;
   int file = -1;
   size_t next = 0;
   size_t in_use = 0;
-  std::map<char*, size_t> allocations;             // device address -> bytes, whole pages
-  std::map<char*, std::pair<char*, size_t>> host;  // host address -> alias, bytes
+  std::map<char*, size_t> allocations;             // size in bytes by device address; whole pages
+  std::map<char*, std::pair<char*, size_t>> host;  // (alias, size in bytes) by host address
 };
 Arena* arena = nullptr;
 thread_local const char* running_kernel = nullptr;
@@ -40,7 +41,8 @@ struct sigaction previous_action;
 
 void write_text(const char* text) { (void)!write(STDERR_FILENO, text, std::strlen(text)); }
 
-// Prints the address and the accessor. The process then dies as it would without this handler.
+// Prints the address and what accessed it. The process then crashes as it would without this
+// handler.
 void on_fault(int, siginfo_t* info, void*) {
   const char* address = static_cast<const char*>(info->si_addr);
   const bool in_device = address >= arena->device && address < arena->device + kArenaBytes;
@@ -110,7 +112,7 @@ void* allocate_device(size_t bytes) {
       !map_shared(a.alias + offset, whole, PROT_READ | PROT_WRITE, offset)) {
     return nullptr;
   }
-  // Leaves at least one unmapped page between allocations.
+  // At least one unmapped page is left between allocations.
   a.next = offset + round_up(whole + kPage, kAlignment);
   a.in_use += whole;
   a.allocations[a.device + offset] = whole;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device's memory, in which each allocation is mapped twice.
+// The device's memory. Each allocation is mapped twice.
 //
-// At its device address, which callers see, memory is PROT_NONE except while a kernel runs, so host
-// code that touches it crashes with a message. The runtime's copies use an alias at a constant
-// distance, which is always accessible. Addresses are never reused, so an access after free also
-// crashes. An access past the end of an allocation, rounded up to pages, crashes too.
+// At its device address, which callers use, the memory is PROT_NONE except while a kernel runs, so
+// host code that touches the memory crashes with a message. The runtime's own copies use an alias
+// at a constant distance, which is always accessible. Addresses are never reused, so an access
+// after free also crashes, as does an access past the end of an allocation (rounded up to pages).
 //
 // Callers hold the runtime's lock.
 #pragma once
@@ -22,15 +22,15 @@ size_t device_bytes_in_use();
 // Returns the host address of the memory at device address p.
 void* device_alias(const void* p);
 
-// Maps host memory a second time, for device pointers that differ from host pointers. Replaces the
-// pages of [begin, begin + bytes) with shared pages with the same content. Returns nullptr on
+// Maps host memory a second time, so that device pointers differ from host pointers. Replaces the
+// pages of [begin, begin + bytes) with shared pages that have the same content. Returns nullptr on
 // failure.
 void* alias_host_pages(void* begin, size_t bytes);
 void drop_host_alias(void* host_begin);
 
-// Makes device memory accessible while the object exists. `kernel` is the running kernel, for
-// messages. Host memory with an alias is not accessible, because a kernel must use the device
-// pointer.
+// Makes device memory accessible while this object exists. `kernel` is the name of the running
+// kernel for messages. Host memory that has an alias is not accessible at its host address, because
+// a kernel must use the device pointer.
 class OpenDevice {
  public:
   explicit OpenDevice(const char* kernel);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A substitute for libcuda.so.1 without a driver, sufficient for loading torch. Functions that
-// torch looks up but does not call return a "not supported" error.
+// A substitute for libcuda.so.1 that suffices to load torch on a machine without a driver.
+// Functions that torch looks up but does not call return a "not supported" error.
 #define KV_DRIVER_API extern "C" __attribute__((visibility("default")))
 
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The library of emulated kernels, which consists of this file and csrc/ops/*.cu compiled by g++
+// The library of emulated kernels, which consists of this file and csrc/ops/*.cu, compiled by g++
 // with KVCACHE_GPULESS.
 #include "emul/runtime/bind.h"
 

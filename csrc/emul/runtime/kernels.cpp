@@ -26,9 +26,9 @@ constexpr unsigned kMostClusterBlocks = 8;  // supported by every device with cl
 
 struct Kernel {
   const char* mangled;
-  size_t asked_shared_bytes = 0;  // dynamic shared memory requested by cudaFuncSetAttribute
+  size_t asked_shared_bytes = 0;  // dynamic shared memory allowed by cudaFuncSetAttribute
   long num_launches = 0;
-  bool is_loaded = false;  // loaded by a launch or a query of its attributes
+  bool is_loaded = false;  // loaded by a launch or by a query of its attributes
 };
 
 std::unordered_map<const void*, Kernel>& kernels() {
@@ -36,7 +36,8 @@ std::unordered_map<const void*, Kernel>& kernels() {
   return *all;
 }
 
-// Kernels of other libraries that may be skipped, because no visible tensor depends on them.
+// Kernels from other libraries that may be skipped, because no tensor that a caller can observe
+// depends on them.
 struct LeftOut {
   const char* part_of_name;
   const char* why;
@@ -57,13 +58,14 @@ std::string demangled(const char* mangled) {
   return name;
 }
 
-// Converts a compiler's name of a kernel, "void kvcache::f<int>(long)", to "kvcache::f<int>(long)".
+// Removes the return type from a demangled kernel name: "void kvcache::f<int>(long)" becomes
+// "kvcache::f<int>(long)".
 std::string without_result(std::string name) {
   return name.compare(0, 5, "void ") == 0 ? name.substr(5) : name;
 }
 
-// Converts "kvcache::f(long)" to "kvcache::f". Names that do not end with parentheses are
-// unchanged.
+// Removes the parameters: "kvcache::f(long)" becomes "kvcache::f". Names that do not end with
+// parentheses are unchanged.
 std::string without_parameters(const std::string& name) {
   if (name.empty() || name.back() != ')') return name;
   size_t at = name.size();
@@ -105,8 +107,8 @@ BoundByName load_bound() {
   for (size_t i = 0; i < count; ++i) {
     const std::string name = name_in_type(bound[i].type_name);
     const auto [at, is_new] = found.emplace(name, &bound[i]);
-    // Weak symbols merge the registrations of a template that several sources instantiate. Two
-    // different kernels with the same name would be confused at launch.
+    // If several sources instantiate the same template, weak symbols merge their registrations. Two
+    // different kernels with the same name could not be distinguished at launch.
     if (!is_new && std::strcmp(at->second->type_name, bound[i].type_name) != 0) {
       say("two emulated kernels are called %s", name.c_str());
       std::abort();
@@ -133,7 +135,7 @@ Limits limits_of(const std::string& name) {
   return found == all_limits().end() ? Limits{} : found->second;
 }
 
-// CUDA's documentation states that these launches fail, but does not always state the error.
+// According to CUDA's documentation, these launches fail, but the error is not always specified.
 cudaError_t refuse_beyond_limits(const Kernel& kernel, const std::string& name, dim3 block,
                                  size_t shared_bytes) {
   if (is_own(name) && !all_limits().empty() && all_limits().count(name) == 0) {
@@ -186,7 +188,7 @@ Work run_kernel(const std::string& name, std::function<void()> body) {
   };
 }
 
-// Returns the kernel with a demangled name, or nullptr. In the name of a type, kernels that are not
+// Returns the kernel with a demangled name, or nullptr. In type names, kernels that are not
 // templates have no parameters.
 const Bound* find_bound(const std::string& name) {
   for (const std::string& key : {name, without_parameters(name)}) {
@@ -269,7 +271,7 @@ cudaError_t describe(const void* stub, cudaFuncAttributes* attributes) {
   attributes->maxThreadsPerBlock = limits.max_threads;
   attributes->maxDynamicSharedSizeBytes =
       int(std::max(kernel.asked_shared_bytes, kSharedBytes - limits.static_shared_bytes));
-  // Callers expect a positive number, even for kernels whose code is unknown.
+  // Callers expect a positive number, even for kernels whose machine code is unknown.
   attributes->numRegs = limits.registers > 0 ? limits.registers : 32;
   attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;

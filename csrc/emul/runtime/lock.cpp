@@ -14,7 +14,7 @@ Function* of_python(const char* name) {
 
 }  // namespace
 
-// Never destroyed, because other libraries make calls while the process exits.
+// The lock is never destroyed, because other libraries make calls while the process exits.
 std::recursive_mutex& runtime_mutex() {
   static auto* const mutex = new std::recursive_mutex;
   return *mutex;

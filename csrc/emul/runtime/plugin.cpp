@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Additional functions for the Python plug-in that runs torch's operators on the CPU.
+// Additional functions, used by the Python plug-in that runs torch's operators on the CPU.
 #include <cstring>
 #include <numeric>
 
@@ -22,8 +22,8 @@ KV_GPULESS_API void* kvcache_gpuless_alias(const void* device) {
   return alias;
 }
 
-// Runs the submitted work of the stream. Unlike CUDA's synchronization, this is allowed while other
-// streams capture.
+// Runs the work submitted to the stream. Unlike CUDA's synchronization, this is allowed while other
+// streams are capturing.
 KV_GPULESS_API int kvcache_gpuless_drain(cudaStream_t stream) {
   return call([&] {
     drain(*stream_of(stream));
@@ -31,7 +31,7 @@ KV_GPULESS_API int kvcache_gpuless_drain(cudaStream_t stream) {
   });
 }
 
-// Writes `num_items` contiguous items from `from` to a strided destination in device memory, in
+// Writes `num_items` contiguous items at `from` to a strided destination in device memory, in
 // stream order. `from` is read immediately.
 KV_GPULESS_API int kvcache_gpuless_write(cudaStream_t stream, void* to, const char* from,
                                          size_t item_bytes, int num_dims, const int64_t* sizes,
@@ -54,7 +54,7 @@ KV_GPULESS_API int kvcache_gpuless_write(cudaStream_t stream, void* to, const ch
   });
 }
 
-// Calls `function(number)` whenever the graph captured by the stream runs.
+// Arranges that `function(number)` is called whenever the graph that the stream is capturing runs.
 KV_GPULESS_API int kvcache_gpuless_capture(cudaStream_t stream, void (*function)(int64_t),
                                            int64_t number) {
   return call([&] { return submit_or_capture(*stream_of(stream), [=] { function(number); }); });
@@ -80,8 +80,8 @@ KV_GPULESS_API size_t kvcache_gpuless_num_bound_kernels() {
   return num_bound_kernels();
 }
 
-// Returns the name of an unbound kernel of this project, or nullptr for a number above the last
-// kernel. The result is valid until the next call in the same thread.
+// Returns the name of one of this project's kernels that is missing in the emulator, or nullptr for
+// a number above the last such kernel. The result is valid until the next call in the same thread.
 KV_GPULESS_API const char* kvcache_gpuless_unbound_kernel(size_t i) {
   const std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
   static thread_local std::string name;

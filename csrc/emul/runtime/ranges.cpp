@@ -16,8 +16,8 @@ namespace {
 
 constexpr uintptr_t kPage = 4096;
 
-// All ranges, keyed by their first byte. Never destroyed, because memory is freed while the process
-// exits.
+// All ranges, keyed by their first byte. The map is never destroyed, because memory is still freed
+// while the process exits.
 std::map<char*, Range>& ranges() {
   static auto* const all = new std::map<char*, Range>;
   return *all;
@@ -50,7 +50,7 @@ bool shares_a_page(const char* begin, const char* end) {
   return false;
 }
 
-// Returns the pointer with which a kernel accesses `memory` in the pages [begin, end).
+// Returns the pointer with which a kernel accesses `memory`, which lies in the pages [begin, end).
 char* device_pointer(void* memory, char* begin, char* end) {
   auto* const host = static_cast<char*>(memory);
   if (!settings().other_pointers) return host;

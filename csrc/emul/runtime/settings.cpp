@@ -22,8 +22,8 @@ uint64_t number(const char* name, uint64_t otherwise) {
   std::abort();
 }
 
-// Returns true if the variable is `word` and false if it is `other`. Aborts for any other value, to
-// detect typos.
+// Returns true if the variable's value is `word`, and false if it is `other`. Aborts for any other
+// value, to detect typos.
 bool holds(const char* name, const char* word, const char* other = "") {
   const std::string value = text(name);
   if (value.empty() || value == word) return !value.empty();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Settings of the runtime, read once from the environment. docs/gpu_less.md documents them.
+// The runtime's settings, which are read once from the environment. docs/gpu_less.md documents
+// them.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,7 @@ struct Settings {
   bool joined_neighbours = false;  // KVCACHE_GPULESS_NEIGHBOURS=joined
   bool batches_fail = false;       // KVCACHE_GPULESS_BATCHES=fail
   bool batches_crash = false;      // KVCACHE_GPULESS_BATCHES=crash
-  bool no_loading_in_captures = false;  // KVCACHE_GPULESS_LOADING=lazy: like drivers before 12.3
+  bool no_loading_in_captures = false;  // KVCACHE_GPULESS_LOADING=lazy: as in drivers before 12.3
   std::string limits;                   // KVCACHE_GPULESS_LIMITS: see limits.h
   std::string kernels;                  // KVCACHE_GPULESS_KERNELS: the library of emulated kernels
 };

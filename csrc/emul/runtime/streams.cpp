@@ -14,7 +14,7 @@
 namespace kvcache::gpuless {
 namespace {
 
-// A device proceeds without host calls, so tasks also run after this time without a call.
+// A device makes progress without host calls, so tasks also run after this time without a call.
 constexpr auto kQuiet = std::chrono::milliseconds(20);
 
 std::vector<Stream*>& streams() {
@@ -46,14 +46,15 @@ void run_first(Stream& stream) {
   ++num_run;
 }
 
-// Returns whether the task is a pause in progress. Starts a pause whose dependencies are met.
+// Returns whether the task is a pause in progress. If the task is a pause whose dependencies are
+// met, starts it.
 bool pauses(Task& task) {
   if (task.pause_ms == 0) return false;
   if (task.until_ms == 0) task.until_ms = now_ms() + task.pause_ms;
   return now_ms() < task.until_ms;
 }
 
-// kNothingYet: no task is ready, but a stream is pausing
+// kNothingYet means that no task is ready, but a stream is pausing.
 enum class Ran { kOne, kNothing, kNothingYet };
 
 Ran run_any() {
@@ -74,8 +75,8 @@ Ran run_any() {
 
 void nap() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
 
-// Runs a task that `done` depends on, which is the first task of its stream or a task for which
-// that task waits.
+// Runs one task on which `done` depends: the first task in its stream, or a task that the first
+// task waits for.
 void run_toward(const CompletionPtr& done) {
   Completion* needed = done.get();
   while (const CompletionPtr* earlier = unreached(needed->stream->tasks.front())) {
@@ -122,7 +123,7 @@ Stream* create_stream(unsigned flags, int priority) {
   return stream;
 }
 
-// The object remains, because completions point to it.
+// The object is kept, because completions point to it.
 void destroy_stream(Stream* stream) {
   drain(*stream);
   auto& all = streams();
@@ -175,7 +176,7 @@ CompletionPtr submit_pause(Stream& stream, double milliseconds) {
 void run_until(const CompletionPtr& done) {
   while (!done->reached) {
     if (random_below(4) == 0) {
-      run_any();  // other streams also proceed
+      run_any();  // other streams also make progress
     } else {
       run_toward(done);
     }

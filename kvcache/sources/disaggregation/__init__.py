@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disaggregated prefill, with offers, leases, loads, and recovery from failed loads.
+"""Disaggregated prefill: offers, leases, loads, and recovery from failed loads.
 
-Names are imported on first use. Only ranks need torch.
+Names are imported on first use. Only the ranks need torch; the connector does not.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that stores its pages in `KVStorage`s and exchanges them using transfer plans."""
+"""A rank that keeps its pages in `KVStorage` objects and exchanges them with transfer plans."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ def layouts_of_plan(
     layers: Mapping[int, Sequence[str]] | None = None,
     **sizes: int,
 ) -> tuple[GroupLayout, ...]:
-    """Return the layouts of a plan's transferred groups, for storages created by `KVStorage.for_plan`.
+    """Return the layouts of the groups that a plan transfers, for storages created by
+    `KVStorage.for_plan`.
 
     Args:
-        plan: The plan, of one pipeline stage.
+        plan: The plan of one pipeline stage.
         storages: One storage per group of the plan.
         engine_id: Name of the engine.
-        states: Tensors of recurrent states, by group index.
-        layers: Layer names of all stages, by group index. Required with `pp_size`. All stages must
-            be alike.
-        sizes: `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of `CacheDescription`.
+        states: The tensors of recurrent states, keyed by group index.
+        layers: The layer names of all stages, keyed by group index. Required with `pp_size`. All
+            stages must have the same structure.
+        sizes: Values for `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of
+            `CacheDescription`.
 
     Returns:
         One layout per transferred group.
 
     Raises:
-        ValueError: Another engine cannot read the blocks of a group.
+        ValueError: A group's blocks cannot be read by another engine.
     """
     instance(plan, CachePlan, "plan")
     storages = instances(storages, KVStorage, "storages")
@@ -102,15 +104,15 @@ def layouts_of_plan(
 
 
 class CacheRank(RankThread):
-    """Serves the pages of one rank to other engines, and fills them with loads. Listens until
-    `close`.
+    """Serves one rank's pages to other engines, and loads KV from other engines into these pages.
+    Listens for peers until `close`.
 
     Args:
         layouts: Layouts of the transferred groups.
         storages: This rank's storages in the same order, divided into the manager's blocks.
         rank: Index of this rank.
-        options: Options of the connection.
-        secret: Secret that peers must share.
+        options: Connection options.
+        secret: Secret that all peers must share.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -158,7 +160,7 @@ class CacheRank(RankThread):
 
 
 class _PlanReader(Reader):
-    """Reads into the pages of a rank, and caches its transfer plans by remote engine."""
+    """Reads into a rank's pages, and caches the rank's transfer plans for each remote engine."""
 
     def __init__(
         self,
@@ -176,7 +178,8 @@ class _PlanReader(Reader):
     def plans(
         self, remote: tuple[GroupLayout, ...], allow_permutation: bool
     ) -> tuple[tuple[Plan, ...], Mapping[int, int]]:
-        """Return one plan per group, and the number of ranks that each remote rank waits for.
+        """Return one plan per group and, for each remote rank, the number of local ranks that it
+        waits for.
 
         Results are cached.
         """
@@ -199,16 +202,16 @@ class _PlanReader(Reader):
 
 
 class _PlanRead(Read):
-    """A load that uses transfer plans.
+    """A load that is performed with transfer plans.
 
-    It reads all tokens at once, or layer by layer while the sender computes them.
+    It reads all tokens at once, or layer by layer while the sender computes the tokens.
     """
 
     _reader: _PlanReader
 
     def __init__(self, reader: _PlanReader, load: Load, timeout_s: float) -> None:
         super().__init__(reader, load, timeout_s)
-        # Number of tokens read so far in each layer of a remote rank, by group and rank.
+        # Number of tokens read so far from each layer, keyed by group and remote rank.
         self._read: dict[tuple[int, int], np.ndarray] | None = None
         self._has_begun = False
 
@@ -221,7 +224,7 @@ class _PlanRead(Read):
                 ids = [
                     np.array(each, np.int64) for each in (load.blocks[group], offer.blocks[group])
                 ]
-                if layout.is_state:  # only the last state is transferred
+                if layout.is_state:  # transfer only the last state
                     ids = [each[-1:] for each in ids]
                 remote = {r: np.array(offer.ranks[r].addresses[group]) for r in plan.remote_ranks}
                 self._groups.append(
@@ -260,7 +263,7 @@ class _PlanRead(Read):
             group = self._groups[number]
             there = self._parts.computed(number, rank, progress[rank])
             there = np.minimum(there, load.end_token)
-            if isinstance(group.plan, StateTransferPlan):  # a state is either complete or absent
+            if isinstance(group.plan, StateTransferPlan):  # all or nothing
                 there[there < load.end_token] = 0
             for first, end in sorted(set(zip(read.tolist(), there.tolist()))):
                 if end > first:
@@ -291,7 +294,9 @@ class _PlanRead(Read):
 
 
 class _Parts:
-    """Determines which layers a sender's ranks have computed, and which regions hold them."""
+    """Determines which layers a sender's ranks have computed and which memory regions hold these
+    layers.
+    """
 
     def __init__(self, offer: Offer) -> None:
         self._groups = offer.groups
@@ -303,11 +308,13 @@ class _Parts:
         self._order = [place[name] for name in offer.order]
 
     def num_layers(self, group: int, rank: int) -> int:
-        """Return the number of layers of a group on a rank."""
+        """Return the number of a group's layers that a rank holds."""
         return len(self._groups[group].description.layers(rank))
 
     def computed(self, group: int, rank: int, progress: Progress) -> np.ndarray:
-        """Return the number of computed tokens in each layer of a group on a rank, int64[layers]."""
+        """Return the number of computed tokens in each of a group's layers on a rank,
+        int64[layers].
+        """
         held = [each.description.layers(rank) for each in self._groups]
         of_rank = [(g, layer) for g, layer in self._order if layer in held[g]]
         ahead = np.zeros(self.num_layers(group, rank), bool)
@@ -320,7 +327,7 @@ class _Parts:
         return np.where(ahead, tokens, progress.num_tokens)
 
     def of_layers(self, runs: Runs, group: int, layers: np.ndarray) -> Runs:
-        """Return the fragments of some layers of the remote rank."""
+        """Return only those fragments that belong to the given layers of the remote rank."""
         of_regions = self._layers_of_regions(group, runs.remote_rank)
         if of_regions is None:
             return runs
@@ -328,8 +335,8 @@ class _Parts:
         return replace(runs, descriptors=runs.descriptors[wanted])
 
     def _layers_of_regions(self, group: int, rank: int) -> np.ndarray | None:
-        """Return the layer in each region, int64[regions], or None if a region holds several
-        layers.
+        """Return the layer stored in each region, int64[regions], or None if any region holds
+        several layers.
         """
         layout = self._groups[group]
         if layout.is_state:
@@ -346,9 +353,9 @@ class _Parts:
 
 
 def _addresses(layout: GroupLayout, storage: KVStorage, rank: int) -> np.ndarray:
-    """Return the start of each region of a group in a rank's pages.
+    """Return the start address of each of a group's regions in a rank's pages.
 
-    The pages may also hold other layers.
+    The pages may also contain layers that do not belong to the group.
     """
     instance(storage, KVStorage, "storages")
     if layout.pages_per_block != 1:

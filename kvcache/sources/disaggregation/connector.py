@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disaggregated prefill in the manager's process. All decisions are based on request data."""
+"""Disaggregated prefill in the manager's process. Decisions use only request data, never KV bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE_S = 1.0  # seconds to wait for a rank's report after its deadline
 
 
 class Rank(Protocol):
-    """A rank of this engine, either a `CacheRank` or a proxy for a rank in another process."""
+    """A rank of this engine: a `CacheRank`, or a proxy for a rank in another process."""
 
     handshake: RankHandshake
 
@@ -44,28 +44,30 @@ class Rank(Protocol):
 
 @dataclass
 class _Reading:
-    """The state of the ranks' reads of an offer."""
+    """Tracks how far the ranks have read an offer."""
 
     offer: Offer
-    deadline: float = 0.0  # deadline of all ranks, in seconds of the clock
+    deadline: float = 0.0  # time by which all ranks must report, in seconds of the clock
     error: str | None = None
     received: int = 0  # number of ranks that have received everything
     released: int = 0
 
 
 class Connector:
-    """Publishes finished requests of a manager under leases, and loads requests published by others.
+    """Publishes a manager's finished requests under leases, and loads requests published by other
+    engines.
 
-    An engine can be a sender, a receiver, or both. A sender calls `publish` in place of `free`, and
-    `poll` in every step. For a receiver, the connector is a `KVSource` whose `match` takes an offer.
+    An engine can be a sender, a receiver, or both. A sender calls `publish` instead of `free`, and
+    calls `poll` in every step. For a receiver, the connector is a `KVSource` whose `match` takes an
+    offer.
 
     Args:
         manager: The manager of this engine.
         ranks: All ranks of this engine.
-        engine_id: Name of this engine for its peers.
-        model: Plain values, such as a name and a revision, that must be equal in both engines in
-            addition to layouts and attention kinds.
-        options: Options of the connector. The connector uses `lease_s`. The ranks use the other
+        engine_id: Name by which peers identify this engine.
+        model: JSON values that identify the model, such as a name and a revision. They must be
+            equal in both engines, like the layouts and attention kinds.
+        options: Options of the connector, which uses only `lease_s`. The ranks use the other
             options.
         clock: Function that returns the time in seconds. Replays pass their own clock.
 
@@ -124,38 +126,40 @@ class Connector:
                 "manager's transferred groups"
             )
         if (size := self._layouts[0].description.world_size) != len(self._ranks):
-            raise ValueError(f"there are {len(self._ranks)} ranks: expected {size}, as described")
+            raise ValueError(
+                f"there are {len(self._ranks)} ranks: expected {size}, as in the layouts"
+            )
         kinds = [[spec.kind, dict(spec.options)] for spec in specs]
         self._model = {**(model or {}), "groups": kinds}
         self._numbers = LeaseNumbers()
-        # Requests with kept blocks, and the number of ranks on which their lease has ended.
+        # For each request whose blocks are kept, the number of ranks on which its lease has ended.
         self._kept: dict[str, tuple[Request, int]] = {}
         self._early: dict[str, Request] = {}  # leased requests that are still being computed
         self.stats = LoadStats()
         self._loads: SourceLoads[_Reading] = SourceLoads(manager, self.stats)
         self.num_received_bytes = 0
 
-    # Methods of a sender.
+    # Sender methods.
 
     def publish(
         self, request: Request, *, lease_s: float | None = None, **free: Any
     ) -> dict[str, Any] | None:
         """Free a request, but keep its blocks until all readers are done or the lease expires.
 
-        The KV must already be in memory. On a GPU, the request's last step must have finished,
-        which is the case after its token was sampled. After `publish_early`, the earlier offer
-        remains valid and None is returned.
+        The KV must already be in memory. On a GPU, this means that the request's last step must
+        have finished, which is the case once its token was sampled. After `publish_early`, the
+        earlier offer remains valid and None is returned.
 
         Args:
             request: The request.
-            lease_s: Duration of the lease in seconds, above 0 and at most a day. None: `lease_s` of the
-                options.
-            free: Keyword arguments of `KVCacheManager.free`.
+            lease_s: Duration of the lease in seconds, greater than 0 and at most a day. None: use
+                the options' `lease_s`.
+            free: Keyword arguments for `KVCacheManager.free`.
 
         Returns:
-            The offer, as plain values for JSON. None if no offer is possible, because no token is
-            computed, no lease slot is free, or blocks are already kept under this request ID. In
-            this case, the request is freed immediately.
+            The offer, as JSON values. None if no offer is possible because no token is computed, no
+            lease slot is free, or blocks are already kept under this request ID. In that case, the
+            request is freed immediately.
 
         Raises:
             TypeError: `lease_s` is not a number. Nothing has changed.
@@ -184,11 +188,11 @@ class Connector:
     def publish_early(
         self, request: Request, order: Sequence[str], *, lease_s: float | None = None
     ) -> dict[str, Any] | None:
-        """Offer the tokens of the current step before they are computed, with the slots of the last
-        plan.
+        """Offer the tokens of the current step before they are computed, in the slots that the last
+        plan assigned.
 
         Report progress with `advance`, then `publish` or `withdraw` the request. The lease and the
-        readers' `timeout_s` begin now.
+        readers' `timeout_s` start with this call.
 
         Args:
             request: The request.
@@ -221,19 +225,19 @@ class Connector:
         num_layers: int = 0,
         rank: int | None = None,
     ) -> None:
-        """Report the progress of the computation to the readers of an early offer.
+        """Report how much of a request is computed to the readers of an early offer.
 
-        Tokens [0, num_tokens) are computed in all layers of the rank, and tokens [0, end_token) in its
-        first `num_layers` layers, in the order of the offer. Their bytes must be in memory. On a
-        GPU, wait for the layer's stream first. Progress never decreases. Has no effect after the
-        lease has ended.
+        The report states that tokens [0, num_tokens) are computed in all layers of the rank, and
+        tokens [0, end_token) in its first `num_layers` layers, in the offer's layer order. The KV
+        of these tokens must already be in memory; on a GPU, first wait for the stream that computes
+        the layer. Progress never decreases. The call has no effect after the lease has ended.
 
         Args:
             request: The request.
             num_tokens: Number of tokens computed in all layers.
-            num_layers: Number of layers that have computed tokens up to `end_token`.
-            end_token: End of the tokens that are computed in these layers.
-            rank: The rank that has made this progress. None: all ranks.
+            num_layers: Number of layers in which tokens are computed up to `end_token`.
+            end_token: End (exclusive) of the tokens that are computed in these layers.
+            rank: The rank that made this progress. None: all ranks.
         """
         instance(request, Request, "request")
         if rank is not None:
@@ -249,9 +253,9 @@ class Connector:
     def withdraw(self, request: Request) -> None:
         """End a lease early, for example after a failed step.
 
-        Readers compute the request themselves. A request that is still being computed is freed. Its
-        blocks are reused when readers can no longer accept them as valid. Has no effect without a
-        lease.
+        Readers then compute the request themselves. If the request is still being computed, it is
+        freed. Its blocks are reused once no reader can accept them as valid any more. The call has
+        no effect for a request without a lease.
         """
         instance(request, Request, "request")
         if request.request_id not in self._numbers:
@@ -265,17 +269,18 @@ class Connector:
         """Number of requests whose blocks are kept for readers."""
         return len(self._numbers)
 
-    # Methods of a receiver.
+    # Receiver methods.
 
     def match(self, request: Request, offer: Mapping[str, Any] | None = None) -> int:
-        """Return the number of tokens of an offer that can be loaded after the local hit.
+        """Return how many of an offer's tokens after the local hit can be loaded.
 
-        This method does not read blocks or change the manager. While the status in plans is `WAIT`,
-        call it again immediately before each step.
+        This method neither reads blocks nor changes the manager. While the request's status in
+        plans is `WAIT`, call the method again immediately before each step.
 
         Args:
             request: A request that is not admitted.
-            offer: Offer returned by `publish`. None: the offer of the request's last `match`.
+            offer: Offer that the sender's `publish` returned. None: the offer passed to the
+                request's previous `match`.
 
         Returns:
             The number of tokens, or 0 without an offer.
@@ -303,11 +308,12 @@ class Connector:
     def begin(self, request: Request) -> None:
         """Begin to load a request that was admitted with `External.delayed` and whose plan was applied.
 
-        On a GPU, blocks are written only after all work launched so far on the current stream.
+        On a GPU, blocks are written only after all work already launched on the current stream has
+        finished.
 
         Raises:
-            ValueError: The request was not matched, or its hit has changed since the match. Nothing
-                has changed. `cancel` the request.
+            ValueError: The request was not matched, or its hit has changed since the match. No
+                state has changed. `cancel` the request.
             RuntimeError: The current stream is being captured in a graph. Nothing has changed.
         """
         instance(request, Request, "request")
@@ -321,7 +327,7 @@ class Connector:
         self._loads.begin(load)
 
     def cancel(self, request: Request) -> None:
-        """Free a request that is matched or loading. Its blocks are reused when no transfer can
+        """Free a request that is matched or loading. Its blocks are reused once no transfer can
         write to them any more.
         """
         instance(request, Request, "request")
@@ -335,12 +341,14 @@ class Connector:
         self._begin(Step(cancels={request.request_id}))
 
     def hit_tokens(self, request: Request) -> int:
-        """Return the number of a request's tokens that are cached on the device or the host."""
+        """Return how many of a request's tokens are cached on the device or the host."""
         instance(request, Request, "request")
         return self._manager.cache.cached_tokens(request).with_host
 
     def describe(self) -> dict[str, Any]:
-        """Return a description of this engine for JSON, which a peer passes to `check_peer`."""
+        """Return a description of this engine as JSON values, which a peer passes to its
+        `check_peer`.
+        """
         return {
             "version": VERSION,
             "engine_id": self._engine_id,
@@ -357,8 +365,8 @@ class Connector:
             values: Result of the peer's `describe`.
 
         Raises:
-            ValueError: Version, model, hashes, transport or layouts differ. The one-line message
-                states the difference.
+            ValueError: The version, model, hashes, transport or layouts differ. The one-line
+                message states the difference.
         """
         instance(values, Mapping, "values")
         if (version := values.get("version")) != VERSION:
@@ -384,8 +392,8 @@ class Connector:
             )
 
     def decline(self, offer: Mapping[str, Any]) -> None:
-        """Notify the sender of an offer that it will not be read. Raises ValueError for an invalid
-        offer.
+        """Notify an offer's sender that the offer will not be read. Raises ValueError for an
+        invalid offer.
         """
         self._begin(Step(unread=[Offer.from_dict(offer)]))
 
@@ -400,7 +408,9 @@ class Connector:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Number of blocks of freed requests to which reads in flight may still write."""
+        """Number of blocks that belonged to freed requests and that reads in flight may still write
+        to.
+        """
         return self._loads.num_quarantined_blocks
 
     @property
@@ -413,10 +423,10 @@ class Connector:
         for rank in self._ranks:
             rank.close()
 
-    # Methods of both sides.
+    # Methods for both sides.
 
     def poll(self) -> list[Arrived]:
-        """Process the reports of the ranks, and return the loads that have ended since the last call."""
+        """Process the ranks' reports, and return the loads that have ended since the last call."""
         found: list[Arrived] = []
         for rank in self._ranks:
             results = rank.take_results()
@@ -438,8 +448,8 @@ class Connector:
         return found
 
     def _outcome(self, load: SourceLoad[_Reading]) -> Arrived | None:
-        """Finish, quarantine or release a load according to its reads. Returns None while it is in
-        flight.
+        """Finish, quarantine or release a load, depending on the state of its reads. Returns None
+        while the load is in flight.
         """
         reading = load.detail
         is_over = reading.received + reading.released == len(self._ranks)
@@ -469,10 +479,10 @@ class Connector:
             self._begin(Step(unread=[load.detail.offer]))
 
     def _match_anew(self, request: Request, offer: Mapping[str, Any]) -> SourceLoad[_Reading]:
-        """Match a request with an offer.
+        """Match a request to an offer.
 
-        An earlier match with the same request ID is dropped. Its sender is notified that its offer
-        will not be read, unless the offers are identical.
+        An earlier match with the same request ID is dropped. Unless the two offers are identical,
+        the sender of the earlier offer is notified that its offer will not be read.
         """
         earlier, matched = self._loads.forget(request.request_id), None
         try:
@@ -485,8 +495,8 @@ class Connector:
         return matched
 
     def _end_of(self, request: Request, offer: Offer) -> int:
-        """Return the end of the tokens that can be loaded from an offer. Raises ValueError if no
-        token can be loaded.
+        """Return the end (exclusive) of the tokens that can be loaded from an offer. Raises
+        ValueError if no token can be loaded.
         """
         if request in self._loads or request.request_id in self._kept:
             what = "an earlier load may still write to"
@@ -498,7 +508,7 @@ class Connector:
         offer.check_answers(self._model, self._hashing())
         check_like(self._layouts, offer.groups)
         offer.check_prompt(request.num_tokens, lambda count: _digest(request, count))
-        end = min(offer.num_tokens, request.num_tokens - 1)  # the last token must be computed
+        end = min(offer.num_tokens, request.num_tokens - 1)  # compute the last token here
         for kind, layout, blocks in zip(self._kinds, offer.groups, offer.blocks):
             if layout.is_state:
                 if end < offer.num_tokens:
@@ -511,12 +521,12 @@ class Connector:
                 first = kind.first_needed_token(end)
                 is_there = is_complete(blocks, layout.block_size, first, end)
             if not is_there:
-                raise ValueError("the sender has freed blocks of a window that are needed")
+                raise ValueError("the sender has freed blocks of a window, which are still needed")
         return end
 
     def _forget_incomplete(self, load: SourceLoad[_Reading]) -> None:
-        """Remove from the cache the blocks that the sender had only partially filled. They are
-        valid only for this request.
+        """Evict from the prefix cache the blocks that were received only in part, because the
+        sender no longer held the rest. They are valid only for this request.
         """
         lost: list[int] = []
         for group, layout, theirs, ids in zip(
@@ -544,7 +554,8 @@ class Connector:
         blocks = []
         for group, layout, kind in zip(self._groups, self._layouts, self._kinds):
             table = self._table(request, group, layout, num_tokens)
-            if not layout.is_state:  # earlier blocks are released once they leave the window
+            if not layout.is_state:
+                # Blocks that have left the window are released, so they cannot be offered.
                 past = kind.first_needed_token(num_tokens) // layout.block_size
                 table[:past] = [0] * past
             blocks.append(tuple(table))
@@ -565,9 +576,9 @@ class Connector:
     def _table(
         self, request: Request, group: int, layout: GroupLayout, num_tokens: int
     ) -> list[int]:
-        """Return a request's blocks for its first tokens.
+        """Return the blocks that hold a request's first `num_tokens` tokens.
 
-        For states, return only the last block.
+        For a group of states, return only the last block.
         """
         size = self._manager.block_sizes[group]
         table = self._manager.block_ids(request, group)[: -(-num_tokens // size)].tolist()

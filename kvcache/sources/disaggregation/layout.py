@@ -13,22 +13,22 @@ from kvcache.transfer.plan.transfer_plan import check_same_content
 from kvcache.transfer.states import StateDescription, plan_states
 
 # Values of `interior`. With `BY_TOKEN`, the elements of a head are ordered as in the description.
-# The CPU kernels of vLLM use a different order.
+# vLLM's CPU kernels use a different order.
 BY_TOKEN = "by token"
-# The CPU kernel "vec" stores K as [head size, tokens] and V as [tokens, head size].
+# The "vec" CPU kernel stores K as [head size, tokens] and V as [tokens, head size].
 VEC = "vec"
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Describes the blocks of one group. The layout is the same on every rank.
+    """Describes the memory layout of one group's blocks. All ranks of an engine share it.
 
     Args:
         layers: Names of the group's layers on all pipeline stages.
-        description: Description of the pages. Each page holds tokens or one state.
-        pages_per_block: Number of kernel pages per block of the scheduler.
+        description: Description of the pages, each of which holds either tokens or one state.
+        pages_per_block: Number of kernel pages per scheduler block.
         num_blocks: Number of blocks in the pool.
-        interior: Order of the elements within a head of a page: `BY_TOKEN`, or the name of a CPU
+        interior: Order of the elements within each head in a page: `BY_TOKEN`, or the name of a CPU
             kernel.
     """
 
@@ -40,22 +40,26 @@ class GroupLayout:
 
     @property
     def is_state(self) -> bool:
-        """Whether a block holds a state."""
+        """Whether each block holds a state rather than tokens."""
         return isinstance(self.description, StateDescription)
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, over all context-parallel ranks. Undefined for a state."""
+        """Number of tokens per block, summed over all context-parallel ranks. Undefined if blocks
+        hold states.
+        """
         return self.description.tokens_per_page * self.pages_per_block
 
     def num_regions(self, rank: int) -> int:
-        """Return the number of addresses that locate a rank's pages."""
+        """Return the number of memory regions, and thus of start addresses, that locate a rank's
+        pages.
+        """
         if self.is_state:
             return len(self.description.layers(rank))
         return len(self.description.stage_of(rank).region_strides)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, as values for JSON."""
+        """Return the fields, keyed by name, as JSON values."""
         return {
             "layers": list(self.layers),
             "description": self.description.to_dict(),
@@ -66,7 +70,9 @@ class GroupLayout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GroupLayout:
-        """Create a layout from `to_dict`. Raises TypeError or ValueError for any other value."""
+        """Create a layout from the result of `to_dict`. Raises TypeError or ValueError for any
+        other value.
+        """
         instance(values, Mapping, "values")
         if missing := [each.name for each in fields(cls) if each.name not in values]:
             raise ValueError(f"values lacks {missing}: expected the fields of to_dict")
@@ -92,8 +98,8 @@ def check_like(
 ) -> None:
     """Raise ValueError unless remote blocks can be converted to local blocks.
 
-    The one-line message states the difference. `converts`: values of `interior` between which the
-    caller converts.
+    The one-line message states the difference. `converts` lists the values of `interior` between
+    which the caller can convert.
     """
     if [each.layers for each in local] != [each.layers for each in remote]:
         raise ValueError(
@@ -124,8 +130,8 @@ def check_like(
 
 
 def is_complete(blocks: Sequence[int], block_size: int, first_token: int, end_token: int) -> bool:
-    """Return whether all blocks for tokens [first_token, end_token) are present, that is, in range
-    and not 0.
+    """Return whether all blocks for tokens [first_token, end_token) are present, that is, within
+    the block table and not 0.
     """
     if first_token >= end_token:
         return True

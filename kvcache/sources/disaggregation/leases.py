@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases on a sender's rank.
 
-The blocks of a leased request are kept until readers are done or the lease expires.
+A leased request's blocks are kept until all readers have finished or the lease expires.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 NUM_SLOTS = 8192
-SLOT_WORDS = 3  # words per slot: generation, tokens, ahead
+SLOT_WORDS = 3  # number of words per slot: generation, tokens, tokens computed ahead
 SLOT_BYTES = 8 * SLOT_WORDS
 _LAYER_BITS, _TOKEN_BITS = 13, 31
 _TAG = 1 << 19
@@ -24,10 +24,11 @@ _TAG = 1 << 19
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease, which keeps blocks while its slot on each rank holds its `generation`.
+    """A lease, which keeps a request's blocks as long as the lease's slot on each rank contains its
+    `generation`.
 
-    `until` is the expiry in seconds since the epoch, by the sender's clock. Only the slot is
-    authoritative.
+    `until` is the time of expiry by the sender's clock, in seconds since the epoch. It is only
+    informative: the slot determines whether the lease has ended.
     """
 
     slot: int
@@ -36,7 +37,7 @@ class Lease:
 
 
 class Progress(NamedTuple):
-    """The computed part of a request on a rank.
+    """The part of a request that a rank has computed.
 
     Tokens [0, num_tokens) are computed in all layers, and [0, end_token) in the first `num_layers`.
     """
@@ -47,7 +48,7 @@ class Progress(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """The state of a lease in its slot. `is_over` is None if the lease has not begun."""
+    """The state of a lease, as read from its slot. `is_over` is None if the lease has not begun."""
 
     is_over: bool | None
     progress: Progress
@@ -61,12 +62,14 @@ class _Held:
 
 
 class LeaseNumbers:
-    """Assigns slots and generations, valid on all ranks of a sender, to requests."""
+    """Assigns a lease slot and a generation to each request. Both are the same on all ranks of a
+    sender.
+    """
 
     def __init__(self) -> None:
         self._slots = list(range(NUM_SLOTS))
         self._slot_of: dict[str, int] = {}
-        # Exceeds the generations of any earlier process that used this memory.
+        # Greater than every generation of an earlier process that used this memory.
         self._generation = time.time_ns() // 1_000
 
     def take(self, request_id: str, seconds: float) -> Lease | None:
@@ -78,7 +81,7 @@ class LeaseNumbers:
         return Lease(slot, self._generation, time.time() + seconds)
 
     def give_back(self, request_id: str) -> bool:
-        """Free a request's slot after the lease has ended on all ranks. Returns whether the request
+        """Free a request's slot once its lease has ended on all ranks. Returns whether the request
         had a lease.
         """
         slot = self._slot_of.pop(request_id, None)
@@ -94,17 +97,19 @@ class LeaseNumbers:
 
 
 class Leases:
-    """The leases of one rank, with three words per lease. Readers read this memory after the
+    """The lease slots of one rank, with three words per slot. Readers read the slots after the
     blocks.
 
-    While a slot holds a lease's generation, the blocks are unchanged. The negated generation, or a
-    later generation, means that the lease has ended. An earlier generation means that the lease has
-    not begun. If a reader finds the generation after reading the blocks, the blocks are valid. This
-    check needs neither a clock nor a reply.
+    While a slot contains a lease's generation, the leased blocks are unchanged. The negated
+    generation, or a later generation, means that the lease has ended. An earlier generation means
+    that the lease has not begun. If the slot still contains the lease's generation after a reader
+    has read the blocks, the data it read is valid. This check needs neither a clock nor a reply
+    from the sender.
 
-    The other words describe progress. Each word holds a fact that remains true during the lease, so
-    it does not matter if a reader sees an older value of one word. Each word also contains some
-    bits of the generation, so it cannot be mistaken for a word of another lease.
+    The other two words describe progress. Each of them states a fact that remains true until the
+    lease ends, so a reader may safely combine a new value of one word with an older value of the
+    other. Each word also contains some bits of the generation, so it cannot be mistaken for a word
+    of another lease.
 
     Args:
         clock: Function that returns the time in seconds. Replays pass their own clock.
@@ -124,22 +129,23 @@ class Leases:
             self.slots[lease.slot, 0] = lease.generation
 
     def advance(self, request_id: str, progress: Progress) -> None:
-        """Record progress.
+        """Record the progress of a request's computation.
 
-        The computed bytes must be in memory. Has no effect after the lease has ended.
+        The KV of the computed tokens must already be in memory. The call has no effect after the
+        lease has ended.
         """
         with self._lock:
             if (held := self._held.get(request_id)) is not None:
                 self._write(held.lease, progress)
 
     def end(self, request_id: str) -> None:
-        """End a lease early. Readers can see it when this returns."""
+        """End a lease early. Readers can see that it has ended once this method returns."""
         with self._lock:
             if (held := self._held.get(request_id)) is not None:
                 self._end(held)
 
     def end_all(self) -> None:
-        """End all leases early. Readers can see it when this returns."""
+        """End all leases early. Readers can see that they have ended once this method returns."""
         with self._lock:
             for held in self._held.values():
                 self._end(held)
@@ -150,7 +156,7 @@ class Leases:
             values = json.loads(message)
             request_id, generation = values["done"], values["generation"]
             num_readers = values["readers"]
-        except Exception:  # a peer may send anything, even deeply nested lists
+        except Exception:  # peers are untrusted and may even send deeply nested lists
             return
         if [type(each) for each in (request_id, generation, num_readers)] != [str, int, int]:
             return
@@ -163,8 +169,8 @@ class Leases:
                 held.deadline = 0.0
 
     def ended(self) -> set[str]:
-        """Return the requests whose lease has ended since the last call. From this call on, readers
-        can see that these leases have ended.
+        """Return the requests whose leases have ended since the last call. Once this method
+        returns, readers can see that these leases have ended.
         """
         now = self._clock()
         with self._lock:
@@ -187,15 +193,15 @@ class Leases:
 
 
 def done_message(request_id: str, generation: int, num_readers: int) -> bytes:
-    """Return the message that each of `num_readers` ranks sends after it has finished reading a
-    request.
+    """Return the message that a rank sends after it has finished reading a request that
+    `num_readers` ranks read.
     """
     values = {"done": request_id, "generation": generation, "readers": num_readers}
     return json.dumps(values).encode()
 
 
 def read_slot(words: np.ndarray, generation: int) -> SlotState:
-    """Return the state of a lease from its slot. `words`: int64[SLOT_WORDS]."""
+    """Decode the state of a lease from the words of its slot, int64[SLOT_WORDS]."""
     found, *facts = words.tolist()
     is_over = False if found == generation else True if abs(found) >= generation else None
     parts = []

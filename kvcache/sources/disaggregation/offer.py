@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An offer of a sender, in plain JSON, to read the blocks of a request that it keeps."""
+"""A sender's offer, in plain JSON, that lets other engines read the blocks of a request."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _CHANGES = {"algorithm": "hash_algorithm", "seed": "hash_seed"}
 
 @dataclass(frozen=True)
 class RankAddress:
-    """The information that is needed to read from a rank of the sender.
+    """The information that a peer needs to read from one of the sender's ranks.
 
     Attributes:
         transport: Name of the transport.
-        metadata: Metadata for `Transport.connect`, in base64.
-        addresses: Start address of each region of the rank's pages, by group.
+        metadata: Base64-encoded metadata for `Transport.connect`.
+        addresses: Start address of each region of the rank's pages, per group.
         leases: Address of the lease slots.
     """
 
@@ -45,9 +45,9 @@ class Offer:
         hashing: Algorithm and seed of the sender's block hashes. None without prefix caching.
         model: Values that must be equal in both engines.
         digest: Digest of the first `num_tokens` tokens, from `digest_of`.
-        blocks: Block table by group. 0 marks a block that is no longer held.
-        order: The layers in the order of computation, if the offer precedes the computation. In
-            this case, the lease slots hold the progress.
+        blocks: The request's block table for each group. 0 marks a block that is no longer held.
+        order: The layers in the order in which they are computed, if the offer was made before the
+            computation. The lease slots then report the progress.
     """
 
     engine_id: str
@@ -63,13 +63,13 @@ class Offer:
     order: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values for JSON, including a seal over the fields."""
+        """Return the fields as JSON values, including a seal over them."""
         groups = [each.to_dict() for each in self.groups]
         return sealed(_plain(asdict(self) | {"version": VERSION, "groups": groups}))
 
     @classmethod
     def from_dict(cls, values: Any) -> Offer:
-        """Create an offer from `to_dict`.
+        """Create an offer from the result of `to_dict`.
 
         Raises ValueError if the version, a value or the seal is wrong.
         """
@@ -143,7 +143,7 @@ class Offer:
     ) -> None:
         """Raise ValueError if the sender serves a different model or hashes blocks differently.
 
-        `changes` maps `algorithm` and `seed` to the options that set them.
+        `changes` maps "algorithm" and "seed" to the names of the options that set them.
         """
         for name, value in (("model", model), ("hashing", hashing), ("changes", changes)):
             if value is not None or name != "hashing":
@@ -166,7 +166,7 @@ class Offer:
                 )
 
     def check_prompt(self, num_tokens: int, digest_of_first: Callable[[int], str]) -> None:
-        """Raise ValueError if a request has fewer tokens than the offer, or different tokens.
+        """Raise ValueError if a request has fewer tokens than the offer or its tokens differ.
 
         `digest_of_first(n)` returns `digest_of` of the request's first n tokens.
         """
@@ -185,7 +185,8 @@ class Offer:
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of an offer with a seal, which is a digest that detects accidental changes.
+    """Return an offer's values together with a seal, which is a digest that detects accidental
+    changes.
 
     The seal does not protect against forgery. Raises TypeError or ValueError for values that JSON
     cannot represent.
@@ -208,14 +209,15 @@ def digest_of(
     salt: str | None = None,
     embeds: str | None = None,
 ) -> str:
-    """Return a digest of tokens and of all other data on which their KV depends.
+    """Return a digest of the tokens and of all other inputs that determine their KV.
 
     Args:
         token_ids: The tokens.
         lora: Name of an adapter, or (name, path).
-        items: (identifier, first token, number of tokens) of each image or other item.
+        items: A tuple (identifier, first token, number of tokens) for each image or other
+            multimodal item.
         salt: Cache salt, which separates tenants.
-        embeds: Digest of the rows that replace tokens.
+        embeds: Digest of the embedding rows that replace tokens.
     """
     digest = hashlib.sha256(np.asarray(token_ids, np.int64).tobytes())
     beside = {"lora": lora, "items": list(items), "salt": salt, "embeds": embeds}

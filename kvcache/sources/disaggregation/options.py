@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a connector."""
+"""The options of a connector."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ConnectorOptions:
     Args:
         host: Address on which ranks listen.
         port: Rank r listens on `port + r`. 0: any free port.
-        advertise: Address given to peers. None: `host`.
+        advertise: Address that peers use to reach this engine. None: `host`.
         transport: Name of the transport. None: the preferred installed transport.
-        lease_s: Seconds for which blocks of a finished request are kept for readers.
-        timeout_s: Seconds after which a load fails and the request is computed locally.
-        digest: Whether the transport verifies received data with a digest. Enabled for both sides
-            if either side requests it.
+        lease_s: Seconds for which a finished request's blocks are kept for readers.
+        timeout_s: Seconds after which a load fails and its tokens are computed locally.
+        digest: Whether the transport verifies received data with a digest. If either engine enables
+            this option, both sides use digests.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -51,7 +51,8 @@ class ConnectorOptions:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any], name: str) -> ConnectorOptions:
-        """Create options from an engine's configuration. `name` is used in error messages.
+        """Create options from an engine's configuration. `name` is the configuration's name in
+        error messages.
 
         Raises:
             TypeError, ValueError: As for the constructor, or an option is unknown.
@@ -70,7 +71,9 @@ class ConnectorOptions:
 
 
 def checked_seconds(value: float, name: str) -> float:
-    """Return a duration above 0 and up to a day, in seconds. Raises TypeError or ValueError."""
+    """Validate and return a duration in seconds, greater than 0 and at most a day. Raises TypeError
+    or ValueError.
+    """
     seconds = number(value, name)
     if not 0 < seconds <= 86_400:
         raise ValueError(f"{name} is {seconds}: expected seconds above 0, up to 86400")

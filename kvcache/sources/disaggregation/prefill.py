@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source that requests prefills from another server and loads their KV."""
+"""A source that requests prefills from another server and loads the resulting KV."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ class PrefillRefusedError(ValueError):
 
 @dataclass
 class PrefillStats(LoadStats):
-    """Counts of a `RemotePrefill` since it was created."""
+    """The counts that a `RemotePrefill` has accumulated since it was created."""
 
     asked_requests: int = 0
-    """Number of prompts that the peer was requested to prefill."""
+    """Number of prompts sent to the peer for prefill."""
 
     unanswered_requests: int = 0
-    """Number of prompts without an offer, because the peer was unreachable, late, or failed."""
+    """Number of prompts for which no offer arrived because the peer was unreachable, late, or
+    failed.
+    """
 
     unasked_requests: int = 0
     """Number of prompts not sent to the peer, because earlier prompts failed or were refused."""
@@ -50,23 +52,24 @@ class _Prefill:
     """A prompt that was sent to the peer."""
 
     request: Request
-    answer: Future[Mapping[str, Any]] | None  # None after it was taken or abandoned
+    answer: Future[Mapping[str, Any]] | None  # None once the response was taken or abandoned
     deadline: float
 
 
 class RemotePrefill:
     """A `KVSource` that requests prefills from another server and loads their KV with a connector.
 
-    `match` sends the prompt to the peer's `/prefill` and returns None until its offer arrives. The
-    KV is then loaded in the same way as by `Connector`. Each request is sent once. A prompt is
-    computed locally if the peer is dead, is late or refuses, or if fewer than `min_tokens` of its
-    tokens are missing.
+    `match` sends the prompt to the peer's `/prefill` endpoint and returns None until the peer's
+    offer arrives. The KV is then loaded in the same way as by `Connector`. Each request is sent
+    once. A prompt is computed locally if the peer is unreachable, is late or refuses, or if fewer
+    than `min_tokens` of its tokens are missing from the local cache.
 
     Args:
-        connector: The connector of the engine that loads.
+        connector: The connector of the engine that loads the KV.
         address: HTTP address of the peer, as "HOST:PORT".
-        timeout_s: Time limit for an offer in seconds, including the peer's prefill.
-        min_tokens: Minimum number of tokens after the local hit for which the peer is used.
+        timeout_s: Maximum time in seconds to wait for an offer, including the peer's prefill.
+        min_tokens: Minimum number of tokens after the local hit for which a prompt is sent to the
+            peer.
         circuit: Circuit breaker that decides when to retry a failing peer.
 
     Raises:
@@ -94,7 +97,7 @@ class RemotePrefill:
         self._circuit = Circuit() if circuit is None else circuit
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "kvcache prefill")
         self._prefills: dict[str, _Prefill] = {}
-        self._late: list[Future[Mapping[str, Any]]] = []  # responses for abandoned prompts
+        self._late: list[Future[Mapping[str, Any]]] = []  # pending responses to abandoned prompts
         self._asked = self._unanswered = self._unasked = self._refused = 0
 
     @property
@@ -121,12 +124,12 @@ class RemotePrefill:
 
     @property
     def is_busy(self) -> bool:
-        """Whether loads, quarantined blocks, leases or late responses are left."""
+        """Whether any loads, quarantined blocks, leases or late responses are left."""
         return self._connector.is_busy or bool(self._late)
 
     def match(self, request: Request) -> int | None:
-        """Return the number of tokens after the local hit that the peer has computed, or None while
-        it computes them.
+        """Return the number of tokens after the local hit that the peer has computed, or None if
+        the peer has not finished.
 
         Raises:
             ValueError: The peer refuses, or its offer is incompatible with this engine.
@@ -150,7 +153,7 @@ class RemotePrefill:
         try:
             offer = answer.result()
         except PrefillRefusedError:
-            self._circuit.failed()  # later prompts would also be refused
+            self._circuit.failed()  # it would also refuse later prompts
             self._refused += 1
             raise
         except Exception as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rank side of a connector.
 
-It runs the transport in a separate thread, and manages leases and loads in flight.
+It runs the transport in a separate thread and manages the leases and the loads in flight.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 class _QueuedStep(NamedTuple):
-    """A queued step, the time at which it was requested, and the event after which its loads may
-    begin.
+    """A queued step, with the time at which it was requested and the event that its loads must wait
+    for.
     """
 
     at: float
@@ -42,7 +42,7 @@ class _QueuedStep(NamedTuple):
 
 
 class _QueuedTask:
-    """Work for the thread between two passes."""
+    """A function that the thread calls between two passes."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -57,23 +57,23 @@ class _QueuedTask:
         self.is_done.set()
 
     def check(self) -> None:
-        """Raise the exception of the function, if any."""
+        """Raise the exception that the function raised, if any."""
         if self._error is not None:
             raise self._error
 
 
 class RankThread:
-    """A thread that serves readers and performs loads until `close`. Only this thread uses the
-    transport.
+    """A thread that serves readers and performs loads until `close` is called. Only this thread
+    uses the transport.
 
-    On a CUDA device, blocks are written only after all work launched on the stream in which `begin` is
-    called.
+    On a CUDA device, blocks are written only after all work that was already launched on the
+    current stream when `begin` was called.
 
     Args:
         reader: The reader. The caller has registered the pages with its transport and no longer uses
             it.
         layouts: Layouts of the transferred groups.
-        addresses: Start address of each region of the rank's pages, by group.
+        addresses: Start address of each region of the rank's pages, per group.
         begin_load: Function that creates the read of a load.
     """
 
@@ -104,11 +104,11 @@ class RankThread:
         self._thread.start()
 
     def begin(self, step: Step) -> None:
-        """Begin the loads and other work of a step. Leases begin immediately.
+        """Queue a step's loads and other work. Its leases begin immediately.
 
         Raises:
-            RuntimeError: Blocks are to be loaded while the current stream is captured in a CUDA graph.
-                Nothing has begun.
+            RuntimeError: The step has loads, but the current stream is being captured in a CUDA
+                graph. Nothing was started.
         """
         instance(step, Step, "step")
         for name, kind in _OF_STEP.items():
@@ -133,16 +133,16 @@ class RankThread:
                 self._steps.put(_QueuedStep(time.monotonic(), step, after))
 
     def advance(self, request_id: str, progress: Progress) -> None:
-        """Report the progress of a leased request to its readers.
+        """Report a leased request's progress to its readers.
 
-        The computed bytes must be in memory.
+        The KV of the computed tokens must already be in memory.
         """
         instance(request_id, str, "request_id")
         instance(progress, Progress, "progress")
         self._leases.advance(request_id, progress)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function that uses the transport in the thread, and wait for it.
+        """Call a function that uses the transport in this thread, and wait for its result.
 
         Raises what the function raises, and TypeError if it is not callable. If the thread has ended,
         its transport is closed, and the function is not called.
@@ -156,13 +156,13 @@ class RankThread:
         task.check()
 
     def take_results(self) -> Results:
-        """Return the results since the last call."""
+        """Return the results that were collected since the last call."""
         with self._lock:
             results, self._results = self._results, Results()
         return results
 
     def close(self) -> None:
-        """End the thread and the transport. Loads in flight are abandoned."""
+        """Stop the thread and close the transport. Loads in flight are abandoned."""
         if self._thread.is_alive():
             self._steps.put(None)
             self._thread.join(timeout=10)
@@ -192,8 +192,8 @@ class RankThread:
         self._reader.transport.close()
 
     def _pass(self, failed: set[str]) -> bool:
-        """Process new steps, loads in flight, readers' messages and leases. Returns False after the
-        last pass.
+        """Run one pass: process new steps, loads in flight, readers' messages and leases. Returns
+        False after the last pass.
         """
         try:
             asked = self._steps.get(timeout=_BUSY_S if self._loads or self._unread else _IDLE_S)
@@ -215,7 +215,8 @@ class RankThread:
     def _take(self, asked: _QueuedStep) -> None:
         step = asked.step
         for offer in step.unread:
-            # An unread offer is a load without tokens, so its sender is still notified.
+            # An offer that will not be read is handled as a load of no tokens, which notifies its
+            # sender.
             nothing = Load(offer, 0, 0, tuple([] for _ in offer.blocks))
             try:
                 read = self._begin_load(nothing)
@@ -227,8 +228,8 @@ class RankThread:
         for request_id, load in step.loads.items():
             try:
                 read = self._begin_load(load)
-            except Exception as error:  # no transfer writes to its blocks any more
-                self._fail_unbegun(request_id, f"it did not begin: {error!r}")
+            except Exception as error:  # no transfer can write to its blocks
+                self._fail_unbegun(request_id, f"the load did not begin: {error!r}")
                 continue
             read.count_from(asked.at, asked.after)
             self._loads[request_id] = read
@@ -267,7 +268,9 @@ class RankThread:
         return [*self._loads.values(), *(read for _, read in self._unread)]
 
     def _give_up(self, failed: set[str]) -> None:
-        """End all loads and leases and reject new ones, so that no caller waits for this thread."""
+        """End all loads and leases and reject new ones, so that no caller waits for this thread
+        forever.
+        """
         _log.error("KV is no longer served or loaded: requests are computed locally")
         for load in self._under_way():
             with suppress(Exception):
@@ -302,5 +305,5 @@ class RankThread:
 def _has_ended(load: Read) -> bool:
     try:
         return load.step()
-    except Exception:  # the blocks of the load stay in quarantine
+    except Exception:  # the load's blocks stay in quarantine
         return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load of one request on one rank.
 
-It consists of reads, the lease check, and the notification of the sender.
+A load reads the blocks, checks the lease, and notifies the sender.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AGAIN_S = 0.002  # polling interval for a sender's progress, in seconds
 
 
 class Pending(Protocol):
-    """Reads in flight, either one transfer or several transfers treated as one."""
+    """Reads in flight: one transfer, or several transfers that are handled as one."""
 
     num_bytes: int
 
@@ -51,8 +51,8 @@ class Pending(Protocol):
 
 
 class Reader:
-    """The state that a rank's loads share: transport, copy streams, and cells that receive lease
-    slots.
+    """The state shared by a rank's loads: the transport, copy streams, and the cells into which
+    lease slots are read.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -61,21 +61,21 @@ class Reader:
         self.free_cells = list(range(_NUM_CELLS))
         transport.register([(self.inbox.ctypes.data, self.inbox.nbytes)])
         self._calls: dict[str, _Call] = {}
-        # The incarnation of each agent, and the generation of its latest known lease.
+        # For each agent, its incarnation and the generation of its latest known lease.
         self._latest: dict[str, tuple[str, int]] = {}
         self._lock = threading.Lock()
 
     def connect(self, metadata: str, timeout_s: float, generation: int = 0) -> str | None:
-        """Return the name of a peer, or None while a thread is connecting. Other loads continue
-        meanwhile.
+        """Return a peer's name, or None while a thread is connecting to it. Other loads continue in
+        the meantime.
 
         For `timeout_s` after a failure, the same ConnectionError is raised without another attempt.
-        `generation` is the generation of the offer's lease. A restarted agent has later
-        generations. Its earlier incarnation, which may hang and occupy the name, is disconnected,
-        and loads from it fail.
+        `generation` is the generation of the offer's lease. A restarted agent issues later
+        generations. When one is seen, the earlier incarnation of the agent, which may be hanging
+        and still occupy the name, is disconnected, and loads from it fail.
 
         Raises:
-            ConnectionError: The peer was not reached.
+            ConnectionError: The peer could not be reached.
             ValueError: The metadata is invalid.
         """
         now = time.monotonic()
@@ -92,7 +92,7 @@ class Reader:
         return call.peer
 
     def call(self, metadata: bytes, timeout_s: float, generation: int) -> str:
-        """Connect to a peer and wait. Runs in the thread that `connect` starts."""
+        """Connect to a peer and wait for the result. Runs in the thread that `connect` starts."""
         self.streams.enter()
         theirs = parse_metadata(metadata, self.transport.name)
         try:
@@ -118,7 +118,7 @@ class Reader:
             if generation <= known[1]:
                 return False
             self._latest[theirs.agent] = theirs.incarnation, generation
-            with suppress(ValueError):  # it has already ended
+            with suppress(ValueError):  # the connection has already ended
                 self.transport.disconnect(theirs.agent)
         return True
 
@@ -126,7 +126,7 @@ class Reader:
 class _Call(threading.Thread):
     """A thread that connects to a peer.
 
-    Its error is kept until `until`, in the time of `time.monotonic`.
+    An error is kept until the time `until`, as measured by `time.monotonic`.
     """
 
     def __init__(self, reader: Reader, metadata: str, timeout_s: float, generation: int) -> None:
@@ -148,11 +148,12 @@ class _Call(threading.Thread):
 
 
 class Read(ABC):
-    """A load in flight. `step` is called until it returns True.
+    """A load in flight. Call `step` repeatedly until it returns True.
 
-    The lease slots are read after the blocks. If the lease has not ended, the blocks are valid. If
-    an offer is still being computed, slots are read first, followed by the blocks that they report
-    as computed. A failed load ends when the transport has released its blocks.
+    The lease slots are read after the blocks. If the lease has not ended by then, the blocks are
+    valid. If an offer is still being computed, the slots are also read first, and then only the
+    blocks that they report as computed. A failed load ends once the transport has released its
+    blocks.
     """
 
     def __init__(self, reader: Reader, load: Load, timeout_s: float) -> None:
@@ -170,13 +171,13 @@ class Read(ABC):
 
     @abstractmethod
     def _plan(self) -> Mapping[int, int]:
-        """Return the number of ranks that each remote rank to read or notify waits for. Raises
-        ValueError.
+        """Return, for each remote rank to read or notify, the number of local ranks that it waits
+        for. Raises ValueError.
         """
 
     @abstractmethod
     def _begin(self, progress: Mapping[int, Progress] | None) -> Iterable[Pending]:
-        """Begin the next reads, up to the progress of each remote rank. None: read all tokens.
+        """Begin the next reads, up to each remote rank's progress. None: read all tokens.
 
         Raises ValueError or TransferError.
         """
@@ -187,19 +188,20 @@ class Read(ABC):
 
     @property
     def left_s(self) -> float:
-        """Return the seconds until the deadline, but at least one millisecond."""
+        """Return the number of seconds until the deadline, but at least one millisecond."""
         return max(self._deadline - time.monotonic(), 0.001)
 
     def count_from(self, seconds: float, after: Event | None = None) -> None:
-        """Start the time limit at the time when the load was requested, given in the time of
+        """Start the timeout at the time at which the load was requested, as measured by
         `time.monotonic`.
 
-        Blocks are written only after the event `after`, because earlier work may still write to them.
+        Blocks are written only after the event `after`, because work launched before it may still
+        write to them.
         """
         self._deadline, self._after = seconds + self._timeout_s, after
 
     def cancel(self, reason: str) -> None:
-        """Cancel the load, which then ends as failed."""
+        """Cancel the load, which then counts as failed."""
         if self.error is None:
             self._fail(reason)
 
@@ -209,9 +211,9 @@ class Read(ABC):
         """
         try:
             if self.error is None and time.monotonic() >= self._deadline:
-                raise TransferError(f"not done within {self._timeout_s:g} s")
+                raise TransferError(f"not finished within {self._timeout_s:g} s")
             return self._stage()
-        except Exception as error:  # the request must get a result after any error
+        except Exception as error:  # every load must end with a result, whatever the error
             self._fail(f"{error}" if isinstance(error, _ERRORS) else repr(error))
             return self._stage()
 
@@ -290,7 +292,7 @@ class Read(ABC):
                 f"the lease of request {offer.request_id} has ended: set a longer lease_s in "
                 f"engine {offer.engine_id!r}"
             )
-        if None in over:  # the offer arrived before the sender's ranks began the lease
+        if None in over:  # offer arrived before the sender's ranks began the lease
             return self._look_later()
         if self._is_complete:
             self._tell()
@@ -308,7 +310,9 @@ class Read(ABC):
         return self._look() if time.monotonic() >= self._next_look else False
 
     def _let_go(self) -> bool:
-        """Return whether the transport no longer writes to the blocks of a failed load."""
+        """End a failed load once the transport no longer writes to its blocks. Returns whether it
+        has ended.
+        """
         if not all(read.is_released for read in self._reads):
             return False
         self._tell()
@@ -336,9 +340,11 @@ class Read(ABC):
 def readers_of_sources(
     local: Sequence[GroupLayout], remote: Sequence[GroupLayout], local_rank: int
 ) -> dict[int, int]:
-    """Return the number of local ranks that read each remote rank from which this rank reads.
+    """Return, for each remote rank from which this rank reads, the number of local ranks that read
+    from it.
 
-    Rank 0 notifies replicas that no rank reads.
+    For rank 0, the result also contains the remote replicas that no rank reads, because rank 0
+    notifies them.
     """
     by_source: dict[int, set[int]] = {}
     for mine, theirs in zip(local, remote):

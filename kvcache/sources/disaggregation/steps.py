@@ -12,7 +12,9 @@ from kvcache.sources.disaggregation.offer import Offer, RankAddress
 
 @dataclass
 class Load:
-    """A load of the tokens [first_token, end_token) of an offer into blocks of a request, by group."""
+    """A load of an offer's tokens [first_token, end_token) into a request's blocks, given per
+    group.
+    """
 
     offer: Offer
     first_token: int
@@ -22,13 +24,13 @@ class Load:
 
 @dataclass
 class Step:
-    """The work of one step, by request.
+    """The work of one step, keyed by request ID.
 
     Attributes:
-        loads: Loads that begin.
-        leases: Leases that begin, with their duration in seconds and their progress.
-        ends: Leases that end early.
-        cancels: Loads that are canceled.
+        loads: Loads to begin.
+        leases: Leases to begin, with their durations in seconds and their progress.
+        ends: Requests whose leases end early.
+        cancels: Requests whose loads are canceled.
         unread: Offers that will not be read.
     """
 
@@ -46,13 +48,13 @@ class Step:
 
 @dataclass
 class Results:
-    """A rank's results since the last call, by request.
+    """A rank's results since the last call, identified by request ID.
 
     Attributes:
-        sent: Leases that have ended.
-        received: Loads that have arrived.
-        failed: Reasons of failed loads, reported immediately.
-        released: Failed loads to whose blocks the transport no longer writes.
+        sent: Requests whose leases have ended.
+        received: Requests whose loads have arrived.
+        failed: Reason for each failed load, reported as soon as the load fails.
+        released: Requests whose loads failed and whose blocks the transport no longer writes to.
         num_bytes: Number of bytes received.
     """
 
@@ -65,7 +67,7 @@ class Results:
 
 @dataclass
 class RankHandshake:
-    """A rank's groups and address, sent once."""
+    """A rank's groups and address, which the rank sends once."""
 
     groups: tuple[GroupLayout, ...]
     address: RankAddress

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A third cache tier, which keeps blocks in an external store, either distributed or on a local
-disk.
+"""A third cache tier, which keeps blocks in an external store: either a distributed store or a
+local disk.
 
-Names are imported on first use. `StoreTier` needs torch, and `MooncakeStore` and `DiskStore` need the
-packages of their extras.
+Names are imported on first use. `StoreTier` needs torch. `MooncakeStore` and `DiskStore` need the
+packages that their extras install.
 """
 
 from __future__ import annotations

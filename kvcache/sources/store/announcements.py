@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates cache events for the content of a store, for readers of the manager's events."""
+"""Creates cache events that describe a store's content, for consumers of the manager's events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stored_event(
 ) -> BlockStored:
     """Return the event for a stored block.
 
-    It has a parent and tokens if the device's event is given.
+    The event has a parent and tokens only if the device's event is given.
     """
     spec, size = manager.groups[key.group], manager.block_sizes[key.group]
     of_group = {
@@ -51,7 +51,7 @@ def stored_event(
 
 
 def removed_event(key: BlockKey) -> BlockRemoved:
-    """Return the event for a block that the store no longer has."""
+    """Return the event for a block that was removed from the store."""
     return BlockRemoved(_hashes(key), key.group, MEDIUM)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates the results of a store in the store's thread, so that the tier receives only valid
+"""Validates a store's results. This runs in the store's thread, so the tier receives only valid
 values.
 """
 
@@ -41,8 +41,8 @@ def _each(
 ) -> list[_T]:
     expected = f"expected {what}" if count is None else f"expected {count} {what}, one for each key"
     try:
-        # Read at most one entry more than expected, because an iterator may be infinite. The
-        # number of keys is not known in advance, so a list of keys must have a length.
+        # Read at most one entry more than expected, because an iterator may be infinite. If the
+        # number of entries is not known in advance, the result must have a length.
         most = num_entries(answer, method) if count is None else count + 1
         found = [convert(each) for each in islice(answer, most)]
     except (TypeError, ValueError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a store, which keeps values under keys outside the engine."""
+"""The interface of a store, which is a key-value store outside the engine."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy as np
 class StoreError(RuntimeError):
     """Raised if a store fails or is unavailable.
 
-    A tier counts the error and treats it as a miss.
+    A tier counts the error and treats the failed call as a miss.
     """
 
 
 class BlockStore(ABC):
-    """A store of values of equal size under text keys, accessed in batches.
+    """A key-value store with text keys and values of equal size, accessed in batches.
 
     A `StoreTier` calls all methods in one separate thread, beginning with `open`. A call may take
-    any time and may raise any exception, because the tier has deadlines and treats an exception as
-    a failure of the whole call. A store may lose values at any time and may return wrong bytes. The
-    tier detects wrong bytes by the digest in each value.
+    any time, because the tier has deadlines, and may raise any exception, which the tier treats as
+    a failure of the whole call. A store may lose values at any time and may return wrong bytes,
+    which the tier detects by the digest in each value.
 
-    To add a store, subclass this class. The tier calls no other methods.
+    To add a store, implement these methods in a subclass. The tier calls no others.
     """
 
     knows_keys = False
-    """Whether `keys` and `take_evicted` report the store's content. If False, the tier emits no
-    events for the store.
+    """Whether the store implements `keys` and `take_evicted`. If False, the tier emits no events
+    for the store's content.
     """
 
     @abstractmethod
@@ -37,18 +37,18 @@ class BlockStore(ABC):
         """Open the store. Called before all other methods, and again after a failure.
 
         Args:
-            memory: uint8[n]. The memory that contains all values of `put` and `get`.
+            memory: uint8[n]. The memory that contains all values passed to `put` and `get`.
             value_bytes: Bytes per value.
         """
 
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key has a value."""
+        """Return, for each key, whether the store has a value for it."""
 
     @abstractmethod
     def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
-        """Store values, each uint8[value_bytes]. Return whether each value is now stored. False
-        means that the store is full.
+        """Store values, each uint8[value_bytes]. Return, for each value, whether the store now has
+        it. False means that the store is full.
         """
 
     @abstractmethod
@@ -63,11 +63,11 @@ class BlockStore(ABC):
         """Remove keys whose values are invalid. Unknown keys are ignored."""
 
     def keys(self) -> list[str]:
-        """Return all keys. Required with `knows_keys`."""
+        """Return all keys. Required if `knows_keys` is True."""
         return []
 
     def take_evicted(self) -> list[str]:
-        """Return the keys that were evicted since the last call. Required with `knows_keys`."""
+        """Return the keys that were evicted since the last call. Required if `knows_keys` is True."""
         return []
 
     @abstractmethod

@@ -29,7 +29,8 @@ _VERSION = 1
 _ALIGNMENT = 4096
 _SPIN_S, _POLL_S = 200e-6, 50e-6
 _TIMEOUT_S = 60.0
-# Entry that precedes each value in the file: CRC-32 of the other fields, time of storage, and key.
+# The entry before each value in the file contains a CRC-32 of the other fields, the time of
+# storage, and the key.
 _ENTRY = struct.Struct("<IQB207s")
 _ENTRY_BYTES = 256
 _MOST_KEY_BYTES = 207
@@ -39,13 +40,14 @@ _BLOCKS_PER_CALL = 256
 class DiskStore(BlockStore):
     """A store in a folder on a local disk, with LRU eviction.
 
-    The folder and its missing parents are created with mode 700. An existing folder, and the file in
-    it, must belong to the user of this process, must not be links, and must not be writable by
-    others. The file must have no other hard links. Only one store at a time can use a folder.
+    The folder and its missing parents are created with mode 700. An existing folder, and the file
+    in it, must belong to the user of this process, must not be symbolic links, and must not be
+    writable by others. The file must have no other hard links. Only one store at a time can use a
+    folder.
 
     Values persist across restarts. If the version or size of values has changed, the file is
-    replaced. After a crash, a value that was being written is either missing or has a wrong digest.
-    If the disk is full, no more values are stored.
+    replaced. A value that was being written during a crash is afterwards either missing or has a
+    wrong digest. If the disk is full, new values are rejected.
 
     Args:
         folder: The folder.
@@ -75,7 +77,7 @@ class DiskStore(BlockStore):
         self._memory = np.zeros(0, np.uint8)
         self._registered: list = []
         self._entries = np.zeros((_BLOCKS_PER_CALL, _ENTRY_BYTES), np.uint8)
-        # Place of each value by key, least recently used first.
+        # The position of each value in the file, by key, least recently used first.
         self._places: OrderedDict[str, int] = OrderedDict()
         self._free: list[int] = []
         self._evicted: list[str] = []
@@ -83,13 +85,14 @@ class DiskStore(BlockStore):
 
     @property
     def capacity(self) -> int:
-        """Number of values that fit into the file, or 0 before `open`."""
+        """Number of values that fit into the file. 0 before `open`."""
         return len(self._places) + len(self._free)
 
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
         """Open the file.
 
-        Raises OSError, or StoreError if the folder is in use or the capacity is too small.
+        Raises StoreError if the folder is in use or the capacity is too small. May also raise
+        OSError.
         """
         memory = _checked_bytes(memory, "memory")
         value_bytes = integer(value_bytes, "value_bytes", 1, MAX_INT64)
@@ -135,7 +138,7 @@ class DiskStore(BlockStore):
         ]
 
     def _open_folder(self) -> int:
-        """Return a descriptor of the folder.
+        """Open the folder and return its file descriptor.
 
         Raises StoreError if it is missing or not private to this user.
         """
@@ -157,7 +160,7 @@ class DiskStore(BlockStore):
         return found
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key has a value."""
+        """Return, for each key, whether the store has a value for it."""
         keys = _checked_keys(keys)
         return [key in self._places for key in keys]
 
@@ -175,7 +178,7 @@ class DiskStore(BlockStore):
         return [key in self._places for key in keys]
 
     def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
-        last = dict(zip(keys, values))  # keep the last value of a repeated key
+        last = dict(zip(keys, values))  # for a repeated key, the last value counts
         keys, values = [*last], [*last.values()]
         entries = [self._entry(key) for key in keys]
         places: dict[str, int] = {}
@@ -230,12 +233,12 @@ class DiskStore(BlockStore):
         return list(self._places)
 
     def take_evicted(self) -> list[str]:
-        """Return the keys evicted or removed since the last call that were not stored again."""
+        """Return the keys that were evicted or removed since the last call and not stored again."""
         evicted, self._evicted = self._evicted, []
         return [key for key in dict.fromkeys(evicted) if key not in self._places]
 
     def close(self) -> None:
-        """Close the file and keep it on the disk."""
+        """Close the file, which remains on the disk."""
         agent, fd = self._agent, self._fd
         self._agent = self._fd = None
         if agent is not None:
@@ -269,7 +272,7 @@ class DiskStore(BlockStore):
         return keys, values
 
     def _evict(self) -> int | None:
-        """Evict the least recently used value and return its place, or None if there is no value."""
+        """Evict the least recently used value and return its position, or None if the store is empty."""
         if not self._places:
             return None
         key, place = self._places.popitem(last=False)
@@ -277,7 +280,7 @@ class DiskStore(BlockStore):
         return place
 
     def _begin(self, capacity: int) -> None:
-        """Read the entries of the file, or create the file."""
+        """Read the file's entries, or create the file."""
         form = {"version": _VERSION, "value_bytes": self._value_bytes, "stride": self._stride}
         size = os.fstat(self._fd).st_size
         if _form_of(os.pread(self._fd, _ALIGNMENT, 0)) != form:
@@ -290,7 +293,7 @@ class DiskStore(BlockStore):
             size = 0
         os.ftruncate(self._fd, _ALIGNMENT + capacity * self._stride)
         in_file = min(max(size - _ALIGNMENT, 0) // self._stride, capacity)
-        entries = {}  # the latest value of each key
+        entries = {}  # the most recent value of each key
         for place in range(in_file):
             entry = _entry_of(os.pread(self._fd, _ENTRY_BYTES, self._offset(place)))
             if entry is not None and entry > entries.get(entry[1], (-1,)):
@@ -351,7 +354,7 @@ class DiskStore(BlockStore):
         finally:
             agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise StoreError(f"{operation} of {count} blocks ended as {state}")
+            raise StoreError(f"{operation} of {count} blocks ended with state {state}")
 
 
 def _checked_keys(keys: Sequence[str]) -> list[str]:
@@ -359,11 +362,13 @@ def _checked_keys(keys: Sequence[str]) -> list[str]:
 
 
 def _checked_bytes(array: np.ndarray, name: str) -> np.ndarray:
-    """Return a contiguous uint8[n] view. Raises TypeError or ValueError for other arrays."""
+    """Return a contiguous uint8[n] view of an array. Raises TypeError or ValueError for unsuitable
+    arrays.
+    """
     instance(array, np.ndarray, name)
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise ValueError(
-            f"{name} is {array.dtype}{list(array.shape)}: expected uint8[n] without gaps"
+            f"{name} is {array.dtype}{list(array.shape)}: expected contiguous uint8[n]"
         )
     return array
 

@@ -28,34 +28,35 @@ def fingerprint(
     contents: str | Sequence[KVStorage] | None = None,
     cp_kv_cache_interleave_size: int | None = None,
 ) -> bytes:
-    """Return a 16-byte fingerprint of all properties, other than the hash, that determine a block's
-    value.
+    """Return a 16-byte fingerprint of everything that determines a block's content, apart from the
+    block's hash.
 
-    It covers the version of the value format; the hash algorithm, seed, length and tokens per hash; all
-    fields of every group and of the manager's context parallelism; the meaning of a page's bytes
-    (`PageContents`: dtype, and the position of each head of each token); and the text from the caller.
-    `python -m tests.machinery.fingerprint_table` lists every field.
+    The fingerprint covers the version of the value format; the hash algorithm, seed, length and
+    tokens per hash; all fields of every group and of the manager's context parallelism; the meaning
+    of a page's bytes (`PageContents`: dtype, and the position of each head of each token); and the
+    strings `model` and `rank`. `python -m tests.machinery.fingerprint_table` lists every field.
 
     Args:
         manager: The manager of the blocks.
-        pages: The memory of the blocks. None: a manager without memory; page bytes are not covered.
+        pages: The memory of the blocks. None: the manager has no memory, and the fingerprint does
+            not cover page contents.
         model: A string that identifies weights, quantization and scales.
-        rank: A string that identifies the layers and heads of this process, that is, its ranks and
-            sizes in tensor and pipeline parallelism.
-        contents: The contents of a page if `pages` do not define them, as one storage per group
-            over the pages or as a string. Pages of `kvcache.build` and of `KVStorage` define their
-            contents, except those of `KVStorage.over`. `Pages.allocate` and `Pages.over` create
-            pages without defined contents.
-        cp_kv_cache_interleave_size: Interleave of the block tables. Required with context parallelism
-            unless `kvcache.build` created the pages.
+        rank: A string that identifies the layers and heads that this process holds, that is, its
+            ranks and sizes in tensor and pipeline parallelism.
+        contents: Description of the page contents, required if `pages` does not define them. Either
+            one storage per group over the pages, or a string. Pages created by `kvcache.build` or
+            `KVStorage` define their contents, except those of `KVStorage.over`. `Pages.allocate`
+            and `Pages.over` create pages without defined contents.
+        cp_kv_cache_interleave_size: Interleave size of the block tables. Required with context
+            parallelism unless `kvcache.build` created the pages.
 
     Returns:
         The fingerprint.
 
     Raises:
-        ValueError: The contents of the pages are unknown and `contents` is missing, `contents` is
-            not one storage per group over `pages`, or the interleave for context parallelism is
-            missing or differs from the interleave of the pages.
+        ValueError: The page contents are unknown and `contents` is missing, `contents` is not one
+            storage per group over `pages`, or the interleave size for context parallelism is
+            missing or differs from that of the pages.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -93,9 +94,9 @@ def fingerprint(
 
 
 def _plain(spec: object) -> dict[str, object]:
-    """Return all fields of a dataclass as values for JSON.
+    """Return all fields of a dataclass as JSON values.
 
-    Fields that are added later are included.
+    Fields that are added to the class later are included automatically.
     """
     values = {each.name: getattr(spec, each.name) for each in fields(spec)}
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of Mooncake Store, a distributed store in the memory of many machines."""
+"""A client for Mooncake Store, a distributed store in the memory of many machines."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ import numpy as np
 from kvcache.checks import byte_count, text
 from kvcache.sources.store.base import BlockStore, StoreError
 
-# Maximum number of keys per call. Larger batches fail over TCP.
+# Maximum number of keys per call. Over TCP, larger batches fail.
 _KEYS_PER_CALL = 1024
-_NOT_FOUND, _FULL = -704, -200  # error codes of Mooncake
+_NOT_FOUND, _FULL = -704, -200  # Mooncake's error codes
 _TOO_LARGE = -600
 _EXISTS_CODES = (0, 1)
 _CONNECT_S = 1.0
 _LIMITS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
-_abandoned: list[object] = []  # clients whose master is unreachable, kept alive
+_abandoned: list[object] = []  # clients whose master is unreachable; never destroyed
 
 
 class MooncakeStore(BlockStore):
-    """A client of a Mooncake Store.
+    """A `BlockStore` that is a client of a Mooncake Store.
 
-    The master may restart, which loses its content. While no master answers, Mooncake's `setup`
-    holds the GIL for minutes, and `close` for seconds. Therefore a connection is tried first, and
-    `setup` makes one attempt with a time limit of 2 s per reply, unless the environment
-    (`MC_STORE_CLIENT_SETUP_RETRIES`, `MC_RPC_TIMEOUT_MS`) sets other limits. The client itself
-    listens on ports (docs/security.md).
+    If the master restarts, the store's content is lost. While no master answers, Mooncake's `setup`
+    holds the GIL for minutes, and `close` for seconds. Therefore, the client first tests whether
+    the master accepts connections, and `setup` makes one attempt with a timeout of 2 s per reply,
+    unless the environment (`MC_STORE_CLIENT_SETUP_RETRIES`, `MC_RPC_TIMEOUT_MS`) sets other limits.
+    The client itself listens on ports (docs/security.md).
 
     Args:
         master: Address of the master, "host:port".
-        segment_bytes: Bytes of this machine's memory that the store may use for the blocks of all
+        segment_bytes: Bytes of this machine's memory that the store may use for blocks from all
             clients. 0: no memory.
-        host: Address at which other clients reach that memory.
+        host: Address at which other clients reach this memory.
         protocol: "tcp" or "rdma".
-        devices: RDMA devices.
+        devices: Names of the RDMA devices.
         metadata: "P2PHANDSHAKE", or the address of a metadata server.
-        buffer_bytes: Bytes of the client's internal buffers.
+        buffer_bytes: Size of the client's internal buffers in bytes.
 
     Raises:
         ModuleNotFoundError: Mooncake is not installed (extra `mooncake`).
@@ -89,7 +89,9 @@ class MooncakeStore(BlockStore):
         _check(client.register_buffer(memory.ctypes.data, memory.nbytes), "register_buffer")
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key has a value. Raises StoreError if the master does not answer."""
+        """Return, for each key, whether the store has a value for it. Raises StoreError if the
+        master does not answer.
+        """
         found = []
         for some in _batches(keys):
             codes = self._client.batch_is_exist(some)
@@ -100,7 +102,7 @@ class MooncakeStore(BlockStore):
         return found
 
     def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
-        """Store values. Return False for values that do not fit."""
+        """Store values. Returns, for each value, False if the value does not fit into the store."""
         taken = []
         for some, of_some in zip(_batches(keys), _batches(values)):
             sizes = [len(value) for value in of_some]
@@ -112,7 +114,7 @@ class MooncakeStore(BlockStore):
         return taken
 
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
-        """Read values. If a value does not fit into its buffer, its size is reported as 0."""
+        """Read values. For a value that does not fit into its buffer, the returned size is 0."""
         sizes = []
         for some, of_some in zip(_batches(keys), _batches(values)):
             room = [len(value) for value in of_some]
@@ -128,7 +130,7 @@ class MooncakeStore(BlockStore):
             self._client.batch_remove(some, True)
 
     def close(self) -> None:
-        """Close the client. The content of its segment is lost."""
+        """Close the client. The content of its memory segment is lost."""
         client, self._client = self._client, None
         if client is None:
             return
@@ -140,19 +142,17 @@ class MooncakeStore(BlockStore):
         client.close()
 
     def _connect(self) -> None:
-        """Raise OSError if no master listens."""
+        """Raise OSError if the master does not accept connections."""
         address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
-        if (
-            address is not None
-        ):  # otherwise it is the address of a service that returns the master's
+        if address is not None:  # otherwise, it names a service that returns the master's
             socket.create_connection((address[1], int(address[2])), _CONNECT_S).close()
 
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Set Mooncake's time limits.
+    """Set Mooncake's timeouts.
 
-    Mooncake reads them from the environment when a client is created.
+    Mooncake reads the timeouts from the environment when a client is created.
     """
     added = [name for name in _LIMITS if name not in os.environ]
     os.environ.update({name: _LIMITS[name] for name in added})

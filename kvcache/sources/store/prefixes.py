@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines the blocks that the tokens after a hit need, and their longest prefix in a store."""
+"""Determines which blocks the tokens after a hit need, and how long a prefix of these tokens a
+store can supply.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from kvcache.sources.store.values import BlockKey
 
 
 class NeededBlock(NamedTuple):
-    """A block that a request needs, with its key, its column in the group's table, and its tokens."""
+    """A block that a request needs: its key, its column in the group's block table, and its token
+    range.
+    """
 
     key: BlockKey
     column: int
@@ -25,14 +29,14 @@ class NeededBlock(NamedTuple):
 
 
 class StoredPrefixes:
-    """Determines the blocks that a store must hold to extend a request's hit.
+    """Determines which blocks a store must hold to extend a request's hit.
 
     Args:
         manager: The manager.
 
     Raises:
-        ValueError: A store cannot fill the manager's groups. A store holds only cached blocks, and
-            external tokens must arrive in all transferred groups.
+        ValueError: A store cannot fill the manager's groups, because a store holds only cached
+            blocks, while external tokens must arrive in all transferred groups.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -57,7 +61,7 @@ class StoredPrefixes:
         self._drafts = any(spec.drafts for spec in manager.groups)
 
     def hit_tokens(self, request: Request) -> int:
-        """Return the number of the request's tokens that are cached on the device and the host."""
+        """Return how many of the request's tokens are cached on the device and the host."""
         instance(request, Request, "request")
         return self._manager.cache.cached_tokens(request).with_host
 
@@ -69,7 +73,7 @@ class StoredPrefixes:
         return (request.num_tokens - 1) // self._step * self._step
 
     def candidates(self, request: Request, first_token: int) -> list[BlockKey]:
-        """Return all blocks that may be needed by tokens after the hit, which ends at
+        """Return the keys of all blocks that tokens after the hit may need. The hit ends at
         `first_token`.
         """
         stop, first_token = self.longest(request), integer(first_token, "first_token")
@@ -81,7 +85,9 @@ class StoredPrefixes:
         ]
 
     def reach(self, request: Request, first_token: int, found: Iterable[BlockKey]) -> int:
-        """Return the end of the tokens for which all needed blocks were found, or `first_token`."""
+        """Return the end of the longest token range for which all needed blocks were found, or
+        `first_token`.
+        """
         longest, first_token = self.longest(request), integer(first_token, "first_token")
         found = frozenset(instances(found, BlockKey, "found"))
         hashes = self._manager.cache.hashes(request)
@@ -106,7 +112,7 @@ class StoredPrefixes:
         return first_token
 
     def needed(self, request: Request, first_token: int, stop: int) -> list[NeededBlock]:
-        """Return the blocks to load for these tokens, in the order of their last tokens."""
+        """Return the blocks to load for these tokens, ordered by their last token."""
         longest = self.longest(request)
         stop = integer(stop, "stop", most=longest)
         first_token = integer(first_token, "first_token", most=stop)
@@ -121,8 +127,8 @@ class StoredPrefixes:
         return sorted(needed, key=lambda block: block.stop_token)
 
     def _columns(self, group: int, first_token: int, stop: int) -> tuple[int, int]:
-        """Return the columns of the blocks to load, which are the blocks that the token at `stop`
-        reads and that the hit does not contain.
+        """Return the range of columns to load: the blocks that the token at `stop` attends to,
+        except those that the hit contains.
         """
         size, kind = self._size(group), self._kinds[group]
         if not kind.pages.has_slots:

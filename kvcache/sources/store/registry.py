@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of stores, which the command line selects by URL."""
+"""The registry of store types. The command line selects a store by its URL."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FACTORIES: dict[str, StoreFactory] = {}
 
 
 def register_store(scheme: str) -> Callable[[StoreFactory], StoreFactory]:
-    """Register a function that creates stores for URLs with a scheme. Use it as a decorator.
+    """Decorator that registers a function as the creator of stores for a URL scheme.
 
     Args:
         scheme: Scheme of the URLs. It begins with a letter, followed by letters, digits, "+", "-" or
             ".".
 
     Returns:
-        The decorator, which returns the function unchanged. The function receives the whole URL and
-        the capacity in bytes.
+        The decorator, which returns the function unchanged. The function is called with the whole
+        URL and the capacity in bytes.
 
     Raises:
         ValueError: The scheme is malformed or already registered.
@@ -47,14 +47,14 @@ def register_store(scheme: str) -> Callable[[StoreFactory], StoreFactory]:
 
 
 def open_store(place: str, capacity: int | str = "10GiB") -> BlockStore:
-    """Create the store at a folder or URL.
+    """Create the store for a folder or URL.
 
     Args:
         place: A folder, for a `DiskStore`, or a URL whose scheme is registered.
         capacity: Size of the store in bytes, or text such as "20GiB".
 
     Returns:
-        The store, not opened yet.
+        The store, which is not open yet.
 
     Raises:
         TypeError, ValueError: An argument is invalid, or the scheme is not registered. Other errors

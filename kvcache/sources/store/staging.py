@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory through which a store's thread and the pages of a cache exchange values."""
+"""Host memory through which values are copied between a store's thread and the cache's pages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ValueStaging:
     """Values in host memory, which is pinned if the pages are on a GPU. `pages` is a view of the
     values without their headers.
 
-    A value is in use from `take` until `give_back`. Value 0 is unused, because page 0 is the null
-    block. Raises MemoryError if the host does not have enough memory.
+    A value is in use from `take` until `give_back`. Value 0 is unused, because it corresponds to
+    page 0, the null block. Raises MemoryError if the host does not have enough memory.
     """
 
     def __init__(self, like: Pages, num_bytes: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts of a store tier."""
+"""The counts that a store tier reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from kvcache.sources.base import LoadStats
 
 @dataclass
 class StoreStats(LoadStats):
-    """Counts of a store tier since its creation. Blocks are counted per group."""
+    """The counts that a store tier has accumulated since its creation. Blocks of different groups
+    count separately.
+    """
 
     lookups: int = 0
     """Number of requests looked up in the store."""
@@ -43,7 +45,9 @@ class StoreStats(LoadStats):
     """Number of blocks rejected because the store was full."""
 
     dropped_blocks: int = 0
-    """Number of blocks not put because the cache evicted them first or too many were waiting."""
+    """Number of blocks not put because the cache evicted them first or because too many blocks were
+    waiting.
+    """
 
     evicted_blocks: int = 0
     """Number of blocks evicted by the store, if it reports evictions."""
@@ -52,7 +56,8 @@ class StoreStats(LoadStats):
     """Number of failed calls to the store."""
 
     timeouts: int = 0
-    """Number of lookups and loads abandoned at their deadline, and of other calls that exceeded it.
+    """Number of lookups and loads abandoned at their deadline, plus other calls that exceeded
+    theirs.
     """
 
     unasked: int = 0

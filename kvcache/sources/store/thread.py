@@ -32,10 +32,10 @@ class Call:
 
 
 class StoreThread:
-    """Calls a store, one call at a time. Reads take precedence over writes.
+    """Calls a store in a separate thread, one call at a time. Reads take precedence over writes.
 
-    The thread is a daemon, so a call that never returns does not block the process and keeps only
-    its own memory. `close` waits for queued calls up to a time limit.
+    The thread is a daemon, so a call that never returns does not prevent the process from exiting,
+    and it keeps only its own memory alive. `close` waits for queued calls up to a time limit.
     """
 
     def __init__(self, store: BlockStore, open_store: Callable[[], Any]) -> None:
@@ -57,14 +57,16 @@ class StoreThread:
     def take_over(self) -> Iterator[Call]:
         """Yield each finished call once, in the order of completion.
 
-        Calls are taken one by one, so if the consumer raises an exception, the other calls remain
-        queued.
+        Each call is removed from the queue just before it is yielded, so if the consumer raises an
+        exception, the remaining calls stay queued.
         """
         for _ in range(len(self._over)):
             yield self._over.popleft()
 
     def close(self, timeout_s: float) -> bool:
-        """Finish the queued calls, end the thread, and close the store. Return False on a timeout."""
+        """Finish the queued calls, stop the thread, and close the store. Returns False on a
+        timeout.
+        """
         self._put(_END, None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -97,5 +99,5 @@ class StoreThread:
             del call
         try:
             self._store.close()
-        except BaseException:  # the store was abandoned, so ignore its errors
+        except BaseException:  # the store is no longer used, so its errors are ignored
             return

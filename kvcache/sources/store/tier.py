@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier that connects a store to a manager and its pages."""
+"""A cache tier that connects an external store to a manager and its pages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from kvcache.step import StepReport
 from kvcache.worker import KVStorage, Pages, SwapEngine, SwapJob
 from kvcache.worker.pages.page_copy import PageCopy
 
-_MOST_LOOKUPS = 4096  # maximum number of cached lookups; the oldest is dropped first
-# Limits of bytes and blocks per call. The limits are small enough that a read waits only
-# milliseconds for a write, and large enough that many blocks share the fixed cost of a call.
-# Mooncake accepts at most 1,024 keys.
+_MOST_LOOKUPS = 4096  # maximum number of cached lookup results; the oldest is dropped first
+# Limits on bytes and blocks per call. They are small enough that a read waits only milliseconds for
+# a write, and large enough that many blocks share the fixed cost of a call. Mooncake accepts at
+# most 1,024 keys.
 _BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
 _TOO_LATE = "the store did not answer in time"
 _WRONG = {
@@ -49,15 +49,15 @@ _MEDIUMS = {"device": "gpu", "host": "cpu"}
 
 @dataclass(eq=False)
 class _Lookup:
-    """The store's result for a request's blocks."""
+    """The result of looking up a request's blocks in the store."""
 
-    request: Request  # IDs may be reused by requests with other tokens
+    request: Request  # the object, because IDs may be reused by requests with other tokens
     first_token: int  # end of the hit at the lookup
     call: Call | None
-    deadline: float  # deadline of the call, and later the end of the result's validity
+    deadline: float  # deadline of the call, then expiry of its result
     found: frozenset[BlockKey] = frozenset()
-    # The arguments (end of the hit, number of the request's tokens) and the end of the tokens found
-    # for them.
+    # The arguments of the last `match` (end of the hit, number of the request's tokens), and the
+    # end of the tokens found for them.
     reach: tuple[tuple[int, int], int] | None = None
 
 
@@ -65,16 +65,16 @@ class _Lookup:
 class _Arrival:
     """A load of blocks into the pages of a request."""
 
-    blocks: deque[tuple[NeededBlock, int]]  # blocks that were not requested yet, with their pages
+    blocks: deque[tuple[NeededBlock, int]]  # blocks still to be requested, with their pages
     deadline: float
     first_token: int
-    arrived_until: int  # position of the first token that does not arrive
+    arrived_until: int  # position of the first token that will not arrive
     keys: frozenset[BlockKey]  # keys of all blocks
-    calls: list[Call] = field(default_factory=list)  # calls in flight
+    calls: list[Call] = field(default_factory=list)  # number of calls in flight
     error: str | None = None
 
     def fail_at(self, token: int, error: str) -> None:
-        """Record that tokens from `token` onwards do not arrive, and stop requesting blocks."""
+        """Record that tokens from `token` onwards will not arrive, and stop requesting blocks."""
         self.arrived_until = max(min(self.arrived_until, token), self.first_token)
         self.blocks.clear()
         self.error = self.error or error
@@ -85,7 +85,7 @@ _PageLoad = SourceLoad[_Arrival]
 
 @dataclass(eq=False)
 class _Get:
-    """A call of `get`, with the values, and the blocks and pages for which they are read."""
+    """A call of `get`, with the staged values and the blocks and pages that they are read for."""
 
     load: _PageLoad
     numbers: list[int]
@@ -101,42 +101,42 @@ class _Put:
     keys: list[BlockKey]
     described: list[Described | None]
     fingerprint: bytes
-    invalid: set[BlockKey] = field(default_factory=set)  # blocks invalidated since the call started
+    invalid: set[BlockKey] = field(default_factory=set)  # invalidated after the call started
 
 
 class StoreTier:
     """A cache tier in an external store, below the device and the host tier.
 
     All methods must be called in the manager's thread. The store is called in a separate thread
-    that accesses only the tier's staging memory. Pages are copied on the caller's stream. Failures
-    of the store are counted in `stats` and never raised here. After several consecutive failures,
-    the store is not called for some time.
+    that accesses only the tier's staging memory. Pages are copied on the current stream. The
+    store's failures are counted in `stats` and never raised by the tier. After several consecutive
+    failures, the tier stops calling the store for some time.
 
     Args:
-        manager: The manager, with `enable_events`. The tier drains the manager's events. To read
-            them, set `announce` and call the tier's `drain_events`.
-        pages: Pages of the device.
+        manager: The manager, created with `enable_events`. The tier drains the manager's events. To
+            read them yourself, set `announce` and call the tier's `drain_events`.
+        pages: The device's pages.
         store: The store.
         model: See `fingerprint`. Only engines with equal fingerprints share blocks.
         rank: See `fingerprint`.
         contents: See `fingerprint`.
         cp_kv_cache_interleave_size: See `fingerprint`.
-        host_pages: Pages of the manager's host tier.
-        write_from: "device": store blocks as they fill. "host": store blocks that the manager writes to
-            its host tier (see `host_write`). None: store nothing. "auto": "host" if there is a host
-            tier, otherwise "device".
-        staging_bytes: Bytes of host memory through which blocks are copied. Writes use at most half
-            of it.
-        timeout_s: Seconds after which a lookup, or a whole load, counts as a miss.
-        announce: Whether to keep events for `drain_events`: the manager's events, and the store's if the
-            store can list its keys (`BlockStore.knows_keys`).
+        host_pages: The pages of the manager's host tier.
+        write_from: "device": store each block once it is full. "host": store the blocks that the
+            manager writes to its host tier (see `host_write`). None: store nothing. "auto": "host"
+            if there is a host tier, otherwise "device".
+        staging_bytes: Size in bytes of the host memory through which blocks are copied. Writes use
+            at most half of it.
+        timeout_s: Seconds after which a lookup or a whole load is abandoned and counts as a miss.
+        announce: Whether to keep events for `drain_events`: the manager's events and, if the store
+            can list its keys (`BlockStore.knows_keys`), the store's.
         circuit: Circuit breaker for a failing store.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The manager has no events, a store cannot fill its groups (`StoredPrefixes`), or an
-            argument is invalid.
-        MemoryError: There is not enough memory for staging.
+        ValueError: The manager emits no events, a store cannot fill its groups (see
+            `StoredPrefixes`), or an argument is invalid.
+        MemoryError: The host does not have enough memory for staging.
     """
 
     name = "store"
@@ -195,18 +195,19 @@ class StoreTier:
             self._waiting = WaitingBlocks(medium, most, describes=self._announces)
         self._lookups: dict[str, _Lookup] = {}
         self._loads: SourceLoads[_Arrival] = SourceLoads(manager, self.stats)
-        self._num_writing = 0  # number of values being written
+        self._num_writing = 0  # number of staged values being written
         self._puts: set[_Put] = set()  # calls of `put` in flight
-        self._invalid: deque[list[str]] = deque()  # keys to remove from the store
-        self._removal: Call | None = None  # removal in flight
-        self._arriving: list[tuple[SwapJob, list[int]]] = []  # copies, and the values they read
-        self._drained: list[CacheEvent] = []  # events of the manager that were not observed yet
+        self._invalid: deque[list[str]] = deque()  # keys still to be removed from the store
+        self._removal: Call | None = None  # the removal in flight
+        # Copies in flight, and the staged values that they read.
+        self._arriving: list[tuple[SwapJob, list[int]]] = []
+        self._drained: list[CacheEvent] = []  # manager events that were not processed yet
         self._events: list[CacheEvent] = []
         self._announced: set[BlockKey] = set()
-        self._slow: Call | None = None  # the last call counted as too slow
+        self._slow: Call | None = None  # the last call that was counted as too slow
         self._store = store
         self._thread = StoreThread(store, self._open)
-        self._thread.submit(lambda: None, READ)  # open the store before it is needed
+        self._thread.submit(lambda: None, READ)  # open the store before the first lookup
 
     @staticmethod
     def _check(
@@ -243,7 +244,8 @@ class StoreTier:
     # Reads -----------------------------------------------------------------------------------------
 
     def match(self, request: Request) -> int | None:
-        """Return the number of tokens after the local hit of a new request that the store has.
+        """Return the number of tokens after a new request's local hit that can be loaded from the
+        store.
 
         The first call starts a lookup, and later calls return its result. If the result is older
         than `timeout_s`, the lookup is repeated. Call this method immediately before the step, and
@@ -254,8 +256,8 @@ class StoreTier:
             request: A request that is not admitted.
 
         Returns:
-            The number of tokens, or None while the lookup is running. 0 if the lookup takes longer
-            than `timeout_s`, or while the circuit breaker prevents calls to the store.
+            The number of tokens, or None while the lookup is running. The number is 0 if the lookup
+            takes longer than `timeout_s`, or while the circuit breaker prevents calls to the store.
         """
         instance(request, Request, "request")
         self._check_epoch()
@@ -283,8 +285,8 @@ class StoreTier:
         return stop - first
 
     def begin(self, request: Request) -> None:
-        """Begin to load the tokens that `match` found. The plan that admits the request must be
-        applied.
+        """Begin to load the tokens that `match` found. The plan that admits the request must have
+        been applied.
 
         The request is in the receiving state until `poll` returns it.
 
@@ -312,8 +314,8 @@ class StoreTier:
     def poll(self) -> list[Arrived]:
         """Copy arrived blocks into their pages, and return the loads that have ended.
 
-        Call this method once per step, outside graph captures. Work launched afterwards on the
-        calling stream sees the filled pages.
+        Call this method once per step, outside graph captures. Work that is launched on the current
+        stream afterwards sees the filled pages.
         """
         self._take_over()
         now = time.monotonic()
@@ -401,7 +403,9 @@ class StoreTier:
             load.detail.calls.append(call)
 
     def _get(self, get: _Get) -> list[str | None]:
-        """Read blocks. Runs in the store's thread. Returns the fault of each block."""
+        """Read blocks. Runs in the store's thread. Returns each block's fault, or None for a valid
+        block.
+        """
         own, numbers, keys = get.fingerprint, get.numbers, [block.key for block, _ in get.blocks]
         texts = [key_text(own, key) for key in keys]
         self._remove_invalid()
@@ -414,7 +418,9 @@ class StoreTier:
         return found
 
     def _got(self, call: Call) -> None:
-        """Process the blocks of a finished call, and copy blocks of active loads into their pages."""
+        """Process a finished call's blocks, and copy those that belong to active loads into their
+        pages.
+        """
         get: _Get = call.tag
         load, coming = get.load, get.load.detail
         if call in coming.calls:
@@ -455,12 +461,12 @@ class StoreTier:
     # Writes ----------------------------------------------------------------------------------------
 
     def save(self, report: StepReport) -> None:
-        """Begin to put new blocks. Call it after `KVCacheManager.report` of the most recently
-        planned step.
+        """Begin to put new blocks into the store. Call this method after `KVCacheManager.report`
+        for the most recently planned step.
 
-        Blocks are copied on the calling stream, after the step's work. The stream must not be
+        Blocks are copied on the current stream, after the step's work. The stream must not be
         capturing a graph. If a later step is already planned, or the step was not completed, blocks
-        wait for the next call.
+        remain queued for the next call.
 
         Args:
             report: The report of the step.
@@ -505,7 +511,7 @@ class StoreTier:
             self._thread.submit(lambda p=put, j=job: self._put(p, j), WRITE, tag=put)
 
     def _put(self, put: _Put, job: SwapJob | None) -> list[str]:
-        """Put blocks.
+        """Put blocks into the store.
 
         Runs in the store's thread. Returns "stored", "known", "refused" or "dropped" for each
         block.
@@ -515,7 +521,7 @@ class StoreTier:
             job.wait()
         texts = [key_text(own, key) for key in keys]
         found = ["known" if each else "refused" for each in self._exists(texts)]
-        # A block that is invalidated after this line is removed after this call.
+        # Blocks that are invalidated after this line are removed after this call.
         found = ["dropped" if key in put.invalid else each for key, each in zip(keys, found)]
         new = [i for i, each in enumerate(found) if each == "refused"]
         if not new:
@@ -562,7 +568,7 @@ class StoreTier:
     def drain_events(self) -> list[CacheEvent]:
         """Return the events of the manager and of the store since the last call, in order.
 
-        The store's events have the medium "storage". Without `announce`, the list is empty.
+        The medium of the store's events is "storage". Without `announce`, the list is empty.
         """
         self._drain()
         events, self._events = self._events, []
@@ -592,7 +598,7 @@ class StoreTier:
                 self._events.append(removed_event(key))
 
     def _tell_found(self, texts: list[str]) -> None:
-        """Emit events for the content of a store that was just opened."""
+        """Emit events for all blocks in a store that was just opened."""
         for text in texts:
             key = key_of_text(self._fingerprint, text)
             if key is None or key.group >= len(self._manager.groups):
@@ -603,16 +609,16 @@ class StoreTier:
     # Common -----------------------------------------------------------------------------------------
 
     def start_epoch(self, model: str) -> None:
-        """Start a new epoch of the manager, and stop using blocks of the old weights.
+        """Start a new epoch in the manager, and stop using blocks computed with the old weights.
 
-        Loads in flight end without tokens at the next `poll`.
+        At the next `poll`, loads in flight end without any tokens.
 
         Args:
             model: A new value of `model` for `fingerprint`.
 
         Raises:
-            ValueError: `model` is the current value, under which the store still has KV of the old
-                weights.
+            ValueError: `model` is the current value, under which the store still holds KV of the
+                old weights.
         """
         new = fingerprint(self._manager, self._pages, model=model, **self._identity)
         if new == self._fingerprint:
@@ -630,11 +636,11 @@ class StoreTier:
             load.detail.fail_at(load.first_token, "the weights have changed")
 
     def invalidate(self, ids: np.ndarray) -> dict[str, int]:
-        """Call `KVCacheManager.invalidate`, and also remove the affected blocks from the store.
+        """Call `KVCacheManager.invalidate`, and remove the affected blocks from the store, too.
 
-        Blocks that are being put are included. If the store fails, the blocks are removed before
-        the next call. Blocks that were computed from invalid blocks and had already left the cache
-        stay in the store. If the store may contain blocks of this kind, change `model` with
+        This includes blocks that are being put. If the store fails, the blocks are removed before
+        the next call. Blocks that were computed from invalid blocks, but had already been evicted
+        from the cache, stay in the store. If the store may contain such blocks, change `model` with
         `start_epoch`.
 
         Args:
@@ -654,7 +660,7 @@ class StoreTier:
         }
         if not keys:
             return affected
-        for put in self._puts:  # must precede the removal, which may start immediately
+        for put in self._puts:  # set before the removal, which may start immediately
             put.invalid.update(keys.intersection(put.keys))
         for load in self._loads.under_way:
             if not keys.isdisjoint(load.detail.keys):
@@ -665,7 +671,9 @@ class StoreTier:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the store has failed repeatedly, so that only occasional trial calls are made."""
+        """Whether the store is considered dead after repeated failures, so that only occasional
+        trial calls are made.
+        """
         return self._circuit.is_open
 
     @property
@@ -674,20 +682,20 @@ class StoreTier:
         return self._num_writing + (0 if self._waiting is None else len(self._waiting))
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End all loads, and end the thread after the puts in flight.
+        """End all loads, wait for the puts in flight, and stop the store's thread.
 
         Args:
             timeout_s: Maximum time to wait, in seconds.
 
         Returns:
-            Whether the thread has ended. If False, it continues in the background and keeps its
+            Whether the thread has ended. If not, it continues in the background and keeps its
             memory.
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         for load in self._loads.under_way:
             load.detail.fail_at(load.first_token, "the tier was closed")
             self._end(load)
-        if self._invalid:  # last attempt, in case an earlier attempt has failed
+        if self._invalid:  # one last attempt, in case an earlier one has failed
             self._thread.submit(self._remove_invalid, READ)
         is_over = self._thread.close(timeout_s)
         self._take_over()
@@ -702,7 +710,9 @@ class StoreTier:
         return [key_text(self._fingerprint, key) for key in keys]
 
     def _may_ask(self) -> bool:
-        """Return whether the store may be called, because it is alive or due for a trial call."""
+        """Return whether the store may be called, that is, whether it is alive or due for a trial
+        call.
+        """
         running, now = self._thread.running, time.monotonic()
         if running is None or now - running.begun_at <= self._timeout_s:
             return self._circuit.allows()
@@ -713,7 +723,7 @@ class StoreTier:
         return False
 
     def _give_up(self, call: Call) -> None:
-        """Abandon a call whose result is no longer needed."""
+        """Abandon a call, because its result is no longer needed."""
         call.is_given_up = True
         self.stats.timeouts += 1
         self._circuit.failed()

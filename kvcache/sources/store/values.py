@@ -24,14 +24,14 @@ _FIELDS = struct.Struct("<8sQ16sII32s40x")
 
 
 class BlockKey(NamedTuple):
-    """The key of a cached block, which consists of its group and its hash."""
+    """The key of a cached block, consisting of its group and its hash."""
 
     group: int
     block_hash: bytes
 
 
 def key_text(fingerprint: bytes, key: BlockKey) -> str:
-    """Return the text key of a block in a store.
+    """Return the text key under which a store holds a block.
 
     Example:
         >>> key_text(bytes(16), BlockKey(0, b"hash"))
@@ -41,7 +41,9 @@ def key_text(fingerprint: bytes, key: BlockKey) -> str:
 
 
 def key_of_text(fingerprint: bytes, text: str) -> BlockKey | None:
-    """Return the inverse of `key_text`. None for another fingerprint or a malformed key."""
+    """Parse a key created by `key_text`. Returns None if the fingerprint differs or the key is
+    malformed.
+    """
     prefix = _prefix(fingerprint)
     if not text.startswith(prefix):
         return None
@@ -56,10 +58,10 @@ def key_of_text(fingerprint: bytes, text: str) -> BlockKey | None:
 def seal(
     values: np.ndarray, numbers: Sequence[int], fingerprint: bytes, keys: Sequence[BlockKey]
 ) -> None:
-    """Write the headers of values. `values` is uint8[n, 128 + page bytes], and its rows already
-    contain the pages.
+    """Write the header of each value. `values` is uint8[n, 128 + page bytes]; its rows already
+    contain the page bytes.
 
-    One call seals many values, because each call releases the GIL and must wait to reacquire it.
+    Pass many values in one call, because each call releases the GIL and must wait to reacquire it.
     """
     values[numbers, _DIGEST_BYTES:HEADER_BYTES] = _headers(values.shape[1], fingerprint, keys)
     values[numbers, :_DIGEST_BYTES] = _digests(values, numbers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of blocks that are waiting to be put into a store."""
+"""The queue of blocks to be put into a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.sources.store.values import BlockKey
 
 
 class Described(NamedTuple):
-    """The event that describes a block, and the block's index in it."""
+    """The event that describes a block, and the block's index in that event."""
 
     event: BlockStored
     index: int
@@ -25,25 +25,23 @@ class WaitingBlocks:
     """A bounded queue of blocks that were cached on a medium and must be put into a store, oldest
     first.
 
-    With `describes`, it also keeps the device's events for these blocks, and for all blocks that may be
-    written later.
+    With `describes`, the queue also keeps the device's events for these blocks and for all blocks
+    that may be written later.
     """
 
     def __init__(self, medium: str, most: int, *, describes: bool = False) -> None:
         self._medium, self._most, self._describes = medium, most, describes
         self._waiting: dict[BlockKey, None] = {}
         self._on_device: dict[BlockKey, Described] = {}
-        self._described: dict[BlockKey, Described] = {}  # descriptions of the waiting blocks
+        self._described: dict[BlockKey, Described] = {}  # descriptions of the queued blocks
         self.num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def observe(self, events: Iterable[CacheEvent]) -> None:
-        """Process events of the manager. Each event must be passed once, in order."""
-        gone: set[BlockKey] = (
-            set()
-        )  # a step that evicts a block also writes it to the host, at the end of the step
+        """Process the manager's events. Each event must be passed exactly once, in order."""
+        gone: set[BlockKey] = set()  # a step that evicts a block writes it to the host at its end
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 if event.medium == self._medium:

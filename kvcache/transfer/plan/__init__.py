@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer plans, which define the bytes that a local rank reads from each remote rank."""
+"""Transfer plans, which define what bytes a local rank reads from each remote rank."""

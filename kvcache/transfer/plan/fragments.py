@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fragments of a transfer plan in factored form, and their application to page numbers.
+"""A transfer plan's fragments in factored form, and their application to page numbers.
 
-All layers of a page, K and V, and most pages are transferred in the same way. Therefore a plan
-consists of a few patterns. Each pattern is the product of *descriptors* (positions in a page's
-regions) and *runs* (pages). Ten thousand blocks of 80 layers have millions of fragments, but only
-tens of thousands of runs.
+All layers, both K and V, and most pages are transferred in the same way. Therefore, a plan consists
+of only a few patterns. Each pattern is the product of *descriptors* (positions in a page's regions)
+and *runs* (pages). For example, ten thousand blocks of 80 layers have millions of fragments, but
+only tens of thousands of runs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvcache.checks import MAX_INT32, as_array
 
 
 class GroupFragments(NamedTuple):
-    """Fragments of one group of pages, one per row. Each column is int64[n]. Offsets and lengths
-    are in bytes.
+    """The fragments that fill one group of pages, one fragment per row. Each column is int64[n].
+    Offsets and lengths are in bytes.
 
-    Page numbers start at 0 within the group's pages on a rank. Offsets are relative to the start of
-    the page in the region.
+    Page numbers count from 0 within the group's pages on a rank. Offsets are relative to the start
+    of the page in its region.
     """
 
     remote_rank: np.ndarray
@@ -38,7 +38,7 @@ class GroupFragments(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Fragments of given pages, one per row.
+    """The fragments that fill given pages, one fragment per row.
 
     Each column is int64[n]. Offsets are in bytes from the start of a region.
     """
@@ -53,19 +53,19 @@ class Fragments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Fragments of a group from one remote rank, as the product of `descriptors` and `runs`.
+    """A group's fragments from one remote rank, as the product of `descriptors` and `runs`.
 
-    A fragment's position is the sum of the bytes of its descriptor and of its run. Descriptors combine
-    each entry of `layers` with each of `offsets`.
+    A fragment's byte position is the sum of its descriptor's and its run's byte offsets. There is
+    one descriptor for each combination of an entry of `layers` and an entry of `offsets`.
 
     Attributes:
         layers: int64[n, 4], (remote region, byte in it, local region, byte in it). Each row is the
             K or V of a layer, or several of them merged.
-        offsets: int64[k, 2], (remote, local) bytes to add to the bytes of `layers`.
+        offsets: int64[k, 2], (remote, local) byte offsets to add to those in `layers`.
         runs: int64[m, 5], (remote page, byte in it, local page, byte in it, length).
-        remote_stride: Bytes between remote pages, equal in all regions of the pattern.
-        local_stride: Bytes between local pages, equal in all regions of the pattern.
-        joins: Whether runs of consecutive pages can be contiguous.
+        remote_stride: Distance in bytes between remote pages, equal in all regions of the pattern.
+        local_stride: Distance in bytes between local pages, equal in all regions of the pattern.
+        joins: Whether the runs of consecutive pages can be contiguous and thus merged.
     """
 
     remote_rank: int
@@ -78,7 +78,7 @@ class Pattern:
 
     @cached_property
     def descriptors(self) -> np.ndarray:
-        """int64[d, 4], with columns as in `layers`, ordered by layer and then by offset."""
+        """int64[d, 4], with the same columns as `layers`, ordered by layer and then by offset."""
         descriptors = np.repeat(self.layers, len(self.offsets), axis=0)
         descriptors[:, 1::2] += np.tile(self.offsets, (len(self.layers), 1))
         return descriptors
@@ -95,7 +95,7 @@ class Pattern:
 
     @property
     def is_whole_pages(self) -> bool:
-        """Whether each fragment covers all bytes of a page in a region, on both sides."""
+        """Whether each fragment covers, on both sides, all bytes of a page in a region."""
         length = self.runs[:, 4]
         return bool((length == self.remote_stride).all() and (length == self.local_stride).all())
 
@@ -116,7 +116,7 @@ class Pattern:
             chosen = np.flatnonzero(kept.ravel())
             remote, local, lengths = remote[chosen], local[chosen], lengths[chosen]
         meets = np.empty(0, np.int64)
-        if self.joins:  # in this case, all runs have the same length
+        if self.joins:  # all runs then have the same length
             meets = np.flatnonzero(remote[1:] - remote[:-1] == size)
             meets = meets[local[meets + 1] - local[meets] == size]
         if len(meets) == 0:
@@ -130,10 +130,11 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Fragments of given pages from one remote rank, as the product of `descriptors` and runs.
+    """The fragments of given pages from one remote rank, as the product of `descriptors` and runs.
 
-    Run m at descriptor d copies from byte `remote_offset[m] + descriptors[d, 1]` of remote region
-    `descriptors[d, 0]` to byte `local_offset[m] + descriptors[d, 3]` of local region `descriptors[d, 2]`.
+    The fragment of run m and descriptor d is copied from byte
+    `remote_offset[m] + descriptors[d, 1]` of remote region `descriptors[d, 0]` to byte
+    `local_offset[m] + descriptors[d, 3]` of local region `descriptors[d, 2]`.
 
     Attributes:
         descriptors: int64[d, 4], (remote region, byte in it, local region, byte in it).
@@ -155,7 +156,7 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all fragments."""
+        """Total size of all fragments in bytes."""
         return len(self.descriptors) * int(self.length.sum())
 
     def expand(self) -> Fragments:
@@ -174,9 +175,9 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class TransferRuns:
-    """Byte runs of a transfer, with consecutive pages merged. Returned by `TransferPlan.apply`."""
+    """The byte runs of a transfer, with consecutive pages merged. Returned by `TransferPlan.apply`."""
 
-    by_rank: tuple[Runs, ...]  # runs by remote rank; a rank may occur several times
+    by_rank: tuple[Runs, ...]  # runs per remote rank; a rank may occur several times
 
     @property
     def num_fragments(self) -> int:
@@ -185,16 +186,18 @@ class TransferRuns:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes over all remote ranks."""
+        """Number of bytes over all remote ranks."""
         return sum(runs.num_bytes for runs in self.by_rank)
 
     def expand(self) -> Fragments:
-        """Return one row per fragment. The result is long, so use it for few pages only."""
+        """Return one row per fragment. Because there are many fragments, use this only for a few
+        pages.
+        """
         return joined(Fragments, [runs.expand() for runs in self.by_rank])
 
 
 def expand_pattern(pattern: Pattern) -> GroupFragments:
-    """Return one row per fragment of a group, ordered by descriptor and then by run."""
+    """Return one row per fragment in a group, ordered by descriptor and then by run."""
     num_descriptors, num_runs = len(pattern.descriptors), len(pattern.runs)
     remote_region, remote_at, local_region, local_at = pattern.descriptors.T
     remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
@@ -211,9 +214,11 @@ def expand_pattern(pattern: Pattern) -> GroupFragments:
 
 
 def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -> np.ndarray:
-    """Return the start of each run in a region, ordered by group: int64[groups * runs]."""
+    """Return the byte offset in a region at which each run starts, ordered by group: int64[groups *
+    runs].
+    """
     if ids.shape[1] == 1:
-        found = ids * stride + at  # one page for all runs
+        found = ids * stride + at  # all runs use one page
     elif len(page) == ids.shape[1] and (page == np.arange(len(page))).all():
         found = ids * stride
         found += at
@@ -225,14 +230,14 @@ def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -
 
 
 def joined(kind: Callable, tables: list[tuple]) -> tuple:
-    """Concatenate the columns of the tables into one `kind`."""
+    """Concatenate the tables column by column into one table of type `kind`."""
     if not tables:
         return kind(*[np.empty(0, np.int64)] * len(kind._fields))
     return kind(*(np.concatenate(columns) for columns in zip(*tables)))
 
 
 def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
-    """Convert ids to int64[groups, len(used)].
+    """Validate page IDs and convert them to int64[groups, len(used)].
 
     Raises TypeError or ValueError if a used entry is not a valid page.
     """
@@ -245,7 +250,7 @@ def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
     wanted = given if used.all() else given[:, used]
     if wanted.size and (wanted.min() < 1 or wanted.max() > MAX_INT32):
         invalid = wanted[(wanted < 1) | (wanted > MAX_INT32)][0]
-        raise ValueError(f"{name} holds {invalid}: expected pages, 1 to {MAX_INT32}")
+        raise ValueError(f"{name} holds {invalid}: expected page numbers, 1 to {MAX_INT32}")
     return given.astype(np.int64)
 
 
@@ -254,7 +259,7 @@ def check_each_once(ids: np.ndarray, name: str) -> None:
     if ids.size == 0:
         return
     most = int(ids.max())
-    if most < 64 * ids.size:  # in this case, marking pages is cheaper than sorting them
+    if most < 64 * ids.size:  # marking pages is cheaper than sorting them
         named = np.zeros(most + 1, bool)
         named[ids] = True
         if np.count_nonzero(named) == ids.size:
@@ -267,12 +272,12 @@ def check_each_once(ids: np.ndarray, name: str) -> None:
 def remote_page_ids(
     ids: Mapping[int, np.ndarray] | np.ndarray, used: dict[int, np.ndarray], num_groups: int
 ) -> dict[int, np.ndarray]:
-    """Return int64[groups, pages] for each remote rank.
+    """Return page numbers for each remote rank, int64[groups, pages].
 
     `ids`: a mapping from rank to array, or one array for all ranks. `used`: bool[pages] by rank.
     """
     if not isinstance(ids, Mapping):
-        if not used:  # no rank is read
+        if not used:  # no rank is read from
             return {}
         any_used = np.logical_or.reduce(list(used.values()))
         found = dict.fromkeys(used, page_ids(ids, any_used, "remote_pages"))

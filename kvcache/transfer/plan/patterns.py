@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the patterns of a transfer plan by matching and merging the runs of a group's pages.
+"""Finds a transfer plan's patterns by matching and merging the runs of a group's pages.
 
 In every layout, one head of one token is contiguous in K or V of a layer. Offsets are first counted
-in units. A unit is a head of a token, or a part of it if strides are not multiples of it. In units,
-all layers are equal, and usually K and V are equal, too. Therefore heads of tokens are matched and
-merged once, then converted to bytes and repeated for every layer. If heads or tokens precede layers
-in the memory order, layers are matched together.
+in units. A unit is the size of one head of one token, or a fraction of that size if strides are not
+multiples of it. Counted in units, all layers have the same layout, and usually so do K and V.
+Therefore, heads of tokens are matched and merged once, then converted to bytes and repeated for
+every layer. If heads or tokens precede layers in the memory order, layers are matched together.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ class UnitRuns(NamedTuple):
 class UnitPattern(NamedTuple):
     """Repeated runs in units. Each of `offsets` is added to each of `first_runs`."""
 
-    offsets: np.ndarray  # int64[k, 2]: units from the first run, (remote, local)
+    offsets: np.ndarray  # int64[k, 2]: (remote, local) units from the first run
     first_runs: np.ndarray  # int64[m, 4]: remote page, unit in it, local page, unit in it
-    length: int  # units per run
+    length: int  # length of each run in units
 
 
 class UnitGroup(NamedTuple):
-    """Parts that are matched together, and the descriptors to which the result applies.
+    """Parts of a page that are matched together, and the descriptors to which the resulting runs
+    apply.
 
-    strides: int64[s, 7] in units, one row for K, V or scales of one layer or of all layers: start,
-        token stride and head stride on the remote side, start, token stride and head stride on the
-        local side, and the length of a head of a token.
+    strides: int64[s, 7] in units, one row for the K, V or scales of one layer or of all layers. The
+        columns are the start, token stride and head stride on the remote side, the same on the
+        local side, and the length of one head of one token.
     layers: int64[n, 4], as `Pattern.layers`. unit_bytes: int64[n].
     """
 
@@ -65,7 +66,7 @@ class UnitGroup(NamedTuple):
 
 
 class TokensOfGroup(NamedTuple):
-    """Each token's page in the group and index in the page, on both sides.
+    """For each token, on both sides: its page within the group, and its index within the page.
 
     Each column is int64[n].
     """
@@ -78,13 +79,13 @@ class TokensOfGroup(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """A local rank, and one remote pipeline stage that shares layers with it."""
+    """A local rank, paired with a remote pipeline stage that shares layers with it."""
 
     local: CacheDescription
     remote: CacheDescription
     at: Coordinates
     remote_pp_rank: int
-    heads: tuple[int, ...]  # heads of the local rank to match, numbered in the model
+    heads: tuple[int, ...]  # the local rank's heads to match, as numbered in the model
     sources: tuple[int, ...]  # remote tensor-parallel rank of each head
     mine: StageCache
     theirs: StageCache
@@ -93,19 +94,19 @@ class Sides(NamedTuple):
     def of(
         cls, local: CacheDescription, remote: CacheDescription, at: Coordinates, remote_pp_rank: int
     ) -> Sides:
-        """Return the sides with all heads of the local rank."""
+        """Create the pair with all heads of the local rank."""
         mine, theirs = local.stage_caches[at.pp_rank], remote.stage_caches[remote_pp_rank]
         heads = tuple(heads_of_rank(local.total_num_kv_heads, mine.tp_size, at.tp_rank))
         sources = tuple(sources_of_heads(local, remote, at, remote_pp_rank))
         return cls(local, remote, at, remote_pp_rank, heads, sources, mine, theirs)
 
     def remote_heads(self) -> np.ndarray:
-        """Return the index of each head on its source, int64[heads]."""
+        """Return each head's index within the remote rank from which it is read, int64[heads]."""
         first = np.array(self.sources) * self.remote.total_num_kv_heads // self.theirs.tp_size
         return np.array(self.heads) - first
 
     def by_head(self) -> list[Sides]:
-        """Split into single heads if heads precede blocks in the memory order of a side."""
+        """Split the pair into single heads if heads precede blocks in either side's memory order."""
         if not (self.mine.placement.head_regions or self.theirs.placement.head_regions):
             return [self]
         found = []
@@ -122,10 +123,10 @@ class Sides(NamedTuple):
 def find_patterns(
     local: CacheDescription, remote: CacheDescription, local_rank: int, *, received: bool
 ) -> tuple[Pattern, ...]:
-    """Find the patterns that fill a group's pages of one local rank.
+    """Find the patterns that fill a group's pages on one local rank.
 
-    `received`: whether pages arrive in the remote order of heads and tokens and are permuted later.
-    Otherwise every fragment is written to its final position.
+    With `received`, pages arrive in the remote order of heads and tokens and are permuted later.
+    Otherwise, every fragment is written to its final position.
     """
     at = local.coordinates(local_rank)
     patterns: list[Pattern] = []
@@ -139,7 +140,8 @@ def find_patterns(
             remote_heads = sides.remote_heads() if sides is together else np.zeros(1, np.int64)
             for group in _unit_groups(sides):
                 exact = not received or group.is_scales
-                # Stages of equal sizes have the same runs, and so do heads with the same source.
+                # Stages with equal sizes have the same runs, and so do heads with the same source
+                # rank.
                 key = (group.strides.tobytes(), sides.sources, sides.theirs.tp_size, exact)
                 if key not in matched:
                     runs = _matching_runs(sides, remote_heads, group.strides, not exact)
@@ -152,7 +154,7 @@ def find_patterns(
 
 
 def shared_stages(cache: CacheDescription, layers: range) -> list[int]:
-    """Return the pipeline stages of an engine that hold any of the layers."""
+    """Return those of an engine's pipeline stages that hold any of the layers."""
     return [
         pp_rank
         for pp_rank, stage in enumerate(cache.stage_caches)
@@ -163,7 +165,7 @@ def shared_stages(cache: CacheDescription, layers: range) -> list[int]:
 def sources_of_heads(
     local: CacheDescription, remote: CacheDescription, at: Coordinates, remote_pp_rank: int
 ) -> list[int]:
-    """Return the tensor-parallel rank of a remote stage from which to read each local head."""
+    """Return, for each local head, the tensor-parallel rank of a remote stage from which to read it."""
     heads, stages = local.total_num_kv_heads, local.pipeline_stages
     sharing = shared_stages(local, remote.stage_caches[remote_pp_rank].layers)
     tp_sizes = [stages[pp_rank].tp_size for pp_rank in sharing]
@@ -184,8 +186,8 @@ def sources_of_heads(
 
 
 def _holds_equal_pages(sides: Sides) -> bool:
-    """Return whether pages are equal on both sides and have non-contiguous K or V, so that they are
-    transferred as a whole.
+    """Return whether pages should be transferred as a whole, because they have equal layouts on
+    both sides but K or V is not contiguous.
     """
     return (
         not sides.mine.placement.is_contiguous
@@ -196,14 +198,14 @@ def _holds_equal_pages(sides: Sides) -> bool:
 
 
 def _have_equal_tokens(sides: Sides) -> bool:
-    """Return whether the pages of both sides hold the same tokens."""
+    """Return whether corresponding pages hold the same tokens on both sides."""
     same = ("block_size", "cp_world_size", "cp_interleave")
     return all(getattr(sides.local, name) == getattr(sides.remote, name) for name in same)
 
 
 def _have_equal_layers(sides: Sides) -> bool:
-    """Return whether both sides store the same data per token or head of a layer, and tokens or
-    heads precede layers in memory.
+    """Return whether, on both sides, tokens or heads precede layers in memory and each layer stores
+    the same data per token or head.
 
     If so, a run can continue from one layer to the next on both sides.
     """
@@ -244,8 +246,7 @@ def _whole_pages(sides: Sides) -> list[Pattern]:
 
 
 def _unit_groups(sides: Sides) -> list[UnitGroup]:
-    """Group the parts that are matched together. If K and V have equal strides, they are matched
-    only once.
+    """Group the parts that are matched together. K and V with equal strides are matched only once.
 
     If K or V is not contiguous in a page, and V is at the same distance from K in all layers, they are
     matched jointly and their descriptors begin at K. If a run can also continue from one layer to the
@@ -288,7 +289,9 @@ def _unit_groups(sides: Sides) -> list[UnitGroup]:
 
 
 def _layer_rows(sides: Sides) -> tuple[slice, slice]:
-    """Return the layers that both sides hold, with their indices on the remote and the local rank."""
+    """Return two slices that select, on the remote and the local rank, the layers that both sides
+    hold.
+    """
     mine, theirs = sides.mine.layers, sides.theirs.layers
     first, last = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
     return tuple(slice(first - held.start, last - held.start) for held in (theirs, mine))
@@ -318,8 +321,8 @@ def _matching_runs(
 def tokens_of_group(
     local: CacheDescription, remote: CacheDescription, cp_rank: int
 ) -> TokensOfGroup:
-    """Return the tokens of a group on a local context-parallel rank in order, with their places on
-    both sides.
+    """Return the positions, on both sides, of a group's tokens on a local context-parallel rank, in
+    token order.
     """
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
     token = np.arange(tokens_per_group // local.cp_world_size)
@@ -335,7 +338,7 @@ def tokens_of_group(
 
 
 def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """Return the first unit of each head of each token in a page, int64[s, tokens, heads]."""
+    """Return the first unit of each token's heads within a page, int64[s, tokens, heads]."""
     begin, token_stride, head_stride = strides.T[:, :, None, None]
     return begin + token[:, None] * token_stride + head * head_stride
 
@@ -343,7 +346,7 @@ def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.nd
 def _received_units(
     local: CacheDescription, remote: CacheDescription, token: np.ndarray, head: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (page, unit in the page) in the remote order.
+    """Return (page, unit within the page) of each token's heads, in the remote order.
 
     A unit is one head of one token in K or V.
     """
@@ -377,7 +380,7 @@ def _merged(runs: UnitRuns) -> UnitRuns:
 
 
 def _by_source(runs: UnitRuns, tp_size: int) -> Iterator[tuple[int, int, list[UnitPattern]]]:
-    """Yield (cp_rank, tp_rank, patterns) of each source."""
+    """Yield (cp_rank, tp_rank, patterns) for each source rank."""
     first_of_source = np.flatnonzero(np.diff(runs.source, prepend=-1))
     for first, last in zip(first_of_source, [*first_of_source[1:], len(runs.source)]):
         of_source = UnitRuns(*(column[first:last] for column in runs))
@@ -385,12 +388,12 @@ def _by_source(runs: UnitRuns, tp_size: int) -> Iterator[tuple[int, int, list[Un
 
 
 def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
-    """Factor the runs of one source into patterns.
+    """Factor the runs from one source rank into patterns.
 
     Page pairs with the same offsets share a pattern.
     """
     pair = runs.local_page * (int(runs.remote_page.max()) + 1) + runs.remote_page
-    order = np.lexsort((pair, runs.length))  # stable sort, keeps the local order within a pair
+    order = np.lexsort((pair, runs.length))  # a stable sort keeps the local order within a pair
     pair, length = pair[order], runs.length[order]
     table = np.stack(runs[1:5], axis=1)[order]
     first = np.flatnonzero((np.diff(pair, prepend=-1) != 0) | (np.diff(length, prepend=-1) != 0))
@@ -409,7 +412,9 @@ def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
 def _in_bytes(
     sides: Sides, source: int, unit_pattern: UnitPattern, group: UnitGroup
 ) -> list[Pattern]:
-    """Convert units to bytes and repeat them for K and V of all layers, merging contiguous layers."""
+    """Convert a pattern from units to bytes and repeat it for K and V of all layers, merging
+    contiguous layers.
+    """
     layers, unit_bytes = group.layers, group.unit_bytes
     length = int(group.strides[:, 6].sum())
     mine, theirs = (
@@ -451,7 +456,7 @@ def _in_bytes(
 def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Merge parts that directly follow the previous part on both sides.
 
-    Returns the merged parts and their bytes.
+    Returns the merged parts and their sizes in bytes.
     """
     order = np.lexsort((layers[:, 1], layers[:, 0]))
     layers, sizes = layers[order], sizes[order]
@@ -464,10 +469,8 @@ def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _may_join(runs: np.ndarray, remote_stride: int, local_stride: int) -> bool:
-    """Return whether page numbers exist for which a run begins at the end of the previous run on
-    both sides.
-    """
+    """Return whether, for some page numbers, a run starts where the previous run ends on both sides."""
     ends = runs[:, 1:5:2] + runs[:, 4:]
-    # The first run follows the last run.
+    # The first run follows the last run of the previous group.
     begins_next = np.concatenate([runs[1:, 1:5:2], runs[:1, 1:5:2]])
     return bool(((ends - begins_next) % (remote_stride, local_stride) == 0).all(axis=1).any())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines which ranks of one engine read from each rank of another.
+"""Determines which ranks of a reading engine read from each rank of the source engine.
 
-A sender waits for these readers.
+A source rank waits for these readers before it releases pages.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ def source_readers(
     *,
     first_token: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of `readers` that read from each rank of `source`, in ascending order.
+    """Return, for each rank of `source`, the ranks of `readers` that read from it, in ascending order.
 
     A source rank may release a request's pages after all its readers have reported that they are
-    done. Rank r is a reader of s if s is in the `remote_ranks` of `plan_transfer(readers, source,
-    r)`. A replica from which no rank reads has no readers and need not wait. For
-    `StateDescription`s, tokens are ignored, because a rank reads a state as a whole
+    done. Rank r is a reader of rank s if s is in the `remote_ranks` of
+    `plan_transfer(readers, source, r)`. A replica without readers need not wait. For
+    `StateDescription` objects, token ranges do not apply, because a rank reads a state as a whole
     (`plan_states`).
 
     Args:
         readers: The engine that reads.
-        source: The engine that is read.
-        num_tokens: Tokens of the request. With context parallelism, a rank may hold none of the tokens of
-            a short request. None: assume at least one full group of pages, so that every reader has
-            tokens.
-        first_token: First token to read, a multiple of the readers' `tokens_per_page`. Earlier
-            tokens are a prefix hit of the readers.
+        source: The engine that is read from.
+        num_tokens: Number of tokens in the request. With context parallelism, a rank may hold none
+            of a short request's tokens. None: assume at least one full group of pages, so that
+            every reader holds tokens.
+        first_token: First token to read, a multiple of the readers' `tokens_per_page`. The readers
+            already hold the earlier tokens, as a prefix hit.
 
     Returns:
-        The readers of each rank of `source`.
+        A tuple of reader ranks for each rank of `source`.
 
     Raises:
         TypeError: See `plan_transfer` and `plan_states`.
-        ValueError: Tokens are out of range. For other reasons, see `plan_transfer` and `plan_states`.
+        ValueError: The token range is invalid. `plan_transfer` and `plan_states` may raise it for
+            other reasons.
 
     Example:
         >>> from dataclasses import replace
@@ -59,7 +60,7 @@ def source_readers(
         ...     block_size=16, tp_size=4)
         >>> source_readers(decode, replace(decode, engine_id="p", tp_size=1, pp_size=2))
         ((0, 1, 2, 3), (0, 1, 2, 3))
-        >>> source_readers(replace(decode, tp_size=1), decode)  # two replicas of each head
+        >>> source_readers(replace(decode, tp_size=1), decode)  # each head has two replicas
         ((0,), (), (0,), ())
     """
     kind = StateDescription if isinstance(readers, StateDescription) else CacheDescription
@@ -81,10 +82,10 @@ def source_readers(
     integer(first_token, "first_token", 0, num_tokens - 1)
     if first_token % readers.tokens_per_page:
         raise ValueError(
-            f"first_token is {first_token}: expected a multiple of the "
-            f"{readers.tokens_per_page} tokens of a page of the readers"
+            f"first_token is {first_token}: expected a multiple of {readers.tokens_per_page}, the "
+            "number of tokens per page of the readers"
         )
-    # All groups between the first and the last are alike, so it suffices to consider one of them.
+    # All groups between the first and the last have the same readers, so one of them suffices.
     spans = set()
     first_group, last_group = first_token // group, (num_tokens - 1) // group
     for number in {first_group, min(first_group + 1, last_group), last_group}:
@@ -117,7 +118,9 @@ def _readers_of_states(
 def _sources(
     readers: CacheDescription, source: CacheDescription
 ) -> tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]:
-    """Return the coordinates of each reader, and all (pp_rank, tp_rank) from which it reads."""
+    """Return each reader's coordinates and the (pp_rank, tp_rank) pairs of all ranks from which it
+    reads.
+    """
     found = []
     for rank in range(readers.world_size):
         at = readers.coordinates(rank)
@@ -134,9 +137,9 @@ def _sources(
 def _cp_ranks_with_tokens(
     readers: CacheDescription, source: CacheDescription, span: tuple[int, int]
 ) -> frozenset[tuple[int, int]]:
-    """Return the pairs of context-parallel ranks, (reader, source), that share a token.
+    """Return all (reader, source) pairs of context-parallel ranks that hold a common token.
 
-    Only pages that hold tokens in `span`, a range of tokens within a group, are considered.
+    Only pages that hold tokens in `span`, a token range within a group, are considered.
     """
     if readers.cp_world_size == source.cp_world_size == 1:
         return frozenset([(0, 0)])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects the runs of a plan that transfer an arbitrary range of a request's tokens.
+"""Selects those runs of a plan that transfer an arbitrary range of a request's tokens.
 
-Tables may have null pages.
+Block tables may contain null pages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class RangeRuns:
     """The runs that transfer a range of tokens.
 
     Attributes:
-        runs: The runs, as from `TransferPlan.apply`.
-        permuted: int64[groups, local pages per group]. Local pages to pass to `permute_pages` after
-            they have arrived.
-        missing: int64[k]. Local pages of the range for which no remote page holds a token.
+        runs: The runs, in the form that `TransferPlan.apply` returns.
+        permuted: int64[groups, local pages per group]. The local pages to pass to `permute_pages`
+            once all runs have arrived.
+        missing: int64[k]. The local pages in the range whose tokens are in no remote page.
     """
 
     runs: TransferRuns
@@ -39,30 +39,29 @@ def plan_range(
     first_token: int,
     end_token: int,
 ) -> RangeRuns:
-    """Return the runs that transfer tokens [first_token, end_token) of a request in one cache
-    group.
+    """Return the runs that transfer a request's tokens [first_token, end_token) in one cache group.
 
-    0 is the null page, and entries beyond the end of a table are null. Null pages on either side
-    are skipped. Fragments are not split, so all tokens that a local and a remote page have in
-    common are transferred, including tokens outside the range. Only complete groups of pages may
-    arrive in the remote order (`permuted`).
+    Page 0 is the null page, and entries beyond the end of a table count as null. Null pages on
+    either side are skipped. Fragments are not split: all tokens that a local and a remote page have
+    in common are transferred, including tokens outside the range. Pages may arrive in the remote
+    order (`permuted`) only in complete groups.
 
     Args:
-        plan: The plan of this rank.
-        local_ids: int[n]. The request's block table on this rank. Entry i holds the tokens starting at
-            `i * tokens_per_page`.
-        remote_ids: int[n]. The block table of the peers, as one array for all remote ranks or a
-            mapping from remote rank to array.
-        first_token: First token to move.
-        end_token: End of the tokens, exclusive.
+        plan: This rank's transfer plan.
+        local_ids: int[n]. The request's block table on this rank. Entry i is the block for tokens
+            from `i * tokens_per_page` onwards.
+        remote_ids: int[n]. The peer's block table, as one array for all remote ranks or a mapping
+            from remote rank to array.
+        first_token: First token to transfer.
+        end_token: End of the tokens to transfer, exclusive.
 
     Returns:
         The runs.
 
     Raises:
         TypeError: A table does not contain integers.
-        ValueError: A shape or value is invalid, a rank is missing, a local page is written twice,
-            or the local table does not hold the tokens.
+        ValueError: A shape or value is invalid, a rank is missing, a local page would be written
+            twice, or the local table is too short for the tokens.
 
     Example:
         >>> from dataclasses import replace
@@ -121,12 +120,12 @@ def plan_range(
 
 
 def _kept(pattern: Pattern, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """Return which runs have wanted pages on both sides, bool[groups, m]."""
+    """Return the mask of runs whose pages are wanted on both sides, bool[groups, m]."""
     return here[:, pattern.runs[:, 2]] & there[:, pattern.runs[:, 0]]
 
 
 class _Wanted:
-    """Masks of the pages that hold a token of the range, bool[groups, pages]."""
+    """Masks of the pages that hold any token in the range, bool[groups, pages]."""
 
     def __init__(
         self, plan: TransferPlan, first_token: int, end_token: int, first_group: int, groups: int
@@ -138,7 +137,7 @@ class _Wanted:
         self.local = self._of(plan.local, at.cp_rank, plan.local_pages_per_group)
 
     def of_rank(self, rank: int) -> np.ndarray:
-        """Return the mask of the wanted pages of a remote rank."""
+        """Return the mask of a remote rank's wanted pages."""
         remote = self._plan.remote
         cp_rank = remote.coordinates(rank).cp_rank
         return self._of(remote, cp_rank, self._plan.remote_pages_per_group)
@@ -148,7 +147,7 @@ class _Wanted:
         if not self._groups:
             return pages
         tokens, last = self._plan.tokens_per_group, self._groups - 1
-        for group in {0, last}:  # all pages of the groups in between are wanted
+        for group in {0, last}:  # the groups in between need all their pages
             low = max(self._first - group * tokens, 0)
             high = min(self._end - group * tokens, tokens)
             pages[group] = pages_with(cache, cp_rank, (low, high), per_group)
@@ -156,14 +155,18 @@ class _Wanted:
 
 
 def _table(ids: np.ndarray, name: str) -> np.ndarray:
-    """Convert a block table to int64[n]. Raises TypeError or ValueError for other values."""
+    """Convert a block table to int64[n]. Raises TypeError or ValueError if it contains anything but
+    page numbers.
+    """
     given = as_array(ids, name)
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {given.dtype}: expected integers")
     if given.ndim != 1:
         raise ValueError(f"{name} has shape {list(given.shape)}: expected [n]")
     if given.size and (given.min() < 0 or given.max() > MAX_INT32):
-        raise ValueError(f"{name} holds {min(given.min(), 0) or given.max()}: expected pages, or 0")
+        raise ValueError(
+            f"{name} holds {min(given.min(), 0) or given.max()}: expected page numbers, or 0"
+        )
     return given.astype(np.int64)
 
 
@@ -178,7 +181,7 @@ def _remote_tables(
 
 
 def _grouped(table: np.ndarray, per_group: int, first_group: int, groups: int) -> np.ndarray:
-    """Return a part of a table as int64[groups, per_group], padded with null pages."""
+    """Return a slice of a block table as int64[groups, per_group], padded with null pages."""
     found = np.zeros(groups * per_group, np.int64)
     part = table[first_group * per_group :][: len(found)]
     found[: len(part)] = part

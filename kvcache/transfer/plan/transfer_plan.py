@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer plan of a local rank, which defines the remote bytes that fill its pages."""
+"""The transfer plan of a local rank, which defines what remote bytes fill its pages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kvcache.transfer.plan.fragments import (
 )
 from kvcache.transfer.plan.patterns import find_patterns, shared_stages
 
-_MOST_HEADS = 1 << 22  # maximum number of heads of all tokens in a group; planning visits each once
-# Fields that must be equal in both engines. The first difference is reported.
+_MOST_HEADS = 1 << 22  # maximum number of (token, head) pairs per group; planning visits each
+# Fields that must be equal in both engines. The error message names the first that differs.
 _SAME = (
     "is_mla",
     "num_layers",
@@ -40,17 +40,17 @@ _SAME = (
 
 
 class ReceivePermutation(NamedTuple):
-    """Arguments of `permute_received_blocks` for received pages. See `permute_pages`."""
+    """The arguments with which `permute_received_blocks` permutes received pages. See `permute_pages`."""
 
-    remote_block_size: int  # tokens per remote block
+    remote_block_size: int  # in tokens
     remote_layout: str
 
 
 @dataclass(frozen=True, eq=False)
 class PatternPlan:
-    """Factored fragments that fill groups of pages of one local rank from remote ranks.
+    """The factored fragments that fill groups of pages on one local rank from remote ranks.
 
-    `patterns` are the fragments of one group in factored form, and `fragments` lists them
+    `patterns` contains one group's fragments in factored form, and `fragments` lists them
     individually. A group consists of `local_pages_per_group` pages of this rank and
     `remote_pages_per_group` pages of each remote rank.
     """
@@ -61,7 +61,7 @@ class PatternPlan:
 
     @cached_property
     def remote_ranks(self) -> tuple[int, ...]:
-        """The remote ranks that are read, in ascending order."""
+        """The remote ranks that are read from, in ascending order."""
         return tuple(sorted({pattern.remote_rank for pattern in self.patterns}))
 
     @property
@@ -71,7 +71,7 @@ class PatternPlan:
 
     @property
     def bytes_per_group(self) -> dict[int, int]:
-        """Bytes per group from each remote rank."""
+        """Number of bytes per group that are read from each remote rank."""
         count = Counter()
         for pattern in self.patterns:
             count[pattern.remote_rank] += pattern.num_bytes
@@ -79,46 +79,46 @@ class PatternPlan:
 
     @property
     def is_whole_pages(self) -> bool:
-        """Whether each fragment covers all bytes of a page in a region, on both sides.
+        """Whether each fragment covers, on both sides, all bytes of a page in a region.
 
-        If so, a run of consecutive pages of any length is one fragment.
+        If so, any number of consecutive pages are transferred as a single fragment.
         """
         return all(pattern.is_whole_pages for pattern in self.patterns)
 
     @cached_property
     def fragments(self) -> GroupFragments:
-        """One row per fragment of a group."""
+        """All fragments of a group, one row per fragment."""
         return joined(GroupFragments, [expand_pattern(pattern) for pattern in self.patterns])
 
     def apply(
         self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
     ) -> TransferRuns:
-        """Return the byte runs for given pages, merging consecutive pages.
+        """Return the byte runs that fill the given pages, with consecutive pages merged.
 
         The cost depends on the number of pages, not on the number of fragments. If a transport
-        needs single fragments, use `expand`. Pages that a partial plan does not use may have any
-        page number.
+        needs individual fragments, call `expand` on the runs. Entries for pages that a partial plan
+        does not use may contain any number.
 
         Args:
             local_pages: int[groups, local_pages_per_group].
-            remote_pages: int[groups, remote_pages_per_group] by remote rank, or one array if all ranks
-                use the same page numbers.
+            remote_pages: int[groups, remote_pages_per_group] for each remote rank, as a mapping, or
+                one array if all ranks use the same page numbers.
 
         Returns:
             The runs.
 
         Raises:
             TypeError: Pages are not integers.
-            ValueError: A shape is wrong, a rank of `remote_ranks` is missing, a local page occurs twice,
-                or a page is below 1. Page 0 is the null block, because tokens outside a sliding
-                window are not fetched.
+            ValueError: A shape is wrong, a rank in `remote_ranks` is missing, a local page occurs
+                twice, or a page number is below 1. Page 0 is the null block, which stands for
+                tokens outside a sliding window and is never fetched.
 
         Example:
             >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
             ...     block_size=4)
             >>> plan = plan_transfer(cache, cache, 0)
             >>> runs = plan.apply(np.array([[7], [8], [3]]), np.array([[1], [2], [9]]))
-            >>> runs = runs.by_rank[0]  # pages 3, and 7 and 8 together, in each of four regions
+            >>> runs = runs.by_rank[0]  # page 3, and the merged pages 7 and 8, in four regions
             >>> runs.local_offset.tolist(), runs.remote_offset.tolist(), runs.length.tolist()
             ([384, 896], [1152, 128], [128, 256])
             >>> runs.descriptors[:, [0, 2]].tolist()
@@ -130,7 +130,7 @@ class PatternPlan:
         remote_ids = remote_page_ids(remote_pages, remote_used, len(local_ids))
         if any(pattern.joins for pattern in self.patterns):
             first = local_ids[:, 0]
-            if (first[1:] < first[:-1]).any():  # only adjacent entries are merged
+            if (first[1:] < first[:-1]).any():  # only adjacent entries can be merged
                 order = np.argsort(first)
                 local_ids = local_ids[order]
                 remote_ids = {rank: ids[order] for rank, ids in remote_ids.items()}
@@ -140,8 +140,8 @@ class PatternPlan:
 
     @cached_property
     def _used(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Return masks, bool[pages], of a group's written pages and of its read pages by remote
-        rank.
+        """Return two masks, bool[pages]: a group's written pages, and the pages read from each
+        remote rank.
         """
         local = np.zeros(self.local_pages_per_group, bool)
         remote = {rank: np.zeros(self.remote_pages_per_group, bool) for rank in self.remote_ranks}
@@ -153,13 +153,14 @@ class PatternPlan:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan(PatternPlan):
-    """A plan for filling groups of pages of one local rank from a remote engine. See `plan_transfer`.
+    """A plan for filling groups of pages on one local rank from a remote engine. See `plan_transfer`.
 
     A *group* is the smallest number of pages that hold the same tokens on both sides: `tokens_per_group`
     tokens of a request, counted from its beginning, in `local_pages_per_group` pages of this rank and
-    `remote_pages_per_group` pages of each remote rank. `patterns` are the factored fragments of one
-    group, and `fragments` lists them. After the pages [groups, local_pages_per_group] have arrived, apply
-    `permutation` to them with `permute_pages`, unless it is None.
+    `remote_pages_per_group` pages of each remote rank. `patterns` contains one group's fragments in
+    factored form, and `fragments` lists them individually. After the pages [groups,
+    local_pages_per_group] have arrived, apply `permutation` to them with `permute_pages`, unless it
+    is None.
     """
 
     local: CacheDescription
@@ -167,7 +168,7 @@ class TransferPlan(PatternPlan):
     local_rank: int
     permutation: ReceivePermutation | None
     tokens_per_group: int
-    # Patterns that do not require a permutation, for incomplete groups of pages.
+    # Patterns for incomplete groups of pages, which are not permuted.
     exact_patterns: tuple[Pattern, ...]
     is_partial: bool = False  # created by `for_tokens`
 
@@ -175,20 +176,20 @@ class TransferPlan(PatternPlan):
         """Return the plan for a partially needed group, such as the first or last group of a
         request.
 
-        Fragments are not split. Fragments of pages without a needed token on either side are
-        omitted, and these pages may have any page number. `tokens_per_group` and the pages per
-        group include only existing tokens and pages.
+        Fragments are not split. A fragment is omitted if its local or its remote page holds no
+        needed token; such a page may have any page number. `tokens_per_group` and the pages per
+        group count only existing tokens and pages.
 
         Args:
             num_tokens: Number of tokens in the group.
             first_token: First token to transfer, a multiple of the local `tokens_per_page`. Earlier
-                tokens are already local (a prefix hit).
+                tokens are already cached locally (a prefix hit).
 
         Returns:
             The partial plan.
 
         Raises:
-            ValueError: A group does not have these tokens.
+            ValueError: A group does not contain these tokens.
 
         Example:
             >>> small = CacheDescription(engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8,
@@ -205,13 +206,13 @@ class TransferPlan(PatternPlan):
         first_token = integer(first_token, "first_token", 0, num_tokens - 1)
         if first_token % self.local.tokens_per_page:
             raise ValueError(
-                f"first_token is {first_token}: expected a multiple of the "
-                f"{self.local.tokens_per_page} tokens of a local page"
+                f"first_token is {first_token}: expected a multiple of {self.local.tokens_per_page}, "
+                "the number of tokens per local page"
             )
         wanted = (first_token, num_tokens)
         cp_rank = self.local.coordinates(self.local_rank).cp_rank
         mine = pages_with(self.local, cp_rank, wanted, self.local_pages_per_group)
-        # The permutation needs all local pages that a remote page fills.
+        # The permutation needs all local pages that are filled from the same remote page.
         permutes = self.permutation is not None and bool(mine.all())
 
         def kept(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
@@ -244,19 +245,20 @@ def plan_transfer(
     *,
     allow_permutation: bool = True,
 ) -> TransferPlan:
-    """Plan how a local rank fills its pages with the same tokens of a remote engine.
+    """Plan how a local rank fills its pages with the same tokens from a remote engine.
 
-    Parallel sizes, block size and memory order may differ. If several remote ranks hold a head, it is
-    read from one of them, and local ranks are distributed over them. The plan depends only on the
-    arguments. Planning time does not depend on the number of blocks.
+    Parallel sizes, block size and memory order may differ. If several remote ranks hold a head,
+    each local rank reads the head from one of them, and local ranks are distributed evenly over
+    these replicas. The plan depends only on the arguments. Planning time does not depend on the
+    number of blocks.
 
     Args:
         local: The local engine.
         remote: The remote engine.
         local_rank: The local rank.
         allow_permutation: Whether pages may arrive in the remote order of heads and tokens if this
-            needs fewer fragments. `permute_received_blocks` then permutes them. Otherwise every
-            fragment is written to its final position.
+            reduces the number of fragments. `permute_received_blocks` must then permute them. If
+            False, every fragment is written to its final position.
 
     Returns:
         The plan.
@@ -271,7 +273,7 @@ def plan_transfer(
         ...     block_size=64, tp_size=2, memory_order=backend("FLASH_ATTN").memory_order("HND"))
         >>> prefill = replace(decode, engine_id="p", tp_size=4, block_size=16)
         >>> plan = plan_transfer(decode, prefill, local_rank=1)
-        >>> plan.permutation, plan.remote_ranks, plan.num_fragments  # 4 pages of 2 ranks, 4 regions
+        >>> plan.permutation, plan.remote_ranks, plan.num_fragments  # 4 pages from 2 ranks, in 4 regions
         (ReceivePermutation(remote_block_size=16, remote_layout='HND'), (2, 3), 32)
         >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # head by head
         64
@@ -350,8 +352,8 @@ def _check_scales(
 
 
 def _permutable(local: CacheDescription, remote: CacheDescription, local_rank: int) -> bool:
-    """Return whether whole remote pages can be received, that is, ranks hold the same tokens and
-    one block size divides the other.
+    """Return whether whole remote pages can be received, that is, whether ranks hold the same
+    tokens and one block size divides the other.
     """
     same_tokens = local.cp_world_size == remote.cp_world_size and (
         local.cp_interleave == remote.cp_interleave or local.cp_world_size == 1
@@ -374,14 +376,16 @@ def _num_fragments(patterns: tuple[Pattern, ...]) -> int:
 def pages_with(
     cache: CacheDescription, cp_rank: int, tokens: tuple[int, int], num_pages: int
 ) -> np.ndarray:
-    """Return which pages of a rank's group hold any of the tokens [first, last), bool[num_pages]."""
+    """Return the mask of the pages in a rank's group that hold any of the tokens [first, last),
+    bool[num_pages].
+    """
     first, last = (_tokens_on_rank(cache, cp_rank, token) for token in tokens)
     begin = np.arange(num_pages) * cache.block_size
     return (begin < last) & (begin + cache.block_size > first) & (first < last)
 
 
 def _tokens_on_rank(cache: CacheDescription, cp_rank: int, num_tokens: int) -> int:
-    """Return the number of a request's first `num_tokens` tokens on a context-parallel rank."""
+    """Return how many of a request's first `num_tokens` tokens a context-parallel rank holds."""
     chunk = cache.cp_interleave
     whole, rest = divmod(num_tokens, chunk * cache.cp_world_size)
     return whole * chunk + min(max(rest - cp_rank * chunk, 0), chunk)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports, which move bytes of registered memory between the processes of two engines."""
+"""Transports, which move bytes between the registered memory of two engines' processes."""

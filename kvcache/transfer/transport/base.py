@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport interface, with registered memory, peers, and reads and writes with deadlines."""
+"""The transport interface: registered memory, peers, and reads and writes with deadlines."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TransferError(RuntimeError):
 class Transfer(ABC):
     """A read or write in flight.
 
-    Every transfer ends. It either completes, or fails no later than `timeout_s` after its start.
+    Every transfer ends: it either completes, or fails no later than `timeout_s` after its start.
 
     Attributes:
         peer: The peer whose memory is accessed.
-        num_bytes: Bytes of all fragments.
+        num_bytes: Total size of all fragments in bytes.
     """
 
     peer: str
@@ -43,11 +43,11 @@ class Transfer(ABC):
         """Cancel the transfer, so that `poll` raises TransferError. Has no effect after the
         transfer has ended.
 
-        Other transfers with the peer continue. If the peer does not release the transfer in time,
-        it is disconnected.
+        Other transfers with the peer continue. If the peer does not release the canceled transfer
+        in time, the peer is disconnected.
 
         Args:
-            reason: Reason, for the error message.
+            reason: Reason to state in the error message.
         """
 
     @property
@@ -55,12 +55,13 @@ class Transfer(ABC):
     def is_released(self) -> bool:
         """Whether the transport no longer accesses local memory for this transfer.
 
-        After a failure, this may become true later. Until then, the transfer's pages must not be reused.
+        After a failure, it may take a while until this becomes True. Until then, the transfer's
+        pages must not be reused.
         """
 
     @abstractmethod
     def _wait_for_end(self, timeout_s: float) -> None:
-        """Return once the transfer has ended, or after at most `timeout_s`."""
+        """Wait until the transfer has ended, for at most `timeout_s`."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all bytes have moved. If the transfer does not complete in time, it is
@@ -77,25 +78,25 @@ class Transfer(ABC):
         while not self.poll():
             left = deadline - time.monotonic()
             if left <= 0:
-                self.cancel(f"not done within {timeout_s:g} s")
-                continue  # `poll` raises
+                self.cancel(f"not finished within {timeout_s:g} s")
+                continue  # `poll` then raises
             self._wait_for_end(left)
 
 
 class Transport(ABC):
-    """Moves bytes between registered memory of this process and of its peers.
+    """Moves bytes between the registered memory of this process and that of its peers.
 
-    Only one thread at a time may call a transport, except for `connect`, which any thread may call. Until
-    `close`, the transport's own threads serve reads and writes of peers, even while the calling thread is
-    busy.
+    Only one thread at a time may call the methods of a transport, except for `connect`, which any
+    thread may call. Until `close`, the transport's own threads serve the peers' reads and writes,
+    even while the calling thread is busy.
 
-    Transfers are not ordered with the caller's CUDA streams. On both sides, work that accesses the memory
-    must have finished before a transfer starts. Work launched on any stream after the transfer has
-    completed sees its bytes.
+    Transfers are not ordered with the caller's CUDA streams. On both sides, work that accesses the
+    memory must have finished before a transfer starts. Work launched on any stream after the
+    transfer has completed sees the transferred bytes.
 
     Attributes:
         name: "gloo" or "nixl".
-        agent: The name of this side, as known to peers.
+        agent: The name by which peers know this side.
 
     Example:
         >>> from kvcache.transfer.transport.factory import make_transport
@@ -115,29 +116,30 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
-        """Register memory that reads and writes of both sides may access.
+        """Register memory that reads and writes, started by either side, may access.
 
-        Register memory before calling `metadata`, which reports it to peers. Registering memory again is
-        allowed. A fragment must lie in a single region. It must not cross the boundary between the
-        memory of two calls, or the end of an allocation of pages.
+        Register memory before calling `metadata`, which reports the memory to peers. Registering
+        memory again is allowed. Each fragment of a transfer must lie in a single region: it must
+        not cross the boundary between memory registered in two calls, or the end of an allocation
+        of pages.
 
         Args:
             memory: The pages of a pool, or (address, bytes) of host memory. The caller must keep the
                 memory alive until `close`.
 
         Raises:
-            ValueError: A size is zero, or the memory is registered under another device. Nothing was
-                registered.
+            ValueError: A size is zero, or the memory is already registered under another device.
+                Nothing was registered.
             RuntimeError: NIXL cannot share the memory.
         """
 
     @abstractmethod
     def unregister(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
-        """Withdraw registered memory, which may then be freed or remapped.
+        """Unregister memory, which may then be freed or remapped.
 
-        All peers are disconnected, and transfers in flight fail. Peers that connect again can access only
-        the other memory. After the memory is registered again, `metadata` is as before, and peers that
-        connect from then on can access all of it.
+        All peers are disconnected, and transfers in flight fail. Peers that reconnect can access
+        only memory that is still registered. After the memory is registered again, `metadata` is
+        the same as before, and peers that connect from then on can access all of it.
 
         Args:
             memory: The argument of an earlier `register`.
@@ -150,14 +152,14 @@ class Transport(ABC):
     def metadata(self) -> bytes:
         """Return the version, agent, address and registered memory as JSON.
 
-        A peer needs them to connect.
+        A peer needs this metadata to connect.
         """
 
     @abstractmethod
     def connect(self, metadata: bytes, *, timeout_s: float = 10.0) -> str:
         """Connect to the peer that created `metadata`.
 
-        If the peer is already connected, from either side, it is reconnected only if it was
+        If a connection opened by either side already exists, it is replaced only if the peer was
         restarted. Both sides may call this method at the same time.
 
         Args:
@@ -168,9 +170,9 @@ class Transport(ABC):
             The peer's name.
 
         Raises:
-            ValueError: The metadata is malformed, belongs to another version or transport, or has
+            ValueError: The metadata is malformed, is from another version or transport, or contains
                 the name of another live peer.
-            ConnectionError: The peer was not reached in time or refused the connection.
+            ConnectionError: The peer could not be reached in time, or refused the connection.
         """
 
     def read(
@@ -191,14 +193,15 @@ class Transport(ABC):
             remote: int64[n]. Addresses in the peer's process.
             length: int64[n]. Length of each fragment in bytes.
             notify: Message that the peer receives after all bytes have been read.
-            timeout_s: Deadline in seconds, after which the transfer fails. None: the transport's default.
+            timeout_s: Maximum duration in seconds, after which the transfer fails. None: the
+                transport's default.
 
         Returns:
             The transfer in flight.
 
         Raises:
-            ValueError: The peer is unknown, memory is not registered, or local bytes are written twice.
-                Nothing has moved.
+            ValueError: The peer is unknown, memory is not registered, or local bytes would be
+                written twice. Nothing was transferred.
             TransferError: The peer is no longer connected.
         """
         spans = self._joined(peer, local, remote, length)
@@ -228,9 +231,9 @@ class Transport(ABC):
         return joined(mine, mine.beside(remote, "remote"), self._borders(peer))
 
     def _borders(self, peer: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the starts of the local and remote registered regions.
+        """Return the start addresses of the local and the remote registered regions.
 
-        Fragments are not joined across them.
+        Fragments are not merged across these addresses.
         """
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
@@ -244,9 +247,9 @@ class Transport(ABC):
         notify: bytes,
         timeout_s: float | None,
     ) -> Transfer:
-        """Start a transfer, "pull" or "push", of matching spans.
+        """Start a "pull" or "push" of matching local and remote spans.
 
-        The spans have passed `Spans.checked`.
+        `Spans.checked` has validated the spans.
         """
 
     def read_spans(
@@ -258,7 +261,9 @@ class Transport(ABC):
         notify: bytes = b"",
         timeout_s: float | None = None,
     ) -> Transfer:
-        """Start a `read` of factored fragments, with equal numbers of bases and equal run lengths."""
+        """Start a `read` of factored fragments. Both sides have the same number of bases and the
+        same run lengths.
+        """
         check_match(local, remote)
         return self._begin("pull", peer, local, remote, notify, timeout_s)
 
@@ -277,7 +282,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, peer: str, message: bytes) -> None:
-        """Send a message, which the peer's `notifications` returns.
+        """Send a message, which the peer receives by calling `notifications`.
 
         Raises ValueError or TransferError.
         """
@@ -286,18 +291,18 @@ class Transport(ABC):
     def notifications(self) -> list[tuple[str, bytes]]:
         """Return (peer, message) for all messages since the last call.
 
-        Messages of a peer are in order.
+        Messages from the same peer are in the order in which they were sent.
         """
 
     @abstractmethod
     def peers(self) -> list[str]:
-        """Return the names of connected peers, including peers that initiated the connection."""
+        """Return the names of all connected peers, including those that initiated the connection."""
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
         """Disconnect a peer.
 
-        Its transfers in flight fail. Raises ValueError if the peer never connected.
+        Its transfers in flight fail. Raises ValueError if the peer was never connected.
         """
 
     @abstractmethod

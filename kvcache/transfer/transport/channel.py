@@ -21,7 +21,7 @@ from kvcache.native.load import core
 
 MOST_HEADER = 1 << 16  # maximum size of a header in bytes
 MOST_PAYLOAD = 64 << 20
-MOST_QUEUED = 1 << 16  # maximum number of queued frames that the peer has not received yet
+MOST_QUEUED = 1 << 16  # maximum number of queued frames that were not sent yet
 _LENGTHS = struct.Struct("<II")
 _DIGEST_BYTES = 16
 
@@ -35,7 +35,7 @@ class ChannelError(ConnectionError):
 def send_frame(
     sock: socket.socket, header: dict, payload: bytes = b"", *, number: int | None = None
 ) -> None:
-    """Send a frame, with a digest if it is numbered. Raises OSError."""
+    """Send a frame, with a digest if `number` is given. Raises OSError on failure."""
     text = json.dumps(header).encode()
     head = _LENGTHS.pack(len(text), len(payload)) + text
     sock.sendall(head)
@@ -52,12 +52,12 @@ def receive_frame(
     deadline: float | None = None,
     number: int | None = None,
 ) -> Frame:
-    """Receive the next frame, which has a digest if it is numbered.
+    """Receive the next frame, which has a digest if `number` is given.
 
     Raises:
-        ChannelError: The peer ended the connection, or sent a frame that is too large or has a
+        ChannelError: The peer closed the connection, or sent a frame that is too large or has a
             wrong digest.
-        TimeoutError: `deadline` (by `time.monotonic`) has passed.
+        TimeoutError: `deadline`, in the time of `time.monotonic`, has passed.
     """
     lengths = bytes(_receive(sock, _LENGTHS.size, deadline))
     text_bytes, payload_bytes = _LENGTHS.unpack(lengths)
@@ -103,9 +103,10 @@ def _receive(sock: socket.socket, size: int, deadline: float | None) -> bytearra
 class Channel:
     """Exchanges frames with a connected peer, using one thread per direction.
 
-    One thread calls `on_frame(header, payload)` in order, and `on_end(reason)` once. `put` never waits
-    for the peer. If the peer does not receive a frame within `timeout_s`, the channel ends. With
-    `has_digest`, each frame has a digest of its number and content, and a mismatch ends the channel.
+    The receiving thread calls `on_frame(header, payload)` for each frame in order, and
+    `on_end(reason)` once. `put` never waits for the peer. If the peer does not receive a frame
+    within `timeout_s`, the channel is closed. With `has_digest`, each frame has a digest of its
+    number and content, and a mismatch closes the channel.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Channel:
         *,
         has_digest: bool = False,
     ) -> None:
-        self._sent, self._received = (  # counters of frames, if frames have digests
+        self._sent, self._received = (  # frame counters, if frames have digests
             itertools.count() if has_digest else itertools.repeat(None) for _ in range(2)
         )
         self._sock, self._on_frame, self._on_end = sock, on_frame, on_end
@@ -142,14 +143,16 @@ class Channel:
             thread.start()
 
     def put(self, header: dict, payload: bytes = b"") -> None:
-        """Queue a frame. Raises ChannelError if too many frames are queued for the peer."""
+        """Queue a frame for sending. Raises ChannelError if too many frames are queued."""
         try:
             self._queue.put_nowait((header, payload))
         except queue.Full:
-            raise ChannelError(f"the peer has not received {MOST_QUEUED} frames") from None
+            raise ChannelError(
+                f"{MOST_QUEUED} frames are waiting for the peer: expected fewer"
+            ) from None
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Close the connection when queued frames have been sent, or after `timeout_s`."""
+        """Close the connection once the queued frames have been sent, or after `timeout_s`."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
@@ -166,7 +169,7 @@ class Channel:
                 self._on_frame(*receive_frame(self._sock, number=next(self._received)))
         except OSError as error:
             self._on_end(str(error))
-        except Exception as error:  # a frame from this library never causes an exception
+        except Exception as error:  # frames sent by this library never cause an exception
             self._on_end(f"a frame was refused: {error}")
         finally:
             self._sock.close()

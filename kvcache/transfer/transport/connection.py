@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to a peer, which handles requests in both directions and the transfers that they
-start.
-"""
+"""A connection to a peer. It handles the requests of both sides and the transfers that they start."""
 
 from __future__ import annotations
 
@@ -27,15 +25,15 @@ if TYPE_CHECKING:
 
 MOST_MESSAGE = 1 << 20  # maximum size of a message in bytes
 MOST_NOTIFICATIONS = 1 << 16  # maximum number of messages that `notifications` has not returned yet
-_MOST_WAITING = 1 << 12  # maximum number of a peer's waiting reads, and of its unstarted writes
-_MOST_TIMES = 4  # average number of times that one request may reference each registered byte
-_MOST_STOPPED = 1 << 14  # exceeds the number of jobs that a peer may have started
+_MOST_WAITING = 1 << 12  # maximum number of a peer's reads, and of its writes, that wait to start
+_MOST_TIMES = 4  # mean number of times that a request may reference each registered byte
+_MOST_STOPPED = 1 << 14  # more than the number of jobs that a peer may have started
 _MOST_ID = 1 << 28
 
 
 @dataclass(frozen=True)
 class LocalSide:
-    """The options and memory of a transport that its connections need."""
+    """The options and memory that a transport shares with its connections."""
 
     memory: RegisteredMemory
     timeout_s: float
@@ -45,7 +43,7 @@ class LocalSide:
 
 
 class StagedTransfer(Transfer):
-    """A transfer whose bytes go through staging memory. Only `Flow` accesses local memory."""
+    """A transfer through staging memory. Only its `Flow` accesses local memory."""
 
     def __init__(self, connection: Connection, num_bytes: int, timeout_s: float) -> None:
         self.peer, self.num_bytes = connection.peer.agent, num_bytes
@@ -55,7 +53,7 @@ class StagedTransfer(Transfer):
         self._lock = threading.RLock()
         self._is_done, self._error = False, None
         self._has_ended = threading.Event()
-        self.number = -1  # number of the transfer on its connection
+        self.number = -1  # ID of the transfer, unique on its connection
         self.request = ""  # digest of the request, if enabled
         self._job: Job | None = None
 
@@ -65,7 +63,7 @@ class StagedTransfer(Transfer):
                 return True
             error = self._error
         if error is None and time.monotonic() > self.deadline:
-            error = f"not done within {self.timeout_s:g} s"
+            error = f"not finished within {self.timeout_s:g} s"
             self.cancel(error)
             return self.poll()
         if error is not None:
@@ -78,7 +76,7 @@ class StagedTransfer(Transfer):
 
     @property
     def job(self) -> Job | None:
-        """The job that moves the bytes. None until the peer has responded."""
+        """The job that moves the bytes, or None until the peer has responded."""
         return self._job
 
     @job.setter
@@ -101,7 +99,7 @@ class StagedTransfer(Transfer):
         self._has_ended.wait(min(timeout_s, max(self.deadline - time.monotonic(), 0.0) + 1e-3))
 
     def finish(self, tell: Callable[[bool], None] = lambda is_done: None) -> None:
-        """Mark all bytes as moved.
+        """Mark the transfer as complete.
 
         Calls `tell` with True, or with False if the transfer had already failed.
         """
@@ -117,7 +115,7 @@ class StagedTransfer(Transfer):
             if self._is_done or self._error is not None:
                 return False
             if self._job is not None:
-                self._job.stop()  # must be first, because `is_released` is read without the lock
+                self._job.stop()  # set first, because `is_released` is read without the lock
             self._error = reason
         self._has_ended.set()
         return True
@@ -130,7 +128,8 @@ class Connection:
       message).
     - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, bytes, and `landed`.
     - `refused` (id, reason): the request is refused; sent instead of another response.
-    - `more` and `end` (tag): whether another piece of the bytes after a `start` follows.
+    - `more` and `end` (tag): state whether another piece of the bytes that follow a `start` will be
+    sent.
     - `digest` (tag, digest): the digest of the next piece. On a mismatch, `spoiled` (id) is sent
       instead of `landed`. If digests are enabled, `pull`, `push` and every frame (`Channel`) also
       carry a digest.
@@ -140,7 +139,7 @@ class Connection:
     - `ready`: sent once by the listener when its lane is open. `connect` returns only after this
       frame, when both sides may start transfers.
 
-    The bytes of one direction flow in the order of the `start` frames.
+    In each direction, bytes are sent in the order of the `start` frames.
     """
 
     def __init__(self, local: LocalSide, peer: Metadata, *, is_caller: bool) -> None:
@@ -148,24 +147,23 @@ class Connection:
         self.bounds, self.kinds = peer.bounds(), peer.kinds()
         self.piece_bytes = min(peer.piece_bytes, local.piece_bytes)
         self.has_digest = peer.digest or local.digest
-        self.reason: str | None = None  # reason why the connection ended
-        self.is_ready = threading.Event()  # also set when the connection has ended
-        self._is_open = threading.Event()  # this side's lane is open, or the connection has ended
+        self.reason: str | None = None  # why the connection ended
+        self.is_ready = threading.Event()  # also set once the connection has ended
+        self._is_open = threading.Event()  # set once this side's lane is open or at the end
         self._peer_is_open = not is_caller
         self._local, self.is_caller = local, is_caller
         self._lock = threading.Lock()
-        self._ordering = threading.Lock()  # orders a write's `start` and `cancel`
+        self._ordering = threading.Lock()  # keeps a write's `start` before its `cancel`
         self._ids = itertools.count()
         self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
         self._given_up: dict[
             int, float
-        ] = {}  # transfers that the peer has not released, and the time since when
-        # The peer's writes by ID and, once they are in flight, by tag, followed by the peer's
-        # reads.
+        ] = {}  # transfers that the peer has not released, with the time since then
+        # The peer's writes, keyed by ID and, once they are in flight, by tag; and the peer's reads.
         self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}
-        self._incoming: dict[int, Job] = {}  # jobs that receive bytes, by tag
-        self._stopped: dict[int, None] = {}  # tags of ended jobs that lack digests
+        self._incoming: dict[int, Job] = {}  # receiving jobs, by tag
+        self._stopped: dict[int, None] = {}  # tags of ended jobs that still await digests
         self._messages: deque[bytes] = deque()
         self.lane: Lane | None = None
         self.channel: Channel | None = None
@@ -178,7 +176,7 @@ class Connection:
         channel.start()
 
     def on_lane_frame(self, handler: Callable[[dict, bytes], None]) -> None:
-        """Call `handler` for frames of the lane."""
+        """Set the function that handles the lane's frames."""
         self._on_lane_frame = handler
 
     def open(self, lane: Lane) -> None:
@@ -208,7 +206,7 @@ class Connection:
                 self.put({"op": "ready"})
 
     def is_calling(self, peer: Metadata) -> bool:
-        """Return whether this side is connecting to exactly this peer."""
+        """Return whether this side is connecting to this incarnation of the peer."""
         is_it = self.peer.incarnation == peer.incarnation
         return is_it and self.is_caller and not self.is_ready.is_set()
 
@@ -233,7 +231,7 @@ class Connection:
     def begin(
         self, kind: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float
     ) -> StagedTransfer:
-        """Start a transfer of checked spans. `kind`: "pull" or "push"."""
+        """Start a transfer of validated spans. `kind`: "pull" or "push"."""
         transfer = StagedTransfer(self, local.num_bytes, timeout_s)
         if local.num_fragments == 0:
             transfer.finish()
@@ -254,7 +252,8 @@ class Connection:
         return transfer
 
     def track(self, transfer: StagedTransfer, local: Spans, kind: str, notify: bytes) -> int:
-        """Assign a number to a new transfer, and fail it if the connection ends.
+        """Assign an ID to a new transfer, and track the transfer so that it fails if the connection
+        ends.
 
         Raises TransferError like `put`.
         """
@@ -266,15 +265,15 @@ class Connection:
         return number
 
     def untrack(self, number: int) -> None:
-        """Forget a transfer that both sides have released."""
+        """Stop tracking a transfer that both sides have released."""
         with self._lock:
             self._transfers.pop(number, None)
             self._given_up.pop(number, None)
 
     def give_up(self, transfer: StagedTransfer) -> None:
-        """Inform the peer of a failed transfer.
+        """Notify the peer of a failed transfer.
 
-        Other transfers continue if the peer releases this one in time.
+        Other transfers continue if the peer releases the failed transfer in time.
         """
         with self._ordering:
             with self._lock:
@@ -285,7 +284,7 @@ class Connection:
                 self.put({"op": "cancel", "id": transfer.number})
 
     def check_alive(self) -> None:
-        """End the connection if its peer has not released a transfer in time."""
+        """End the connection if the peer has not released a transfer in time."""
         with self._lock:
             since = min(self._given_up.values(), default=None)
         if since is not None and time.monotonic() > since + self._local.timeout_s:
@@ -302,7 +301,7 @@ class Connection:
             raise TransferError(f"agent {self.peer.agent!r} is not connected: {error}") from None
 
     def take_messages(self) -> list[bytes]:
-        """Return the messages since the last call."""
+        """Return the messages received since the last call."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def fail(self, reason: str) -> None:
@@ -327,10 +326,10 @@ class Connection:
         self._is_open.set()
         self.is_ready.set()
 
-    # Handlers of the peer's frames. An exception in a handler ends the connection.
+    # Handlers for the peer's frames. An exception in a handler ends the connection.
 
     def on_frame(self, header: dict, payload: bytes) -> None:
-        """Handle a frame of the peer. Raises ValueError if it violates the protocol."""
+        """Handle a frame from the peer. Raises ValueError if the frame violates the protocol."""
         op = header["op"]
         if op == "lane":
             self._on_lane_frame(header, payload)
@@ -338,7 +337,7 @@ class Connection:
         if op == "ready":
             self._on_ready()
             return
-        self._is_open.wait()  # the peer may be faster; all frames of the lane have arrived
+        self._is_open.wait()  # the peer may be ready first; all frames of the lane have arrived
         if self.reason is not None:
             return
         if op == "message":
@@ -424,8 +423,8 @@ class Connection:
     def _digest(
         self, kind: str, number: int, header: dict, payload: bytes, message: bytes
     ) -> str | None:
-        """Return the digest of a received request ("" without digests), or None if the request is
-        refused.
+        """Verify a received request and return its digest ("" without digests), or None if the
+        request was refused.
         """
         if not self.has_digest:
             return ""
@@ -437,7 +436,7 @@ class Connection:
         return None
 
     def _checked(self, number: int, payload: bytes) -> Spans | None:
-        """Return the spans of a request, or None if the request is refused."""
+        """Validate a request's spans and return them, or None if the request was refused."""
         try:
             spans = Spans.from_bytes(payload)
             if spans.num_fragments == 0:
@@ -460,14 +459,15 @@ class Connection:
         job = Job(local, tag, self._local.timeout_s, lambda: None, transfer.request)
         with self._ordering:  # a `cancel` before `start` ends the write at the peer
             if number in self._given_up:
-                return  # the peer will be informed
+                return  # the peer will be notified
             transfer.job = job
             self._start(number, job)
 
     def _start(self, number: int, job: Job) -> None:
-        """Start sending bytes. Called only by the thread that reads frames.
+        """Queue a job that sends bytes. Called only by the thread that reads frames.
 
-        Therefore jobs are queued in the order in which the peer is informed of them.
+        Because only one thread calls this method, jobs are queued in the order in which they are
+        announced to the peer.
         """
         self.put({"op": "start", "id": number, "tag": job.tag, "bytes": job.spans.num_bytes})
         self._flows[0].put(job)
@@ -475,7 +475,7 @@ class Connection:
     def _on_start(self, number: int, header: dict, payload: bytes) -> None:
         tag, size = header.get("tag"), header.get("bytes")
         timeout_s = self._local.timeout_s
-        if tag == self._tag(number, mine=True):  # a read of this side
+        if tag == self._tag(number, mine=True):  # a read that this side started
             transfer, local = self._transfer(number, "pull")
             job = transfer.job = Job(
                 local, tag, timeout_s, lambda: self._have_read(number), transfer.request
@@ -498,7 +498,7 @@ class Connection:
         job = self._incoming.get(tag) if type(tag) is int else None
         if job is None:
             if op == "digest" and type(tag) is int and tag in self._stopped:
-                return  # the job does not wait for this digest
+                return  # the job no longer waits for this digest
             raise ValueError(f"tag is {shown(tag)}: expected the tag of a transfer in progress")
         if op == "more":
             job.promise()
@@ -514,7 +514,7 @@ class Connection:
         job.end()
 
     def _ended_job(self, tag: int) -> Job:
-        """Remove an incoming job that has ended. Only late digests may still arrive for it."""
+        """Remove a receiving job that has ended. Only late digests may still arrive for it."""
         job = self._incoming[tag]
         if self.has_digest and job.is_stopped:
             self._stopped[tag] = None
@@ -570,7 +570,7 @@ class Connection:
 
     def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
         if number not in self._given_up or self._transfers[number][2] != "push":
-            raise ValueError(f"transfer {number} is cancelled: expected a canceled transfer")
+            raise ValueError(f"cancelled has id {number}: expected the id of a canceled transfer")
         self.untrack(number)
 
     def _on_refused(self, number: int, header: dict, payload: bytes) -> None:
@@ -587,7 +587,7 @@ class Connection:
         return known[:2]
 
     def _tag(self, number: int, *, mine: bool) -> int:
-        """Return a tag that is unique among the transfers of this connection."""
+        """Return a tag that is unique among this connection's transfers."""
         return 2 * number + (self.is_caller == mine)
 
     def _notify(self, message: bytes) -> None:

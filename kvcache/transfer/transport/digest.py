@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests that detect data which differs from what was sent or requested.
+"""Digests that detect data that differs from what was sent or requested.
 
-A request has a digest. The digest of each piece of the response covers the request's digest, the
-piece's number and its bytes. Each side computes it from its own copy of the request, so bytes of
-another request or another piece do not match. The digest of a frame covers its number and content
-(`channel`).
+Each request has a digest. In the response, each piece has a digest that covers the request's
+digest, the piece's number and the piece's bytes. Each side computes the request's digest from its
+own copy of the request, so bytes that belong to another request or another piece do not match. The
+digest of a frame covers the frame's number and content (`channel`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 from kvcache.native.load import core
 
-_PART = 1 << 20  # number of bytes that stay in a cache while they are copied and digested
+_PART = 1 << 20  # bytes that stay in the CPU cache while they are copied and digested
 
 
 def digest_of(piece: torch.Tensor) -> str:
-    """Return the 128-bit XXH3 over the XXH3 digests of each mebibyte.
+    """Return the 128-bit XXH3 digest of the XXH3 digests of all mebibytes.
 
     Detects transmission errors, but not forgery.
     """
@@ -27,11 +27,11 @@ def digest_of(piece: torch.Tensor) -> str:
 
 
 def digest_of_request(kind: str, tag: int, payload: bytes, message: bytes) -> str:
-    """Return the digest of a request, over its kind, tag, serialized spans and message."""
+    """Return a request's digest, which covers its kind, tag, serialized spans and message."""
     head = f"{kind} {tag} {len(payload)} {len(message)} ".encode()
     return core.xxh3_128(head + payload + message).hex()
 
 
 def digest_of_answer(request: str, number: int, piece: str) -> str:
-    """Return the digest of a piece of a response. `piece` is the digest of its bytes."""
+    """Return the digest of a piece in a response. `piece` is the digest of the piece's bytes."""
     return core.xxh3_128(f"{request} {number} {piece}".encode()).hex()

@@ -26,15 +26,16 @@ def make_transport(
         name: "nixl" or "gloo". None: NIXL if it is installed, otherwise gloo.
         host: Address to listen on.
         port: Port to listen on. 0: any free port.
-        options: Other options:
+        options: Further options:
 
-            - `secret`: secret bytes that must be equal on both sides.
-            - `timeout_s`: deadline of a transfer in seconds (30).
-            - `piece_bytes`: bytes per piece of staging memory (8 MiB). A connection has eight pieces.
+            - `secret`: bytes that must be equal on both sides.
+            - `timeout_s`: maximum duration of a transfer in seconds (30).
+            - `piece_bytes`: size of each piece of staging memory (8 MiB). A connection has eight
+            pieces.
             - `digest`: whether received data is verified with a digest (False). A mismatch fails the
               transfer.
-            - `advertise`: address given to peers (None: `host`). Required if `host` means all
-              addresses of the machine.
+            - `advertise`: address that peers use to connect (None: `host`). Required if `host`
+              stands for all addresses of the machine.
             - `accepts_writes`: whether peers may write (True). With NIXL, False also routes all
               bytes through staging memory, as with `direct_bytes=None`, because a peer could
               otherwise write to registered pages.

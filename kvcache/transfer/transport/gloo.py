@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gloo transport, which is included in torch. Bytes are sent through host memory and TCP."""
+"""The gloo transport, which is included in torch. It sends bytes through host memory and TCP."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _POLL_S = 0.1  # polling interval in seconds while a connection is being establi
 
 
 class GlooTransport(StagedTransport):
-    """A transport with a separate process group of two ranks for each pair of peers.
+    """A transport that creates a separate two-rank process group for each pair of peers.
 
-    The engine's default group is not used. A failed pair is not reused, and reconnecting creates
-    another group.
+    It does not use the engine's default group. A failed group is never reused; reconnecting creates
+    a new one.
     """
 
     name = "gloo"
@@ -56,7 +56,8 @@ class GlooTransport(StagedTransport):
 
 
 class _PairStore(dist.Store):
-    """The store through which gloo's two ranks exchange addresses. It uses frames of the channel.
+    """The store through which gloo's two ranks exchange addresses. It exchanges keys as frames of
+    the channel.
 
     The store does not listen on a port, so only the peer can write to it.
     """
@@ -68,7 +69,7 @@ class _PairStore(dist.Store):
         self._changed = threading.Condition()
 
     def on_frame(self, header: dict, payload: bytes) -> None:
-        """Store a key that the peer has set. Raises ValueError if there are too many."""
+        """Store a key that the peer has set. Raises ValueError if the peer sets too many keys."""
         key = header.get("key")
         if not isinstance(key, str) or len(self._values) >= _MOST_KEYS or len(payload) > 1 << 16:
             raise ValueError(
@@ -130,7 +131,7 @@ class _GlooLane(Lane):
         return _GlooWork(self._alive().recv([piece], self._other, tag))
 
     def close(self) -> None:
-        self._group = None  # the group's sockets are closed when no piece is in flight
+        self._group = None  # the group's sockets are closed once no piece is in flight
 
     def _alive(self) -> dist.ProcessGroupGloo:
         group = self._group

@@ -3,10 +3,11 @@
 
 The connecting side sends hello, the listener answers with a proof that it knows the secret, and the
 connecting side then sends its own proof. Only after this exchange does the listener read the
-metadata of the connecting side and inform it that the connection is ready.
+connecting side's metadata and report that the connection is ready.
 
-The proofs contain the dialed address and the address that the listener advertises. Therefore a side
-that was lured to another address rejects data relayed from this address.
+The proofs cover the dialed address and the address that the listener advertises. Therefore, if the
+connecting side was lured to an attacker's address, it rejects proofs that the attacker relays from
+the real listener.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvcache.transfer.transport.metadata import (
     parse_metadata,
 )
 
-_HANDSHAKE_S = 5.0  # seconds until a connecting side is dropped
+_HANDSHAKE_S = 5.0  # seconds after which an incomplete handshake is dropped
 _NONCE_BYTES = 32
 CROSSING = "both sides connect at the same time, and the other call stands"  # reason for a refusal
 
@@ -38,7 +39,7 @@ class RefusedError(ConnectionError):
 def greet(
     sock: socket.socket, mine: Metadata, theirs: Metadata, secret: bytes, deadline: float
 ) -> None:
-    """Perform the handshake of the connecting side. Raises ConnectionError or TimeoutError."""
+    """Perform the connecting side's part of the handshake. Raises ConnectionError or TimeoutError."""
     nonce = secrets.token_hex(_NONCE_BYTES)
     hello = {
         "op": "hello",
@@ -70,10 +71,11 @@ def welcome(
     secret: bytes,
     admit: Callable[[Metadata], str | None],
 ) -> Metadata | None:
-    """Perform the listener's handshake. Returns the peer's metadata, or None if it was refused.
+    """Perform the listener's part of the handshake. Returns the peer's metadata, or None if the
+    peer was refused.
 
-    `admit` returns the reason to refuse a peer, or None. Raises OSError if the peer leaves or does not
-    answer.
+    `admit` returns a reason to refuse the peer, or None. Raises OSError if the peer disconnects or
+    does not answer.
     """
     deadline = time.monotonic() + _HANDSHAKE_S
     hello, _ = receive_frame(sock, most_payload=0, deadline=deadline)
@@ -118,14 +120,15 @@ def welcome(
 
 
 def address_of(side: Metadata) -> str:
-    """Return the address of a side, from its metadata."""
+    """Return a side's address, taken from its metadata."""
     return f"{side.host}:{side.port}"
 
 
 def _proof(secret: bytes, role: str, nonces: tuple[str, str], between: tuple[str, str, str]) -> str:
     """Return a proof that this side knows the secret.
 
-    `between`: incarnations of caller and listener, and the listener's address.
+    `between` contains the incarnations of both sides, connecting side first, and the listener's
+        address.
     """
     said = "\n".join(("kvcache transport", role, *nonces, *between))
     return hmac.new(secret, said.encode(), "sha256").hexdigest()

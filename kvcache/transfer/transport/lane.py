@@ -18,14 +18,14 @@ from kvcache.transfer.transport.registered import CopyStreams, RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pinning import pin
 
-_LEAST_PART = 1 << 20  # minimum bytes; the fixed cost of a piece equals copying 1 MiB
-PIECES_AHEAD = 4  # maximum number of pieces staged, and of pieces promised to the other side
+_LEAST_PART = 1 << 20  # minimum size in bytes; the fixed cost per piece is that of copying 1 MiB
+PIECES_AHEAD = 4  # maximum number of staged pieces, and of pieces announced to the other side
 
 
 class PieceStaging:
-    """Zeroed memory for pieces, uint8[num_pieces, piece_bytes].
+    """Zero-initialized memory for pieces, uint8[num_pieces, piece_bytes].
 
-    If a device is given, the memory is pinned for it until it is freed.
+    If a device is given, the memory is pinned for this device until it is freed.
     """
 
     def __init__(self, num_pieces: int, piece_bytes: int, device: torch.device | None) -> None:
@@ -36,7 +36,7 @@ class PieceStaging:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether kernels can access the memory."""
+        """Whether CUDA kernels can access the memory."""
         return self._pin is not None
 
 
@@ -46,7 +46,7 @@ class PieceWork(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Wait until the piece has arrived or may be overwritten.
 
-        An exception means that this will never happen.
+        An exception means that neither will ever happen.
         """
 
 
@@ -63,7 +63,7 @@ class Lane(ABC):
     def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], PieceStaging]:
         """Return the pieces to send or receive, and the memory that contains them.
 
-        The peer may see their content if a transfer is canceled.
+        If a transfer is canceled, the peer may receive the previous content of these pieces.
         """
 
     @abstractmethod
@@ -82,13 +82,13 @@ class Lane(ABC):
 class Job:
     """A job that sends or receives fragments of local memory, piece by piece.
 
-    After `stop`, memory is no longer accessed when `is_idle` is true. Pieces that the other side
-    expects are still sent or received, but only through staging memory.
+    After `stop`, the job no longer accesses local memory once `is_idle` is True. Pieces that the
+    other side expects are still sent or received, but only to or from staging memory.
 
     Args:
         spans: The fragments.
-        tag: Tag of the job's pieces.
-        timeout_s: Deadline of each piece, in seconds.
+        tag: Tag that all of the job's pieces carry.
+        timeout_s: Maximum time per piece, in seconds.
         on_done: Called after all pieces have moved, by the thread that moved them.
         request: Digest of the request, if digests are enabled.
     """
@@ -106,7 +106,7 @@ class Job:
         self._copying = threading.Lock()
         self._changed = threading.Condition()
         self._stopped = False
-        self._is_over = False  # whether no more pieces will be announced
+        self._is_over = False  # whether all pieces have been announced
         self.num_promised = PIECES_AHEAD
         self._digests: deque[str] = deque()  # digests of pieces that were not checked yet
         self._num_digests = 0
@@ -125,7 +125,7 @@ class Job:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no copy is running."""
+        """Whether none of the job's copies is running."""
         return not self._copying.locked()
 
     def copy(self, run: Callable[[], None]) -> bool:
@@ -136,10 +136,10 @@ class Job:
             run()
             return True
 
-    # Pieces that the sender has promised to the receiver.
+    # Pieces that the sender has announced to the receiver.
 
     def promise(self) -> None:
-        """Record that another piece will arrive."""
+        """Record that the sender has announced another piece."""
         with self._changed:
             self.num_promised += 1
             self._changed.notify_all()
@@ -151,9 +151,9 @@ class Job:
             self._changed.notify_all()
 
     def is_promised(self, number: int) -> bool:
-        """Wait until it is known whether a piece will arrive, and return it.
+        """Wait until the sender has announced whether another piece follows, and return the answer.
 
-        Raises TimeoutError if it is not known in time.
+        Raises TimeoutError if the sender does not announce it in time.
         """
 
         def is_known() -> bool:
@@ -167,13 +167,13 @@ class Job:
             return number < self.num_promised
 
     def digest_of(self, number: int, piece: torch.Tensor) -> str:
-        """Return the expected digest of the piece with this number."""
+        """Compute the digest of the piece with this number."""
         return digest_of_answer(self.request, number, digest_of(piece))
 
     def put_digest(self, digest: str) -> None:
         """Record the next piece's digest.
 
-        Raises ValueError if there are more digests than promised pieces.
+        Raises ValueError if there are more digests than announced pieces.
         """
         with self._changed:
             if self._num_digests >= self.num_promised:
@@ -183,7 +183,7 @@ class Job:
             self._changed.notify_all()
 
     def check(self, number: int, piece: torch.Tensor) -> None:
-        """Compare the piece with this number to its digest, and stop the job on a mismatch."""
+        """Verify the digest of the piece with this number, and stop the job on a mismatch."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._digests or self._stopped, self.timeout_s):
                 raise TimeoutError("the peer did not send a digest in time")
@@ -194,12 +194,11 @@ class Job:
 
 
 class Flow:
-    """One direction of a lane. Its thread moves jobs in order, with a few pieces in flight at a
-    time.
+    """One direction of a lane. Its thread runs jobs in order, with a few pieces in flight at a time.
 
-    While pieces are in flight, the next piece is gathered or scattered. `say` informs the other
-    side that a job has another piece ("more") or no more pieces ("end") and, with `has_digest`,
-    sends the digest of each piece ("digest").
+    While some pieces are in flight, the next piece is gathered or scattered. `say` notifies the
+    other side that a job has another piece ("more") or no more pieces ("end") and, with
+    `has_digest`, sends each piece's digest ("digest").
     """
 
     def __init__(
@@ -219,7 +218,7 @@ class Flow:
         self._is_outgoing, self._has_digest = is_outgoing, has_digest
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._staging: Sequence[torch.Tensor] = ()
-        self._kept: PieceStaging | None = None  # kept pinned while copies may be running
+        self._kept: PieceStaging | None = None  # stays pinned while copies may be running
         self._streams = CopyStreams()
         self._current: Job | None = None
         self._is_closed = False
@@ -231,7 +230,7 @@ class Flow:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread. Remaining pieces of the current job are not copied."""
+        """Stop the thread. The current job's remaining pieces are not copied."""
         self._is_closed = True
         if (job := self._current) is not None:
             job.stop()
@@ -260,7 +259,7 @@ class Flow:
             self._staging, self._kept = (), None
 
     def _tiles(self, job: Job) -> Iterator[Spans]:
-        """Yield the pieces of a job, which are the same on both sides.
+        """Yield a job's pieces, which are the same on both sides.
 
         Short jobs are also split, so that one piece is gathered or scattered while another piece is
         in flight.
@@ -323,7 +322,9 @@ class Flow:
 
 
 def _with_more(tiles: Iterator[Spans]) -> Iterator[tuple[Spans, bool]]:
-    """Yield each tile, and whether another tile follows `PIECES_AHEAD` after it."""
+    """Yield each tile together with a flag that is True if the job also has the tile `PIECES_AHEAD`
+    positions later.
+    """
     window: deque[Spans] = deque()
     for tile in tiles:
         window.append(tile)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The information that a peer needs to connect, as JSON that is fully validated."""
+"""The information that a peer needs to connect, as JSON. All fields are validated when it is parsed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # limits of a piece in bytes
 
 @dataclass(frozen=True)
 class Metadata:
-    """The version, transport, name, address and memory of a side.
+    """The version, transport, name, address and memory of one side of a connection.
 
     Attributes:
-        incarnation: Random value drawn at each start, which distinguishes a restarted side from its
+        incarnation: Random value drawn at each start. It distinguishes a restarted side from its
             predecessor.
         regions: (address, bytes, kind of memory: "cpu", "cuda:<number>", or "other").
-        piece_bytes: Piece size of the staging memory. The smaller of both sides' sizes is used.
-        digest: Whether received data must be verified. Enabled for both sides if either side
-            requests it.
+        piece_bytes: Piece size of the staging memory. A connection uses the smaller of the two
+            sides' values.
+        digest: Whether received data must be verified with digests. Enabled for both sides if
+            either side requests it.
     """
 
     transport: str
@@ -45,13 +46,13 @@ class Metadata:
         return json.dumps(asdict(self)).encode()
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sorted starts and ends of the regions, int64[r] each."""
+        """Return the sorted start addresses and the end addresses of the regions, int64[r] each."""
         rows = [each[:2] for each in sorted(self.regions)]
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
 
     def kinds(self) -> np.ndarray:
-        """Return the kind of memory of each region in the order of `bounds`, str[r]."""
+        """Return each region's kind of memory, in the order of `bounds`, str[r]."""
         return np.array([kind for *_, kind in sorted(self.regions)], str)
 
 
@@ -60,7 +61,7 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
 
     Raises:
         TypeError: A field has the wrong type.
-        ValueError: The data is invalid, or belongs to another version or transport.
+        ValueError: The data is invalid, or is from another version or transport.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"metadata is {shown(data)}: expected bytes")
@@ -125,7 +126,7 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
 
 
 def check_agent(agent: str) -> str:
-    """Check a side's name: 1 to 256 printable characters. Raises TypeError or ValueError."""
+    """Check that a side's name has 1 to 256 printable characters. Raises TypeError or ValueError."""
     if not isinstance(agent, str):
         raise TypeError(f"agent is {shown(agent)}: expected a string")
     if not 0 < len(agent) <= MOST_NAME or not agent.isprintable():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NIXL transport, which is used in production systems. It moves bytes by RDMA, shared memory or
+"""The NIXL transport, which is intended for production. It moves bytes over RDMA, shared memory or
 TCP, through UCX.
 
-Fragments move directly between registered memory if NIXL can access it without the peer's help. The
-sender packs small fragments, and all fragments over TCP, and writes them to the receiver's staging
-memory. The receiver scatters them from there.
+Fragments move directly between registered memory if NIXL can access the peer's memory without the
+peer's help. Small fragments, and all fragments over TCP, are packed: the sender writes them to the
+receiver's staging memory, from which the receiver scatters them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvcache.transfer.transport.registered import Region, kind_within
 from kvcache.transfer.transport.spans import Spans
 from kvcache.transfer.transport.staged import StagedTransport
 
-# UCX keeps up to seven sockets of a forgotten peer until the agent ends (NIXL 1.5.1, three threads). An
-# agent therefore serves a limited number of connections before it is replaced. A new one takes 0.2 to 0.4
-# s.
+# UCX keeps up to seven sockets of a removed peer open until the agent ends (NIXL 1.5.1, three
+# threads). Therefore, an agent is replaced after a limited number of connections. Creating a new
+# agent takes 0.2 to 0.4 s.
 _MOST_CONNECTIONS = 16
 
 
@@ -34,13 +34,13 @@ class NixlTransport(StagedTransport):
     """The NIXL transport.
 
     Args:
-        direct_bytes: Minimum mean size, in bytes, of fragments that move directly. With digests,
-            fragments never move directly. "auto": 8 KiB if NIXL can access the peer's memory
-            without its help (on the same machine, or with RDMA devices on both machines), 256 KiB
-            from or to a CUDA device on the same machine, and never over TCP, where packing is
-            faster. None: fragments never move directly, and pages are not registered with NIXL, so
-            that peers can access only staging memory. The choice is made for each transfer, based
-            on the regions that it accesses.
+        direct_bytes: Minimum mean fragment size, in bytes, at which a transfer moves its fragments
+            directly. "auto": 8 KiB if NIXL can access the peer's memory without the peer's help (on
+            the same machine, or with RDMA devices on both machines), and 256 KiB from or to a CUDA
+            device on the same machine. Over TCP, where packing is faster, and with digests,
+            fragments never move directly. None: fragments never move directly, and pages are not
+            registered with NIXL, so peers can access only staging memory. The choice is made for
+            each transfer, based on the regions that it accesses.
     """
 
     name = "nixl"
@@ -58,9 +58,9 @@ class NixlTransport(StagedTransport):
             direct_bytes = byte_count(direct_bytes, "direct_bytes", 0)
         self._direct_bytes = direct_bytes
         self._kept: list[object] = []
-        self._regions: list[Region] = []  # regions that the agents have registered
+        self._regions: list[Region] = []  # regions registered with the agents
         self._agent_lock = threading.Lock()
-        self._agent: Agent | None = None  # agent for the next connection
+        self._agent: Agent | None = None  # agent for new connections
         self._host = host
         super().__init__(agent, host=host, port=port, **options)
         if not self.accepts_writes:
@@ -73,7 +73,7 @@ class NixlTransport(StagedTransport):
 
     @property
     def is_direct(self) -> bool:
-        """Whether pages are registered with NIXL, so that peers can access them."""
+        """Whether pages are registered with NIXL and thus accessible to peers."""
         return self._direct_bytes is not None
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class NixlTransport(StagedTransport):
             agent.release()
 
     def agent_for_connection(self) -> Agent:
-        """Return an agent that has registered all memory.
+        """Return an agent with which all memory is registered.
 
         The caller must release it. Raises RuntimeError if the transport is closed.
         """
@@ -105,7 +105,9 @@ class NixlTransport(StagedTransport):
                 self._regions += memory
 
     def _on_unregistered(self, memory: list[Region]) -> None:
-        """Replace the agent by one with the other regions, because peers have loaded its metadata."""
+        """Replace the agent with one that has only the remaining regions, because peers have
+        already loaded the old agent's metadata.
+        """
         if not self.is_direct:
             return
         gone = {(each.begin, each.end) for each in memory}
@@ -154,8 +156,8 @@ class NixlTransport(StagedTransport):
     def _direct_kinds(
         self, connection: Connection, local: Spans, remote: Spans
     ) -> tuple[tuple[str, int], tuple[str, int]] | None:
-        """Return NIXL's kinds of memory of local and remote fragments, or None if the fragments are
-        packed.
+        """Return NIXL's memory kinds for the local and the remote fragments, or None if the
+        fragments are packed.
         """
         lane, count, least = connection.lane, local.num_fragments, self._direct_bytes
         if not lane.is_direct or count == 0 or connection.has_digest:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps NIXL's agent, which handles registered memory, peers, and transfers of descriptor lists."""
+"""A wrapper around NIXL's agent, which handles registered memory, peers, and transfers of
+descriptor lists.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +22,25 @@ import numpy as np
 from kvcache.checks import shown
 from kvcache.transfer.transport.registered import Region
 
-# Spin and poll times in seconds. Measured in alternation with 300 reads of 256 x 64 KiB on two
-# overloaded cores: 0.72 GB/s with a spin time of 2 ms, 0.71 GB/s with 10 ms, and 0.58 GB/s with 0.2
-# ms.
+# Spin and poll times in seconds. In interleaved runs of 300 reads of 256 x 64 KiB on two overloaded
+# cores, throughput was 0.72 GB/s with a spin time of 2 ms, 0.71 GB/s with 10 ms, and 0.58 GB/s with
+# 0.2 ms.
 _SPIN_S, _POLL_S = 2e-3, 50e-6
-_NUM_THREADS = 3  # share lists of 1,024 or more descriptors, and sleep when idle
+_NUM_THREADS = 3  # agent threads share lists of 1,024 or more descriptors, and sleep when idle
 _PROGRESS_US = 1000  # sleep time of the agent's thread in microseconds, unless a UCX event wakes it
-_making = (
-    threading.Lock()
-)  # held while an agent is created, because this changes process-wide settings
+_making = threading.Lock()  # held while an agent is created, which changes process-wide settings
 
 
 class Agent:
-    """A NIXL agent with the UCX backend. Any thread may call any method.
+    """A NIXL agent with the UCX backend. All methods are thread-safe.
 
-    The agent is owned by its creator and by every caller of `share`. It ends when each owner has called
-    `release`.
+    The agent's creator and every caller of `share` own the agent. It ends when every owner has
+    called `release`.
 
     Args:
         name: Name of the agent.
-        host: Address on which it may listen. UCX is restricted to the loopback device for a loopback
-            address, unless UCX_NET_DEVICES is set.
+        host: Address on which the agent may listen. For a loopback address, UCX is restricted to
+            the loopback device unless UCX_NET_DEVICES is set.
 
     Raises:
         ImportError: NIXL is not installed.
@@ -64,20 +64,20 @@ class Agent:
         self._num_users = 1
         self._peers: set[str] = set()
         self._kept: list[object] = []
-        self._registered: list[object] = []  # what NIXL returned for registered memory
+        self._registered: list[object] = []  # NIXL's handles for registered memory
         self.num_shared = 0  # number of `share` calls
 
     def share(self) -> Agent:
-        """Return this agent for an additional owner."""
+        """Add an owner, and return this agent."""
         with self._changed:
             self._num_users += 1
             self.num_shared += 1
         return self
 
     def release(self) -> None:
-        """Drop an owner.
+        """Remove an owner.
 
-        After the last owner is dropped, the agent ends once transfers in flight have released it.
+        After the last owner is removed, the agent ends once transfers in flight have released it.
         """
         with self._changed:
             self._num_users -= 1
@@ -90,9 +90,10 @@ class Agent:
         self._kept.append(memory)
 
     def register(self, regions: list[Region]) -> list:
-        """Register all or none of the memory.
+        """Register memory. If this fails, none of it is registered.
 
-        Returns the argument for `deregister`. Raises RuntimeError if NIXL refuses.
+        Returns the argument to pass to `deregister`. Raises RuntimeError if NIXL rejects the
+        memory.
         """
         by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
         for region in regions:
@@ -125,19 +126,19 @@ class Agent:
         ]
 
     def deregister_all(self) -> None:
-        """Deregister all memory, after the transfers with all peers have ended."""
+        """Deregister all memory once the transfers with all peers have ended."""
         self.deregister(self._registered)
 
     def metadata(self) -> bytes:
-        """Return the metadata that a peer's agent needs to access the memory registered so far."""
+        """Return the metadata with which a peer's agent can access the memory registered so far."""
         return self._agent.get_agent_metadata()
 
     def add(self, metadata: bytes, name: str, timeout_s: float) -> None:
         """Add a peer, after NIXL has forgotten any earlier peer of the same name.
 
         Raises:
-            RuntimeError: Transfers with an earlier peer of this name do not end in time, or the metadata
-                belongs to another peer. Invalid metadata may raise other exceptions.
+            RuntimeError: Transfers with an earlier peer of the same name did not end in time, or
+                the metadata belongs to another peer. Invalid metadata may raise other exceptions.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: name not in self._peers, timeout_s):
@@ -158,12 +159,12 @@ class Agent:
             raise
 
     def remove(self, name: str) -> None:
-        """Forget a peer that was added."""
+        """Remove a peer that was added."""
         self._forget(name)
         self._free_name(name)
 
     def _forget(self, name: str) -> None:
-        with suppress(Exception):  # the peer is usually gone when it is removed
+        with suppress(Exception):  # the peer is usually unreachable by now
             self._agent.remove_remote_agent(name)
 
     def _free_name(self, name: str) -> None:
@@ -183,12 +184,12 @@ class Agent:
         Args:
             operation: "READ" or "WRITE".
             peer: Name of the peer.
-            sides: Local and remote side. Each is a tuple of addresses int64[n], kind of memory, and
+            sides: Local and remote side, each as a tuple of addresses (int64[n]), memory kind, and
                 device.
             length: int64[n]. Length of each fragment in bytes.
 
         Raises:
-            RuntimeError: NIXL refuses the transfer. NIXL may also raise other exceptions.
+            RuntimeError: NIXL rejects the transfer. NIXL may also raise other exceptions.
         """
         lists = []
         for (addresses, kind, device), name in zip(sides, ("NIXL_INIT_AGENT", peer)):
@@ -210,7 +211,7 @@ class Handle:
     def is_done(self) -> bool:
         """Return whether all bytes have moved.
 
-        Raises RuntimeError, or an exception of NIXL, on failure.
+        Raises RuntimeError, or one of NIXL's exceptions, on failure.
         """
         if self._state == "PROC":
             self._state = self._agent.check_xfer_state(self._request)
@@ -232,32 +233,34 @@ class Handle:
                 time.sleep(_POLL_S)
 
     def has_ended(self) -> bool:
-        """Return whether NIXL no longer moves bytes, after success or failure."""
+        """Return whether NIXL no longer accesses memory for the transfer, whether it succeeded or
+        failed.
+        """
         try:
             return self.is_done()
         except Exception:
             return True
 
     def release(self) -> None:
-        """Free NIXL's resources of a transfer that has ended."""
-        with suppress(Exception):  # the peer may be gone
+        """Free NIXL's resources for a transfer that has ended."""
+        with suppress(Exception):  # the peer may be unreachable
             self._agent.release_xfer_handle(self._request)
         for each in self._lists:
             self._agent.release_dlist_handle(each)
         self._lists = []
 
 
-# UCX transports that access memory of another process without its help.
+# UCX transports that access another process's memory without that process's help.
 _WITHIN_A_MACHINE = {"all", "sm", "shm", "cma", "knem", "xpmem", "cuda_ipc"}
 _RDMA = {"all", "ib", "rc", "dc", "ud"}
 
 
 class Reach(NamedTuple):
-    """Describes how a process can access the memory of other processes without their help.
+    """Describes how a process can access other processes' memory without their help.
 
     Attributes:
-        machine: Machine identifier, equal for processes that can access each other's memory within
-            one machine.
+        machine: Machine identifier. It is equal for processes that can access each other's memory
+            within one machine.
         has_rdma: Whether this machine has RDMA devices.
     """
 
@@ -266,7 +269,7 @@ class Reach(NamedTuple):
 
     @classmethod
     def of_this(cls) -> Reach:
-        """Return the reach of this process, as permitted by UCX_TLS.
+        """Return this process's reach, as permitted by UCX_TLS.
 
         UCX_TLS is a list of transports, or "^" followed by a list of excluded transports. Unknown
         names are treated as TCP.
@@ -288,18 +291,18 @@ class Reach(NamedTuple):
         return cls(machine, has_device and allows(kinds, _RDMA))
 
     def is_beside(self, other: Reach) -> bool:
-        """Return whether both processes are on one machine and can access each other's memory."""
+        """Return whether both processes are on the same machine and can access each other's memory."""
         return self.machine is not None and self.machine == other.machine
 
     def reaches(self, other: Reach) -> bool:
-        """Return whether both processes can access each other's memory."""
+        """Return whether both processes can access each other's memory, on one machine or by RDMA."""
         return self.is_beside(other) or (self.has_rdma and other.has_rdma)
 
 
 def nixl_kind(kind: str | None) -> tuple[str, int] | None:
-    """Return NIXL's kind of memory and the device number for a `Region.kind`.
+    """Return NIXL's memory kind and the device number for a `Region.kind`.
 
-    Returns None for memory that no other process can access. Its bytes are sent through host
+    Returns None for memory that no other process can access; its bytes are copied through host
     memory.
     """
     if kind == "cpu":
@@ -331,10 +334,10 @@ def _network_devices(host: str) -> Iterator[None]:
 
 @contextmanager
 def _sleeping_thread(api: ModuleType) -> Iterator[None]:
-    """Make new agents use a thread that sleeps between events.
+    """Make the threads of new agents sleep between events.
 
-    NIXL's Python API does not have this option and passes 0. With this value, the thread never
-    sleeps and occupies a core that the engine and the transfer need.
+    NIXL's Python API does not expose this option and always passes 0, with which the thread never
+    sleeps and occupies a core that the engine and the transfers need.
     """
     bindings = api.nixlBind
     make = bindings.nixlAgent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers that NIXL moves directly between the registered memory of two sides."""
+"""Transfers that NIXL performs directly between the two sides' registered memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvcache.transfer.transport.connection import Connection, StagedTransfer
 from kvcache.transfer.transport.nixl_agent import Agent, Handle
 from kvcache.transfer.transport.spans import Spans
 
-_MOST_DESCRIPTORS = 1 << 14  # maximum number of descriptors per list, which takes 400 KiB
+_MOST_DESCRIPTORS = 1 << 14  # maximum number of descriptors per list; such a list takes 400 KiB
 _RETRY_S = 0.05
-# Where NIXL can access the peer's memory directly, packing smaller fragments is at least as fast.
-# Measured in host memory; within one machine, cuda_ipc takes about 20 times as long per descriptor
+# Packing fragments smaller than this is at least as fast as moving them directly. Measured in host
+# memory; within one machine, cuda_ipc takes about 20 times as long per descriptor
 # (vllm-project/vllm#55434).
 _DIRECT_BYTES, _DIRECT_BYTES_BESIDE = 8 << 10, 256 << 10
 
 
 def least_direct_bytes(local_kind: str, remote_kind: str, *, is_beside: bool) -> int:
-    """Return the minimum mean fragment size, in bytes, of transfers that are not packed.
+    """Return the minimum mean fragment size, in bytes, at which a transfer is not packed.
 
     Args:
-        local_kind: NIXL's kind of the local memory, "DRAM" or "VRAM".
+        local_kind: NIXL's kind for the local memory, "DRAM" or "VRAM".
         remote_kind: The same for the peer's memory.
         is_beside: Whether the peer runs on the same machine.
     """
@@ -37,7 +37,7 @@ def least_direct_bytes(local_kind: str, remote_kind: str, *, is_beside: bool) ->
 class DirectTransfer(StagedTransfer):
     """A transfer without staging memory, in which NIXL reads and writes pages directly.
 
-    `kinds`: NIXL's kind of memory and device for the local and the remote side.
+    `kinds`: NIXL's memory kind and the device number, for the local and the remote side.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DirectTransfer(StagedTransfer):
         connection.track(self, local, "direct", notify)
 
     def cancel(self, reason: str) -> None:
-        self.fail(reason)  # the thread that moves the transfer releases it
+        self.fail(reason)  # only the thread that runs the transfer releases it
 
     @property
     def is_released(self) -> bool:
@@ -65,11 +65,11 @@ class DirectTransfer(StagedTransfer):
 
 
 class DirectFlow:
-    """A thread that starts transfers in order, and informs the peer when they have completed.
+    """A thread that starts transfers in order, and notifies the peer when they have completed.
 
     After `close`, when NIXL has released all transfers, the thread removes the peer and calls
-    `on_end`. If a peer were removed earlier, NIXL would report its transfers as ended but continue
-    them.
+    `on_end`. If the peer were removed earlier, NIXL would report its transfers as ended but still
+    continue them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class DirectFlow:
         self._transfers.put(transfer)
 
     def close(self) -> None:
-        """End the thread once NIXL has released local memory."""
+        """End the thread once NIXL no longer accesses local memory."""
         self._transfers.put(None)
 
     def _run(self) -> None:
@@ -137,7 +137,7 @@ class DirectFlow:
             try:
                 handle.wait(transfer.deadline, lambda: transfer.has_ended)
             except TimeoutError:
-                transfer.fail(f"not done within {transfer.timeout_s:g} s")
+                transfer.fail(f"not finished within {transfer.timeout_s:g} s")
                 return
             finally:
                 if not self._let_go(handle, transfer):
@@ -151,9 +151,10 @@ class DirectFlow:
         )
 
     def _let_go(self, handle: Handle, transfer: DirectTransfer) -> bool:
-        """Return whether NIXL has released the transfer. Until then, its pages are not reused.
+        """Return whether NIXL has released the transfer. Until then, its pages must not be reused.
 
-        A handle must not be released earlier, because NIXL would forget it but continue writing.
+        A handle must not be released while NIXL still uses it, because NIXL would discard the
+        handle but continue to write.
         """
         if not handle.has_ended():
             return False

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends packed pieces over NIXL. The sender writes them into the receiver's staging memory."""
+"""A lane that sends packed pieces over NIXL. The sender writes them into the receiver's staging
+memory.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,17 @@ from kvcache.transfer.transport.registered import Region
 if TYPE_CHECKING:
     from kvcache.transfer.transport.registered import RegisteredMemory
 
-_SLOTS = PIECES_AHEAD  # number of pieces of staging memory in each direction
-_MOST_TAGS = 1 << 12  # maximum number of tags for which a peer has room at the same time
+_SLOTS = PIECES_AHEAD  # number of staging pieces in each direction
+_MOST_TAGS = 1 << 12  # maximum number of tags for which a peer may grant room at the same time
 _MOST_NAME = 128
 _HOST = ("DRAM", 0)
 
 
 class NixlLane(Lane):
-    """A lane over NIXL that uses the following frames:
+    """A lane over NIXL. It exchanges the following frames with the peer:
 
-    - `hello`: staging memory and NIXL's metadata.
-    - `room`: a slot of the receiver is free for the next piece of a tag.
+    - `hello`: the address of the staging memory, and NIXL's metadata.
+    - `room`: one of the receiver's slots is free for the next piece with a tag.
     - `arrived`: the piece was written.
     """
 
@@ -50,7 +52,7 @@ class NixlLane(Lane):
     ) -> None:
         self._agent, self._registered_memory = agent, memory
         # Whether peers can access pages without this side's help, and a callback that keeps memory
-        # alive to which a lost peer may still write.
+        # alive because a lost peer may still write to it.
         self._pages_are_registered, self._keep = pages_are_registered, keep
         self._connection, self._channel = connection, channel
         self._piece_bytes = connection.piece_bytes
@@ -71,13 +73,13 @@ class NixlLane(Lane):
         self._arrived: dict[int, int] = {}
         self._is_closed = False
         self._peer_slots: list[int] = []
-        # Pieces that have not started, and pieces that were not announced to the peer yet. Only the
-        # sending thread accesses them.
+        # Pieces that were not started yet, and pieces that were not announced to the peer yet. Only
+        # the sending thread accesses these queues.
         self.unsent: deque[_Sending] = deque()
         self._under_way: deque[_Sending] = deque()
-        self.is_direct = False  # whether pages of both sides are registered with NIXL
-        self.is_reached = False  # whether the peer's memory can be accessed without its help
-        self.is_beside = False  # whether the peer is on this machine
+        self.is_direct = False  # whether both sides' pages are registered with NIXL
+        self.is_reached = False  # whether NIXL can access the peer's memory without the peer's help
+        self.is_beside = False  # whether the peer is on the same machine
         self.direct: DirectFlow | None = None
 
     def open(self, timeout_s: float) -> None:
@@ -118,7 +120,7 @@ class NixlLane(Lane):
         raise RuntimeError("the connection has ended")
 
     def on_frame(self, header: dict, payload: bytes) -> None:
-        """Handle a frame of the peer. Raises ValueError if it violates the protocol."""
+        """Handle a frame from the peer. Raises ValueError if the frame violates the protocol."""
         kind = header.get("kind")
         with self._changed:
             if kind == "hello" and self._hello is None:
@@ -159,7 +161,7 @@ class NixlLane(Lane):
                 return
             self._is_closed = True
             self._changed.notify_all()
-        self.unsent.clear()  # a thread that is still sending will notice this and end
+        self.unsent.clear()  # a thread that is still sending notices this and ends
         self._under_way.clear()
         if self.direct is not None:
             self.direct.close()
@@ -167,21 +169,21 @@ class NixlLane(Lane):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Release the resources of the ended lane.
+        """Release the lane's resources after it has ended.
 
-        A lost peer that can access memory without this side's help may still write to it. Therefore
-        the lane keeps its addresses reserved, without backing memory.
+        A lost peer that can access this side's memory without its help may still write to the
+        lane's staging memory. Therefore, the address range stays reserved, without backing memory.
         """
         self._agent.deregister(self._registered)
-        self._staging = None  # unpinned when no copy is running
+        self._staging = None  # unpinned once no copy is running
         self._mapped.madvise(mmap.MADV_DONTNEED)
         (self._keep if self.is_reached else self._agent.keep)(self._mapped)
         self._agent.release()
 
-    # Methods used by the pieces.
+    # Methods that pieces call.
 
     def take_room(self, tag: int, timeout_s: float) -> int | None:
-        """Return the slot for the next piece of a tag, or None if no slot becomes free within
+        """Return the slot for the next piece with a tag, or None if no slot becomes free within
         `timeout_s`.
         """
         with self._changed:
@@ -196,14 +198,16 @@ class NixlLane(Lane):
             return slot
 
     def begin_unsent(self) -> None:
-        """Start writing pieces in order, as long as the peer has room, and announce written pieces."""
+        """Start writing pieces in order while the peer has room, and announce the pieces that were
+        written.
+        """
         while self.unsent and self.unsent[0].begin():
             self.unsent.popleft()
             self._announce_written()
         self._announce_written()
 
     def take_arrived(self, tag: int, timeout_s: float) -> None:
-        """Wait for the next piece of a tag."""
+        """Wait for the next piece with a tag."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or tag in self._arrived, timeout_s)
             self._check_open()
@@ -214,7 +218,7 @@ class NixlLane(Lane):
                 del self._arrived[tag]
 
     def write(self, sending: _Sending, slot: int) -> None:
-        """Start writing a piece into a slot of the peer."""
+        """Start writing a piece into one of the peer's slots."""
         sides = [
             (np.array([sending.piece.data_ptr()]), *_HOST),
             (np.array([self._peer_slots[slot]]), *_HOST),
@@ -243,12 +247,12 @@ class NixlLane(Lane):
 
 
 class _Sending:
-    """A piece that is written when the peer has room and earlier pieces have started."""
+    """A piece that is written once the peer has room and all earlier pieces have started."""
 
     def __init__(self, lane: NixlLane, piece: torch.Tensor, tag: int) -> None:
         self._lane, self.piece, self.tag = lane, piece, tag
         self.handle: Handle | None = None
-        self.is_announced = False  # whether the peer was informed that the piece was written
+        self.is_announced = False  # whether the piece was announced to the peer
         lane.unsent.append(self)
         lane.begin_unsent()
 
@@ -261,7 +265,7 @@ class _Sending:
 
     def wait(self, timeout_s: float) -> None:
         lane, deadline = self._lane, time.monotonic() + timeout_s
-        # Start earlier pieces first, because room is granted in the order of the pieces.
+        # Start earlier pieces first, because the peer grants room in the order of the pieces.
         while self.handle is None:
             if not lane.unsent[0].begin(max(deadline - time.monotonic(), 0.0)):
                 raise TimeoutError("the peer did not make room in time")
@@ -271,7 +275,7 @@ class _Sending:
 
 
 class _Receiving:
-    """A piece that the peer writes."""
+    """A piece that the peer writes into this side's staging memory."""
 
     def __init__(self, lane: NixlLane, tag: int) -> None:
         self._lane, self._tag = lane, tag

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a transport may access, and copies between it and staging memory."""
+"""Memory that a transport may access, and copies between this memory and staging memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONE_PAIR = np.zeros((1, 2), np.int32)
 
 
 class Region(NamedTuple):
-    """Registered memory, [begin, end), and a tensor whose storage contains it."""
+    """A region of registered memory, [begin, end), and a tensor whose storage contains it."""
 
     begin: int
     end: int
@@ -37,9 +37,11 @@ class Region(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Sorted regions as columns. Immutable, so that other threads can read it while it is being replaced.
+    """A table of regions, sorted and stored as columns. It is immutable, so other threads can read
+    the old table while it is being replaced.
 
-    kinds: str[r]. places: int64[r, 2], indices of device and storage. owners: one tensor per storage.
+    kinds: str[r]. places: int64[r, 2], the device index and storage index. owners: one tensor per
+        storage.
     """
 
     regions: list[Region]
@@ -62,7 +64,7 @@ class _Known(NamedTuple):
 
 
 class RegisteredMemory:
-    """The memory that reads and writes of both sides may access."""
+    """The memory that both sides' reads and writes may access."""
 
     def __init__(self) -> None:
         self._known = _Known.of([])
@@ -73,7 +75,7 @@ class RegisteredMemory:
         return self._known.regions
 
     def known(self, memory: Pages | Sequence[tuple[int, int]]) -> list[Region]:
-        """Return the registered regions that `add` made of this memory."""
+        """Return the registered regions that `add` created for this memory."""
         found = _of_pages(memory) if isinstance(memory, Pages) else _of_host(memory)
         bounds = {(each.begin, each.end) for each in found}
         return [each for each in self.regions if (each.begin, each.end) in bounds]
@@ -82,7 +84,7 @@ class RegisteredMemory:
         """Add pages, or (address, bytes) of host memory.
 
         Returns:
-            The new regions, with adjacent regions of an allocation merged.
+            The new regions. Adjacent regions in the same allocation are merged.
 
         Raises:
             TypeError: A value has the wrong type. Nothing was added.
@@ -114,30 +116,30 @@ class RegisteredMemory:
 
     @property
     def begins(self) -> np.ndarray:
-        """Sorted starts of all regions, int64[r]."""
+        """Start addresses of all regions in ascending order, int64[r]."""
         return self._known.begins
 
     def kind_of(self, spans: Spans) -> str | None:
-        """Return the kind of the regions that contain checked fragments, or None if there are
+        """Return the kind of the regions that contain the given fragments, or None if there are
         several kinds.
         """
         return kind_within(spans, self._known.begins, self._known.kinds)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all regions."""
+        """Return the total size of all regions in bytes."""
         return int((self._known.ends - self._known.begins).sum())
 
     @property
     def cuda_device(self) -> torch.device | None:
-        """Return the first CUDA device with registered memory."""
+        """Return the first CUDA device that has registered memory."""
         kinds = self._known.kinds.tolist()
         kind = next((each for each in kinds if each.startswith("cuda")), None)
         return None if kind is None else torch.device(kind)
 
     def enter_device(self) -> None:
-        """Make the registered CUDA device current in the calling thread, which must belong to the
-        transport.
+        """Make the registered CUDA device current in the calling thread, which must be one of the
+        transport's threads.
         """
         if (device := self.cuda_device) is not None:
             CudaStreams(device).enter()
@@ -147,17 +149,17 @@ class RegisteredMemory:
         check_within(spans, self._known.begins, self._known.ends, name)
 
     def gather(self, tile: Spans, staging: torch.Tensor, streams: CopyStreams) -> None:
-        """Copy a tile's fragments, concatenated, to the start of staging memory."""
+        """Concatenate a tile's fragments at the start of staging memory."""
         self._copy(tile, staging, streams, to_staging=True)
 
     def scatter(self, staging: torch.Tensor, tile: Spans, streams: CopyStreams) -> None:
-        """Copy from staging memory to a tile's fragments. This is the inverse of `gather`."""
+        """Copy staging memory to a tile's fragments. This is the inverse of `gather`."""
         self._copy(tile, staging, streams, to_staging=False)
 
     def _copy(
         self, tile: Spans, staging: torch.Tensor, streams: CopyStreams, *, to_staging: bool
     ) -> None:
-        """Copy all fragments of a device with one call of the op."""
+        """Copy all fragments on a device with one call of the op."""
         known, sizes = self._known, np.tile(tile.length, len(tile.bases))
         addresses, staged = tile.addresses(), np.cumsum(sizes) - sizes
         numbers = np.searchsorted(known.begins, addresses, "right") - 1
@@ -187,7 +189,7 @@ class RegisteredMemory:
 
 
 def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the table and pairs of `ops.copy_blocks` for fragments in one storage.
+    """Return the table and pairs for `ops.copy_blocks` that copy fragments in one storage.
 
     With one row per run and one pair per base, far fewer launches are needed than with one row per
     fragment. Returns None if the fragments do not have this form.
@@ -195,7 +197,7 @@ def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray
     bases, runs, length = tile.bases, tile.offsets, tile.length
     if (
         len(bases) == 1 and (length == length[0]).all()
-    ):  # with one run, use the bases as runs of a single base
+    ):  # if there is one run, use the bases as runs of a single base
         bases, runs, length = bases[0] + runs, np.zeros(1, np.int64), length[:1]
     first = int(bases.min())
     step = int(np.gcd.reduce(bases - first))
@@ -210,10 +212,11 @@ def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray
 
 
 class CopyStreams:
-    """The streams on which one thread copies, one per CUDA device, separate from the engine's streams.
+    """The streams that one thread uses for copies, one per CUDA device, separate from the engine's
+    streams.
 
-    Copies are awaited by polling their events, which does not invalidate graph captures. If
-    `staging_is_pinned` is False, kernels cannot access staging memory, and the slower copy engine
+    The thread waits for copies by polling their events, which does not invalidate graph captures.
+    If `staging_is_pinned` is False, kernels cannot access staging memory, so the slower copy engine
     is used.
     """
 
@@ -246,7 +249,7 @@ class CopyStreams:
 
 
 def kind_within(spans: Spans, begins: np.ndarray, kinds: np.ndarray) -> str | None:
-    """Return the kind of the regions that contain checked fragments, or None if there are several
+    """Return the kind of the regions that contain the given fragments, or None if there are several
     kinds.
     """
     first = spans.bases + (spans.offsets if len(spans.bases) == 1 else int(spans.offsets.min()))
@@ -255,13 +258,13 @@ def kind_within(spans: Spans, begins: np.ndarray, kinds: np.ndarray) -> str | No
 
 
 def check_within(spans: Spans, begins: np.ndarray, ends: np.ndarray, name: str) -> None:
-    """Raise ValueError unless each fragment lies in one of the sorted regions [begins, ends)."""
+    """Raise ValueError unless each fragment lies within one of the sorted regions [begins, ends)."""
     if spans.num_fragments == 0:
         return
     if len(spans.bases) == 1:
         first = spans.bases[0] + spans.offsets
         last = first + spans.length
-    else:  # a base and all its runs are in one region
+    else:  # a base and all of its runs are in one region
         first = spans.bases + int(spans.offsets.min())
         last = spans.bases + int((spans.offsets + spans.length).max())
     grows = last > first  # false if a sum overflows int64
@@ -288,7 +291,7 @@ def check_apart(spans: Spans, name: str) -> None:
     bases, offsets, longest = np.sort(spans.bases), spans.offsets, int(spans.length.max())
     first = int(offsets.min())
     extent = int((offsets + spans.length).max()) - first
-    if int(np.diff(bases).min()) >= extent:  # all runs of a base precede those of the next base
+    if int(np.diff(bases).min()) >= extent:  # all runs of each base precede those of the next base
         _check_apart(offsets, spans.length, name)
         return
     by_run = np.diff(np.sort(offsets))
@@ -296,7 +299,7 @@ def check_apart(spans: Spans, name: str) -> None:
     is_by_run = not len(by_run) or int(by_run.min()) >= reach
     if (
         is_by_run and int(np.diff(bases).min()) >= longest
-    ):  # or all bases of a run precede those of the next run
+    ):  # or each run's fragments precede those of the next run
         return
     _check_apart(spans.addresses(), np.tile(spans.length, len(spans.bases)), name)
 
@@ -339,9 +342,9 @@ def _host_view(begin: int, end: int) -> torch.Tensor:
 
 
 def _merged(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge adjacent and overlapping ranges of a storage. `ranges`: (begin, end, storage).
+    """Merge adjacent and overlapping ranges in the same storage. `ranges`: (begin, end, storage).
 
-    Ranges of different storages stay separate, because RDMA registers one allocation at a time.
+    Ranges in different storages stay separate, because RDMA registers one allocation at a time.
     """
     merged: list[tuple[int, int, int]] = []
     for begin, end, storage in sorted(ranges):
@@ -357,8 +360,8 @@ def _storage(memory: torch.Tensor) -> int:
 
 
 def _bounds(regions: list[Region]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted starts of the regions, and for each start the largest end of all regions up
-    to it.
+    """Return the sorted start addresses of the regions and, for each, the maximum end address among
+    the regions that start at or before it.
     """
     begins = np.array([each.begin for each in regions], np.int64)
     ends = np.array([each.end for each in regions], np.int64)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factored fragments of one side of a transfer, which can be split into pieces of staging memory."""
+"""The factored fragments on one side of a transfer, which can be split to fit pieces of staging
+memory.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import numpy as np
 
 from kvcache.checks import MAX_INT32, MAX_INT64, as_array, instance, integer
 
-_NUM_HEADER = 2  # int64 values in the header: number of bases and number of runs
+_NUM_HEADER = 2  # number of int64 values in the header: the numbers of bases and of runs
 _MOST = 2**62
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Fragments of memory, as the product of `bases` and runs.
+    """Memory fragments, as the product of `bases` and runs.
 
     Fragment (d, m) consists of `length[m]` bytes starting at address `bases[d] + offsets[m]`.
 
@@ -47,7 +49,9 @@ class Spans:
         return cls(np.zeros(1, np.int64), offsets, length).checked(name)
 
     def beside(self, addresses: np.ndarray, name: str) -> Spans:
-        """Create fragments of equal lengths at other addresses, for spans created by `of`."""
+        """Create fragments with the same lengths at other addresses. The spans must have been
+        created by `of`.
+        """
         instance(name, str, "name")
         offsets = _column(addresses, name)
         _check_as_many(offsets, self.length, name)
@@ -55,7 +59,7 @@ class Spans:
         return Spans(self.bases, offsets, self.length)
 
     def checked(self, name: str) -> Spans:
-        """Return these spans.
+        """Validate the spans and return them.
 
         Raises ValueError for a length below 1, or sums that overflow int64.
         """
@@ -85,20 +89,20 @@ class Spans:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all fragments."""
+        """Total size of all fragments in bytes."""
         return len(self.bases) * int(self.length.sum())
 
     def addresses(self) -> np.ndarray:
-        """Return the start of each fragment, ordered by base: int64[d * m].
+        """Return each fragment's start address, ordered by base: int64[d * m].
 
-        The result has one entry per fragment, so call this only for small parts (`tiles`).
+        The result has one entry per fragment, so call this method only on small parts (`tiles`).
         """
         return np.add.outer(self.bases, self.offsets).ravel()
 
     def tiles(self, piece_bytes: int) -> Iterator[Spans]:
         """Split these spans into spans of at most `piece_bytes` bytes. Longer runs are split.
 
-        The two sides of a transfer have equal lengths and are split in the same way.
+        The two sides of a transfer have equal run lengths, so both are split in the same way.
         """
         piece_bytes = integer(piece_bytes, "piece_bytes", 1, MAX_INT64)
         if self.num_fragments == 0:
@@ -141,7 +145,7 @@ class Spans:
 
 
 def _column(values: np.ndarray, name: str) -> np.ndarray:
-    """Copy values to int64[n]. Raises TypeError or ValueError for other values."""
+    """Convert values to a new int64[n] array. Raises TypeError or ValueError for invalid values."""
     array = as_array(values, name)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
@@ -163,7 +167,7 @@ def _check_addresses(values: np.ndarray, name: str, what: str) -> None:
 
 
 def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the runs after splitting runs longer than `most` bytes."""
+    """Split runs that are longer than `most` bytes, and return the resulting runs."""
     parts = -(-length // most)
     if int(parts.max()) == 1:
         return offsets, length
@@ -173,7 +177,9 @@ def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray
 
 
 def check_match(local: Spans, remote: Spans) -> None:
-    """Raise ValueError unless both checked sides have the same number of bases and equal run lengths."""
+    """Raise ValueError unless both validated sides have the same number of bases and equal run
+    lengths.
+    """
     for side, name in ((local, "local"), (remote, "remote")):
         instance(side, Spans, name)
         side.checked(name)
@@ -190,9 +196,9 @@ _NO_BORDERS = (np.empty(0, np.int64), np.empty(0, np.int64))
 def joined(
     local: Spans, remote: Spans, borders: tuple[np.ndarray, np.ndarray] = _NO_BORDERS
 ) -> tuple[Spans, Spans]:
-    """Join runs that are contiguous on both sides. Both sides have the single base 0.
+    """Merge runs that are contiguous on both sides. Each side has the single base 0.
 
-    `borders`: local and remote addresses at which runs are not joined to the previous run.
+    `borders`: local and remote addresses at which a run is not merged with the previous run.
 
     Example:
         >>> length = np.array([8, 8, 8])

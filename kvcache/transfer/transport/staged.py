@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport in which peers request bytes over a channel and receive them in packed form over a
-lane.
+"""The common base of transports whose peers request bytes over a channel and receive them, packed,
+over a lane.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from kvcache.worker.pages.pages import Pages
 
 _MOST_GREETING = 64  # maximum number of sides that connect at the same time
-_PIECE_BYTES = 8 << 20  # default bytes per piece; tuned only on a machine with two busy cores
-_CALL_S = 0.005  # interval in seconds for checking whether a peer has connected
-_RETRY_S = 0.05  # pause in seconds after a connection that could not be accepted
-_LINGER_S = 1.0  # seconds for `close` to send queued frames
+_PIECE_BYTES = 8 << 20  # default piece size in bytes; tuned only on a machine with two busy cores
+_CALL_S = 0.005  # interval in seconds at which to check whether a peer has connected
+_RETRY_S = 0.05  # pause in seconds after a failure to accept a connection
+_LINGER_S = 1.0  # seconds for which `close` sends queued frames
 
 
 _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
@@ -55,13 +55,13 @@ _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End threads that wait in native code, before the interpreter terminates them there."""
+    """Stop threads that wait in native code before the interpreter exits and terminates them there."""
     for transport in list(_open):
         transport.close()
 
 
 class StagedTransport(Transport):
-    """Listens for peers, and keeps one connection to each."""
+    """Listens for peers, and keeps one connection to each of them."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        self._ended: list[tuple[str, Connection]] = []  # ended, with messages not taken yet
+        self._ended: list[tuple[str, Connection]] = []  # ended, but with messages to take
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False
-        self._is_withdrawing = False  # whether memory is being unregistered: no peer may connect
+        self._is_withdrawing = False  # while memory is being unregistered, no peer may connect
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server(
             (host, integer(port, "port", 0, 2**16 - 1)), family=family, backlog=128
@@ -111,17 +111,19 @@ class StagedTransport(Transport):
         self._thread.start()
         _open.add(self)
 
-    # Methods implemented by each transport.
+    # Methods that each transport implements.
 
     def _on_registered(self, memory: list[Region]) -> None:
-        """Make new regions known to the transport."""
+        """Called with new regions when memory is registered."""
 
     def _on_unregistered(self, memory: list[Region]) -> None:
-        """Withdraw regions, after all connections that may access them have ended."""
+        """Called with regions to unregister, after all connections that may access them have ended."""
 
     @abstractmethod
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
-        """Attach the channel and open the lane to a peer. Both sides do so at the same time."""
+        """Attach a connection's channel and open its lane to the peer. Both sides do so at the same
+        time.
+        """
 
     # The `Transport` interface.
 
@@ -181,11 +183,11 @@ class StagedTransport(Transport):
             connection.wait_until_ready(deadline)
         except BaseException as error:
             if known is None:
-                connection.fail(f"it was not reached: {error}")
+                connection.fail(f"the peer was not reached: {error}")
                 with self._lock:
                     if self._connections.get(theirs.agent) is connection:
                         del self._connections[theirs.agent]
-            if not isinstance(error, OSError | ValueError):  # for example, an invalid host name
+            if not isinstance(error, OSError | ValueError):  # such as an invalid host name
                 raise
             if CROSSING in (str(error), connection.reason) and self._await_call(theirs, deadline):
                 return theirs.agent
@@ -238,12 +240,12 @@ class StagedTransport(Transport):
         for connection in connections:
             for thread in connection.threads:
                 if thread.is_alive() and thread is not threading.current_thread():
-                    thread.join(_LINGER_S)  # a thread that is not alive may not have started
+                    thread.join(_LINGER_S)  # a thread that is not alive may not have started yet
 
     # Connections.
 
     def _disconnect_all(self, reason: str) -> None:
-        """Disconnect all peers, and wait until no thread copies for them."""
+        """Disconnect all peers, and wait until no thread copies data for them."""
         with self._lock:
             ended = [*self._connections.values(), *(known for _, known in self._ended)]
             for name in list(self._connections):
@@ -277,10 +279,10 @@ class StagedTransport(Transport):
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(_RETRY_S)  # for example, the process is out of file descriptors
+                time.sleep(_RETRY_S)  # for example, too many open files
                 continue
             if not self._greeting.acquire(blocking=False):
-                sock.close()  # too many silent connections
+                sock.close()  # too many connections are waiting for a handshake
                 continue
             try:
                 threading.Thread(
@@ -292,7 +294,7 @@ class StagedTransport(Transport):
                 time.sleep(_RETRY_S)
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Perform the handshake with a connecting side. Runs in a separate thread."""
+        """Perform the listener's handshake with a connecting side. Runs in a separate thread."""
         self.memory.enter_device()
         admitted: list[Connection] = []
 
@@ -329,7 +331,7 @@ class StagedTransport(Transport):
                 connection.fail(str(error))
 
     def _await_call(self, theirs: Metadata, deadline: float) -> bool:
-        """Wait until the peer connects. Its connection replaces the one opened by this side.
+        """Wait until the peer connects. The peer's connection replaces the one opened by this side.
 
         Returns whether the peer is connected.
         """
@@ -373,7 +375,7 @@ class StagedTransport(Transport):
         connection.open(lane)
 
     def _admit(self, connection: Connection) -> None:
-        """Replace an ended connection of the same name. The caller holds the lock."""
+        """Replace an ended connection to a peer of the same name. The caller holds the lock."""
         self._retire(connection.peer.agent)
         self._connections[connection.peer.agent] = connection
 
@@ -431,7 +433,7 @@ class StagedTransport(Transport):
         notify: bytes,
         timeout_s: float,
     ) -> Transfer:
-        """Start a transfer of checked spans."""
+        """Start a transfer of validated spans."""
         return connection.begin(kind, local, remote, notify, timeout_s)
 
     def _of_peer(self, peer: str) -> Connection:
@@ -452,10 +454,10 @@ class StagedTransport(Transport):
 
 
 def is_everywhere(host: str) -> bool:
-    """Return whether a host means all addresses of this machine."""
+    """Return whether a host stands for all of this machine's addresses."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # a host name
+    except ValueError:  # it is a host name
         return False
 
 
@@ -468,8 +470,8 @@ def _address(host: str, advertise: str | None) -> str:
     if is_everywhere(address):
         name = "host" if advertise is None else "advertise"
         raise ValueError(
-            f"{name} is {address!r}, which peers cannot reach: set advertise to the address of this "
-            "machine to which peers connect"
+            f"{name} is {address!r}, which peers cannot reach: set advertise to an address at "
+            "which peers reach this machine"
         )
     return address
 

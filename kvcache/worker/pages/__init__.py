@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a pool's pages, and the tensors through which attention kernels read it."""
+"""The memory of a pool's pages, and the tensors through which attention kernels access it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the contents of a page: the position of each head of each token, and the dtype."""
+"""Describes a page's contents: the dtype, and the position of each token's heads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class PageContents(NamedTuple):
-    """The contents of a page, described by plain values that can be compared.
+    """A description of a page's contents, made of plain values that can be compared.
 
-    The bytes of a page are all its fragments, concatenated in the order of `Pages.sizes`, as swaps
-    and stores copy them. Neither their placement in memory nor a backend's indexing affects the
-    contents.
+    The bytes of a page are all of its fragments, concatenated in the order of `Pages.sizes`, which
+    is how swaps and stores copy them. Neither the fragments' placement in memory nor a backend's
+    indexing affects the description.
     """
 
-    storages: tuple[tuple, ...]  # the parts of a block, for each storage over the pages
+    storages: tuple[tuple, ...]  # for each storage over the pages, the parts of a block
     cp_interleave: int | None = None  # interleave in tokens, as in the block tables; None: unknown

@@ -14,7 +14,7 @@ from kvcache.worker.pages.contents import PageContents
 
 
 class PageMemory:
-    """Regions of memory with one fragment per page each. `Pages` documents the fields."""
+    """Memory regions, each of which contains one fragment per page. `Pages` documents the fields."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class PageMemory:
         ):
             if len(each) != len(self.offsets):
                 raise ValueError(
-                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, as offsets has"
+                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, one per offset"
                 )
-        self.pages_per_chunk = pages_per_chunk  # number of pages pinned per call; 0: all
-        self.formats = formats  # block formats, if known; compared by `PageCopy`
+        self.pages_per_chunk = pages_per_chunk  # number of pages pinned per call; 0: all pages
+        self.formats = formats  # block formats, if known, for comparison by `PageCopy`
         self.contents = contents  # page contents, used by stores; None until a storage sets it
         self.base = memory.data_ptr()
         self._owners = owners
@@ -58,7 +58,7 @@ class PageMemory:
 
     @property
     def device(self) -> torch.device:
-        """The device of all regions."""
+        """The device on which all regions are."""
         return self.memory.device
 
     @property
@@ -68,12 +68,12 @@ class PageMemory:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes per page, over all layers."""
+        """Number of bytes per page, summed over all layers."""
         return int(self.sizes.sum())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages."""
+        """Total size of all pages in bytes."""
         return self.page_bytes * self.num_blocks
 
     @property
@@ -87,13 +87,13 @@ class PageMemory:
         return self._owners[integer(region, "region", most=len(self.sizes) - 1)]
 
     def fragment(self, region: int) -> torch.Tensor:
-        """Return a view uint8[num_blocks, bytes] of a region's fragments."""
+        """Return a view of a region's fragments, uint8[num_blocks, bytes]."""
         region = integer(region, "region", most=len(self.sizes) - 1)
         shape = (self.num_blocks, int(self.sizes[region]))
         return self._view(region, shape)
 
     def layer(self, number: int) -> torch.Tensor:
-        """Return a view uint8[num_blocks, bytes] of a layer's bytes in each page.
+        """Return a view of a layer's bytes in each page, uint8[num_blocks, bytes].
 
         Args:
             number: The layer.
@@ -114,7 +114,7 @@ class PageMemory:
 
     @cached_property
     def others(self) -> list[torch.Tensor]:
-        """Tensors that contain regions outside of `memory`, one per allocation."""
+        """The tensors that contain regions outside of `memory`, one tensor per allocation."""
         found = {owner.untyped_storage().data_ptr(): owner for owner in self._owners}
         found.pop(self.memory.untyped_storage().data_ptr(), None)
         return list(found.values())

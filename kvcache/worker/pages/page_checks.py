@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, before any copy, that a plan's pages are in range and written at most once."""
+"""Checks, before anything is copied, that a plan's pages are in range and written at most once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.step import StepPlan
 
 @dataclass(frozen=True)
 class PageMoves:
-    """The checked sections of a plan that copy or zero pages, as int64[n, 2] and int64[n]."""
+    """The validated sections of a plan: copies as int64[n, 2], and pages to zero as int64[n]."""
 
     swap_out: np.ndarray
     copy: np.ndarray
@@ -24,9 +24,9 @@ class PageMoves:
 def checked_page_moves(plan: StepPlan, num_blocks: int, num_host_blocks: int) -> PageMoves:
     """Return a plan's page moves, after checking that pages are in range and written at most once.
 
-    Order within a section does not matter. Only `swap_out` may read a page that another section
-    writes, so copies, zeroing and swap-ins are independent of each other. A plan must not both
-    write and read a host page.
+    The order of entries within a section does not matter. Only `swap_out` may read a page that
+    another section writes, so copies, zeroing and swap-ins are independent of each other. A plan
+    must not both write and read a host page.
 
     Raises:
         TypeError: A section does not contain integers.

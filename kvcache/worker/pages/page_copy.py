@@ -15,8 +15,8 @@ class PageCopy:
     """Copies pages within a pool or between two pools. The region table for `ops.copy_blocks` is
     built once.
 
-    Regions that are contiguous on both sides are merged. With `by_layer`, they are merged only within a
-    layer, so that single layers can be copied.
+    Regions that are contiguous on both sides are merged. With `by_layer`, regions are merged only
+    within a layer, so that individual layers can be copied.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PageCopy:
         num_thread_blocks: int = 0,
         layers: slice | None = None,
     ) -> None:
-        """Copy pages of all layers or, with `by_layer`, of the given layers.
+        """Copy pages in all layers or, with `by_layer`, in the given layers.
 
         See `ops.copy_blocks`.
         """
@@ -85,14 +85,16 @@ class PageCopy:
         )
 
     def zero(self, ids: np.ndarray) -> None:
-        """Zero whole pages of the destination. `ids`: int32[n]."""
+        """Zero whole pages in the destination. `ids`: int32[n]."""
         ids = integers(ids, "ids", ())
         check_range("ids", "is page", ids, 0, self.destination.num_blocks)
         self.copy(np.stack([np.full(len(ids), -1), ids], axis=1))
 
 
 def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """Convert pairs to int32[n, 2]. Tensors are returned unchanged. Raises ValueError or TypeError."""
+    """Convert page pairs to int32[n, 2]. Tensors are returned unchanged. Raises ValueError or
+    TypeError.
+    """
     if isinstance(pairs, torch.Tensor):
         return pairs
     array = as_array(pairs, "pairs")
@@ -117,9 +119,7 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
 def _merged(
     source: PageMemory, destination: PageMemory, by_layer: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table of merged regions for the op, int64[r, 5], and the first layer of each
-    region.
-    """
+    """Return the op's table of merged regions, int64[r, 5], and the first layer in each region."""
     table = np.stack(
         [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
     )
@@ -139,7 +139,7 @@ def _merged(
 
 
 def _check_formats(source: PageMemory, destination: PageMemory) -> None:
-    """Raise ValueError if the block formats of both sides are comparable but differ."""
+    """Raise ValueError if both sides' block formats are known but differ."""
     mine, other = source.formats, destination.formats
     if mine is None or other is None or mine[0] != other[0]:
         return
@@ -172,7 +172,7 @@ def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
 
 
 def _span(pages: PageMemory) -> tuple[int, int]:
-    """Return the first byte of all regions, and the end of the last byte."""
+    """Return the range of addresses, [begin, end), that covers all regions."""
     if len(pages.sizes) == 0 or pages.page_bytes == 0:
         return pages.base, pages.base
     ends = pages.offsets + (pages.num_blocks - 1) * pages.strides + pages.sizes
@@ -180,12 +180,14 @@ def _span(pages: PageMemory) -> tuple[int, int]:
 
 
 def _meet(source: PageMemory, destination: PageMemory) -> bool:
-    """Return whether the spans of any two regions of the two sides overlap."""
+    """Return whether the address range of any region on one side overlaps that of any region on the
+    other side.
+    """
     starts = source.base + source.offsets
     ends = starts + (source.num_blocks - 1) * source.strides + source.sizes
     others = destination.base + destination.offsets
     other_ends = others + (destination.num_blocks - 1) * destination.strides + destination.sizes
     order = np.argsort(others)
-    reach = np.maximum.accumulate(other_ends[order])  # largest end of all regions up to this one
-    before = np.searchsorted(others[order], ends) - 1  # last region that begins before the end
+    reach = np.maximum.accumulate(other_ends[order])  # maximum end of the regions so far
+    before = np.searchsorted(others[order], ends) - 1  # the last region that starts before the end
     return bool((reach[before] > starts)[before >= 0].any())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a pool, as regions of memory."""
+"""The pages of a pool, as memory regions."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ ALIGNMENT = 256  # alignment of each layer's memory in bytes
 
 
 class Pages(PageMemory):
-    """The pages of a pool over all layers. Each page has one fragment in each region.
+    """The pages of a pool, covering all layers. Each page has one fragment in each region.
 
-    A region holds one fragment per page at a constant stride. A fragment is the K or V of a layer
-    if they are separate, K and V of a layer if they are contiguous, or the bytes of all layers if
-    layers are packed. `copy_blocks` moves pages between any two `Pages` whose regions have
-    fragments of the same sizes.
+    A region holds one fragment per page, at a constant stride. Depending on the layout, a fragment
+    contains a layer's K or V (if they are separate), a layer's K and V (if they are contiguous), or
+    the bytes of all layers (if layers are packed). `copy_blocks` moves pages between any two
+    `Pages` whose regions have fragments of the same sizes.
 
-    All torch devices are supported. Devices that are neither CPU nor CUDA use torch's copies.
+    All torch devices are supported. On devices other than CPU and CUDA, pages are copied with torch
+    operations.
 
     Args:
         memory: The tensor to which `offsets` refer.
         num_blocks: Number of pages.
         offsets: int64[r]. Byte offset of page 0 in each region.
-        strides: int64[r]. Bytes between consecutive pages.
+        strides: int64[r]. Distance in bytes between consecutive pages.
         sizes: int64[r]. Bytes per fragment.
-        layers: int32[r], ascending. Layer of each region.
+        layers: int32[r], ascending. The layer to which each region belongs.
         owners: The tensor that contains each region. Empty: `memory` contains all regions.
-        keep: An object to keep alive as long as the pages.
+        keep: An object to keep alive as long as the pages exist.
 
     Example:
         >>> pages = Pages.allocate(num_blocks=9, sizes=[[512, 512]] * 4)
@@ -67,12 +68,12 @@ class Pages(PageMemory):
         device: torch.device | str = "cpu",
         block_major: bool = False,
     ) -> Pages:
-        """Allocate memory for pages. Only page 0, the null block, is initialized (to zero).
+        """Allocate memory for pages. Only page 0, the null block, is initialized (to zeros).
 
         Args:
             num_blocks: Number of pages, including the null block.
-            sizes: For each layer, the bytes of its fragments in a page. Each fragment gets its own
-                region.
+            sizes: For each layer, the sizes in bytes of its fragments in a page. Each fragment has
+                its own region.
             device: Device of the memory.
             block_major: Whether all bytes of a page are contiguous.
 
@@ -104,14 +105,14 @@ class Pages(PageMemory):
     def over(cls, layers: Sequence[Tensors], block_dim: int | Sequence[int] = 0) -> Pages:
         """Create pages over an engine's own tensors.
 
-        Any dtypes and strides are accepted. A block that is not contiguous in its tensor is divided
-        into several regions. Host memory must not be pinned in several chunks, because the chunk
-        boundaries are not known and copies across a boundary fail. `on_host` pins large memory in
-        chunks, so use the pages that it returns.
+        Any dtypes and strides are accepted. If a block is not contiguous in its tensor, it is
+        divided into several regions. Host memory must not be pinned in several chunks, because
+        copies across an unknown chunk boundary fail. Since `on_host` pins large memory in chunks,
+        use the pages that it returns and do not wrap their memory.
 
         Args:
-            layers: For each layer, one tensor or several tensors (K and V, states).
-            block_dim: The dimension that indexes blocks, as one value for all tensors or one value
+            layers: For each layer, one tensor or several tensors (such as K and V, or states).
+            block_dim: The dimension that indexes blocks, as one value for all layers or one value
                 per layer.
 
         Returns:
@@ -148,7 +149,7 @@ class Pages(PageMemory):
             if not -tensor.ndim <= dims[number] < tensor.ndim:
                 raise ValueError(
                     f"block_dim is {dims[number]}, and layer {number} has shape {list(tensor.shape)}: "
-                    "expected a dimension, which counts blocks"
+                    "expected the index of the dimension that counts blocks"
                 )
             if tensor.device != first.device or tensor.shape[dims[number]] != first.shape[dim]:
                 raise ValueError(
@@ -180,10 +181,10 @@ class Pages(PageMemory):
         pin_memory: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Pages:
-        """Allocate pages in host memory to which these pages can be swapped.
+        """Allocate host pages to which these pages can be swapped.
 
-        All bytes of a page are contiguous. The memory is pinned in parallel chunks. If pinning fails, a
-        warning is issued and the memory stays pageable.
+        In host memory, all bytes of a page are contiguous. The memory is pinned in chunks, in
+        parallel. If pinning fails, a warning is issued and the memory stays pageable.
 
         Args:
             num_blocks: Number of pages, including the null block.
@@ -208,8 +209,8 @@ class Pages(PageMemory):
         return host
 
     def staging(self, num_bytes: int) -> Pages:
-        """Allocate up to `num_bytes` of staging pages, but at least two pages, in the layout of
-        host pages.
+        """Allocate staging pages that take up to `num_bytes`, but at least two pages, in the layout
+        of host pages.
         """
         num_bytes, stride = integer(num_bytes, "num_bytes", most=MAX_INT64), self._packed_bytes
         num_blocks = max(num_bytes // max(stride, 1), 2)
@@ -221,15 +222,17 @@ class Pages(PageMemory):
 
     @property
     def _packed_bytes(self) -> int:
-        """Bytes between packed pages, a multiple of the cache line size, so that pages do not share
-        lines.
+        """Distance in bytes between packed pages. It is a multiple of the cache line size, so pages
+        do not share cache lines.
         """
         return -(-self.page_bytes // 64) * 64
 
     def _packed(
         self, memory: torch.Tensor, num_blocks: int, stride: int, **options: object
     ) -> Pages:
-        """Return the same regions in `memory`, with contiguous pages that are `stride` bytes apart."""
+        """Return the same regions placed in `memory`, where each page is contiguous and pages are
+        `stride` bytes apart.
+        """
         offsets = np.cumsum(self.sizes) - self.sizes
         strides = np.full(len(self.sizes), stride)
         return Pages(
@@ -245,16 +248,17 @@ class Pages(PageMemory):
         )
 
     def copy(self, pairs: np.ndarray | torch.Tensor) -> None:
-        """Copy pages within this memory, over all layers, for example copy-on-write pairs.
+        """Copy pages within this memory, in all layers. Used for copy-on-write, for example.
 
         The pairs are copied in order. A later pair may read or write a page that an earlier pair
-        writes, at the cost of an additional launch. On a GPU the copy is enqueued on the current
+        writes, at the cost of an additional launch. On a GPU, the copy is enqueued on the current
         stream.
 
         Args:
-            pairs: int32[n, 2]. Source and destination, as from `BlockSpaceManager.append_slots`,
-                `KVCacheManager.take_copies` or a plan's `copy`. Pairs on a GPU are not checked, and must
-                not read or write pages that other pairs write.
+            pairs: int32[n, 2]. Source and destination pages, for example, from
+                `BlockSpaceManager.append_slots`, `KVCacheManager.take_copies` or a plan's `copy`.
+                Pairs on a GPU are not checked; these must not read or write pages that other pairs
+                write.
 
         Raises:
             TypeError: The pairs are not integers. Nothing has been copied.
@@ -262,7 +266,7 @@ class Pages(PageMemory):
 
         Example:
             >>> layers = [torch.arange(12.0).view(2, 3, 2) for _ in range(2)]  # K and V of 3 blocks each
-            >>> pages = Pages.over(layers, block_dim=1)  # an engine's own tensors; make it once
+            >>> pages = Pages.over(layers, block_dim=1)  # an engine's own tensors; create once
             >>> pages.copy([(1, 2)])
             >>> layers[1][:, 2].tolist()
             [[2.0, 3.0], [8.0, 9.0]]
@@ -282,7 +286,7 @@ class Pages(PageMemory):
 
     @cached_property
     def _within(self) -> PageCopy:
-        twin = copy(self)  # avoids a reference cycle that would keep the memory alive
+        twin = copy(self)  # without a reference cycle, which would keep the memory alive
         return PageCopy(twin, twin)
 
 
@@ -301,9 +305,9 @@ def _independent(pairs: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _checked_sizes(sizes: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:
-    """Check the fragment bytes per layer.
+    """Validate the fragment sizes per layer, and return them.
 
-    Their total over all pages must fit int64. Raises TypeError or ValueError.
+    Their total over all pages must fit into int64. Raises TypeError or ValueError.
     """
     checked = [
         [integer(size, f"sizes[{i}][{j}]", most=MAX_INT64) for j, size in enumerate(fragments)]

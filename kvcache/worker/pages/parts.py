@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the heads of all tokens in a page, based on the views of its storages."""
+"""Locates the heads of all tokens in a page, based on the views of the storages over the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.worker.pages.memory import PageMemory
 
 
 class BlockParts(NamedTuple):
-    """The caches of a storage by part ("key", "value" or "scales")."""
+    """A storage's caches, keyed by part ("key", "value" or "scales")."""
 
     blocks_per_page: int
     views: dict[
@@ -26,15 +26,16 @@ class BlockParts(NamedTuple):
 def contents_of(
     pages: PageMemory, storages: Sequence[BlockParts], cp_interleave: int | None = None
 ) -> PageContents:
-    """Return the contents of `pages`, given the parts of each storage over them.
+    """Return a description of the contents of `pages`, given the parts of each storage over these
+    pages.
 
-    Raises ValueError if the blocks of a storage are not in these pages.
+    Raises ValueError if a storage's blocks are not in these pages.
     """
     return PageContents(tuple(_described(pages, each) for each in storages), cp_interleave)
 
 
 def _described(pages: PageMemory, storage: BlockParts) -> tuple:
-    """Return the (name, dtype, [blocks per page, tokens, heads, elements], digest) of each part."""
+    """Return (name, dtype, [blocks per page, tokens, heads, elements], digest) for each part."""
     found = []
     for name, views in storage.views.items():
         shape = (storage.blocks_per_page, *views[0].shape[1:])
@@ -45,7 +46,7 @@ def _described(pages: PageMemory, storage: BlockParts) -> tuple:
 
 
 def _positions(pages: PageMemory, view: torch.Tensor, num_blocks: int) -> np.ndarray:
-    """Return the byte offset in a page of each head of each token, int64[blocks, tokens, heads].
+    """Return the byte offset of each token's heads within a page, int64[blocks, tokens, heads].
 
     `view`: [num_blocks, tokens, heads, elements] with contiguous elements.
     """

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a device can access, mapped at page boundaries and pinned in parallel chunks."""
+"""Host memory that a device can access. It is mapped at page boundaries and pinned in chunks, in
+parallel.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ import torch
 _log = logging.getLogger("kvcache")
 _CHUNK_BYTES = 256 << 20
 _HUGE_PAGE_BYTES = 2 << 20
-_PAGES_PER_STEP = 64  # 64 pages of whole cache lines end at a system page boundary
+_PAGES_PER_STEP = 64  # 64 pages that consist of whole cache lines end at a system page boundary
 _SECONDS_BETWEEN_LOGS = 5.0
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: not enough memory, or the lock limit is too low
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: too little memory, or too low a lock limit
 _MADV_POPULATE_WRITE = (
-    23  # since Linux 5.14; Python's mmap lacks this constant, and its madvise holds the GIL
+    23  # Linux 5.14 and later; Python's mmap lacks this constant, and its madvise holds the GIL
 )
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -38,20 +40,20 @@ def allocate_host(
 ) -> tuple[torch.Tensor, int, object]:
     """Allocate host memory, pinned if `pin_for` is given.
 
-    Pinning is slow, because the operating system touches and locks every page, and each call uses
-    one thread. Therefore several threads touch and pin the memory in chunks. If pinning fails, a
-    warning is issued and the memory stays pageable.
+    Pinning is slow, because the operating system touches and locks every page, and each call runs
+    in a single thread. Therefore, several threads touch and pin the memory in chunks. If pinning
+    fails, a warning is issued and the memory stays pageable.
 
     Args:
         num_blocks: Number of blocks.
         block_bytes: Bytes per block, a multiple of 64.
-        pin_for: The device that accesses the memory. None: the memory is not pinned.
+        pin_for: The device for which the memory is pinned. None: the memory is not pinned.
         progress: Called as `progress(done, total)`, in bytes.
 
     Returns:
-        A tuple of the memory, uint8[num_blocks * block_bytes], the number of blocks per pinned
-        chunk (0 for a single chunk), and an owner. Keep the owner alive, because freeing it unpins
-        the memory.
+        A tuple of the memory, uint8[num_blocks * block_bytes]; the number of blocks per pinned
+        chunk (0 for a single chunk); and an owner. Keep the owner alive, because the memory is
+        unpinned when the owner is freed.
 
     Raises:
         MemoryError: The host does not have enough memory.
@@ -77,10 +79,10 @@ def pin(
     """Pin `memory`, a uint8[n] tensor within a mapping, in chunks.
 
     Returns:
-        An owner whose release unpins the memory. If the memory cannot be pinned, warns and returns
-        None.
+        An owner that unpins the memory when it is freed. None, after a warning, if the memory
+        cannot be pinned.
     """
-    # Pinned pages must not move, so a fork would immediately copy all of them.
+    # Because pinned pages must not move, a fork would immediately copy all of them.
     _advise(mapping, "MADV_DONTFORK")
     try:
         return _Pinned(memory, chunk_bytes, progress or _Logged(), device)
@@ -96,11 +98,12 @@ def pin(
 
 
 def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Map a tensor uint8[num_bytes] at the start of a huge page. The mapping is None for 0 bytes.
+    """Map a tensor, uint8[num_bytes], that starts at a huge page boundary. The mapping is None for
+    0 bytes.
 
-    The storage also begins at this address, because torch and the ops check the first byte of a
-    storage to determine whether it is pinned. The memory is mapped but not touched, and the tensor
-    keeps the mapping alive.
+    The tensor's storage also starts at this address, because torch and the ops check a storage's
+    first byte to determine whether the storage is pinned. The memory is mapped but not touched. The
+    tensor keeps the mapping alive.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu"), None
@@ -114,7 +117,7 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
             f"({error.strerror})"
         ) from error
     _advise(mapping, "MADV_HUGEPAGE")
-    # torch's default device may differ, and frombuffer must not use it.
+    # frombuffer must not use torch's default device, which may not be the CPU.
     with torch.device("cpu"):
         start = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
         offset = -start % _HUGE_PAGE_BYTES
@@ -123,14 +126,14 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
 
 
 def _advise(mapping: mmap.mmap, name: str) -> None:
-    """Call madvise with the named advice, if the system supports it."""
+    """Call madvise with the named advice if the system supports this advice."""
     if hasattr(mmap, name):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel does not support huge pages
             mapping.madvise(getattr(mmap, name))
 
 
 class _Pinned:
-    """Pins memory in chunks on several threads, and unpins it when the object is freed."""
+    """Pins memory in chunks on several threads. The memory is unpinned when this object is freed."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class _Pinned:
         start, total = memory.data_ptr(), memory.numel()
         chunks = [(start + at, min(chunk_bytes, total - at)) for at in range(0, total, chunk_bytes)]
         pinned: list[int] = []
-        # The finalizer holds the memory, which must outlive the registration.
+        # The finalizer references the memory, which must outlive the registration.
         self._finalizer = weakref.finalize(self, _unpin, pinned, device, memory)
 
         def pin_one(chunk: tuple[int, int]) -> int:
@@ -167,7 +170,8 @@ class _PinningError(Exception):
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Touch all pages, if the operating system supports it. Otherwise registration touches them.
+    """Touch all pages, if the operating system supports it. Otherwise, registering the memory
+    touches them.
 
     Threads touch pages in parallel, whereas the driver pins memory under a lock. If there is not
     enough memory, the later registration fails.
@@ -180,11 +184,11 @@ def _populate(address: int, num_bytes: int) -> None:
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
-    # Imported here, because the import builds missing libraries, which `host_memory_bytes` does not
-    # need.
+    # Imported here, because the import builds libraries that are missing, and `host_memory_bytes`
+    # does not need them.
     from kvcache.native import load
 
-    # Unlike torch's cudart, the op does not invalidate captures of other threads.
+    # Unlike torch's cudart, the op does not invalidate other threads' captures.
     problem = load.why_no_cuda()
     if problem is None and device.type != "cuda":
         problem = f"device is {device}: expected a CUDA device"
@@ -206,7 +210,7 @@ def _error_text(error: int) -> str:
 
 
 def _advice() -> str:
-    """Return advice for errors that occur when the system refuses to lock memory."""
+    """Return advice to append to the error message when the system refuses to lock memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     fewer = "or ask for fewer host pages (pin_memory=False keeps them pageable)"
     if limit == resource.RLIM_INFINITY:
@@ -237,14 +241,14 @@ class _Logged:
 
 
 def host_memory_bytes() -> int | None:
-    """Return the memory of the host, or the limit of its container if that is lower.
+    """Return the size of the host's memory in bytes, or the container's memory limit if that is lower.
 
-    None if unknown.
+    None if the size is unknown.
     """
     limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(OSError, ValueError):  # "max" means no limit; no file, no container
+    with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no container
         limits.append(int(_CONTAINER_LIMIT.read_text()))
     return min(limits, default=None)
 

@@ -11,15 +11,15 @@ from kvcache.worker.pages.pages import ALIGNMENT, Pages
 
 
 def region_starts(placed: Placement, num_blocks: int) -> np.ndarray:
-    """Return the start of each region of pages, in bytes, and the end of the last region: int64[r +
-    1].
+    """Return the byte offset at which each region of pages starts, followed by the end of the last
+    region: int64[r + 1].
 
-    If K and V are in separate regions, these regions are contiguous, so that both form one tensor.
-    Each layer begins at a multiple of `ALIGNMENT`.
+    If K and V are in separate regions, these two regions are contiguous, so they form one tensor.
+    Each layer starts at a multiple of `ALIGNMENT`.
     """
     sizes = placed.region_bytes * num_blocks
     own = np.arange(len(sizes))
-    own[placed.regions] = placed.regions[:, :1]  # first region of the layer
+    own[placed.regions] = placed.regions[:, :1]  # first region of each layer
     own[placed.scale_regions] = placed.regions[:, 0]
     room = np.bincount(own, weights=sizes, minlength=len(sizes)).astype(np.int64)
     room = -(-room // ALIGNMENT) * ALIGNMENT
@@ -37,10 +37,10 @@ def region_starts(placed: Placement, num_blocks: int) -> np.ndarray:
 def placed_pages(
     placed: Placement, num_blocks: int, starts: np.ndarray, device: torch.device | str
 ) -> Pages:
-    """Allocate pages. Only page 0, the null block, is initialized (to zero).
+    """Allocate pages. Only page 0, the null block, is initialized (to zeros).
 
-    K, V and scales of a layer form one fragment each if they are contiguous in a page. Otherwise the
-    layer's fragments are the contiguous runs of K and V together.
+    A layer's K, V and scales form one fragment each if each of them is contiguous in a page.
+    Otherwise, the layer's fragments are the contiguous runs that contain K and V together.
     """
     runs, layers = [], []
     for layer in range(len(placed.regions)):

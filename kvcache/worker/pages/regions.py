@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the regions of a tensor, that is, the positions of all contiguous fragments of a block."""
+"""Computes a tensor's regions, that is, the positions of all contiguous fragments of its blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-# (address of block 0's fragment, stride between blocks in bytes, bytes per fragment)
+# (address of block 0's fragment, block stride in bytes, bytes per fragment)
 Region = tuple[int, int, int]
-# Maximum number of fragments per block. A higher number suggests a wrong `block_dim`.
+# Maximum number of fragments per block. A higher number suggests that `block_dim` is wrong.
 _MAX_FRAGMENTS = 4096
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
-    """Raise TypeError or ValueError unless the memory of a tensor holds its elements."""
+    """Raise TypeError or ValueError unless a tensor has memory that directly holds its elements."""
     if tensor.is_meta:
         raise TypeError(f"{name} is on {tensor.device}: expected a device with memory")
     if tensor.is_conj() or tensor.is_neg():
@@ -28,7 +28,7 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
 
 
 def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
-    """Return the regions of a tensor in memory order.
+    """Return a tensor's regions in memory order.
 
     Raises ValueError if elements share memory; see also `check_memory`.
     """
@@ -37,7 +37,7 @@ def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
     block_dim %= tensor.ndim
     if math.prod(tensor.shape) == 0:
         return []
-    # The stride of a dimension of size 1 is meaningless.
+    # The stride of a dimension with size 1 is meaningless.
     dims = sorted(
         (tensor.stride(d), tensor.shape[d])
         for d in range(tensor.ndim)
@@ -74,8 +74,8 @@ def matched_regions(
 ) -> tuple[list[Region], list[Region]]:
     """Return the regions of two tensors whose shapes differ only in the number of blocks.
 
-    Matching regions hold the same elements. Fragments extend as far as elements are contiguous on both
-    sides. Raises ValueError if there are too many fragments.
+    Corresponding regions hold the same elements. Each fragment extends as far as elements are
+    contiguous in both tensors. Raises ValueError if there are too many fragments.
     """
     both = (source, destination)
     item = source.element_size()
@@ -103,11 +103,11 @@ def matched_regions(
 
 
 def check_apart(regions: np.ndarray, layers: Sequence[int], num_blocks: int) -> None:
-    """Raise ValueError if two regions share memory. `regions`: int64[r, 3] from `regions_of`."""
+    """Raise ValueError if any two regions share memory. `regions`: int64[r, 3] from `regions_of`."""
     ends = regions[:, 0] + (num_blocks - 1) * regions[:, 1] + regions[:, 2]
     order = np.argsort(regions[:, 0], kind="stable")
-    # If the spans of regions overlap, as in packed pages, the regions must be disjoint within each
-    # page.
+    # If the address ranges of regions overlap, as in packed pages, the regions must be disjoint
+    # within each page.
     together = [int(order[0])]
     reach = ends[order[0]]
     for i in map(int, order[1:]):
@@ -134,10 +134,10 @@ def _check_together(regions: np.ndarray, layers: Sequence[int], which: list[int]
 
 
 def format_of(tensor: torch.Tensor, block_dim: int) -> tuple:
-    """Return the format of a block: dtype, shape, and the order of its dimensions in memory."""
+    """Return a block's format: its dtype, its shape, and the order of its dimensions in memory."""
     block_dim %= tensor.ndim
     dims = [d for d in range(tensor.ndim) if d != block_dim]
-    # Dimensions of size 1 are omitted from the order.
+    # Dimensions with size 1 are omitted from the order.
     order = sorted((d for d in dims if tensor.shape[d] > 1), key=tensor.stride)
     indices = [dims.index(d) for d in order]
     return (str(tensor.dtype), tuple(tensor.shape[d] for d in dims), tuple(indices))

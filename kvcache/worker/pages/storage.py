@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV storage, which consists of the tensors through which attention kernels access a pool's pages."""
+"""KV storage: the tensors through which attention kernels access a pool's pages."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ from kvcache.worker.pages.views import as_indexed, key_and_value, stacked
 class KVStorage:
     """K and V of all layers, stored in pages and exposed as views for attention kernels.
 
-    `kv_caches[layer]` is the tensor for a kernel. Its shape depends on the backend:
+    `kv_caches[layer]` is the tensor that a kernel uses. Its shape depends on the backend:
 
     - FLASH_ATTN: [2, num_blocks, block_size, num_kv_heads, head_size];
     - FLASHINFER, TRITON_ATTN, BLOCK_MAJOR: [num_blocks, 2, block_size, num_kv_heads, head_size];
     - MLA: [num_blocks, block_size, head_size + v_head_size], with a single head. K is the latent, and V
       is its rotary part, adjacent to K. V is empty if K includes the rotary part;
     - FLASH_ATTN_DIFFKV: [num_blocks, block_size, num_kv_heads, head_size + v_head_size];
-    - Backends with a dimension for K and V, if their head sizes differ: the pair (K, V), each
+    - Backends with a dimension for K and V, if the head sizes of K and V differ: a pair (K, V),
+    each
       [num_blocks, block_size, num_kv_heads, ...].
 
-    Only block 0, the null block, is initialized (to zero), because kernels read it for padding entries
-    and for entries outside a sliding window. `pages` provides access to the same memory by page,
-    and `memory_order` is the resulting order of dimensions.
+    Only block 0, the null block, is initialized (to zeros), because kernels read it for padding
+    entries and for entries outside a sliding window. `pages` provides access to the same memory by
+    page, and `memory_order` is the resulting order of dimensions.
 
-    `over` creates the storage of one group over pages that several groups share. `for_plan` creates
-    the storages of all groups of a plan. `from_tensors` creates a storage over an engine's own
+    `over` creates one group's storage over pages that several groups share. `for_plan` creates the
+    storages for all groups of a plan. `from_tensors` creates a storage over an engine's own
     tensors.
 
     Args:
         num_blocks: Number of blocks, including the null block.
         block_size: Tokens per block.
-        num_kv_heads: KV heads on this rank.
-        head_size: Elements of K per head.
-        v_head_size: Elements of V per head. None: `head_size`, or 0 for a backend without V.
+        num_kv_heads: Number of KV heads on this rank.
+        head_size: Number of K elements per head.
+        v_head_size: Number of V elements per head. None: `head_size`, or 0 for a backend without V.
         num_layers: Number of layers.
         dtype: A torch.dtype or its name.
         device: Device of the pages.
@@ -63,11 +64,12 @@ class KVStorage:
             order of its dimensions in memory. A name from `kvcache.layouts`, an `AttentionBackend`,
             or an engine's backend class (`AttentionBackend.from_engine`).
         layout: Memory order of tokens (N), heads (H) and elements (D) within a block, "NHD" or
-            "HND". The views have the same shape but different strides for the two layouts.
-        cross_layers: Whether all layers of a page are contiguous, in the backend's order for packed
+            "HND". For both layouts, the views have the same shape, but different strides.
+        cross_layers: Whether a page's layers are contiguous, in the backend's order for packed
             layers.
-        scale_bytes_per_token: Bytes per token for the scales of your own quantization (`scale_cache`),
-            which move together with their page. For one fp8 scale per layer or head, use `set_scales`.
+        scale_bytes_per_token: Bytes per token for the scales of your own quantization
+            (`scale_cache`). These scales are part of the page and move with it. For one fp8 scale
+            per layer or head, use `set_scales`.
 
     Raises:
         ValueError: The memory order is not valid for pages that consist of blocks
@@ -133,31 +135,31 @@ class KVStorage:
         scale_bytes_per_token: int = 0,
         num_null_blocks: int = 1,
     ) -> KVStorage:
-        """Create the storage of one group over pages that all groups share.
+        """Create one group's storage over pages that all groups share.
 
-        Each page belongs to one group at a time. The bytes of a layer in a page are contiguous.
-        They consist of K and V of the block in the order of `backend`, followed by scales and
-        padding. A recurrent state is stored as a single token whose head holds the whole state.
+        Each page belongs to one group at a time. A layer's bytes in a page are contiguous: first
+        the block's K and V in the order of `backend`, then scales and padding. A recurrent state is
+        stored as a single token whose only head contains the whole state.
 
         Args:
             pages: The shared pages.
             block_size: Tokens per block.
-            num_kv_heads: KV heads on this rank.
-            head_size: Elements of K per head.
-            v_head_size: Elements of V per head, as in the constructor.
+            num_kv_heads: Number of KV heads on this rank.
+            head_size: Number of K elements per head.
+            v_head_size: Number of V elements per head, as in the constructor.
             dtype: A torch.dtype or its name.
             backend: The attention backend, as in the constructor.
             layout: "NHD" or "HND".
             layers: The layers of `pages` that the group uses. None: all layers.
-            scale_bytes_per_token: Bytes per token for your own scales.
-            num_null_blocks: Number of leading blocks that are never read or written. Greater than 1 if
-                blocks are parts of pages.
+            scale_bytes_per_token: Bytes per token for your own scales, as in the constructor.
+            num_null_blocks: Number of leading blocks that are never read or written. It is greater
+                than 1 if each page is divided into several blocks.
 
         Returns:
             The storage.
 
         Raises:
-            ValueError: A block does not fit into a page, or the backend keeps K and V of a block in
+            ValueError: A block does not fit into a page, or the backend keeps a block's K and V in
                 separate regions.
 
         Example:
@@ -219,22 +221,23 @@ class KVStorage:
     ) -> list[KVStorage]:
         """Create one storage per group of a plan, all over the same new `pages`.
 
-        Heads, sizes, dtype and scales are taken from the group's layers. Layer `i` of a storage is
-        `plan.groups[g].layers[i]`. Layers with `is_mla`, or with one head and `v_head_size` 0, use MLA.
-        In layers with `state_bytes`, a page has the shape of MLA without V: one token with one
-        head, whose elements are the state. Set the scales of fp8 layers with `set_scales`.
+        Heads, sizes, dtype and scales are taken from each group's layers. Layer `i` of a storage is
+        `plan.groups[g].layers[i]`. Layers with `is_mla`, or with one head and `v_head_size` 0, use
+        the MLA backend. In layers with `state_bytes`, a page has the same shape as for MLA without
+        V: one token with one head, whose elements are the state. Set the scales of fp8 layers with
+        `set_scales`.
 
         Args:
             plan: The plan.
             device: Device of the pages.
-            backend: Backend of layers with K and V. None: FLASHINFER.
+            backend: Backend for layers with K and V. None: FLASHINFER.
             layout: "NHD" or "HND".
 
         Returns:
             One storage per group.
 
         Raises:
-            ValueError: Layers of a group differ in heads, sizes or dtype, or a state is not a whole
+            ValueError: A group's layers differ in heads, sizes or dtype, or a state is not a whole
                 number of elements.
 
         Example:
@@ -287,13 +290,14 @@ class KVStorage:
         use `Pages.over`, which moves arbitrary bytes.
 
         Args:
-            kv_caches: One tensor, or one pair (K, V), per layer. All layers have the same format.
+            kv_caches: One tensor, or one pair (K, V), per layer. All layers must have the same
+                format.
             backend: How the tensors are indexed. None: derived from the shape, which must be [2,
                 num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...], [num_blocks,
                 block_size, head_size] (MLA), or a pair (K, V) of [num_blocks, block_size,
                 num_kv_heads, (v_)head_size].
-            v_head_size: Elements of V per head, for a backend that keeps K and V of a head in one
-                dimension. None: half of that dimension, or 0 for MLA.
+            v_head_size: Number of V elements per head, for a backend that keeps a head's K and V in
+                one dimension. None: half of that dimension, or 0 for MLA.
 
         Returns:
             The storage.
@@ -362,7 +366,7 @@ class KVStorage:
         layout: str,
         backend: str | AttentionBackend | EngineBackend,
     ) -> None:
-        """Set the sizes of the caches, as described by a backend."""
+        """Set the sizes and the format of the caches. The backend defines the format."""
         self._start()
         self.backend = described_backend(backend)
         dtype = _torch_dtype(dtype)
@@ -426,7 +430,9 @@ class KVStorage:
 
     @property
     def blocks_per_page(self) -> int:
-        """Number of blocks in the null page. Greater than 1 if blocks are parts of pages."""
+        """Number of blocks in the null page. It is greater than 1 if each page is divided into
+        several blocks.
+        """
         return self._num_null_blocks
 
     @property
@@ -436,13 +442,13 @@ class KVStorage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of K and V of all layers."""
+        """Total size of K and V in all layers, in bytes."""
         caches = [*self._keys, *self._values]
         return sum(cache.numel() * cache.element_size() for cache in caches)
 
     @property
     def parts(self) -> BlockParts:
-        """The caches of all layers, by part. Missing parts are omitted."""
+        """The caches of all layers, keyed by part. Parts that the storage does not have are omitted."""
         layers = range(self.num_layers)
         views = {"key": [self.key_cache(layer) for layer in layers]}
         if self.v_head_size:
@@ -452,25 +458,25 @@ class KVStorage:
         return BlockParts(self.blocks_per_page, views if self.num_layers else {})
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """Return a view [num_blocks, block_size, num_kv_heads, head_size]."""
+        """Return a view of a layer's K, [num_blocks, block_size, num_kv_heads, head_size]."""
         return self._keys[self._checked(layer)]
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """Return a view [num_blocks, block_size, num_kv_heads, v_head_size]."""
+        """Return a view of a layer's V, [num_blocks, block_size, num_kv_heads, v_head_size]."""
         return self._values[self._checked(layer)]
 
     def scale_cache(self, layer: int) -> torch.Tensor:
-        """Return a view uint8[num_blocks, block_size, scale_bytes_per_token]."""
+        """Return a view of a layer's scales, uint8[num_blocks, block_size, scale_bytes_per_token]."""
         if not self.has_scales:
             raise ValueError("the storage has no scales: expected scale_bytes_per_token > 0")
         return self._scale_caches[self._checked(layer)]
 
     def set_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
-        """Set the scales of fp8 values.
+        """Set the scales with which K and V are quantized to fp8.
 
         Args:
             k_scale: float32[num_layers, 1] or float32[num_layers, num_kv_heads], positive.
-            v_scale: The scales of V, with the same shape as `k_scale`.
+            v_scale: The scales for V, with the same shape as `k_scale`.
 
         Raises:
             ValueError: The storage is not fp8, or a scale is not positive.
@@ -509,7 +515,7 @@ class KVStorage:
     ) -> None:
         """Write the K and V of tokens to their slots. See `ops.write_kv`.
 
-        Tokens at slot -1 and in the null block (block 0) are skipped, because they are padding or
+        Tokens at slot -1 or in the null block (block 0) are skipped, because they are padding or
         have left a window.
 
         Args:
@@ -517,8 +523,8 @@ class KVStorage:
             key: [n, num_kv_heads, head_size], with any strides for tokens and heads. For K in HND order,
                 [num_kv_heads, n, head_size], pass `key.transpose(0, 1)`. For fp8 storage, bfloat16,
                 float16 and float32 are accepted and divided by the scales.
-            value: [n, num_kv_heads, v_head_size], as `key`. None if V is empty (MLA without a rotary
-                part).
+            value: [n, num_kv_heads, v_head_size], with the same rules as for `key`. None if V is
+                empty (MLA without a rotary part).
             slot_mapping: int64[n].
         """
         cache = self.key_cache(layer)
@@ -533,13 +539,14 @@ class KVStorage:
     def gather(
         self, layer: int, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the K and V of tokens at the given slots. Slot -1 and the null block yield zeros.
+        """Read the K and V of tokens at the given slots. Slot -1 and slots in the null block yield
+        zeros.
 
         Args:
             layer: The layer.
             slot_mapping: int64[n].
-            dtype: Dtype of the result for fp8 storage. Values are multiplied by the scales. None:
-                the storage's dtype.
+            dtype: Dtype of the result, for fp8 storage. The values are then multiplied by the
+                scales. None: the storage's dtype, without multiplication.
 
         Returns:
             (key, value), each [n, num_kv_heads, (v_)head_size].
@@ -572,9 +579,10 @@ class KVStorage:
     def gather_layers(
         self, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read all layers, as `gather` does. Can be used to offload single tokens.
+        """Read the K and V of tokens in all layers, as `gather` does for one layer. Useful to
+        offload individual tokens.
 
-        Layers at a constant stride are read in a single launch.
+        If layers are evenly spaced in memory, they are read in a single launch.
 
         Returns:
             (key, value), each [num_layers, n, num_kv_heads, (v_)head_size].
@@ -591,7 +599,7 @@ class KVStorage:
         return key, value
 
     def _check_all_layers(self, tokens: torch.Tensor, name: str, in_one_call: bool) -> None:
-        """Check the arguments of all layers before any layer is written."""
+        """Validate the arguments for all layers before any layer is written."""
         if tokens.ndim != 4 or tokens.shape[0] != self.num_layers:
             raise ValueError(
                 f"{name} has shape {list(tokens.shape)}: expected "
@@ -605,7 +613,9 @@ class KVStorage:
             raise ValueError(f"{name} shares memory with the storage: expected memory of its own")
 
     def _of_tokens(self, slots: torch.Tensor) -> torch.Tensor:
-        """Replace slots in null blocks by -1. The ops recognize only block 0 as a null block."""
+        """Replace slots in null blocks with -1, because the ops recognize only block 0 as a null
+        block.
+        """
         if self._num_null_blocks == 1:
             return slots
         # Devices other than GPUs may lack these operations.
@@ -614,7 +624,9 @@ class KVStorage:
         return torch.where(is_null, -1, computed).to(slots.device)
 
     def _stacks(self) -> list[tuple[slice | int, torch.Tensor, torch.Tensor]]:
-        """Return K and V of all layers stacked, [num_layers, num_blocks, ...] each, or layer by layer."""
+        """Return K and V of all layers, stacked ([num_layers, num_blocks, ...] each) if possible,
+        or else layer by layer.
+        """
         whole = [stacked(caches) for caches in (self._keys, self._values)]
         if None not in whole:
             return [(slice(None), *whole)]
@@ -639,7 +651,7 @@ class KVStorage:
         placed: Placement,
         layer: int,
     ) -> None:
-        """Add the views of a layer. Regions begin at byte `begin + starts` of the storage of `memory`."""
+        """Add a layer's views. Its regions start at bytes `begin + starts` in the storage of `memory`."""
         storage = memory.untyped_storage()
         caches = []
         for p in range(len(placed.head_bytes)):
@@ -671,8 +683,8 @@ class KVStorage:
 
 
 def _check_tensors(**arguments: object) -> None:
-    """Raise TypeError for arguments that are not tensors, and ValueError for tensors with 0
-    dimensions or unknown size.
+    """Raise TypeError for arguments that are not tensors, and ValueError for tensors that have 0
+    dimensions or an unknown size.
     """
     for name, value in arguments.items():
         instance(value, torch.Tensor, name)
@@ -682,12 +694,14 @@ def _check_tensors(**arguments: object) -> None:
 
 
 def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Convert a dtype of caches, or its name, to a torch.dtype. Raises TypeError or ValueError."""
+    """Convert a cache dtype, or its name, to a torch.dtype. Raises TypeError or ValueError."""
     return getattr(torch, dtype_name(dtype, ELEMENT_BYTES))
 
 
 def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, object]:
-    """Return the arguments of `KVStorage.over` on which all layers of a group agree."""
+    """Return the arguments for `KVStorage.over` that a group's layers have in common. Raises
+    ValueError if the layers differ.
+    """
     first, shape = layers[0], _shape_of_layer(layers[0], block_size)
     for layer in layers[1:]:
         if (other := _shape_of_layer(layer, block_size)) != shape:

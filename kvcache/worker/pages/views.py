@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts between an attention backend's cache and views of K and V."""
+"""Converts between a cache in an attention backend's format and views of K and V."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _ROLES = ("block", "token", "head", "element")
 
 
 def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) -> Tensors:
-    """Combine K and V [num_blocks, block_size, num_kv_heads, ...] into one view with a backend's `dims`.
+    """Combine K and V, each [num_blocks, block_size, num_kv_heads, ...], into one view with a
+    backend's `dims`.
 
     Returns the pair (K, V) if `dims` contains "kv" and their shapes differ.
     """
@@ -33,8 +34,8 @@ def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) ->
 
 
 def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return one view [num_layers, ...] if the tensors are evenly spaced in one storage, and None
-    otherwise.
+    """Return one view, [num_layers, ...], if the tensors are evenly spaced in one storage.
+    Otherwise, return None.
     """
     first = caches[0]
     begins = [cache.data_ptr() for cache in caches]
@@ -54,7 +55,9 @@ def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
 def key_and_value(
     cache: Tensors, described: AttentionBackend | None, v_head_size: int | None, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return K, V and the index of the block dimension of a layer's cache in an engine's format."""
+    """Split a layer's cache in an engine's format into K and V, and return them with the index of
+    the cache's block dimension.
+    """
     if not isinstance(cache, torch.Tensor):
         cache = listed(cache, name, "a tensor or a pair of tensors")
         for each in cache:

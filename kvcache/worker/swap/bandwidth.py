@@ -30,38 +30,38 @@ from kvcache.worker.swap.calibration import (
 from kvcache.worker.swap.engine import SwapEngine
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
-BOTH, HOST = "both", "host"  # "both": both directions at once; "host": within host memory
+BOTH, HOST = "both", "host"  # "both": both directions concurrently; "host": within host memory
 POOL_BYTES = (
     2 << 30
-)  # pages are scattered over this pool, which exceeds the reach of a device's address caches
-_COUNTS = (32, 256, 2048)  # numbers of fragments per swap that a calibration measures
+)  # size of the pool over which pages are scattered; larger than what a device's TLBs cover
+_COUNTS = (32, 256, 2048)  # numbers of fragments per swap to measure in a calibration
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
 _RUN = 16  # number of consecutive pages in a run
 _PATTERNS = ("scattered", "runs")
-# Upper bound on the clock rate of a device, used by `hold`. No device is faster, so a hold is never
-# too short.
+# Upper bound on any device's clock rate. With this value, `hold` never blocks for too short a time.
 _MOST_CYCLES_PER_S = 2e9
 _LEAST_HOLD_S, _MOST_HOLD_S = 200e-6, 0.1
-_STAGING_BYTES = 64 << 20  # bytes per direction; SwapEngine's default
+_STAGING_BYTES = 64 << 20  # staging bytes per direction; SwapEngine's default
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One measurement.
+    """The result of one measurement.
 
     Attributes:
         direction: "out", "in", "both" or "host".
-        fragment: Bytes per fragment, before fragments of consecutive pages are merged.
+        fragment: Bytes per fragment, before the fragments of consecutive pages are merged.
         pattern: "scattered" pages, or "runs" of 16 consecutive pages.
         method: The copy method.
         gb_per_s: Measured bandwidth.
         contiguous_gb_per_s: Bandwidth of a contiguous copy.
-        num_thread_blocks: Thread blocks of the kernel. None if no kernel accesses host memory.
-        num_fragments: Fragments per swap, before merging.
-        submit_us: Time that the host spent on submission. It does not count toward the bandwidth unless
-            `submission_is_hidden` is false.
-        submission_is_hidden: Whether submission completed before the device started. If not, the device
-            waited for it.
+        num_thread_blocks: Number of thread blocks in the kernel. None if no kernel accesses host
+            memory.
+        num_fragments: Number of fragments per swap, before merging.
+        submit_us: Time in microseconds that the host spent on submission. It does not affect the
+            bandwidth unless `submission_is_hidden` is False.
+        submission_is_hidden: Whether submission completed before the device started. If not, the
+            device waited for submission.
     """
 
     direction: str
@@ -83,7 +83,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median times of a launch, in seconds.
+    """The median times of a launch, in seconds.
 
     Attributes:
         device_s: Time during which the device worked.
@@ -98,7 +98,7 @@ class Timing:
 
 
 def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
-    """Return the median seconds per call of each function.
+    """Return each function's median time per call in seconds.
 
     Calls are interleaved, so that noise affects all functions equally.
     """
@@ -114,7 +114,7 @@ def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[floa
 
 
 def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterator[Rate]:
-    """Measure copies of scattered pages within host memory, using torch's number of threads."""
+    """Measure copies of scattered pages within host memory, with as many threads as torch uses."""
     whole = _memcpy(num_bytes, torch.get_num_threads())
     for fragment in fragments:
         yield _host_rate(fragment, num_bytes, whole)
@@ -124,7 +124,8 @@ def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate
     """Measure one fragment size. Its pages are freed before the next size is measured."""
     source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
     host = source.on_host(source.num_blocks)
-    # Memory that was never written maps to a single physical zero page, which stays in the caches.
+    # Write the memory first: unwritten memory maps to a single zero page, which would stay in the
+    # CPU caches.
     source.memory.random_(0, 256)
     host.memory.fill_(1)
     page_copy = PageCopy(source, host)
@@ -134,16 +135,18 @@ def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate
 
 
 def host_rates_bytes(num_bytes: int) -> int:
-    """Return the peak bytes that `host_rates` needs, for both sides of pages and contiguous copy."""
+    """Return the peak number of bytes that `host_rates` needs for both sides of the page copy and
+    of the contiguous copy.
+    """
     pool, _ = _largest_pool(num_bytes, 0, ("scattered",))
     return 2 * pool + 2 * num_bytes
 
 
 def device_rates_bytes(num_bytes: int, pool_bytes: int = POOL_BYTES) -> tuple[int, int]:
-    """Return the peak bytes that `device_rates` needs, as (device bytes, host bytes).
+    """Return the peak memory that `device_rates` needs, as (device bytes, host bytes).
 
-    Both include the memory of the contiguous copy, which torch's allocators keep. Device bytes also
-    include the staging memory of both directions.
+    Both numbers include the memory of the contiguous copy, which torch's allocators keep. The
+    device bytes also include both directions' staging memory.
     """
     pool, page = _largest_pool(num_bytes, pool_bytes, _PATTERNS)
     return pool + num_bytes + 2 * max(_STAGING_BYTES, 2 * page), pool + num_bytes
@@ -168,26 +171,26 @@ def device_rates(
         device: The device.
         num_bytes: Bytes per swap.
         fragments: Fragment sizes in bytes.
-        methods: Copy methods. None: the method that the calibration chooses.
-        calibration: The calibration. None: the calibration of this machine.
+        methods: Copy methods to measure. None: the method that the calibration selects.
+        calibration: The calibration. None: this machine's calibration.
         directions: Directions to measure.
         patterns: "scattered" or "runs".
         rounds: Repetitions per measurement.
         pool_bytes: Size of the pool, on each side, over which pages are scattered.
-        counts: Numbers of fragments per swap, measured instead of swaps of `num_bytes`. `num_bytes`
-            limits the size of these swaps.
-        thread_blocks: Numbers of thread blocks to compare, on the same pool. Empty: the
+        counts: Numbers of fragments per swap. If given, swaps with these numbers of fragments are
+            measured, and `num_bytes` is only an upper limit on their size.
+        thread_blocks: Numbers of thread blocks to compare on the same pool. Empty: use the
             calibration's number.
 
     Yields:
-        One measurement per combination.
+        One result per combination of these arguments.
     """
     base = calibration or calibration_of(device)
     trials = [replace(base, num_thread_blocks=n) for n in thread_blocks] or [base]
     limits = _contiguous_gb_per_s(device, num_bytes, directions)
 
     def of_one_pool(fragment: int, pattern: str) -> Iterator[Rate]:
-        """Measure one pool. It is freed before the next pool is allocated."""
+        """Measure swaps with one pool, which is freed before the next pool is allocated."""
         pages, pairs = _pages(fragment, num_bytes, pattern, device, pool_bytes)
         host = pages.on_host(pages.num_blocks)
         pages.memory.random_(0, 256)
@@ -201,7 +204,7 @@ def device_rates(
                 for number in sorted(numbers or {len(pairs)}):
                     some = pairs[:number]
                     timing = _swap_timing(engine, some, direction, rounds)
-                    # With both directions, each direction moves half of the bytes.
+                    # For "both", each direction moves half of the bytes.
                     rate = number * pages.page_bytes / timing.device_s / 1e9
                     used = method or engine.method_for(IN if direction == BOTH else direction, some)
                     blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
@@ -217,7 +220,7 @@ def device_rates(
                         timing.submit_s * 1e6,
                         timing.is_hidden,
                     )
-            del engine  # frees its staging memory before the next engine is created
+            del engine  # frees the staging memory before the next engine is created
 
     for pattern in patterns:
         for fragment in fragments:
@@ -230,7 +233,7 @@ def calibrate(
     progress: Callable[[Rate], None] = lambda rate: None,
     pool_bytes: int = POOL_BYTES,
 ) -> Calibration:
-    """Determine the fastest copy methods, and the smallest sufficient number of thread blocks.
+    """Determine the fastest copy methods, and the smallest number of thread blocks that suffices.
 
     Args:
         device: The device.
@@ -239,7 +242,7 @@ def calibrate(
         pool_bytes: Size of the pool, on each side, over which pages are scattered.
 
     Returns:
-        The calibration of this machine.
+        This machine's calibration.
     """
     by_blocks: dict[int | None, float] = {}
     for rate in device_rates(
@@ -274,12 +277,12 @@ def calibrate(
     ):
         progress(rate)
         case = (rate.direction, rate.fragment, rate.num_fragments)
-        # Switch only to a clearly faster method, so that noise does not create steps.
+        # Switch methods only if the other is clearly faster, so that noise does not create steps.
         if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
             best[case] = rate
 
     def method(direction: str, size: int, count: int) -> str:
-        """Return the best method at the measured number of fragments nearest to `count`."""
+        """Return the method that was fastest for the measured number of fragments nearest to `count`."""
         numbers = [n for way, fragment, n in best if (way, fragment) == (direction, size)]
         return best[direction, size, min(numbers, key=lambda n: abs(n - count))].method
 
@@ -297,7 +300,7 @@ def calibrate(
 def _pages(
     fragment: int, num_bytes: int, pattern: str, device: torch.device | str, pool_bytes: int = 0
 ) -> tuple[Pages, np.ndarray]:
-    """Allocate pages with fragments of this size, and create pairs that move `num_bytes`.
+    """Allocate pages with fragments of the given size, and create page pairs that move `num_bytes`.
 
     The pairs are scattered over a pool of `pool_bytes`, or of `num_bytes` if that is larger.
     """
@@ -312,15 +315,13 @@ def _pages(
 def _shape(
     fragment: int, num_bytes: int, pattern: str, pool_bytes: int
 ) -> tuple[list[list[int]], int, int, int]:
-    """Return (fragment sizes of a page, pages per group, groups in the pool, groups to move).
+    """Return (fragment sizes in a page, pages per group, groups in the pool, groups to move).
 
-    The pages of a group are contiguous.
+    The pages in a group are contiguous.
     """
-    if (
-        pattern == "runs"
-    ):  # a page is one fragment, and groups of 16 pages are contiguous on both sides
+    if pattern == "runs":  # a page is one fragment; groups of 16 pages are contiguous on both sides
         sizes, unit = [[fragment]], _RUN
-    else:  # a page has separate K and V of up to 16 layers
+    else:  # a page has separate K and V fragments for up to 16 layers
         sizes, unit = [[fragment] * 2] * int(np.clip(num_bytes // (32 * fragment), 1, 16)), 1
     group_bytes = unit * sum(map(sum, sizes))
     num_moved = max(num_bytes // group_bytes, 2)
@@ -328,7 +329,7 @@ def _shape(
 
 
 def _largest_pool(num_bytes: int, pool_bytes: int, patterns: tuple[str, ...]) -> tuple[int, int]:
-    """Return the bytes of the largest pool on one side, and of the largest page, over all
+    """Return the size in bytes of the largest pool on one side and of the largest page, over all
     `FRAGMENTS`.
     """
     pool = page = 0
@@ -366,7 +367,8 @@ def hold(seconds: float) -> None:
 
 
 def device_seconds(launch: Callable[[], object], rounds: int = 7) -> Timing:
-    """Measure the device time of work that `launch` submits and that the current stream waits for.
+    """Measure the device time of the work that `launch` submits. The current stream must wait for
+    this work.
 
     The stream is blocked until all work is submitted, so that submission time does not count. If
     the hold ends before submission is complete, the round is repeated with a longer hold.
@@ -400,8 +402,8 @@ def device_seconds(launch: Callable[[], object], rounds: int = 7) -> Timing:
 def _contiguous_gb_per_s(
     device: torch.device, num_bytes: int, directions: tuple[str, ...]
 ) -> dict[str, float]:
-    """Return the GB/s of a contiguous pinned copy or, for "both", of two half copies on two
-    streams.
+    """Return the bandwidth in GB/s of a contiguous pinned copy or, for "both", of two copies of
+    half the size on two streams.
     """
     host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)

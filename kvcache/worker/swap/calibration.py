@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrations record the fastest copy method of a machine by direction and by number and size of
-fragments.
+"""Calibrations, which record a machine's fastest copy method for each direction, number of
+fragments and fragment size.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch
 from kvcache.checks import shown
 
 # kernel: a kernel accesses pinned host memory. copy_engine: the copy engine copies fragment by
-# fragment. staging: a kernel packs pages into the host layout on the device, and the copy engine
-# transfers them.
+# fragment. staging: on the device, a kernel packs pages into the host layout, and the copy engine
+# transfers the packed pages.
 KERNEL, COPY_ENGINE, STAGING = METHODS = ("kernel", "copy_engine", "staging")
 OUT, IN = DIRECTIONS = ("out", "in")  # device to host, host to device
 
-Steps = tuple[tuple[int, str], ...]  # (minimum fragment size in bytes, method), ascending from 0
-Table = tuple[tuple[int, Steps], ...]  # (minimum number of fragments, steps), ascending from 0
-VERSION = 2  # file version; version 1 lacked the number of fragments
+Steps = tuple[tuple[int, str], ...]  # (minimum fragment size in bytes, method); sizes ascend from 0
+Table = tuple[tuple[int, Steps], ...]  # (minimum number of fragments, steps); numbers ascend from 0
+VERSION = 2  # file version; version 1 did not contain the number of fragments
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The copy method for a swap, by its direction and by the number and size of its fragments.
+    """Maps a swap's direction, number of fragments and fragment size to a copy method.
 
     Args:
-        machine: Name of the machine that the figures were measured on.
-        out: Device to host, as a tuple of (minimum number of fragments, ((minimum fragment size in
-            bytes, method), ...)). Both minimums ascend from 0.
-        in_: As `out`, for host to device.
-        num_thread_blocks: Thread blocks of a kernel that accesses host memory.
+        machine: Name of the machine on which the calibration was measured.
+        out: Methods for swaps from device to host, as a tuple of (minimum number of fragments,
+            ((minimum fragment size in bytes, method), ...)). Both minimums ascend from 0.
+        in_: Methods for swaps from host to device, in the same form.
+        num_thread_blocks: Number of thread blocks in a kernel that accesses host memory.
 
     Example:
         >>> DEFAULT.method("in", 16 * 1024, 1000), DEFAULT.method("in", 64 * 1024, 1000)
@@ -66,11 +66,11 @@ class Calibration:
             raise ValueError(f"num_thread_blocks is {self.num_thread_blocks}: expected 1 or more")
 
     def method(self, direction: str, fragment_bytes: float, num_fragments: int) -> str:
-        """Return the method for `num_fragments` fragments of `fragment_bytes` bytes."""
+        """Return the method for `num_fragments` fragments of `fragment_bytes` bytes each."""
         return _last_up_to(_last_up_to(self._table(direction), num_fragments), fragment_bytes)
 
     def methods(self, direction: str) -> set[str]:
-        """Return all methods that may be chosen for a direction."""
+        """Return all methods that the calibration can select for a direction."""
         return {method for _, steps in self._table(direction) for _, method in steps}
 
     def _table(self, direction: str) -> Table:
@@ -104,10 +104,10 @@ def _last_up_to(steps: tuple, number: float) -> object:
 
 
 # Published figures, not measured by this project. From host to device on an H100 (PCIe Gen5), the
-# copy engine drops from 40 to 6 GB/s below about 28 KiB per fragment, while a kernel saturates the
-# bus. From device to host, the copy engine is faster than the kernel, so small fragments are staged
-# first. From host to device on an H100 and an A30 (vllm-project/vllm#57555), the copy engine is
-# faster at every size for fewer than about 32 fragments.
+# copy engine's bandwidth drops from 40 to 6 GB/s below about 28 KiB per fragment, while a kernel
+# saturates the bus. From device to host, the copy engine is faster than the kernel, so small
+# fragments are staged first. From host to device on an H100 and an A30 (vllm-project/vllm#57555),
+# the copy engine is faster at every fragment size for fewer than about 32 fragments.
 DEFAULT = Calibration(
     machine="NVIDIA H100, PCIe Gen5 (published figures)",
     out=((0, ((0, COPY_ENGINE),)), (32, ((0, STAGING), (28 * 1024, COPY_ENGINE)))),
@@ -121,7 +121,7 @@ T = TypeVar("T")
 def steps_of(measured: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
     """Convert measured (size or number, best choice) pairs to ascending steps.
 
-    A step begins halfway between two measured values.
+    Each step begins halfway between two measured values.
     """
     steps: list[tuple[int, T]] = []
     before = 0
@@ -144,12 +144,12 @@ def path_for(machine: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that can be recomputed, `~/.cache/kvcache` by default."""
+    """Return the folder for files that can be recomputed, `~/.cache/kvcache` by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
 
 
 def load(path: Path) -> Calibration:
-    """Load a saved calibration. If the file is invalid, raises a ValueError that names it."""
+    """Load a saved calibration. Raises a ValueError that names the file if the file is invalid."""
     try:
         found = json.loads(path.read_text())
         version = found.pop("version", 1) if isinstance(found, dict) else None
@@ -163,8 +163,7 @@ def load(path: Path) -> Calibration:
 
 
 def calibration_of(device: torch.device) -> Calibration:
-    """Return the calibration measured on this machine, or the built-in calibration if there is
-    none.
+    """Return the calibration that was measured on this machine, or else the built-in calibration.
 
     Warns if the file was measured on another machine. Raises ValueError for an invalid file.
     """

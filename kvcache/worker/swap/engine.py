@@ -41,42 +41,42 @@ _NAMES = {OUT: "swap-out", IN: "swap-in"}
 class SwapEngine:
     """Swaps pages between device and host on its own streams, one per direction.
 
-    A swap-out starts after the work that is already in the calling stream. Before overwriting
-    swapped-out pages, call `before_write`, which makes the calling stream wait until they have been
-    read. A swap-in also starts after the work that is already in the calling stream. Before reading
-    swapped-in pages, call `before_read`, which makes the calling stream wait until they have
-    arrived. Jobs in opposite directions that share a page, on either side, run one after another.
-    No other work may write to a job's pages.
+    Swaps start after the work that is already in the current stream. Before overwriting swapped-out
+    pages, call `before_write`, which makes the current stream wait until these pages have been
+    read. Before reading swapped-in pages, call `before_read`, which makes the current stream wait
+    until these pages have arrived. Jobs in opposite directions that share a page, on either side,
+    run one after another. No other work may write to a job's pages.
 
-    On devices other than CUDA, a job is complete when the call returns.
+    On devices other than CUDA, a job is complete as soon as the call that starts it returns.
 
     Swaps cannot be captured in a CUDA graph: `swap_out`, `swap_in`, `before_read`, `before_write` and
-    `order_after_swap_ins` raise RuntimeError on a capturing stream and launch nothing. Polling a job is
-    allowed while any thread captures. Only one thread at a time may call an engine's methods, but any
-    thread may call `poll` of a job. The engine's streams have high priority. When the engine is
-    garbage-collected, they are destroyed after their work has finished.
+    `order_after_swap_ins` raise RuntimeError on a capturing stream and launch nothing. Polling a
+    job is allowed while any thread captures a graph. Only one thread at a time may call an engine's
+    methods, but any thread may call a job's `poll`. The engine's streams have high priority. When
+    the engine is garbage-collected, its streams are destroyed after their work has finished.
 
     Args:
         device: Pages on the device.
         host: Pages in host memory, with fragments of the same sizes (`Pages.on_host`).
-        method: "kernel", "copy_engine" or "staging". None: chosen by `calibration` from the direction
-            and the number and mean size of the fragments. Staging packs pages in device memory, so that
-            each page crosses the bus as one fragment. A swapped-out page may be overwritten once it is
-            staged.
-        calibration: The calibration. None: the result of `kvcache bench --calibrate` on this machine,
-            or the built-in figures.
-        staging_bytes: Device memory for staging, per direction. One half is filled while the other is
-            emptied.
+        method: "kernel", "copy_engine" or "staging". None: `calibration` selects a method for each
+            swap, based on its direction and on the number and mean size of its fragments. Staging
+            packs pages in device memory, so that each page crosses the bus as one fragment. A
+            swapped-out page may be overwritten once it is staged.
+        calibration: The calibration. None: the result of `kvcache bench --calibrate` on this
+            machine or, if there is none, the built-in calibration.
+        staging_bytes: Bytes of device memory for staging, per direction. One half is filled while
+            the other half is emptied.
         layers_per_event: If positive, swapped-in layers can be used while later layers are still
-            arriving. Method "staging" does not support it, because it transfers whole pages.
-        batch_copies: If false, pass fragments to the copy engine one at a time, for drivers that
-            hang in batched copies. `KVCACHE_BATCH_COPIES=0` has the same effect for the whole
+            arriving; an event is recorded after this many layers. Method "staging" does not support
+            this, because it transfers whole pages.
+        batch_copies: If False, fragments are passed to the copy engine one at a time, for drivers
+            that hang in batched copies. `KVCACHE_BATCH_COPIES=0` has the same effect for the whole
             process.
         streams: The streams to use. None: the default streams for the device.
 
     Raises:
-        ValueError: The pages of the two sides do not match, or `method` is "kernel" and the host pages
-            are not pinned.
+        ValueError: The device pages and the host pages do not match, or `method` is "kernel" and
+            the host pages are not pinned.
 
     Example:
         >>> device = Pages.allocate(9, [[512, 512]] * 4)
@@ -125,7 +125,7 @@ class SwapEngine:
         self.calibration = calibration or calibration_of(device.device)
         self._streams = streams_of(device.device) if streams is None else streams
         self._method = method
-        self._is_cpu = isinstance(self._streams, CpuStreams)  # on the CPU, there is only one method
+        self._is_cpu = isinstance(self._streams, CpuStreams)  # the CPU has only one method
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self.layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
@@ -133,7 +133,8 @@ class SwapEngine:
         self._engines = {KERNEL: ops.KERNEL, COPY_ENGINE: copy_engine}
         if isinstance(self._streams, CudaStreams):
             ops.warm_up(device.device)
-        # The engine owns its streams. The finalizer keeps the pages alive until their work is done.
+        # The engine owns its streams. The finalizer keeps the pages alive until the streams' work
+        # has finished.
         self._own_streams, kept = [], [device, host]
         weakref.finalize(self, _close, self._streams, self._own_streams, kept)
         self._swap_streams = {
@@ -145,12 +146,12 @@ class SwapEngine:
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
         self._begun: str | None = (
-            None  # name of the job whose launch is in progress or was interrupted
+            None  # name of the job that is being launched or whose launch was interrupted
         )
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job was in flight when jobs were last polled."""
+        """Whether no job was in flight when the jobs were last polled."""
         return not any(swap_stream.in_flight for swap_stream in self._swap_streams.values())
 
     def swap_out(self, pairs: np.ndarray) -> SwapJob:
@@ -160,11 +161,12 @@ class SwapEngine:
             pairs: int[n, 2]. Device page and host page.
 
         Returns:
-            The job. If the device fails, this call does not raise, but the job's `error` is set.
+            The job. If the device fails, this call does not raise an exception; instead, the job's
+            `error` is set.
 
         Raises:
-            ValueError: A page is out of range or written twice. Nothing has moved.
-            RuntimeError: A CUDA graph is being captured on the calling stream. Nothing has moved.
+            ValueError: A page is out of range or written twice. Nothing was copied.
+            RuntimeError: A CUDA graph is being captured on the current stream. Nothing was copied.
         """
         return self._start(OUT, pairs)
 
@@ -175,19 +177,20 @@ class SwapEngine:
             pairs: int[n, 2]. Host page and device page.
 
         Returns:
-            The job. Raises the same errors as `swap_out`.
+            The job. The errors are the same as for `swap_out`.
         """
         return self._start(IN, pairs)
 
     def before_write(self, pages: np.ndarray) -> None:
-        """Make the calling stream wait until no job reads or writes these device pages.
+        """Make the current stream wait until no job reads or writes these device pages.
 
         Args:
             pages: int[n]. Device pages.
 
         Raises:
             ValueError: A page is out of range.
-            RuntimeError: A CUDA graph is being captured on the calling stream while jobs are in flight.
+            RuntimeError: A CUDA graph is being captured on the current stream while jobs are in
+                flight.
         """
         self._check_whole()
         pages = integers(pages, "before_write", ())
@@ -200,7 +203,7 @@ class SwapEngine:
         self._after(stream, self._swap_streams[IN].last_writing(pages), "done")
 
     def before_read(self, job: SwapJob, layer: int | None = None) -> None:
-        """Make the calling stream wait until a swapped-in layer has arrived.
+        """Make the current stream wait until a swapped-in layer has arrived.
 
         Args:
             job: A swap-in.
@@ -208,7 +211,7 @@ class SwapEngine:
 
         Raises:
             ValueError: The layer is out of range.
-            RuntimeError: A CUDA graph is being captured on the calling stream.
+            RuntimeError: A CUDA graph is being captured on the current stream.
         """
         instance(job, SwapJob, "job")
         if layer is not None:
@@ -221,10 +224,10 @@ class SwapEngine:
             self._streams.wait(self._streams.current(), event)
 
     def order_after_swap_ins(self) -> None:
-        """Make the calling stream wait for all swap-ins started so far.
+        """Make the current stream wait for all swap-ins started so far.
 
         Raises:
-            RuntimeError: A CUDA graph is being captured on the calling stream while swap-ins are in
+            RuntimeError: A CUDA graph is being captured on the current stream while swap-ins are in
                 flight.
         """
         swap_stream = self._swap_streams[IN]
@@ -235,13 +238,13 @@ class SwapEngine:
         self._after(self._streams.current(), job, "done")
 
     def check_not_captured(self, name: str) -> None:
-        """Raise RuntimeError if a CUDA graph is being captured on the calling stream.
+        """Raise RuntimeError if a CUDA graph is being captured on the current stream.
 
-        A capture cannot wait for an event recorded outside it, and work outside cannot wait for
-        events recorded in the capture.
+        A capture cannot wait for an event that was recorded outside of the capture, and work
+        outside cannot wait for events that were recorded in the capture.
 
         Args:
-            name: Name of the call, for the message.
+            name: Name of the call, for the error message.
         """
         if self._streams.is_capturing():
             raise RuntimeError(
@@ -257,7 +260,7 @@ class SwapEngine:
                 indefinitely.
 
         Raises:
-            SwapError: A job failed since the last call.
+            SwapError: A job has failed since the last call.
             TimeoutError: The jobs took longer than `timeout_s`.
         """
         jobs = [
@@ -273,14 +276,14 @@ class SwapEngine:
                 raise job.error
 
     def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
-        """Return the mean bytes per fragment in a direction ("out" or "in"), with consecutive pages
-        merged.
+        """Return the mean fragment size in bytes in a direction ("out" or "in"), with consecutive
+        pages merged.
         """
         num_fragments = self.num_fragments(direction, pairs)
         return len(pairs) * self.device.page_bytes / num_fragments
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
-        """Return the number of fragments with consecutive pages merged, at least 1."""
+        """Return the number of fragments after merging consecutive pages, at least 1."""
         if not isinstance(direction, str) or direction not in self._swap_streams:
             raise ValueError(f"direction is {shown(direction)}: expected {OUT!r} or {IN!r}")
         pairs = integers(pairs, "pairs", (2,))
@@ -292,7 +295,7 @@ class SwapEngine:
         return max(num_runs * len(page_copy.regions), 1)
 
     def method_for(self, direction: str, pairs: np.ndarray) -> str:
-        """Return the method that would move these pages."""
+        """Return the method that a swap of these pages would use."""
         if self._method is not None or self._is_cpu:
             return self._method or KERNEL
         num_fragments = self.num_fragments(direction, pairs)
@@ -300,7 +303,7 @@ class SwapEngine:
         method = self.calibration.method(direction, fragment_bytes, num_fragments)
         swap_stream = self._swap_streams[direction]
         by_layer = direction == IN and self.layers_per_event > 0
-        # Staging transfers whole pages, and does not help if a page is already a single fragment.
+        # Staging transfers whole pages, so it does not help if a page is already a single fragment.
         if method == STAGING and (
             by_layer or swap_stream.staging is None or len(swap_stream.page_copy.regions) == 1
         ):
@@ -325,7 +328,7 @@ class SwapEngine:
     ) -> Pages | None:
         """Allocate a direction's staging memory.
 
-        Returns None if there is not enough memory. Another method is used in this case.
+        Returns None if there is not enough memory, in which case another method is used.
         """
         try:
             memory = self.device.staging(num_bytes)
@@ -372,18 +375,18 @@ class SwapEngine:
         try:
             streams.wait(begin, streams.record(streams.current()))
             self._after_the_job_before(swap_stream, begin, end)
-            # Wait for jobs of the other direction that write this job's sources or read its
+            # Wait for jobs in the other direction that write this job's sources or read its
             # destinations.
             filler = other.last_writing(pairs[:, 0])
             self._after(begin, filler, "done")
             self._after(begin, other.last_reading(pairs[:, 1]), "released")
-            # Host pages that no swap-out in flight writes may be read immediately, before earlier
-            # work of the stream.
+            # If no swap-out in flight writes the host pages, they may be read immediately, before
+            # earlier work in the stream finishes.
             settled = direction == IN and (filler is None or filler.poll())
             self._carry(direction, swap_stream, job, method, settled)
         except (RuntimeError, MemoryError) as error:
             job.fail(error)
-        # Record the event after all launched work, even if the launch failed partway.
+        # Record the event after all launched work, even if the launch failed partway through.
         try:
             if job.error is not None and staging is not None:
                 staging.join()
@@ -396,7 +399,7 @@ class SwapEngine:
         return job
 
     def _check_whole(self) -> None:
-        """Raise RuntimeError if an interrupt occurred after a job was launched but before it was
+        """Raise RuntimeError if an interrupt came after a job was launched but before the job was
         recorded.
         """
         if self._begun is not None:
@@ -406,10 +409,10 @@ class SwapEngine:
             )
 
     def invalid_pages(self, job: SwapJob) -> np.ndarray:
-        """Return the destination pages of a finished job whose content is invalid.
+        """Return those destination pages of a finished job whose content is invalid.
 
-        For a failed job, these are all pages. For a swap-in, they include pages whose host page
-        should have been filled by a swap-out that failed.
+        For a failed job, these are all of its destination pages. For a swap-in, they include each
+        page whose source host page should have been filled by a swap-out that failed.
 
         Args:
             job: A finished job.
@@ -423,7 +426,7 @@ class SwapEngine:
         if job.fillers is None:
             return job.pairs[:0, 1]
         out = self._swap_streams[OUT]
-        out.forget()  # polls swap-outs, which may have failed since they were last polled
+        out.forget()  # polls the swap-outs, which may have failed since the last poll
         return job.pairs[np.isin(job.fillers, list(out.failed)), 1]
 
     def _after(self, stream: object, job: SwapJob | None, what: str) -> None:
@@ -432,8 +435,8 @@ class SwapEngine:
             self._streams.wait(stream, event)
 
     def _after_the_job_before(self, swap_stream: SwapStream, begin: object, end: object) -> None:
-        """Order a job after the previous job of its direction, unless a shared CUDA stream already
-        does so.
+        """Order a job after the previous job in its direction, unless a shared CUDA stream already
+        ensures this.
         """
         if swap_stream.begin is not begin or swap_stream.end is not end:
             self._after(begin, swap_stream.in_flight.get(swap_stream.last), "done")
@@ -463,7 +466,9 @@ class SwapEngine:
             self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, engine)
 
     def _engine(self, method: str, settled: bool) -> int:
-        """Return the op's engine for a method. `settled`: no job in flight writes the host pages."""
+        """Return the value of the op's `engine` argument for a method. `settled` is True if no job
+        in flight writes the host pages.
+        """
         engine = self._engines[method]
         return ops.COPY_ENGINE_SETTLED if settled and engine == ops.COPY_ENGINE else engine
 
@@ -484,8 +489,8 @@ class SwapEngine:
 
 
 def _close(streams: CudaStreams | CpuStreams, own: list[object], kept: list[object]) -> None:
-    """Destroy an engine's streams after their work has finished, and keep the memory alive until
-    then.
+    """Destroy an engine's streams after their work has finished, and keep the engine's memory alive
+    until then.
     """
     streams.close(own)
     kept.clear()

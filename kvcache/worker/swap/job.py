@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Swap jobs, and the order of jobs in each direction."""
+"""Swap jobs, and the order in which each direction's jobs complete."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _POLL_SECONDS = 50e-6
 
 
 class SwapError(RuntimeError):
-    """Raised if a swap failed. The message names the job. The content of its pages is invalid."""
+    """Raised if a swap failed. The message names the job, whose destination pages have invalid
+    content.
+    """
 
 
 class SwapJob:
-    """A swap of pages in one direction, created by `SwapEngine`.
+    """A swap of pages in one direction. Created by `SwapEngine`.
 
     Args:
-        name: Name for messages.
+        name: Name of the job in error messages.
         pairs: int64[n, 2]. Source page and destination page.
-        number: Sequence number within the direction.
+        number: Sequence number of the job within its direction.
         failed: Set that receives `number` if the job fails.
     """
 
@@ -36,13 +38,14 @@ class SwapJob:
         self.pairs = pairs
         self.number = number
         self._failed = failed
-        # For a swap-in: numbers of the swap-outs that filled its source pages.
+        # For a swap-in, the numbers of the swap-outs that filled its source pages.
         self.fillers: np.ndarray | None = None
         self.error: SwapError | None = None
-        self.released = self.done = (
-            None  # events after which the sources may be overwritten, and all pages have arrived
-        )
-        self.layers: list[tuple[int, object]] = []  # (end of layers, event of arrival)
+        # Event after which the sources may be overwritten, and event after which all pages have
+        # arrived.
+        self.released = self.done = None
+        # (number of leading layers, event after which they have arrived)
+        self.layers: list[tuple[int, object]] = []
 
     def poll(self) -> bool:
         """Return whether all pages have arrived or the job has failed (see `error`)."""
@@ -77,9 +80,9 @@ class SwapJob:
 
 
 class SwapStream:
-    """The stream of one direction, its jobs in order, and the last jobs that use each page.
+    """One direction's stream, its jobs in order, and the last jobs that use each page.
 
-    Jobs complete, and release their sources, in the order of their numbers.
+    Jobs complete and release their source pages in the order of their numbers.
     """
 
     def __init__(
@@ -88,15 +91,15 @@ class SwapStream:
         self.source, self.destination, self.stream = source, destination, stream
         self.page_copy = PageCopy(source, destination, by_layer=by_layer)
         self.staging: SwapStaging | None = None
-        self.begin = self.end = stream  # streams on which the last job begins and ends
-        self.in_flight: dict[int, SwapJob] = {}  # jobs by number, in stream order
+        self.begin = self.end = stream  # streams on which the last job starts and ends
+        self.in_flight: dict[int, SwapJob] = {}  # jobs in flight by number, in stream order
         self.last = 0
-        self.failed: set[int] = set()  # numbers of jobs that did not fill their pages
+        self.failed: set[int] = set()  # numbers of failed jobs
         self._reads = np.zeros(source.num_blocks, np.int64)
         self._writes = np.zeros(destination.num_blocks, np.int64)
 
     def new_job(self, name: str, pairs: np.ndarray) -> SwapJob:
-        """Create a job. Pass it to `add` after launching it."""
+        """Create a job. Launch the job, then pass it to `add`."""
         return SwapJob(name, pairs, self.last + 1, self.failed)
 
     def add(self, job: SwapJob) -> None:
@@ -108,26 +111,26 @@ class SwapStream:
         self._writes[job.pairs[:, 1]] = self.last
 
     def forget(self) -> None:
-        """Drop completed jobs, oldest first. No job completes before an earlier one."""
+        """Remove completed jobs, oldest first. No job completes before an earlier one."""
         for number, job in list(self.in_flight.items()):
             if not job.poll():
                 break
             self.in_flight.pop(number, None)  # another thread may have removed it
 
     def last_reading(self, pages: np.ndarray) -> SwapJob | None:
-        """Return the last job in flight that reads these pages.
+        """Return the last job in flight that reads any of these pages.
 
-        All earlier jobs complete before it.
+        All earlier jobs complete before that job.
         """
         return self._last(self._reads, pages)
 
     def last_writing(self, pages: np.ndarray) -> SwapJob | None:
-        """Return the last job in flight that writes these pages."""
+        """Return the last job in flight that writes any of these pages."""
         return self._last(self._writes, pages)
 
     def writers(self, pages: np.ndarray) -> np.ndarray:
-        """Return the numbers of the last jobs that wrote to these pages, or 0 for pages never
-        written.
+        """For each of these pages, return the number of the last job that wrote it, or 0 if no job
+        did.
         """
         return self._writes[pages]
 
@@ -147,5 +150,5 @@ def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> No
         deadline = time.monotonic() + checked_number(timeout_s, "timeout_s")
     while not is_over():
         if deadline is not None and time.monotonic() >= deadline:
-            raise TimeoutError(f"{name} is not over after {timeout_s} s")
+            raise TimeoutError(f"{name} has not finished after {timeout_s} s")
         time.sleep(_POLL_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging memory on the device. One half is filled while the other half crosses the bus."""
+"""Staging memory on the device. One half is filled while the other half is transferred over the bus."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class SwapStaging:
     """Staging memory between `source` and `destination`, divided into two halves, with one stream
     per side.
 
-    Chunks of a job alternate between the halves. Stream `first` copies a chunk into its half, and
-    stream `last` copies it to the destination. Events ensure that a half is filled only after it
-    was emptied, and vice versa. The memory belongs to the stream that is current at construction.
-    The memory may be freed when both streams have completed their work.
+    A job's chunks alternate between the two halves. Stream `first` copies a chunk into a half, and
+    stream `last` copies it from there to the destination. Events ensure that a half is filled only
+    after it was emptied, and vice versa. The memory is allocated on the stream that is current at
+    construction. It may be freed once both streams have completed their work.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SwapStaging:
         self._memory = memory
         self._pages_per_half = memory.num_blocks // 2
         self._streams = streams
-        self._emptied: list[object] = [None, None]  # event after which each half is empty
+        self._emptied: list[object] = [None, None]  # event for each half when it is empty
         self._half = 0
         streams.wait(first, streams.record(streams.current()))
 
@@ -62,9 +62,9 @@ class SwapStaging:
         return read
 
     def join(self) -> None:
-        """Order `last` and the next use of each half after all launched copies.
+        """Make `last` and the next use of each half wait for all launched copies.
 
-        Called after a failure.
+        Called after a failed launch.
         """
         self._wait_until_filled(self._streams.record(self.first))
         self._emptied = [self._streams.record(self.last)] * 2

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams and events for moving pages, on a CUDA device or on the CPU.
 
-`SwapEngine` uses them to order its work. The tests use a third implementation, which runs the work
-in any order that the calls permit.
+`SwapEngine` orders its work with these streams and events. Tests use a third implementation, which
+runs the work in any order that the calls permit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class CudaStreams:
     def new_stream(self) -> torch.cuda.ExternalStream:
         """Create a high-priority stream. `close` destroys it.
 
-        torch's stream pool is not used. It assigns 32 streams in rotation, so swaps would soon
-        share a stream with other work.
+        torch's stream pool is not used, because it assigns 32 streams in rotation, and swaps would
+        soon share a stream with other work.
         """
         handle = torch.ops.kvcache._stream_create(self._device.index)
         return torch.cuda.ExternalStream(handle, device=self._device)
@@ -36,20 +36,22 @@ class CudaStreams:
                 step(self._device.index, stream.cuda_stream)
 
     def enter(self) -> None:
-        """Make the device current for the calling thread, which must be dedicated to the device."""
+        """Make the device current for the calling thread, which must be dedicated to this device."""
         torch.cuda.set_device(self._device)
 
     def current(self) -> torch.cuda.Stream:
-        """Return the calling stream, on which the engine computes."""
+        """Return the current stream, on which the engine computes."""
         return torch.cuda.current_stream(self._device)
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured on the calling stream."""
+        """Return whether a CUDA graph is being captured on the current stream."""
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        """Run `work` so that its launches follow the work already in the stream."""
+        """Run `work` with the stream as the current stream, so that its launches follow the work
+        already in the stream.
+        """
         with torch.cuda.stream(stream):
             work()
 
@@ -60,15 +62,16 @@ class CudaStreams:
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: PolledEvent) -> None:
-        """Make later launches on the stream wait for the event."""
+        """Make work that is launched on the stream later wait for the event."""
         stream.wait_event(event)
 
 
 class PolledEvent(torch.cuda.Event):
     """An event that any thread may poll while a graph is being captured.
 
-    torch's own query invalidates the captures of all threads. A flag in pinned memory, written in stream
-    order, would need one write per event and would not reveal a device failure.
+    torch's own query would invalidate the captures of all threads. An alternative, a flag in pinned
+    memory that is written in stream order, would need one write per event and would not reveal a
+    device failure.
     """
 
     def query(self) -> bool:
@@ -87,7 +90,7 @@ class _Past:
 
 
 class CpuStreams:
-    """Streams of the CPU. Launched work has finished when the call returns."""
+    """The CPU's counterpart of `CudaStreams`. Launched work has finished when the call returns."""
 
     def new_stream(self) -> None:
         """Do nothing, because the CPU has no streams."""

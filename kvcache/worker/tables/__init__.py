@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables on the host and the device, slot mapping, and metadata for attention kernels."""
+"""Block tables on the host and the device, slot mappings, and metadata for attention kernels."""

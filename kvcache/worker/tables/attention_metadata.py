@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the metadata of a batch for attention kernels from the block tables."""
+"""Builds a batch's metadata for attention kernels from the block tables."""
 
 from __future__ import annotations
 
@@ -17,43 +17,44 @@ from kvcache.worker.tables.table_set import host_tensor, is_on_device
 from kvcache.worker.tables.table_shape import TableShape
 
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
-MAX_CACHED_VIEWS = 64  # batch sizes with cached views; creating views is slower than the launch
+MAX_CACHED_VIEWS = 64  # maximum number of batch sizes with cached views, which are costly to create
 
 
 @dataclass(slots=True)
 class GroupMetadata:
-    """Attention metadata of one cache group. All tensors are int32 on the tables' device.
+    """Attention metadata for one cache group. All tensors are int32, on the tables' device.
 
     N is the number of requests, including padding. FlashAttention uses `seqused_k`, `block_table` and
-    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors. Its `plan` reads their host
-    copies, which are None if the lengths came from a device. Tensors of a backend that the builder
-    omits are None.
+    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors. FlashInfer's `plan` reads the
+    host copies of these tensors, which are None if the lengths came from a device. Tensors for a
+    backend that the builder does not serve are None.
     """
 
-    block_size: int  # attention kernel's block size in tokens of one rank; FlashInfer's page_size
-    window: int | None  # tokens that a query attends to, including itself; None: all
+    block_size: int  # attention kernel's block size in tokens on one rank; FlashInfer's page_size
+    window: int | None  # number of tokens that a query attends to, including itself; None: all
     max_seqlen_k: int  # upper bound of seqused_k
-    seqused_k: torch.Tensor  # [N] tokens held by this context-parallel rank; 0: padding
-    block_table: torch.Tensor | None  # [N, columns], null for padding and outside the window
-    paged_kv_indptr: torch.Tensor | None  # [N + 1] starts in paged_kv_indices
-    paged_kv_indices: torch.Tensor | None  # [pages], or [N * columns] for lengths from a device
-    paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0: no pages
+    seqused_k: torch.Tensor  # [N] number of tokens on this context-parallel rank; 0: padding
+    block_table: torch.Tensor | None  # [N, columns]; null block for padding and outside the window
+    paged_kv_indptr: torch.Tensor | None  # [N + 1] start of each request in paged_kv_indices
+    paged_kv_indices: torch.Tensor | None  # [pages]; lengths from a device: [N * columns]
+    paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0 if there are no pages
     paged_kv_indptr_cpu: torch.Tensor | None
     paged_kv_last_page_len_cpu: torch.Tensor | None
 
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Metadata of one batch, built by `AttentionMetadataBuilder`. `batch[g]` is the metadata of
+    """Metadata for one batch, built by `AttentionMetadataBuilder`. `batch[g]` is the metadata for
     group `g`.
 
-    The tensors are views of the builder's buffers at fixed addresses, valid until its next `build`.
+    The tensors are views of the builder's buffers at fixed addresses. They are valid until the
+    builder's next `build`.
     """
 
     num_reqs: int  # number of requests, including padding
     num_tokens: int  # number of tokens, including padding
-    max_query_len: int  # maximum number of tokens of a request in this step
-    max_seq_len: int  # length of the longest request after this step
+    max_query_len: int  # maximum number of tokens per request in this step
+    max_seq_len: int  # maximum length of a request after this step
     query_start_loc: torch.Tensor  # int32[num_reqs + 1], also called cu_seqlens_q or qo_indptr
     query_start_loc_cpu: torch.Tensor | None  # None if the lengths came from a device
     groups: dict[int, GroupMetadata]
@@ -70,15 +71,15 @@ class AttentionMetadataBuilder:
     """Builds `AttentionMetadata` from rows of the block tables. The builder owns the output
     buffers.
 
-    Encoder groups (cross-attention) have different sequence lengths, so they need a separate
-    builder. Circular groups have no metadata, because their kernels read the token at position `p`
-    from column `p // block_size % columns`. Chunked local attention is not supported either,
-    because backends treat each chunk as a separate request.
+    Encoder groups (cross-attention) have different sequence lengths and need a separate builder.
+    Circular groups need no metadata, because their kernels find the token at position `p` in column
+    `p // block_size % columns`. Chunked local attention is not supported, because backends treat
+    each chunk as a separate request.
 
     Args:
         tables: The block tables.
-        max_num_reqs: Maximum number of requests in a batch, including padding. None: the maximum of
-            the tables.
+        max_num_reqs: Maximum number of requests in a batch, including padding. None: the tables'
+            maximum.
         groups: The groups to serve. None: all groups with a slot mapping except encoder and circular
             groups.
         flash_attn: Whether to build tensors for FlashAttention. Without either backend, only
@@ -87,10 +88,10 @@ class AttentionMetadataBuilder:
 
     Raises:
         TypeError: `groups` is not a list of integers.
-        ValueError: A group does not exist or is circular, encoder groups are mixed with others, or a
-            group has both a window and tokens spread over context-parallel ranks. A kernel counts
-            its window in tokens of one rank, but a window over all ranks contains a varying number
-            of tokens of one rank.
+        ValueError: A group does not exist or is circular, encoder groups are mixed with other
+            groups, or a group has a sliding window and its tokens are spread over context-parallel
+            ranks. This combination is impossible because a kernel's window has a fixed number of
+            tokens on its own rank, whereas the number of a window's tokens on each rank varies.
 
     Example:
         >>> from kvcache import GroupSpec
@@ -104,7 +105,7 @@ class AttentionMetadataBuilder:
         ([0, 1, 1], [40, 0])
         >>> batch[0].block_table.tolist()
         [[5, 6, 7, 0], [0, 0, 0, 0]]
-        >>> batch[1].block_table.tolist()  # token 39 sees 20 to 39: the first block is out of its sight
+        >>> batch[1].block_table.tolist()  # token 39 attends to tokens 20 to 39, not to block 0
         [[0, 3, 4, 0], [0, 0, 0, 0]]
         >>> batch[1].paged_kv_indptr.tolist(), batch[1].paged_kv_indices.tolist()
         ([0, 2, 2], [3, 4])
@@ -180,15 +181,16 @@ class AttentionMetadataBuilder:
         self._indptr = buffer(num_groups, n + 1) if flashinfer else None
         self._indices = buffer(n * num_columns) if flashinfer else None
         self._last_page_len = buffer(num_groups, n) if flashinfer else None
-        # Two buffers alternate, so that writing the next step's lengths does not wait for the last
+        # Two buffers alternate, so writing the next step's lengths need not wait for the last
         # launch.
         self._requests = [
             HostDeviceBuffer((3 * n,), torch.int32, self.device, self._tables.pin_memory)
             for _ in range(2 if self.device.type == "cuda" else 0)
         ]
         self._views: dict[int, _Views] = {}
-        # For each batch position, the number of tokens whose columns may hold block IDs, and the
-        # number of tokens whose columns a replayed build may fill at any time.
+        # For each batch position, two token counts: the number of tokens whose columns may contain
+        # block IDs now, and the number of tokens whose columns a replayed build may fill at any
+        # time.
         self._filled = np.zeros(n, np.int64)
         self._replayed = np.zeros(n, np.int64)
 
@@ -203,44 +205,47 @@ class AttentionMetadataBuilder:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
     ) -> AttentionMetadata:
-        """Build the metadata of a batch, with one launch for all groups.
+        """Build a batch's metadata, with one launch for all groups.
 
-        Each row of a block table shows all blocks that the request holds, so subsequent draft steps may
-        increase `seqused_k` themselves. The page lists end at the sequence length.
+        Each row of a block table contains all blocks that the request holds, so later draft steps
+        may increase `seqused_k` without a rebuild. The page lists end at the sequence length.
 
-        Lists, numpy arrays and CPU tensors are uploaded in one copy. They must match the host tables,
+        Lists, numpy arrays and CPU tensors are uploaded in one copy. They refer to the host tables,
         so call `commit_updates` first.
 
-        int32 tensors on the device are used in place. Nothing is copied, allocated or waited for, so
-        the call can be captured in a CUDA graph. In this case:
+        int32 tensors on the device are used in place: the call copies and allocates nothing and
+        waits for nothing, so it can be captured in a CUDA graph. In this case:
 
-        - Bounds that are not given default to the maximum that the tables allow.
-        - Block tables show the columns of `max_seq_len` tokens. A longer request is rejected.
+        - Bounds default to the maximum that the tables allow.
+        - Block tables contain the columns for `max_seq_len` tokens. A longer request is rejected.
         - Query lengths are not checked against `num_padded_tokens` or `max_query_len`; the caller
-          must ensure that they fit.
+          must ensure that the query lengths fit.
         - The host copies (`*_cpu`) are None.
 
         Args:
             rows: int32[r]. Each request's row, or -1 for a padding request. None: request `i` has row
                 `i`.
-            query_lens: int32[r]. Each request's tokens in this step.
-            seq_lens: int32[r]. Each request's tokens after this step. Its row must hold blocks for
-                them.
-            num_padded_reqs: Number of requests that a CUDA graph was captured with. Padding requests
-                have no tokens.
-            num_padded_tokens: Number of tokens that a CUDA graph was captured with. Padding tokens
+            query_lens: int32[r]. Number of each request's tokens in this step.
+            seq_lens: int32[r]. Number of each request's tokens after this step. The request's row
+                must hold blocks for these tokens.
+            num_padded_reqs: Number of requests with which a CUDA graph was captured. Padding
+                requests have no tokens.
+            num_padded_tokens: Number of tokens with which a CUDA graph was captured. Padding tokens
                 belong to no request.
-            max_query_len: Upper bound of the query lengths to report. None: the longest query.
-            max_seq_len: Upper bound of the sequence lengths to report. None: the longest sequence.
+            max_query_len: Upper bound of the query lengths, reported in the metadata. None: the
+                longest query.
+            max_seq_len: Upper bound of the sequence lengths, reported in the metadata. None: the
+                longest sequence.
 
         Returns:
             The metadata, valid until the next call.
 
         Raises:
             ValueError: A length, row or size is out of range. Nothing has changed.
-            RuntimeError: Lengths from the host were given while a CUDA graph is captured, or while the
-                tables have changes that `commit_updates` has not uploaded. Values on a GPU are checked
-                only with `KVCACHE_CHECKED=1`; otherwise an invalid request is treated as padding.
+            RuntimeError: Lengths on the host were passed while a CUDA graph is being captured, or
+                while the tables have changes that `commit_updates` has not uploaded. With
+                `KVCACHE_CHECKED=1`, also raised for invalid values on a GPU; otherwise, a request
+                with invalid values is treated as padding.
         """
         given = {"query_lens": query_lens, "seq_lens": seq_lens}
         if rows is not None:
@@ -284,10 +289,10 @@ class AttentionMetadataBuilder:
         if on_device:
             shown = max_seq_len
             captured = torch.cuda.is_current_stream_capturing()
-            # The op has a single bound for columns and lengths, so columns of an earlier batch
-            # beyond max_seq_len are zeroed separately. Before a replay, these columns may be
-            # anywhere. Whole tensors are zeroed without a kernel, because a capture may be unable
-            # to load a kernel.
+            # The op has a single bound for columns and lengths, so columns that an earlier batch
+            # filled beyond max_seq_len are zeroed separately. Before a replay, any column may be
+            # filled. Whole tensors are zeroed without a kernel, because a kernel may be impossible
+            # to load during a capture.
             columns = [min(x.num_columns, -(-shown // x.tokens_per_column)) for x in self._shapes]
             if captured and columns != [x.num_columns for x in self._shapes]:
                 views.zero_ids([0] * len(columns))
@@ -297,9 +302,10 @@ class AttentionMetadataBuilder:
             elif stale > shown:
                 views.zero_ids(columns)
         else:
-            # Show all blocks of every row, including blocks for draft tokens beyond its length.
+            # Include all blocks in every row, even blocks for draft tokens beyond the sequence
+            # length.
             shown = max(longest, self._tables.longest_row(self.groups, on_rows[0]))
-            # Entries of an earlier batch beyond these columns are set to null once.
+            # Entries that an earlier batch filled beyond these columns are set to null once.
             self._from_host(requests, min(max(shown, stale), 2**31 - 1), views)
         self._filled[:num_reqs] = np.maximum(self._replayed[:num_reqs], shown)
         return AttentionMetadata(
@@ -330,12 +336,12 @@ class AttentionMetadataBuilder:
             if values.shape != queries.shape:
                 raise ValueError(
                     f"{name} has shape {list(values.shape)}: "
-                    f"expected {list(queries.shape)}, as query_lens has"
+                    f"expected {list(queries.shape)}, the shape of query_lens"
                 )
         return rows, queries, lengths
 
     def _from_host(self, requests: tuple, max_num_tokens: int, views: _Views) -> None:
-        """Build the host outputs on the CPU, or all outputs if the device has no kernels."""
+        """Build the host outputs on the CPU, and also all other outputs if the device has no kernels."""
         on_cuda = self.device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -343,7 +349,7 @@ class AttentionMetadataBuilder:
                 "pass int32 tensors on the device"
             )
         self._tables.require_committed(self.groups)
-        # This also runs if the device is a GPU, to check all values before anything is launched.
+        # This also runs if the device is a GPU, to validate all values before anything is launched.
         small = views.host_lengths if on_cuda else views.host
         self._tables.attention_metadata(self._fields, requests, max_num_tokens, small, on_host=True)
         if on_cuda:
@@ -365,7 +371,7 @@ class AttentionMetadataBuilder:
         )
 
     def _buffers(self) -> tuple[HostDeviceBuffer | None, ...]:
-        """Return the buffers in the order of the op's outputs."""
+        """Return the buffers, in the order of the op's outputs."""
         return (
             self._query_start,
             self._seqused,
@@ -385,7 +391,7 @@ class AttentionMetadataBuilder:
 
 
 class _Views:
-    """Views of the part of the buffers that a batch of a given size uses."""
+    """Views of those parts of the buffers that a batch of a given size uses."""
 
     def __init__(
         self,
@@ -426,16 +432,14 @@ class _Views:
             self._indices = [self.device[4][at : at + n * c] for at, c in zip(offsets, columns)]
 
     def zero_ids(self, columns: list[int]) -> None:
-        """Set the entries beyond the given columns of each group to null on the device, in stream
-        order.
-        """
+        """Set each group's entries beyond the given columns to null on the device, in stream order."""
         for ids, c in zip(self._tables or [], columns):
             ids[:, c:].zero_()
         for ids, c in zip(self._indices or [], columns):
             ids[len(self._seqused[0]) * c :].zero_()
 
     def group(self, i: int, shape: TableShape, max_seq_len: int, on_device: bool) -> GroupMetadata:
-        """Return the metadata of the builder's group `i` for the batch just built."""
+        """Return the metadata of the builder's `i`-th group for the batch that was just built."""
         turn = shape.cp_kv_cache_interleave_size * shape.world_size
         most = min(max_seq_len, -(-max_seq_len // turn) * shape.cp_kv_cache_interleave_size)
         listed = self._indptr is not None
@@ -473,7 +477,7 @@ def _at_least(value: int | None, least: int, default: int, name: str) -> int:
         return default
     value = integer(value, name, -MAX_INT64, MAX_INT64)
     if value < least:
-        raise ValueError(f"{name} is {value}: expected at least {least}, as the batch has")
+        raise ValueError(f"{name} is {value}: expected at least {least}, as in the batch")
     if value >= 2**31:
         raise ValueError(f"{name} is {value}: expected fewer than 2^31")
     return value

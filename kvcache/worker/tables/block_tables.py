@@ -19,19 +19,19 @@ from kvcache.worker.tables.table_shape import TableShape, checked_candidates, nu
 
 
 class BlockTables:
-    """The block tables of all cache groups, in shared memory. Each call serves all groups at once.
+    """The block tables of all cache groups, in one shared buffer. Each call serves all groups at once.
 
-    `tables[g]` is the `GroupTable` of group `g`, and `block_tables` lists them. `for_groups` derives the
-    shapes from the groups of a plan.
+    `tables[g]` is the `GroupTable` of group `g`, and `block_tables` lists them. `for_groups`
+    derives the shapes from a plan's groups.
 
     Args:
         shapes: The shape of each group's table, in the order of the groups.
         max_num_reqs: Maximum number of requests, each with its own row.
         max_num_tokens: Maximum number of tokens in a step.
-        device: Device of the mirror.
+        device: Device that holds the mirror of the tables.
         pin_memory: Whether to pin the host side, which makes uploads to a GPU asynchronous. None: only if
             the device is a GPU.
-        num_speculative_tokens: Maximum number of draft tokens of a request in a step. With context
+        num_speculative_tokens: Maximum number of draft tokens per request in a step. With context
             parallelism, the tables have `1 + num_speculative_tokens` rows per request.
         slot_mapping_dtype: `torch.int64` or `torch.int32`.
         pcp_padding: Whether to lengthen the slot mapping by `2 * pcp_world_size * max_num_reqs`.
@@ -111,17 +111,17 @@ class BlockTables:
         slot_mapping_dtype: torch.dtype = torch.int64,
         pcp_padding: bool = False,
     ) -> BlockTables:
-        """Create the tables of a manager's groups (`CachePlan.groups`), in the same order.
+        """Create tables for a manager's groups (`CachePlan.groups`), in the same order.
 
-        The shapes follow from the groups and their kinds. Arguments that are not listed have the same
-        meaning as in the constructor.
+        The table shapes are derived from the groups and their kinds. Arguments that are not listed
+        here have the same meaning as in the constructor.
 
         Args:
             groups: The manager's groups.
-            max_model_len: Maximum number of tokens of a request.
+            max_model_len: Maximum number of tokens per request.
             kernel_sizes: Candidates for the kernel block size of all groups with slots.
             context_parallel: Context-parallel sizes and ranks.
-            max_encoder_tokens: Maximum number of encoder tokens of a request
+            max_encoder_tokens: Maximum number of encoder tokens per request
                 (`CachePlan.max_encoder_tokens`). None: `max_model_len`.
             cp_kv_cache_interleave_size: Number of consecutive tokens stored on one context-parallel
                 rank before the next rank follows.
@@ -210,7 +210,8 @@ class BlockTables:
 
         Args:
             plan: The plan of a step.
-            num_blocks: Number of blocks in the pool, for checking block IDs. -1 disables the check.
+            num_blocks: Number of blocks in the pool, used to check block IDs. -1 disables the
+                check.
 
         Raises:
             ValueError: A row or column is out of range, a row would overflow, or a block ID is outside
@@ -226,7 +227,7 @@ class BlockTables:
         self._tables.apply(self._row_plan(block_ids, row, clear=False))
 
     def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Set a row of each group `g` to `block_ids[g]`.
+        """Replace a row of each group `g` with `block_ids[g]`.
 
         If any group overflows, no group changes.
         """
@@ -245,7 +246,7 @@ class BlockTables:
         self._tables.move_rows([src], [tgt])
 
     def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """Move pairs of rows in order, in one call. See `move_row`."""
+        """Move several rows in order, in one call. See `move_row`."""
         self._tables.move_rows(src, tgt)
 
     def swap_row(self, src: int, tgt: int) -> None:
@@ -261,7 +262,7 @@ class BlockTables:
         self._tables.commit_updates()
 
     def commit_block_table(self, num_reqs: int) -> None:
-        """Upload the first `num_reqs` rows of every group as a whole."""
+        """Upload the first `num_reqs` rows of every group, whether or not they have changed."""
         for group in range(len(self)):
             self._tables.commit_rows(group, num_reqs)
 
@@ -276,9 +277,9 @@ class BlockTables:
         `GroupTable.compute_slot_mapping`.
 
         On a GPU, one launch serves all groups with ordinary positions, and each circular group
-        requires one more launch. Encoder groups are skipped because their tokens have different
-        positions. For them, call `compute_slot_mapping` and `commit_slot_mapping` of `tables[g]`
-        when the encoder's output is written.
+        requires one additional launch. Encoder groups are skipped, because their tokens have
+        different positions: for an encoder group `g`, call `tables[g].compute_slot_mapping` and
+        `tables[g].commit_slot_mapping` when the encoder's output is written.
 
         Args:
             req_indices: int32[n] or int32[r]. Rows, as in `GroupTable.compute_slot_mapping`.
@@ -297,16 +298,17 @@ class BlockTables:
         num_computed_tokens: torch.Tensor | None = None,
         max_num_tokens: int | None = None,
     ) -> list[torch.Tensor]:
-        """Gather rows in batch order on the device, with one launch for all groups.
+        """Gather the rows of a batch on the device, in batch order, with one launch for all groups.
 
         The result is always at the same address, and the next call overwrites it.
 
         Args:
-            idx_mapping: int32[n], on the device. Row of each request in the batch. -1 marks a padding
-                request, whose row is filled with the null block.
+            idx_mapping: int32[n], on the device. The row of each request in the batch, or -1 for a
+                padding request, whose result is filled with the null block.
             num_computed_tokens: int32[n]. Number of tokens before each request's first query. If
-                given, entries that have left a group's window are replaced by the null block.
-                Kernels that read masked tiles then do not encounter NaN from other requests.
+                given, entries for blocks that have left a group's window are replaced by the null
+                block, so that kernels that read masked tiles do not read other requests' NaN
+                values.
             max_num_tokens: Maximum length of a row, in tokens. None: the current maximum. When
                 capturing a CUDA graph, pass `max_model_len` (or the number of encoder tokens, if
                 greater).

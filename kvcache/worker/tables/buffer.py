@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers with a host side and a device side, and race-free asynchronous uploads."""
+"""Buffers with a host side and a device side, with race-free asynchronous uploads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from kvcache.worker.swap.streams import PolledEvent
 
-_HUGE_PAGE = 1 << 21  # size of a huge page in bytes
-_MOST_IN_HUGE_PAGES = 1 << 26  # maximum size of a buffer in huge pages, in bytes
+_HUGE_PAGE = 1 << 21  # huge page size in bytes
+_MOST_IN_HUGE_PAGES = 1 << 26  # maximum size in bytes of a buffer in huge pages
 
 
 class HostDeviceBuffer:
     """A buffer on the host (`.np`, `.cpu`) with a mirror on the device (`.gpu`).
 
     The device address never changes. On a CPU device, all three share the same memory. `upload` is
-    asynchronous if the host side is pinned. Call `before_write` before changing `.np` or `.cpu`, to
-    wait until the last upload has read the host side.
+    asynchronous if the host side is pinned. Before changing `.np` or `.cpu`, call `before_write`,
+    which waits until the last upload has read the host side.
 
     Args:
         shape: Shape of the buffer.
@@ -44,29 +44,30 @@ class HostDeviceBuffer:
         self.gpu = self.cpu if on_cpu else device_zeros(shape, dtype, device)
         self._uploaded = PolledEvent() if device.type == "cuda" else None
         self._pending = False
-        self._is_unrecorded = False  # whether a launch still lacks its event
+        self._is_unrecorded = False  # whether the event after a launch is still to be recorded
 
     def before_write(self) -> None:
         """Wait until no upload reads the host side."""
         if self._pending:
             # Poll the event, because waiting for it would invalidate the graph captures of all
             # threads. An upload completes within microseconds.
-            if self._is_unrecorded:  # an interrupt occurred between the launch and its event
+            if self._is_unrecorded:  # an interrupt came between the launch and its event
                 torch.cuda.current_stream(self.gpu.device).synchronize()
             while not self._uploaded.query():
                 time.sleep(0)
             self._pending = self._is_unrecorded = False
 
     def upload(self, start: int, stop: int) -> None:
-        """Upload entries (rows) `start` to `stop - 1`, in the order of the current stream.
+        """Upload entries (rows) `start` to `stop - 1` in stream order, on the current stream.
 
         Args:
             start: First entry.
             stop: End of the entries, exclusive.
 
         Raises:
-            RuntimeError: A CUDA graph is being captured on the stream. A replay would read the host
-                side at the time of the replay, and `before_write` could not wait for it.
+            RuntimeError: A CUDA graph is being captured on the stream. Each replay of the graph
+                would read the host side at the time of the replay, and `before_write` could not
+                wait for this.
         """
         if self.gpu is self.cpu or start >= stop:
             return
@@ -81,7 +82,7 @@ class HostDeviceBuffer:
         self.note_use()
 
     def begin_use(self) -> None:
-        """Prepare for a launch that reads the buffer. Call `note_use` after the launch."""
+        """Prepare for a launch that reads the buffer. Call `note_use` afterwards."""
         self._pending = self._is_unrecorded = self._uploaded is not None
 
     def note_use(self) -> None:
@@ -92,11 +93,11 @@ class HostDeviceBuffer:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in huge pages, like those of large numpy arrays, because accesses are scattered
-    over the buffer.
+    """Return zeros in huge pages, as numpy does for large arrays. Huge pages are useful because
+    accesses are scattered over the buffer.
 
-    Buffers larger than `_MOST_IN_HUGE_PAGES` use ordinary pages, because only a small part of them
-    is touched.
+    Buffers larger than `_MOST_IN_HUGE_PAGES` use ordinary pages, because typically only a small
+    part of such a buffer is used.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _HUGE_PAGE <= num_bytes <= _MOST_IN_HUGE_PAGES:
@@ -110,12 +111,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate the device side of a buffer. The tests substitute CPU memory."""
+    """Allocate a buffer's device side. Tests replace this function to use CPU memory."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class BufferView:
-    """A reshaped part of a one-dimensional buffer, with `.np`, `.cpu` and `.gpu`."""
+    """A reshaped slice of a one-dimensional buffer, with `.np`, `.cpu` and `.gpu`."""
 
     def __init__(self, buffer: HostDeviceBuffer, offset: int, shape: tuple[int, ...]) -> None:
         part = slice(offset, offset + math.prod(shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block table of one cache group, which lists the blocks that hold the tokens of each row."""
+"""The block table of one cache group, which lists the blocks that hold each row's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcache.worker.tables.table_set import (
 
 
 class GroupTable:
-    """Block IDs per row of one cache group, and the slots of a step's tokens.
+    """The block IDs in each row of one cache group, and the slots of a step's tokens.
 
     `block_table` is int32[rows, width] in kernel blocks, `slot_mapping` is
     int64[max_num_tokens], and `num_blocks_per_row` is int32[rows]. The first two have a host
@@ -27,15 +27,17 @@ class GroupTable:
 
     Methods change the host side. `commit_updates` uploads all changes made through methods, whereas
     `commit_block_table` and `commit_slot_mapping` upload whole rows. Uploads are asynchronous, in
-    the order of the current stream. Every method waits for uploads that still read the host side.
-    To write to `.np` directly, call `block_table.before_write()` first, also set
-    `num_blocks_per_row`, and upload with `commit_block_table`. Changes and uploads cannot be
+    the order of the current stream. Before it changes the host side, a method waits for uploads
+    that still read it. To write to `.np` directly, call `block_table.before_write()` first, also
+    set `num_blocks_per_row`, and upload with `commit_block_table`. Changes and uploads cannot be
     captured in a CUDA graph.
 
-    On devices that are neither CPU nor CUDA, tables and slots are computed on the CPU and copied.
+    For devices other than CPU and CUDA, tables and slots are computed on the CPU and then copied to
+    the device.
 
     Args:
-        tables: The memory of all groups. `BlockTables` creates it, and `tables[g]` returns the view.
+        tables: The tables of all groups. `BlockTables` creates them, and `tables[g]` returns the
+            `GroupTable` of group `g`.
         group: Index of the group.
 
     Raises:
@@ -72,10 +74,10 @@ class GroupTable:
 
     @property
     def num_computed_slots(self) -> int | None:
-        """Number of tokens, including padding, whose slots from the last `compute_slot_mapping` are
-        on the device.
+        """Number of tokens, including padding, for which the last `compute_slot_mapping` computed
+        slots that are on the device.
 
-        None if replaying a captured CUDA graph may have changed them. Raises ValueError for a group
+        None if a replayed CUDA graph may have changed the slots. Raises ValueError for a group
         without a slot mapping.
         """
         return self._tables.num_computed_slots(self._group)
@@ -89,7 +91,7 @@ class GroupTable:
         self._tables.append_row(self._group, block_ids, row)
 
     def add_row(self, block_ids: Ids, row: int) -> None:
-        """Set a row to the given allocation blocks."""
+        """Replace a row's content with the given allocation blocks."""
         self._tables.append_row(self._group, block_ids, row, reset=True)
 
     def clear_row(self, row: int) -> None:
@@ -101,7 +103,7 @@ class GroupTable:
         self._tables.clear_rows(rows, self._group)
 
     def move_row(self, src: int, tgt: int) -> None:
-        """Move row `src` to row `tgt` and clear `src`. If both are equal, nothing changes."""
+        """Move row `src` to row `tgt` and clear `src`. If `src` equals `tgt`, nothing changes."""
         self._tables.move_rows([src], [tgt], self._group)
 
     def swap_row(self, src: int, tgt: int) -> None:
@@ -109,7 +111,7 @@ class GroupTable:
         self._tables.swap_rows([src], [tgt], self._group)
 
     def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """Move pairs of rows in order, in one call. See `move_row`."""
+        """Move several rows in order, in one call. See `move_row`."""
         self._tables.move_rows(src, tgt, self._group)
 
     def swap_rows(self, src: Ids, tgt: Ids) -> None:
@@ -121,7 +123,7 @@ class GroupTable:
         self._tables.commit_updates()
 
     def commit_block_table(self, num_reqs: int) -> None:
-        """Upload the first `num_reqs` rows as a whole."""
+        """Upload the first `num_reqs` rows, whether or not they have changed."""
         self._tables.commit_rows(self._group, num_reqs)
 
     def compute_slot_mapping(
@@ -137,20 +139,21 @@ class GroupTable:
         them with `commit_slot_mapping`. If the arguments are device tensors, slots are computed on
         the device from the device tables, in one launch.
 
-        The slot is -1 for tokens of padding requests and for tokens held by another context-parallel
-        rank. Entries after the last token are reset to -1 if an earlier call filled them. Entries that
-        the caller wrote stay until `commit_slot_mapping`.
+        The slot is -1 for tokens in padding requests and for tokens on another context-parallel
+        rank. Entries after the last token are reset to -1 if an earlier call filled them. Entries
+        that the caller wrote remain until `commit_slot_mapping`.
 
         Args:
-            req_indices: Rows, or -1 for padding requests. Without `query_start_loc`, int32[n], one row
-                per token. With it, int32[r], one row per request. None: request `i` has row `i`.
+            req_indices: Rows, or -1 for padding requests. Without `query_start_loc`, int32[n] with
+                one row per token. With `query_start_loc`, int32[r] with one row per request. None:
+                request `i` has row `i`.
             positions: int64[n]. Token positions within their requests.
             query_start_loc: int32[r + 1]. Start of each request's tokens.
 
         Raises:
             ValueError: A row or position on the host is out of range. Nothing was written.
-            RuntimeError: A row or position on a GPU is out of range, with `KVCACHE_CHECKED=1`.
-                Otherwise these tokens get slot -1.
+            RuntimeError: With `KVCACHE_CHECKED=1`, a row or position on a GPU is out of range.
+                Otherwise, the slots of such tokens are -1.
         """
         self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
 
@@ -161,7 +164,8 @@ class GroupTable:
         *,
         query_start_loc: np.ndarray | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the slots of arbitrary tokens, for reading a context. `slot_mapping` stays unchanged.
+        """Return the slots of arbitrary tokens, for example, to read a context. `slot_mapping`
+        stays unchanged.
 
         Arguments and errors are the same as for `compute_slot_mapping`, with any number of tokens.
         Arguments on the host are looked up in the host tables, and arguments on the device in the
@@ -178,18 +182,18 @@ class GroupTable:
         num_tokens: np.ndarray | torch.Tensor,
         num_drafts: np.ndarray | torch.Tensor,
     ) -> torch.Tensor:
-        """Return the pages of a step's recurrent states.
+        """Return the pages that a step's recurrent states use.
 
-        A kernel reads the state before the step from page [i, 0], and writes the state after the last
-        non-draft token to the same page. It writes the state after the j-th draft token to page [i, j].
-        Unused entries are the null page. Arguments on the host are looked up in the host table, and
-        tensors on the device in the device table.
+        For row i of the result, a kernel reads the state before the step from page [i, 0], and
+        writes the state after the last non-draft token to the same page. It writes the state after
+        the j-th draft token to page [i, j]. Unused entries contain the null page. Arguments on the
+        host are looked up in the host table, and tensors on the device in the device table.
 
         Args:
             req_indices: int[n]. Rows.
-            num_tokens: int[n]. Tokens of each row after the step, including draft tokens.
-            num_drafts: int[n]. Number of draft tokens of each row, at most
-                `num_speculative_blocks`. They are the last tokens of the row.
+            num_tokens: int[n]. Number of tokens in each row after the step, including draft tokens.
+            num_drafts: int[n]. Number of draft tokens in each row, at most
+                `num_speculative_blocks`. The draft tokens are the last tokens in the row.
 
         Returns:
             int32[n, 1 + num_speculative_blocks].
@@ -212,7 +216,7 @@ class GroupTable:
         if self.shape.slot_mapping:
             raise ValueError("the group has a slot mapping: expected a recurrent group")
         on_device = isinstance(num_tokens, torch.Tensor) and num_tokens.device.type != "cpu"
-        if on_device and not num_tokens.is_cuda:  # computed on the host, like slots
+        if on_device and not num_tokens.is_cuda:  # on the host, like slots
             names = ("req_indices", "num_tokens", "num_drafts")
             given = [
                 cpu_tensor(each, name) if isinstance(each, torch.Tensor) else each
@@ -245,7 +249,7 @@ class GroupTable:
         return pages.masked_fill_(index > num_drafts[:, None], 0)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Upload the slot mapping, with -1 after `num_tokens`."""
+        """Upload the slot mapping, with -1 for all entries after the first `num_tokens`."""
         self._tables.commit_slots(num_tokens, self._group)
 
     def gather(
@@ -254,11 +258,11 @@ class GroupTable:
         num_computed_tokens: torch.Tensor | None = None,
         max_num_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Gather rows in batch order, int32[n, width]. See `BlockTables.gather`."""
+        """Gather the rows of a batch in batch order, int32[n, width]. See `BlockTables.gather`."""
         return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)[self._group]
 
     def clear(self) -> None:
-        """Zero the block IDs and counts of this group, on the host and on the device."""
+        """Zero this group's block IDs and counts, on the host and on the device."""
         self._tables.clear(self._group)
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block tables of all cache groups, in shared memory. Each call serves all groups."""
+"""The block tables of all cache groups, in one shared buffer. Each call serves all groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARED_PLACES = -1
 
 
 class _SlotCall(NamedTuple):
-    """The part of the slot mappings that one call fills, for one group or for all groups."""
+    """The part of the slot mappings that one call fills: the part for one group, or for all groups."""
 
     place: int  # group's index in the slot buffer; SHARED_PLACES: all groups that share positions
     fields: torch.Tensor  # the op's argument `groups`
@@ -31,11 +31,11 @@ class _SlotCall(NamedTuple):
 
 
 class TableSet:
-    """Tables, counts and slot mappings of all groups. `GroupTable` is a view of one group.
+    """The tables, counts and slot mappings of all groups. A `GroupTable` is a view of one group.
 
-    Native code changes the rows on the host, for any number of rows and groups per call. On a CUDA
-    device, `commit_updates` uploads the changes since the last call in one copy and applies them in
-    one launch. `commit_rows` uploads whole rows instead.
+    Native code changes the rows on the host; each call may change any number of rows and groups. On
+    a CUDA device, `commit_updates` uploads the changes since the last call in one copy and applies
+    them in one launch. `commit_rows` uploads whole rows instead.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TableSet:
         num_ids = sum(sizes)
         _check_sizes(self.shapes, num_ids + num_groups * num_rows)
 
-        # All tables, followed by the number of kernel blocks per row of each group.
+        # All tables, followed by the number of kernel blocks in each row of each group.
         shape = (num_ids + num_groups * num_rows,)
         self._arena = HostDeviceBuffer(shape, torch.int32, device, pin_memory)
         self._counts = BufferView(self._arena, num_ids, (num_groups, num_rows))
@@ -102,16 +102,16 @@ class TableSet:
         self._identity = torch.arange(num_rows, dtype=torch.int32, device="cpu")
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
         self._make_slots(slot_dtype, pin_memory)
-        # The capacity is a quarter of the tables. For more changes, uploading whole tables is
-        # equally fast. Two buffers alternate, so that packing the next step does not wait for the
-        # last launch.
+        # The capacity is a quarter of the tables' size. Beyond that, uploading whole tables is
+        # equally fast. Two buffers alternate, so packing the next step's changes need not wait for
+        # the last launch.
         capacity = max(shape[0] // 4, 1024)
         self._updates = [
             HostDeviceBuffer((capacity,), torch.int32, device, pin_memory)
             for _ in range(2 if self._on_cuda else 0)
         ]
-        # Rows in batch order, at a fixed address for captured graphs. Zeros are null blocks. On a
-        # CPU, their memory is committed lazily.
+        # Rows in batch order, at a fixed address for captured graphs. Zeros denote the null block.
+        # On a CPU, this memory is committed lazily.
         self._batch_arena = torch.zeros(
             num_ids, dtype=torch.int32, device=device if self._on_cuda else "cpu"
         )
@@ -119,11 +119,11 @@ class TableSet:
             self._batch_arena[at : at + size].view(num_rows, each.num_columns)
             for at, size, each in zip(offsets, sizes, shapes)
         ]
-        self._batch_tokens = 0  # maximum number of tokens that a gather has filled so far
+        self._batch_tokens = 0  # maximum number of tokens that any gather has filled so far
 
     def _make_slots(self, dtype: torch.dtype, pin_memory: bool) -> None:
-        """Create the slot mappings, and precompute the op's arguments for each group and for all
-        groups.
+        """Create the slot mappings, and precompute the op's arguments for each single group and for
+        all groups.
         """
         n = self.num_slots
         with_slots = [g for g, each in enumerate(self.shapes) if each.slot_mapping]
@@ -156,7 +156,7 @@ class TableSet:
             n,
             self._slots_in_one_memory,
         )
-        # Attribute lookups are cached, because a decode step is short.
+        # Attribute lookups are cached because they take a significant part of a decode step.
         self._compute, self._commit = self._host_slots.compute, self._host_slots.commit
         self._num_shared = len(shared)
         self._replayed: set[int] = set()  # groups whose slots a replayed graph may recompute
@@ -167,17 +167,17 @@ class TableSet:
         return self._slot_views[group]
 
     def num_computed_slots(self, group: int) -> int | None:
-        """Number of tokens whose slots are on the device.
+        """Number of tokens whose slots are up to date on the device.
 
-        None if a graph replay may have changed them. Raises ValueError for a group without a slot
-        mapping.
+        None if a graph replay may have changed the slots. Raises ValueError for a group without a
+        slot mapping.
         """
         at = self._slot_call(group).place
         return None if at in self._replayed else self._host_slots.num_on_device(at)
 
     # Rows ------------------------------------------------------------------------------------------
-    # The native tables track changes that are not on the device yet, so an interrupt does not lose
-    # changes.
+    # The native tables track which changes are not on the device yet, so no change is lost if an
+    # interrupt occurs.
 
     @property
     def num_applied(self) -> int:
@@ -187,24 +187,24 @@ class TableSet:
     def apply(self, plan: StepPlan, num_blocks: int = -1, num_applied: int = -1) -> bool:
         """Apply the table changes of a plan to all groups. See `BlockTables.apply`.
 
-        `num_applied`: if more plans than this number were applied before, return False and change
-        nothing. -1: no check.
+        If more than `num_applied` plans were applied before, return False and change nothing. -1
+        disables this check.
         """
         instance(plan, StepPlan, "plan")
         self._arena.before_write()
         return self._native.apply_plan(plan, num_blocks, self._host_slots, num_applied)
 
     def begin_step(self) -> None:
-        """Begin a step without changes.
+        """Begin a step that does not change the tables.
 
-        Uploads earlier changes and invalidates the last step's slots.
+        Uploads earlier changes, and invalidates the last step's slots.
         """
         if self._native.is_changed:
             self.commit_updates()
         self._host_slots.begin_step()
 
     def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
-        """Append allocation blocks to a row of one group, after clearing the row if `reset` is true."""
+        """Append allocation blocks to a row of one group. If `reset` is True, clear the row first."""
         self._arena.before_write()
         self._native.append_row(group, row, block_ids, reset)
 
@@ -233,7 +233,7 @@ class TableSet:
             self._native.mark_clean()
             return
         self._native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
-        self.tables[group].np[:] = 0  # includes entries that a caller wrote directly
+        self.tables[group].np[:] = 0  # also zeroes entries that a caller wrote directly
         self.tables[group].gpu.zero_()
         self._counts.gpu[group].zero_()
         self._native.mark_sent(group)
@@ -260,27 +260,27 @@ class TableSet:
                 updates.note_use()
         else:
             self._arena.upload(0, len(self._arena.cpu))
-        self._native.mark_clean()  # last, so that after an interrupt the next call resends
+        self._native.mark_clean()  # last, so that after an interrupt, the next call uploads again
 
     def commit_rows(self, group: int, num_rows: int) -> None:
-        """Upload the first rows of one group as a whole, and the counts."""
+        """Upload the first `num_rows` rows of one group, and all counts."""
         self.tables[group].upload(integer(num_rows, "num_reqs", most=self.num_rows))
         self._counts.upload(len(self.shapes))
-        self._native.mark_sent(group)  # the caller decides which rows are needed
+        self._native.mark_sent(group)  # the caller chooses which rows to upload
 
     def require_committed(self, groups: list[int]) -> None:
-        """Raise RuntimeError if a GPU lacks changes to these groups' rows."""
+        """Raise RuntimeError if changes to these groups' rows were not uploaded to the GPU."""
         if not self._on_cuda:  # other devices read the host tables
             return
         lacking = [g for g in groups if self._native.is_group_changed(g)]
         if lacking:
             raise RuntimeError(
-                f"the tables of groups {lacking} have changes that the device lacks: "
+                f"the tables of groups {lacking} have changes that were not uploaded: "
                 "call commit_updates first"
             )
 
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
-        """Upload whole slot mappings, with -1 after `num_tokens`."""
+        """Upload whole slot mappings, with -1 for all entries after the first `num_tokens`."""
         call = self._slot_calls.get(group) or self._slot_call(group)
         self._slots.before_write()
         if self._slots_in_one_memory and not self._circular:
@@ -320,7 +320,7 @@ class TableSet:
                 self._compute_slots(rows, self._in_places(positions, g), query_start_loc, g)
 
     def _check_circular(self, rows: object, positions: object, query_start_loc: object) -> None:
-        """Check a circular group's arguments on the host before any group's slots change."""
+        """Validate a circular group's arguments on the host before any group's slots change."""
         given = (rows, positions, query_start_loc)
         if not any(map(is_on_device, given)):
             for g in self._circular:
@@ -333,14 +333,14 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None,
         group: int,
     ) -> None:
-        """Compute the slots of groups that share a launch, or of a circular group at wrapped
+        """Compute the slots of the groups that share a launch, or of a circular group with wrapped
         positions.
         """
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
         on_device = any(map(is_on_device, given))
-        if on_device and not self._on_cuda:  # this device has no kernels, so compute on the host
+        if on_device and not self._on_cuda:  # the device has no kernels, so compute on the host
             rows, positions, query_start_loc = _on_cpu(*given)
             self._compute_slots(rows, positions, query_start_loc, group)
             self.commit_slots(len(positions), group)
@@ -377,7 +377,7 @@ class TableSet:
     def _in_places(
         self, positions: np.ndarray | torch.Tensor, group: int
     ) -> np.ndarray | torch.Tensor:
-        """Wrap positions to the columns of a circular group.
+        """Wrap positions so that they select columns of a circular group's table.
 
         Positions of other groups are unchanged.
         """
@@ -391,14 +391,16 @@ class TableSet:
             )
         else:
             of, given = np, _one_dimensional(positions, torch.int64, "positions")
-        # Keep negative positions, so that they are rejected later.
+        # Keep negative positions unchanged, so that they are rejected later.
         places = of.where(given < 0, given, given % self.shapes[group].num_places)
         return places.to(positions.device) if of is torch else places
 
     def _on_host(
         self, rows: object, positions: object, query_start_loc: object
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Convert the arguments of a slot mapping to numpy arrays for the host implementation."""
+        """Convert the arguments of a slot mapping to numpy arrays, as the host implementation
+        requires.
+        """
         if rows is None:
             rows = self._identity_of(query_start_loc, on_host=True)
         if query_start_loc is not None:
@@ -451,8 +453,8 @@ class TableSet:
         instance(idx_mapping, torch.Tensor, "idx_mapping")
         if num_computed_tokens is not None:
             instance(num_computed_tokens, torch.Tensor, "num_computed_tokens")
-        # Use at least as many columns as before, because otherwise entries of an earlier batch
-        # would remain.
+        # Use at least as many columns as before, because otherwise an earlier batch's entries would
+        # remain.
         if not self._on_cuda:
             idx_mapping = cpu_tensor(idx_mapping, "idx_mapping")
             if num_computed_tokens is not None:
@@ -471,7 +473,7 @@ class TableSet:
                 most,
                 self._batch_arena,
             )
-        except RuntimeError:  # rejected: nothing was filled
+        except RuntimeError:  # rejected, so nothing was filled
             self._batch_tokens = before
             raise
         rows = [table[: len(idx_mapping)] for table in self._batch]
@@ -502,8 +504,8 @@ class TableSet:
         )
 
     def longest_row(self, groups: list[int] | None = None, rows: np.ndarray | None = None) -> int:
-        """Return the token capacity of the longest of these rows in any of these groups, based on
-        the host's counts.
+        """Return the maximum token capacity of these rows in any of these groups, based on the
+        host's counts.
 
         None means all rows or all groups. Out-of-range rows count as empty.
         """
@@ -519,11 +521,11 @@ class TableSet:
         return longest
 
     def fields(self, groups: list[int]) -> torch.Tensor:
-        """Return the ops' argument `groups` for these groups."""
+        """Return the value of the ops' `groups` argument for these groups."""
         return self._fields[groups].contiguous()
 
     def identity(self, n: int, on_host: bool) -> torch.Tensor:
-        """Return int32[n] that maps request i to row i."""
+        """Return int32[n] in which request i has row i."""
         if n > self.num_rows:
             raise ValueError(
                 f"there are {n} requests without rows: expected at most {self.num_rows}"
@@ -533,7 +535,7 @@ class TableSet:
     def _identity_of(
         self, query_start_loc: Ids | torch.Tensor | None, on_host: bool
     ) -> torch.Tensor:
-        """Map request i to row i, for all requests in `query_start_loc`."""
+        """Return rows in which request i has row i, for all requests in `query_start_loc`."""
         if query_start_loc is None:
             raise ValueError("neither req_indices nor query_start_loc is given: expected one")
         num_requests = len(query_start_loc) - 1
@@ -550,7 +552,7 @@ class TableSet:
 
 
 def _check_sizes(shapes: Sequence[TableShape], num_entries: int) -> None:
-    """Before anything is allocated, reject sizes that the ops would reject later."""
+    """Reject sizes that the ops would reject later, before anything is allocated."""
     if len(shapes) > MAX_GROUPS:
         raise ValueError(f"there are {len(shapes)} groups: expected at most {MAX_GROUPS}")
     if num_entries >= 2**31:
@@ -592,7 +594,7 @@ def cpu_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _one_dimensional(values: object, dtype: torch.dtype, name: str) -> np.ndarray:
-    """Convert integers of any type to an array of the dtype that the host's slot mapping expects."""
+    """Convert integers of any type to an array with the dtype that the host's slot mapping expects."""
     array = host_tensor(values, dtype, name).numpy()
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {list(array.shape)}: expected one dimension")
@@ -600,7 +602,7 @@ def _one_dimensional(values: object, dtype: torch.dtype, name: str) -> np.ndarra
 
 
 def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Convert integers of any type to a CPU tensor of the op's dtype (int32 or int64)."""
+    """Convert integers of any type to a CPU tensor with the op's dtype (int32 or int64)."""
     if isinstance(values, torch.Tensor):
         values = cpu_tensor(values, name)
     array = as_array(values, name)
@@ -617,7 +619,7 @@ def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
     array = np.ascontiguousarray(array, wanted)
     is_plain = (
         array.flags.writeable and min(array.strides) >= 0
-    )  # any stride is valid for a single entry
+    )  # a single entry may have any stride
     return torch.from_numpy(array if is_plain else array.copy())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of one cache group's table, and checks of the arguments that define it."""
+"""The shape of one cache group's block table, and validation of the arguments that define it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ class TableShape:
     """The shape of one cache group's block table. Block sizes are in tokens on one rank.
 
     Args:
-        block_size: Tokens per allocation block.
-        max_num_blocks: Allocation blocks per row.
-        kernel_block_size: Tokens per block of the attention kernel. Must divide `block_size`. Block
-            `b` becomes `ratio` kernel blocks starting at `b * ratio`. None: `block_size` itself.
-        kernel_sizes: Candidates for the kernel block size, instead of `kernel_block_size`. The
-            first positive candidate that divides `block_size` is used. [0]: `block_size` itself.
-        window: Tokens that a query attends to. None: all tokens.
-        slot_mapping: Whether the group has slots. Recurrent state has none.
-        context_parallel: Context-parallel sizes and ranks over which tokens are spread. The same for all
-            groups of a `BlockTables`.
-        replicated: Whether every context-parallel rank holds all tokens of the group.
+        block_size: Number of tokens per allocation block.
+        max_num_blocks: Number of allocation blocks per row.
+        kernel_block_size: The attention kernel's block size in tokens. Must divide `block_size`.
+            Allocation block `b` becomes `ratio` kernel blocks, numbered from `b * ratio`. None:
+            `block_size` itself.
+        kernel_sizes: Candidates for the kernel block size, as an alternative to
+            `kernel_block_size`. The first positive candidate that divides `block_size` is used.
+            [0]: `block_size` itself.
+        window: Number of tokens that a query attends to. None: all tokens.
+        slot_mapping: Whether the group has slots. Groups of recurrent states do not.
+        context_parallel: Context-parallel sizes and ranks over which tokens are spread. Must be
+            equal for all groups in a `BlockTables`.
+        replicated: Whether every context-parallel rank holds all of the group's tokens.
         cp_kv_cache_interleave_size: Number of consecutive tokens stored on one context-parallel
             rank before the next rank follows. Must divide the kernel block size.
         encoder: Whether the group holds encoder tokens for cross-attention. Calls for all groups
             leave the slots of encoder groups unchanged.
         circular: Whether columns are reused as a circular buffer. The token at position `p` is in
             column `p // block_size % max_num_blocks`.
-        num_speculative_blocks: Number of columns for states after draft tokens. They are included
-            in `max_num_blocks`.
+        num_speculative_blocks: Number of columns for the states after draft tokens.
+            `max_num_blocks` includes these columns.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -86,7 +88,7 @@ class TableShape:
         if self.window is not None:
             put("window", integer(self.window, "window", least=1))
         if self.encoder and self.circular:
-            raise ValueError("a group has encoder and circular: expected one of the two")
+            raise ValueError("a group has both encoder and circular set: expected at most one")
 
     @property
     def world_size(self) -> int:
@@ -100,22 +102,22 @@ class TableShape:
 
     @property
     def ratio(self) -> int:
-        """Kernel blocks per allocation block."""
+        """Number of kernel blocks per allocation block."""
         return self.block_size // self.kernel_block_size
 
     @property
     def num_columns(self) -> int:
-        """Table entries per row."""
+        """Number of table entries per row."""
         return self.max_num_blocks * self.ratio
 
     @property
     def tokens_per_column(self) -> int:
-        """Tokens per table entry, over all ranks."""
+        """Number of tokens per table entry, summed over all ranks."""
         return self.kernel_block_size * self.world_size
 
     @property
     def num_places(self) -> int:
-        """Tokens that fit into a row, over all ranks."""
+        """Number of tokens that fit into a row, summed over all ranks."""
         return self.num_columns * self.tokens_per_column
 
 
@@ -124,7 +126,7 @@ def kernel_size_of(
     kernel_block_size: int | None,
     kernel_sizes: Sequence[int] | None,
 ) -> int:
-    """Return the given kernel block size, or choose one of the candidates."""
+    """Return the kernel block size that was given, or the one chosen from the candidates."""
     if kernel_block_size is not None and kernel_sizes is not None:
         raise ValueError(
             f"kernel_block_size is {kernel_block_size} and kernel_sizes {kernel_sizes}: "
@@ -164,7 +166,7 @@ def checked_candidates(kernel_sizes: Sequence[int], name: str) -> list[int]:
 
 
 def num_blocks_for(num_tokens: int, tokens_per_block: int, num_speculative_tokens: int) -> int:
-    """Return the number of allocation blocks of a row that holds `num_tokens` and a step's draft
-    tokens.
+    """Return the number of allocation blocks that a row needs for `num_tokens` tokens and a step's
+    draft tokens.
     """
     return max(-(-num_tokens // tokens_per_block), 1 + num_speculative_tokens)
