@@ -225,9 +225,8 @@ class Driver:
         for i in self.some(list(self.model.blocks), most=2):
             self.pool.evict([i])
             self.model.evict(i)
-        for (
-            request
-        ) in self.requests:  # stop publishing a request's blocks once one of them was evicted
+        # Stop publishing a request's blocks once one of them was evicted.
+        for request in self.requests:
             if not all(self.model.blocks[i].cached for i in request[2][: request[3]]):
                 request[3] = len(request[1])
 
