@@ -847,7 +847,7 @@ class TestHashedTokens:
         assert event.lookahead_token_ids.tolist() == [[4, 5], [8, 9], [12, 13]]
         manager.free(request)
         check_invariants(manager)
-        # the hash of the last block covers 2 more tokens
+        # The hash of the last block also covers the 2 tokens after it.
         for num_tokens, num_hit in ((12, 8), (13, 8), (14, 12)):
             given = list(hashed)[: (num_tokens - 2) // 4]
             other = Request(f"b{num_tokens}", tokens[:num_tokens], block_hashes=given)

@@ -423,7 +423,7 @@ def test_states_passed_by_drafts_are_kept_if_there_is_space(num_blocks, num_hit)
     manager.step([0], [4], token_ids=[6])
     plan = manager.step([0], [4], token_ids=[7, 8, 9, 10], num_token_ids=[4])
     assert plan.status.tolist() == [Status.SERVED]
-    # the state is copied if a page is free, and is otherwise updated in place
+    # The state is copied if a page is free, and is otherwise updated in place.
     assert len(plan.copy) == (num_hit > 0)
     assert len(manager.block_ids(request, 1)) == 10 + 4
     assert hit_length(manager, range(12)) == num_hit
