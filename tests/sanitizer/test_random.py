@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls, compared with a model that keeps a tuple of tokens per slot in a dict."""
+"""Random calls, compared with a reference model that maps each slot to a tuple of tokens."""
 
 import numpy as np
 import pytest
