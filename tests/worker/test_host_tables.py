@@ -144,7 +144,7 @@ TestTablesAgainstLists.settings = settings(stateful_step_count=30)
 
 
 def test_sent_changes_are_not_repeated():
-    """The total size of the updates shows whether changes are sent only once."""
+    """Every update must be small compared with the tables."""
     arena = np.zeros(ROWS * 20 + ROWS, np.int32)
     tables = core.HostTables(arena, ROWS, [(0, 20, 1, 2**31)], track=True)
     packed = np.zeros(300, np.int32)
@@ -167,8 +167,8 @@ def test_sent_changes_are_not_repeated():
     ids=["swap", "swap with an empty row", "move", "clear", "append", "reset"],
 )
 def test_single_change_is_packed_completely(change):
-    """In the random test above, such an update would be replaced by a copy of everything, because
-    its tables are small.
+    """The tables are so large that the change must be sent as a packed update, rather than as a
+    copy of everything.
     """
     width = 200
     arena = np.zeros(ROWS * width + ROWS, np.int32)

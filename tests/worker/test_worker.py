@@ -744,7 +744,7 @@ def test_results_of_a_plan_are_split_by_kind_of_request():
     assert (given.num_running, given.num_leaving) == (1, 1)
     assert [x.tolist() for x in rows] == [[0], [0], [6], [2]]
     assert [x.tolist() for x in leaving] == [[1], [0], [3], [0]]
-    # C hits a's first block. d never fits, even without its hit.
+    # Request c hits a's first block. Request d never fits, even without its hit.
     assert [x.tolist() for x in new] == [[2, -1], [0, 2], [4, 0], [5, 0]]
     assert given.answers.new.num_tokens.base is not None  # the array is a view
     assert given.num_tokens.tolist() == [2, 0, 5, 0]
