@@ -90,7 +90,7 @@ class Sides:
         self.stack.close()
 
     def move(self, kind, local_ids, remote_ids, size=None):
-        """Read or write the first bytes of these pages in both layers, and check them."""
+        """Start a read or write of the first bytes of these pages in both layers."""
         at = [
             np.concatenate(
                 [pages.base + pages.offsets[r] + np.array(ids) * pages.strides[r] for r in range(2)]
