@@ -22,7 +22,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("SGLANG_INIT_NEW_TOKEN_RATIO", "0.01")
 os.environ.setdefault("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "1")
 os.environ.setdefault("SGLANG_RETRACT_DECODE_STEPS", "1")
-# So that even short requests free slots outside their windows.
+# Evict often, so that even short requests free slots outside their windows.
 os.environ.setdefault("SGLANG_SWA_EVICTION_INTERVAL", "16")
 
 from tests.machinery.sglang_cpu import add_hicache_copies, read_windows_from_their_pool
