@@ -191,7 +191,7 @@ def fused_add_rms_norm(x, residual, weight, epsilon):
 
 @operator
 def prepack_moe_weight(weight, output, _isa):
-    """Return the weights unchanged."""
+    """Copy the weights to `output` without changing their layout."""
     output.copy_(weight)
 
 
