@@ -40,7 +40,7 @@ LONGEST = 48
 # The manager does not track blocks released by steps older than this, so the simulation never
 # aborts them.
 MOST_STEPS_BACK = 60
-BAD = "bad"  # content that must never be read
+BAD = "bad"  # marks content that must never be read
 KV_MIXES = [
     *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),
     ([(FULL, 8), (_window(9), 12)], 2),
@@ -59,7 +59,7 @@ Cell = tuple[int, int | str, int]  # (page, slot, position of the token whose KV
 
 @dataclass(eq=False)
 class Conversation:
-    """A request, and all tokens that it will eventually have."""
+    """A request together with all tokens that it will eventually have."""
 
     request: Request
     tokens: list[int]
@@ -75,7 +75,7 @@ class Conversation:
         self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
 
     def content(self, position: int) -> Content:
-        """Return the KV of a token, or the state after it. None before the first token."""
+        """Return the KV of a token or the state after the token, or None before the first token."""
         return self.contents[position] if position >= 0 else None
 
     def late_tokens(self) -> list[int]:
@@ -84,7 +84,7 @@ class Conversation:
 
 @dataclass
 class StepInFlight:
-    """A step in flight: the simulation's state before it, and the pages that it reads."""
+    """A step in flight: the simulation's state before the step, and the pages that the step reads."""
 
     pages: Pages
     host: Pages
@@ -95,7 +95,7 @@ class StepInFlight:
 
 @dataclass
 class Kept:
-    """Blocks of a freed request that a connector still uses."""
+    """The blocks of a freed request that a connector still uses."""
 
     request: Request
     read: Pages  # contents of the pages that the connector sends
@@ -157,7 +157,7 @@ class Simulation:
         self.num_steps = 0
         self.in_flight: dict[int, StepInFlight] = {}  # keyed by step
         self.last_written: list[int] = []
-        self.lost_page: int | None = None  # page whose loss is not yet reported to the manager
+        self.lost_page: int | None = None  # page whose loss was not yet reported to the manager
         self.lost_slots: dict[int | str, Content] = {}
         self.lost_at = 0
         self.failing: int | None = None  # page whose writes fail in this step
@@ -448,7 +448,7 @@ class Simulation:
     def cells_received(self, table: list[list[int]], first: int, stop: int, end: int) -> list[Cell]:
         """Return the cells of the received tokens that have slots.
 
-        For a recurrent group, return only the cell of the state after the last token.
+        For a recurrent group, return only the cell that contains the state after the last token.
 
         A step that ends at `end` updates the received state in place. A circular buffer receives
         only the most recent tokens that fit in it.
@@ -938,7 +938,8 @@ def test_invalidation_without_effect_is_detected(monkeypatch):
         "report",
         lambda self, of: report(self, StepReport(of.step_id, of.completed)),
     )
-    expect_error("wrong KV", lose_pages=True)  # on the loss, or when the page is read
+    # Detected after the loss is reported, or when the page is read.
+    expect_error("wrong KV", lose_pages=True)
 
 
 def test_abort_without_effect_is_detected(monkeypatch):

@@ -161,7 +161,9 @@ def test_crafted_hash_collisions_do_not_slow_lookups():
 
 
 def test_at_most_100_bytes_per_block_and_a_large_pool_costs_nothing_to_construct():
-    """Measures the resident memory of a pool with all blocks used, and of an unused pool."""
+    """Measures the resident memory of a pool in which all blocks are used and that of an unused
+    pool.
+    """
     program = """
 import resource, numpy as np
 from kvcache import BlockPool
@@ -188,7 +190,9 @@ print(constructed, resident() - before, pool.num_bytes)
 
 
 def test_old_blocks_stay_uncached_when_epoch_numbers_wrap_around():
-    """Epoch numbers have 16 bits."""
+    """Epoch numbers have 16 bits, so old blocks could appear to be current after the numbers wrap
+    around.
+    """
     pool = BlockPool(4)
     for id in pool.allocate(2):
         pool.publish([id], hashes(id))

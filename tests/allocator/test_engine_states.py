@@ -48,7 +48,8 @@ def test_page_that_a_state_left_waits_for_the_report_of_the_last_step():
     first = manager.step()
     manager.admit(Admit(request, num_tokens=2), ())
     num_free = manager.pool.num_free
-    manager.extend(request, 4)  # allocates a page per group and leaves the old state page
+    # Allocates one page per group, and the old state page is released later.
+    manager.extend(request, 4)
     assert manager.pool.num_free == num_free - 2
     second = manager.step()
     manager.report(StepReport(first.step_id, completed=True))

@@ -355,7 +355,7 @@ def test_events_of_an_aborted_step_are_withdrawn():
     view.take(manager)
     plan = manager.step(new=[second])
     events = manager.cache.drain_events()
-    assert [type(event) for event in events] == [BlockStored]  # b's own blocks
+    assert [type(event) for event in events] == [BlockStored]  # the blocks that only b holds
     manager.abort(plan.step_id)
     (removed,) = manager.cache.drain_events()
     assert isinstance(removed, BlockRemoved)
@@ -402,7 +402,7 @@ def test_blocks_evicted_by_an_aborted_step_stay_removed():
     view.take(manager)
     manager.abort(plan.step_id)
     view.take(manager).matches(manager, [old, new])
-    assert len(view.known["gpu"]) == 1  # the first block of old
+    assert len(view.known["gpu"]) == 1  # the first block of the request "old"
 
 
 @pytest.mark.parametrize("seed", sampled(range(12), 3))
@@ -435,7 +435,7 @@ def test_subscriber_view_excludes_the_content_of_failed_steps(seed, num_host_blo
                 rows = [manager.row(each) for each in running]
                 tokens = [int(each) for each in rng.integers(0, 3, len(rows))]
                 ones = [1] * len(rows)
-                with contextlib.suppress(ValueError):  # a row may first have to recompute
+                with contextlib.suppress(ValueError):  # a row may first have to recompute tokens
                     plans.append(manager.step(rows, ones, token_ids=tokens, num_token_ids=ones))
             case "free" if running:
                 manager.free(running.pop(int(rng.integers(len(running)))))

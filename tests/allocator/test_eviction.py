@@ -231,7 +231,7 @@ class Driver:
                 request[3] = len(request[1])
 
     def take_many(self):
-        """Evict some or all candidates and return them empty."""
+        """Evict some or all candidates, and return their blocks to the free list."""
         most = self.model.num_free()
         ids = self.allocate(self.random.choice([most, most + 1, self.random.randint(0, most)]))
         if ids:
@@ -375,7 +375,7 @@ def test_policy_does_not_learn_from_releases_of_unheld_blocks():
     pool.publish(ids, hashes(range(4)))
     pool.notify_release(ids[::-1], [4, 3, 2, 1])
     pool.release(ids[::-1])
-    for _ in range(3):  # the blocks are already candidates, or have children that are
+    for _ in range(3):  # the blocks or their children are already eviction candidates
         pool.notify_release(ids[::-1], [4, 3, 2, 1])
         pool.notify_release([ids[3]] * 2, [4, 4])
     pool.check_invariants()
@@ -389,7 +389,8 @@ def test_continued_conversations_outlive_abandoned_ones():
     for name in ("lru", "learned"):
         pool, hits[name] = BlockPool(401, name), 0
         for number in range(600):
-            # A first turn, and the next turn of an earlier conversation.
+            # In each round, one conversation begins, and an earlier one continues with its next
+            # turn.
             chats = [[5, 1000 + number, 0], [5, 1000 + number - 30, 0, 1]]
             scans = [[9, 10_000 * k + number, *range(8)] for k in (1, 2)]
             for request in (*chats, *scans):
@@ -444,7 +445,7 @@ def test_victims_are_leaves_while_there_is_a_leaf(name):
     rng = random.Random(name)
     num_blocks = 32
     pool = BlockPool(num_blocks, name)
-    held, content = [], {}  # blocks with references; block -> (node, parent)
+    held, content = [], {}  # blocks with references, and block -> (node, parent)
 
     def leaves():
         parents = {parent for _, parent in content.values()}
@@ -515,7 +516,7 @@ def test_window_blocks_have_no_parents(name):
 def test_pinned_blocks_are_evicted_last_in_order_of_release(name):
     pool = BlockPool(7, name)
     pinned, other = chain(pool, [0, 1, 3]), chain(pool, [2, 5, 11])
-    pool.pin(pinned)  # heads first
+    pool.pin(pinned)  # released heads first
     pool.release(pinned[::-1])
     pool.release(other[::-1])
     assert pool.allocate(4).tolist() == [6, 5, 4, 3]
@@ -567,7 +568,7 @@ def test_priority_expires_exactly_at_its_ttl():
 def test_ghost_returns_to_the_main_queue():
     pool = BlockPool(5, "s3_fifo", {"small_share": 0.25})
     pool.release(chain(pool, [0]))
-    pool.release(pool.allocate(4))  # evicts node 0 from the small queue
+    pool.release(pool.allocate(4))  # this evicts node 0 from the small queue
     for node in (0, 1, 2, 3):
         pool.release(chain(pool, [node]))
     order = pool.lookup(hashes([1, 2, 3, 0]), prefix=False).tolist()

@@ -175,7 +175,7 @@ def test_abort_during_a_transfer_takes_effect_when_receiving_finishes():
     request, _ = receiver(manager, "b", num_external=9)
     held = manager.block_ids(request).tolist()
     assert manager.abort(filler.step_id) == {"a": 0}  # the abort also discards b's hit
-    # the sender may still be writing to these blocks
+    # The sender may still be writing to these blocks.
     assert manager.block_ids(request).tolist() == held
     assert manager.num_computed_tokens(request) == 17
     assert manager.finish_receiving(request) == 0

@@ -224,7 +224,7 @@ def test_kind_may_derive_from_a_built_in_kind_with_other_options():
     manager = make(GroupSpec("test_window_of_8", 4))
     request = Request("a", range(40))
     run(manager, request, 8, 8, 8)
-    # token 16 attends to tokens 9 and later
+    # Token 16 attends to tokens 9 and later.
     assert manager.block_ids(request).tolist()[:3] == [0, 0, 3]
 
 
@@ -321,7 +321,7 @@ def test_request_waits_only_for_retained_blocks():
     manager = make(FULL, WINDOW, num_blocks=81, in_step_hits="wait", retention_interval=0)
     first, second = (Request(name, range(43)) for name in "ab")
     plan = manager.step(new=[Admit(first, 20), second])
-    # the step fills no block that will be retained
+    # The step fills no block that will be retained.
     assert plan.status.tolist() == [Status.SERVED] * 2
     manager.free(second)
     manager.free(first)
@@ -790,7 +790,7 @@ def test_drafting_group_recomputes_the_last_block_of_its_hit():
         manager = make(*groups)
         run(manager, Request("a", range(17)), 17)
         assert hit_length(manager, range(17)) == 12
-        # the drafter recomputes the block of the last token
+        # The drafter recomputes the block of the last token.
         assert hit_length(manager, range(16)) == 12
         assert hit_length(manager, range(15)) == 8
         assert hit_length(manager, range(4)) == 0

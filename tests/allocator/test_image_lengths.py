@@ -59,7 +59,7 @@ def test_text_after_an_image_of_another_length_is_not_a_hit():
     cached(manager, image("a", 5, num_tokens=40))
     other = image("b", 4, num_tokens=40)
     manager.step(new=[other])
-    # only the prompt that was cached first is found
+    # Only the prompt that was cached first is found.
     assert hit(manager, image("c", 4, num_tokens=40)) == 4
     assert hit(manager, image("d", 5, num_tokens=40)) == 36
 

@@ -181,7 +181,7 @@ def test_priority_takes_precedence_over_the_learned_value():
     assert [cached(first) for first in (0, 100, 200)] == [32, 32, 32]
     manager.step(new=[Request("x", range(300, 332))])
     assert [cached(first) for first in (0, 100, 200)] == [0, 32, 32]
-    # the priority of "high" has expired, and prompts of its class are never reused
+    # The priority of "high" has expired, and prompts of its class are never reused.
     manager.cache.set_now(6)
     manager.step(new=[Request("y", range(400, 432))])
     assert [cached(first) for first in (100, 200)] == [0, 32]
@@ -228,7 +228,8 @@ def test_requests_without_salt_have_no_share():
         request = Request(name, range(48), cache_salt=salt)
         manager.step(new=[request])
         manager.free(request)
-    manager.step(new=[Request("d", range(500, 564))])  # 4 blocks; 1 was free
+    # The request needs 4 blocks, and only 1 was free.
+    manager.step(new=[Request("d", range(500, 564))])
 
     def left(salt):
         return manager.cache.find_prefix(Request("probe", range(49), cache_salt=salt)).num_tokens

@@ -45,7 +45,7 @@ def test_the_last_token_is_always_computed():
 
 
 def test_blocks_of_one_step_are_hits_for_later_plans_only():
-    """Both requests in the step compute the same blocks, so the cache contains each hash twice."""
+    """Both requests in the step compute the same blocks, so each hash is cached twice."""
     manager = make()
     a, b = Request("a", range(10)), Request("b", range(10))
     plan = manager.step(new=[a, b])
@@ -107,12 +107,12 @@ def test_request_that_does_not_fit_keeps_the_eviction_order():
     manager.step(new=[a, b])
     manager.free(a)
     manager.free(b)
-    # c would hit a's block and need three more, but only two blocks are free, including the hit
-    # block.
+    # Request c would hit a's block and need three more, but only two blocks are free, including the
+    # hit block.
     assert manager.admit(Admit(Request("c", range(13)), num_tokens=9), [1]) is None
     assert manager.step(new=[Request("c", range(13))]).status.tolist() == [Status.NEVER]
     manager.step(new=[Request("d", range(50, 54)), Request("e", range(60, 64))])
-    # a was evicted first.
+    # The block of request a was evicted first.
     assert len(manager.cache.find_prefix(Request("f", range(5))).block_ids) == 0
     assert len(manager.cache.find_prefix(Request("g", range(100, 105))).block_ids) == 1
 
@@ -310,7 +310,7 @@ def test_plan_clears_all_freed_rows_of_steps_and_no_others():
     manager.step(new=[a])
     manager.admit(Admit(b, num_tokens=2), ())
     manager.free(a)
-    # reuses a's row, which the worker has not cleared yet
+    # Reuses a's row, which the worker has not cleared yet.
     manager.admit(Admit(c, num_tokens=2), ())
     manager.extend(b, 1)
     assert manager.step().clear_rows.tolist() == [0]
@@ -844,7 +844,7 @@ def test_read_cache_argument_overrides_the_request():
 
 
 def test_tokens_given_after_a_wait_are_hashed_again():
-    """If a row has to wait, its new token ids are removed again after they were hashed."""
+    """If a row has to wait, its new token ids have already been hashed and are removed again."""
     manager = KVCacheManager(4, 5, 100, num_preallocate_tokens=0)
     request, other = Request("r", range(7)), Request("other", range(50, 57))
     row = manager.step(new=[request, other]).rows[0]

@@ -351,7 +351,7 @@ def test_failed_blocks_and_all_blocks_computed_from_them_are_evicted():
     manager.step(new=[a, other])
     manager.step(new=[b, c])
     bad = manager.block_ids(a)[2]
-    # c holds only the two blocks before the failed one
+    # Request c holds only the two blocks before the failed one.
     assert manager.invalidate([bad]) == {"a": 8, "b": 8}
     assert hit_length(manager, range(17)) == 8
     assert hit_length(manager, range(50, 60)) == 8
@@ -378,11 +378,11 @@ def test_holders_of_blocks_computed_from_a_failed_block_are_reported():
     """When the failure is reported, no request holds the failed block any more."""
     manager = make(num_blocks=30)
     e, d = Request("e", range(5)), Request("d", range(9))
-    manager.step(new=[e, d])  # both compute block 0, and lookups find e's copy first
+    manager.step(new=[e, d])  # both requests compute block 0, and lookups find e's copy first
     failed = int(manager.block_ids(d)[0])
     manager.free(d)
     c = Request("c", range(20))
-    # hits e's block 0 and d's block 1, which was computed from the failed block
+    # The request hits e's block 0 and d's block 1, which was computed from the failed block.
     manager.step(new=[c])
     assert manager.invalidate([failed]) == {"c": 0, "e": 0}
     assert manager.pool.num_cached == 0
@@ -417,7 +417,7 @@ def test_drafts_of_the_last_step_are_lost_with_the_failed_block():
     manager = make(num_blocks=30)
     a = Request("a", range(8))
     manager.step(new=[a])
-    # token 8, and five drafts that are neither accepted nor rejected yet
+    # The step computes token 8 and five drafts that are neither accepted nor rejected yet.
     manager.step([0], [6], token_ids=[8])
     failed = int(manager.block_ids(a)[3])
     assert manager.invalidate([failed]) == {"a": 8}

@@ -98,7 +98,7 @@ def test_miss_reasons_match_an_oracle_that_records_every_event(seed: int) -> Non
     left: dict[str, int] = {}  # number of tokens left to compute, keyed by running request
     for i in range(150):
         manager.cache.set_now(i)
-        # compute a chunk of a running prompt, or finish the request
+        # Compute a chunk of a running prompt, or finish the request.
         if left and draw.random() < 0.6:
             request = oracle.running[draw.randrange(len(oracle.running))]
             if left[request.request_id] == 0:
@@ -256,7 +256,7 @@ def test_an_image_later_in_the_prompt_does_not_change_the_reason_before_it() -> 
     manager.step(new=[Admit(a, 8)])
     report = manager.cache.explain(b)
     assert report.missed_tokens["in_flight"] == 40
-    # the block that contains the image and the block after it
+    # These tokens are in the block that contains the image and in the block after it.
     assert report.missed_tokens["other_keys"] == 8
 
 

@@ -221,7 +221,7 @@ def test_swap_out_moves_only_the_state_and_no_draft_pages():
         manager.step([0], [1], num_rejected_tokens=[1])
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3])
     assert plan.num_computed_tokens.tolist() == [9]
-    # one page is swapped in, and three are newly allocated
+    # One page is swapped in, and three are newly allocated.
     assert len(manager.block_ids(request, 1)) == 4
     manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
     check_invariants(manager)
@@ -280,7 +280,7 @@ def test_pages_for_drafts_are_planned_and_requested():
     assert [pages for pages, _ in sizes] == [4 + 2, 4 + 5]
     assert [round(most, 1) for _, most in sizes] == [170.5, 113.7]
 
-    manager = manager_of(FULL, states(16), num_blocks=7)  # two token blocks, and the state
+    manager = manager_of(FULL, states(16), num_blocks=7)  # two blocks of tokens, and one state page
     request = Request("a", range(8))
     assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
     assert (

@@ -82,7 +82,8 @@ def test_evicted_blocks_are_hit_on_the_host():
     engine = Engine()
     engine.run("a", range(16))  # blocks 1 to 4
     plan = engine.run("b", range(100, 116))
-    assert plan.swap_out.tolist() == [[4, 1], [3, 2], [2, 3]]  # tails first; block 5 was empty
+    # The last blocks are evicted first; block 5 was never filled.
+    assert plan.swap_out.tolist() == [[4, 1], [3, 2], [2, 3]]
     assert engine.manager.host_pool.num_cached == 3
     request, plan = engine.admit("a2", range(16))
     assert plan.num_computed_tokens.tolist() == [12]
@@ -115,7 +116,7 @@ def test_loaded_blocks_become_hits_for_others_after_the_report():
 
 
 def test_host_page_is_not_reused_while_it_is_read():
-    manager = make(num_blocks=6, num_host_blocks=4)  # 3 pages
+    manager = make(num_blocks=6, num_host_blocks=4)  # the host tier has 3 usable pages
     for name, start in (("a", 0), ("b", 100)):
         request = Request(name, range(start, start + 16))
         plan = manager.step(new=[request])
@@ -174,7 +175,7 @@ def test_caller_may_decline_host_hits():
 def test_write_through_writes_in_the_next_plan():
     engine = Engine(host_write="through")
     assert len(engine.run("a", range(9)).swap_out) == 0
-    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]  # tails first
+    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]  # the last blocks are written first
     assert len(engine.step().swap_out) == 0
     assert engine.manager.cache.stats.host.written_blocks == 2
 
@@ -678,7 +679,7 @@ def test_no_block_is_written_to_the_host_twice():
     through = Engine(num_blocks=11, num_host_blocks=60, host_write="through")
     through.admit("a", range(16))
     assert len(through.step().swap_out) == 4
-    # the blocks were already written to the host
+    # The blocks were already written to the host.
     assert len(through.step(swap_out=[0]).swap_out) == 0
     assert len(through.step([0], [1]).swap_in) == 4
 
@@ -787,7 +788,7 @@ def test_pin_of_an_evicted_block_does_not_affect_other_sessions():
     manager = KVCacheManager(4, 3, 64, num_preallocate_tokens=0)
     requests = [Request(name, range(8)) for name in ("chat", "again")]
     ids = []
-    # both requests use the same tokens and blocks, with an eviction in between
+    # Both requests use the same tokens and blocks, with an eviction in between.
     for request in requests:
         manager.step(new=[request])
         ids.append(manager.block_ids(request).tolist())

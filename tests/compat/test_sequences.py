@@ -608,7 +608,8 @@ def test_decode_step_that_is_rejected_changes_nothing():
             manager.append_group_slots(groups, lookahead)
     assert [manager._num_new(each) for each in (one, other)] == [1, 1]
     other.tokens += [5] * 4
-    assert manager.append_group_slots(groups, 0) == (1, [])  # the other group exceeds max_model_len
+    # The other group would exceed max_model_len.
+    assert manager.append_group_slots(groups, 0) == (1, [])
     assert manager.append_group_slots([], 0) == (0, [])
     manager.check_invariants()
 

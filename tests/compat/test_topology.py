@@ -108,7 +108,7 @@ def test_equal_engines_read_same_rank(heads):
         ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 2}, 8, 1, [(6, 0, 6)]),
         # The local side replicates heads, so each local rank reads one head.
         ({"tp_rank": 5, "tp_size": 8, "total_num_kv_heads": 2}, 1, 1, [(0, 0, 0)]),
-        # With pipeline stages, global ranks count over all stages.
+        # With pipeline stages, global ranks are numbered across all stages.
         (
             {"tp_rank": 0, "tp_size": 1, "pp_rank": 1, "pp_size": 2, "total_num_kv_heads": 2},
             2,

@@ -415,7 +415,7 @@ class TestFlashInfer:
 
     def test_layers_unsupported_by_flashinfer_run_in_pytorch(self, served, paged, monkeypatch):
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
-        for name in ("deepseek_v3", "gpt_oss"):  # K wider than V; sinks
+        for name in ("deepseek_v3", "gpt_oss"):  # K is wider than V, and attention has sinks
             prompt = prompts_of(3, 1)[0]
             engine = Engine(paged(name, attention="flashinfer"))
             (found,) = engine.generate([prompt], SamplingParams(max_tokens=8))

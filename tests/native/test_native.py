@@ -249,9 +249,9 @@ def test_pull_requests_never_run_on_the_gpu_runner():
     ("compiled", "driver", "problem"),
     [
         (13000, 13000, None),
-        (13010, 13000, None),  # same major version
+        (13010, 13000, None),  # both have the same major version
         (12080, 13000, None),
-        (13000, 0, None),  # no driver, which torch reports
+        (13000, 0, None),  # there is no driver, which torch itself reports
         (
             13000,
             12040,

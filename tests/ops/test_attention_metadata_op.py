@@ -94,7 +94,7 @@ def reference(call):
 def outputs(num_groups, num_out, capacity, all_columns, slack=0):
     """Return output tensors filled with a value that no kernel writes.
 
-    Groups are `slack` entries apart.
+    The outputs of consecutive groups are `slack` entries apart.
     """
 
     def per_group(n):

@@ -89,7 +89,8 @@ def test_kernel_without_resources_is_reported():
             ["LDG.E R4, [R2.64]", "LDG.E R5, [R2.64]", "MOV R9, R5", "LDG.E R6, [R2.64]"],
             {4: 2},
         ),
-        # Loads are counted by width, as for ids, bytes and data.
+        # Loads are counted separately by width, because ids, bytes and data are loaded with
+        # different widths.
         (["LDG.E R4, [R2.64]", "LDG.E.U8 R5, [R2.64]", "LDG.E.64 R6, [R2.64]"], {1: 1, 4: 1, 8: 1}),
         # Execution does not continue after an unconditional exit.
         (["LDG.E R4, [R2.64]", "EXIT", "LDG.E R5, [R2.64]"], {4: 1}),
