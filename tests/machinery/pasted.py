@@ -115,10 +115,12 @@ class Pages:
     background, two at a time.
 
     Args:
-        pages: Paths of the pages. folder: An empty folder in which the commands run. model: The
-        value that replaces that of MODEL. serve_options: Options appended to each `vllm serve` with
-        MODEL. more_options: Options appended for individual blocks, keyed by name. environment:
-        Environment variables for the commands. None removes a variable.
+        pages: Paths of the pages.
+        folder: An empty folder in which the commands run.
+        model: The value that replaces that of MODEL.
+        serve_options: Options appended to each `vllm serve` with MODEL.
+        more_options: Options appended for individual blocks, keyed by name.
+        environment: Environment variables for the commands. None removes a variable.
     """
 
     def __init__(self, pages, folder, model, serve_options, more_options, environment):

@@ -68,8 +68,8 @@ class Scheduler:
     """An SGLang scheduler without the other processes of an engine.
 
     Args:
-        family: "llama", or "mellum", which has sliding-window layers. options: Arguments of
-        SGLang's `ServerArgs`.
+        family: "llama", or "mellum", which has sliding-window layers.
+        options: Arguments of SGLang's `ServerArgs`.
     """
 
     def __init__(self, family="llama", **options):
@@ -98,7 +98,8 @@ class Scheduler:
         """Run `Work(**work)` in a forked process.
 
         Args:
-            work: Arguments of `Work`. plant: Function that takes a `Run` and changes SGLang's code.
+            work: Arguments of `Work`.
+            plant: Function that takes a `Run` and changes SGLang's code.
 
         Returns:
             The result of `Run.results`.
@@ -123,11 +124,14 @@ class Work:
     """Chats whose turns share prefixes.
 
     Args:
-        seed: Seed of all choices. chats: Number of chats. Half of them begin with the same 40
-        tokens. turns: Number of rounds. at_once: Number of chats that have a turn in each round.
-        new_tokens: Tokens to generate per turn. aborts: Whether one request in each round is
-        aborted. keys: Whether chats have different extra keys. In this case, all chats begin with
-        the same tokens.
+        seed: Seed of all choices.
+        chats: Number of chats. Half of them begin with the same 40 tokens.
+        turns: Number of rounds.
+        at_once: Number of chats that have a turn in each round.
+        new_tokens: Number of tokens to generate per turn.
+        aborts: Whether one request in each round is aborted.
+        keys: Whether chats have different extra keys. In this case, all chats begin with the same
+            tokens.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.machinery.transfer_plan_table` executes and checks the transfer plans of all
-combinations.
+"""`python -m tests.machinery.transfer_plan_table` checks the transfer plans of all combinations.
 
 Prints how many combinations are right, wrong and refused, grouped by the differences between the
 two sides. A combination consists of two descriptions, a local rank, and whether a permutation is

@@ -34,7 +34,8 @@ class Peer(Forked):
     """A peer process that is controlled by a test.
 
     Args:
-        name: Name of the transport. agent: The name under which other agents know the peer.
+        name: Name of the transport.
+        agent: The name under which other agents know the peer.
         options: Options of `serve`.
     """
 
