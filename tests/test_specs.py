@@ -603,7 +603,7 @@ def test_kind_that_reads_more_than_its_window_is_rejected(monkeypatch):
         (lambda n: None, r"Wrong.first_needed_token\(0\) is None: expected an integer$"),
         (lambda n: 1 // (n - 3), r"Wrong.first_needed_token\(0\) is -1"),
         (lambda n: 0 // (n - 3), r"Wrong.first_needed_token\(3\) raised ZeroDivisionError: "),
-        (  # this rule decreases
+        (  # the result decreases between calls
             lambda n: n if n < 40 else n - 8,
             r"Wrong.first_needed_token\(40\) is 32: expected 39 or more, the value for 39$",
         ),
@@ -868,7 +868,7 @@ def test_circular_buffer_must_hold_the_window_and_a_step():
         layers = attention("circular_window", 1, options=options)
         return plan_cache(layers, GIB, max_model_len=length, max_num_batched_tokens=step)
 
-    plan = planned(160, 61)  # 10 blocks
+    plan = planned(160, 61)  # the buffer has 10 blocks
     assert plan.pages_per_request(1024) == 10 and plan.pages_per_request(40) == 3
     says = (
         r"^options of CircularWindow have buffer 144: expected 160 or more, "

@@ -259,7 +259,7 @@ DEFECTS = [
         "guard against LRU",
         "csrc/core/eviction/learned/reuse_model.h",
         "if (guard_.falls_back()) return false;",
-        "",  # the policy may lose any number of hits compared with LRU
+        "",  # the policy no longer bounds the hits lost compared with LRU
         "learned eviction",
     ),
     Defect(
@@ -273,7 +273,7 @@ DEFECTS = [
         "sanitizer's reads",
         SANITIZER + "slot_reads.cpp",
         "if (shadow_->num_changes() == checked.checked_at) return false;",
-        # Never checks a block again after a change.
+        # This never checks changed blocks again.
         "if (shadow_->num_changes() != -1) return false;",
         "findings random",
     ),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the file descriptors and the memory of one side over many connections that are opened
-and ended.
+"""Measures one side's file descriptors and memory while many connections are opened and closed.
 
 `python -m tests.machinery.reconnects --count 1000` prints the curves for both transports, with
 peers that are disconnected and with peers that are killed.

@@ -41,7 +41,7 @@ class ModelPool:
         self.is_chain = is_chain  # whether a hit on a block requires a hit on its parent
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
-        self.cached_free = []  # in release order
+        self.cached_free = []  # ordered by release
         self.content = {}  # oldest first
         self.use = {block: ModelUse() for block in self.refs}
         self.clock, self.num_idle, self.release_time = 0, 0, 0
@@ -281,7 +281,7 @@ class ModelSpace:
         first = self.first_read(num_hit)
         hits = [self._cached(tokens, extra, column) for column in range(first, num_hit_blocks)]
         num_blocks = ceil_div(len(tokens), self.size)
-        # A prompt without a hit is computed in one pass, so only its last window needs blocks.
+        # A prompt without a hit is computed in one step, so only its last window needs blocks.
         skipped = 0 if num_hit else self.first_read(len(tokens))
         num_new = num_blocks - max(skipped, num_hit_blocks)
         num_free = self.gpu.num_free() - sum(self.gpu.refs[block] == 0 for block in hits)

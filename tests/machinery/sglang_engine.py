@@ -214,7 +214,7 @@ class Run:
 
     @property
     def running(self):
-        """Requests that decode."""
+        """The requests that are being decoded."""
         return self.scheduler.running_batch.reqs if self.scheduler.running_batch else []
 
     def slots(self, request, start=0, stop=None):
@@ -265,7 +265,7 @@ class Run:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        # With `ignore_eos`, SGLang would reserve all of them.
+        # With `ignore_eos`, SGLang would reserve slots for all tokens to be generated.
         sampling = SamplingParams(max_new_tokens=self.work.new_tokens, temperature=0)
         sampling.normalize(None)
         return TokenizedGenerateReqInput(

@@ -120,7 +120,8 @@ ENGINES = {
     "vllm drafts": {"async_scheduling": False, **DRAFTS},
     "ours drafts": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler", **DRAFTS},
 }
-# The state in which each of eight consecutive requests is aborted.
+# The states in which eight consecutive requests are aborted; None means that a request is not
+# aborted.
 ABORTED_AS = ("waiting", "prompt", "running", *["preempted"] * 4, None)
 
 

@@ -52,7 +52,7 @@ def reference_write(tokens, cache, slots):
     cache = cache.clone()
     block_size = cache.shape[-3]
     for i, slot in enumerate(slots.tolist()):
-        if slot >= block_size:  # neither -1 nor in the null block
+        if slot >= block_size:  # neither -1 nor a slot of the null block
             cache[..., slot // block_size, slot % block_size, :, :] = tokens[..., i, :, :]
     return cache
 
@@ -61,7 +61,7 @@ def reference_gather(cache, slots):
     block_size = cache.shape[-3]
     tokens = cache.new_zeros((*cache.shape[:-4], len(slots), *cache.shape[-2:]))
     for i, slot in enumerate(slots.tolist()):
-        if slot >= block_size:  # neither -1 nor in the null block
+        if slot >= block_size:  # neither -1 nor a slot of the null block
             tokens[..., i, :, :] = cache[..., slot // block_size, slot % block_size, :, :]
     return tokens
 

@@ -69,7 +69,9 @@ def test_learned_hits_on_two_tiers_exceed_the_minimum(on_two_tiers):
     sampled([(2_500, 500, 3_000, 30_000), (None, 1_000, 10_000, 50_000)]),
 )
 def test_learned_writes_fewer_bytes_per_host_hit(on_two_tiers, count, device, host, num_declined):
-    """Compares it with writing every evicted block, both under the same policies and under LRU."""
+    """Compares selective writes with writes of every evicted block, both under the same policies
+    and under LRU.
+    """
     back, plain, learned = (
         on_two_tiers(count, device, policy, host, policy, host_write)
         for policy, host_write in (("learned", "back"), ("lru", "back"), ("learned", "learned"))
@@ -97,7 +99,9 @@ def test_learned_is_within_one_percent_of_lru_on_perturbed_traces(form, tmp_path
 
 @pytest.mark.exhaustive
 def test_learned_hits_with_small_blocks_exceed_the_minimum(conversations):
-    """Uses the first 2,000 requests in blocks of 16 tokens, with the same pool sizes in tokens."""
+    """Uses the first 2,000 requests in blocks of 16 tokens, and pools that hold the same numbers of
+    tokens.
+    """
     for capacity in [*LEAST][::2]:
         hits = [
             replayed(conversations[:2_000], 32 * capacity, policy, block_size=16).hit_tokens

@@ -358,7 +358,7 @@ def test_overwritten_kept_state_is_detected(monkeypatch, defect):
 
 def test_uncleared_state_is_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65)
-    replayer.verifier.storage.pages.layer(0)[1:] = 7  # stale data
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # fill the pages with stale data
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
     report = replayer.run(as_workload([range(30)]))
     (found,) = report.mismatched_requests
@@ -370,7 +370,7 @@ def test_uncleared_tokens_before_a_hit_are_detected(monkeypatch):
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
     replayer = hybrid(groups, 33)
-    replayer.verifier.storage.pages.layer(0)[1:] = 7  # stale data
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # fill the pages with stale data
     report = replayer.run(prompts)
     assert (report.hit_tokens, report.mismatches) == (6, 0)
     replayer = hybrid(groups, 33)
@@ -414,7 +414,7 @@ class GoesBack(AttentionKind):
         return max(num_computed_tokens - (24 if num_computed_tokens >= self.at else 8), 0)
 
 
-@pytest.mark.parametrize("at", [32, 35])  # at the start of a chunk and inside a chunk
+@pytest.mark.parametrize("at", [32, 35])  # positions at the start of a chunk and inside a chunk
 def test_decreasing_first_needed_token_is_reported(at):
     replayer = hybrid(f"test_goes_back:at={at}", 65, chunk_tokens=8)
     says = rf"^GoesBack.first_needed_token\({at}\) is {at - 24}: expected {at - 9} or more, the"

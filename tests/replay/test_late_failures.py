@@ -56,7 +56,7 @@ def test_abort_affects_rows_that_released_blocks(how):
         assert manager.take_cached(request) == 24
     manager.report(StepReport(plan.step_id, completed=False))
     probe = manager.cache.hashes(Request("probe", range(20)))
-    assert manager.cache.find(probe, 1).device[2] > 0  # the state after 12 tokens
+    assert manager.cache.find(probe, 1).device[2] > 0  # this is the state after 12 tokens
     fail(manager, page)
     assert manager.cache.find(probe, 1).device[2] == -1
 

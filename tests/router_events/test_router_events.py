@@ -899,7 +899,7 @@ class RandomCourse:
             "buffer_steps": self.rng.choice([1, 5, 40, 10_000]),
             "topic": self.rng.choice(["", "kv@a@b"]),
         }
-        self.totals = np.zeros(4, int)  # batches, gaps, restarts, snapshots
+        self.totals = np.zeros(4, int)  # numbers of batches, gaps, restarts, snapshots
         self.publisher = EventPublisher(OWN, OWN, context=context, **self.options)
         self.user, self.num_published = CacheUser(self.rng), 0
         self.new_reader()

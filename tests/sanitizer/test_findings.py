@@ -44,7 +44,7 @@ def test_correct_reads_are_not_reported():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [1, 2, 3, 4, 5], [3, 1])
     read(sanitizer, "a", 5, [3, 1])
-    write(sanitizer, "b", [1, 2, 3, 4, 6], [3, 2], start=4)  # hits block 3
+    write(sanitizer, "b", [1, 2, 3, 4, 6], [3, 2], start=4)  # the request hits block 3
     read(sanitizer, "b", 5, [3, 2], start=4)
     assert not sanitizer.reports and sanitizer.slots_read == 10
 

@@ -17,7 +17,7 @@ READS = ("wrong-content", "read-before-written", "wrong-state")
 
 
 class Model:
-    """A brute-force sanitizer."""
+    """A brute-force implementation of the sanitizer."""
 
     def __init__(self):
         self.slots = {}  # (block, offset) -> (group, prefix)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server: OpenAI's client, disconnecting clients, a failing model, and the page in a browser."""
+"""The server with OpenAI's client, with clients that disconnect, with a failing model, and with its
+page in a browser.
+"""
 
 import asyncio
 import inspect
@@ -374,7 +376,7 @@ def test_error_shows_a_body_that_is_not_an_object(served):
 
 
 class TestClientsThatGoAway:
-    """Whichever phase a client disconnects in, its request must end and the pool must become empty."""
+    """In whichever phase a client disconnects, its request must end, and the pool must become empty."""
 
     def leave(self, served, phase, **asked):
         """Send a request, and disconnect as soon as `phase` appears in the server's state.

@@ -310,7 +310,7 @@ def test_match_without_an_offer_uses_the_last_offer():
     request = Request("r", range(71))
     assert receiver.match(request) == 0
     assert receiver.match(request, an_offer()) == receiver.match(request) == 70
-    assert receiver.match(Request("r", range(71))) == 0  # another request with the same id
+    assert receiver.match(Request("r", range(71))) == 0  # this is another request with the same id
     receiver.cancel(request)
     assert receiver.match(request) == 0 and len(rank.steps[-1].unread) == 1
 

@@ -83,7 +83,7 @@ class Engine:
         return None if page == 0 else (int(page), mine % self.cache.block_size)
 
     def value(self, token, layer, kv):
-        """Return [heads, SIZE]."""
+        """Return the values of a token's K or V as [heads, SIZE]."""
         head = torch.tensor(list(self.heads))[:, None]
         name = ((token * LAYERS + layer) * 2 + kv) * HEADS + head
         return (name * SIZE + torch.arange(SIZE)).float()
@@ -107,7 +107,9 @@ class Engine:
                         got = part[page, slot]
                         if (
                             token is None
-                        ):  # not a token of the request: garbage in a shared page, or EMPTY
+                            # This slot holds no token of the request. It may contain garbage if its
+                            # page has other tokens of the request, and must be EMPTY otherwise.
+                        ):
                             assert page in self.ids[self.ids > 0] or (got == EMPTY).all()
                             continue
                         right = self.value(token, layer, kv)

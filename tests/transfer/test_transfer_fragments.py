@@ -144,7 +144,7 @@ def test_outermost_heads_form_one_fragment(packing, num_fragments):
     whole, half = cache(**common), cache(tp_size=2, **common)
     found = [
         plan_transfer(half, whole, 1).num_fragments,
-        plan_transfer(whole, half, 0).num_fragments // 2,  # from two ranks
+        plan_transfer(whole, half, 0).num_fragments // 2,  # read from two ranks
     ]
     assert tuple(found) == num_fragments
 

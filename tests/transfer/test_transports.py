@@ -1061,7 +1061,7 @@ def test_invalid_metadata_is_rejected(side, changes, said):
     ("data", "said"),
     [
         *((data, "metadata") for data in (b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000)),
-        # None: the side's own metadata.
+        # None stands for the side's own metadata.
         *(("{}", "expected bytes"), (None, "expected the metadata of another agent")),
     ],
 )

@@ -283,7 +283,7 @@ def test_only_updates_reach_the_device(device):
     tables.commit_updates()
     for table in tables:
         assert torch.equal(table.get_device_tensor().cpu(), table.get_cpu_tensor())
-    if device != "cpu":  # rows not reported as changed are not uploaded
+    if device != "cpu":  # rows that were not reported as changed are not uploaded
         tables[0].get_numpy_array()[3, 0] = 99
         tables.commit_updates()
         assert int(tables[0].get_device_tensor()[3, 0]) == 0
@@ -562,7 +562,7 @@ def test_every_commit_reaches_device_without_kernels(monkeypatch):
     tables = OtherDevice(monkeypatch).tables()
     tables.add_row(([5, 6], [2]), 0)
     tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 9]))
-    assert not tables[0].block_table.gpu.any()  # not uploaded before the commit
+    assert not tables[0].block_table.gpu.any()  # nothing is uploaded before the commit
     tables.commit_updates()
     assert tables[0].block_table.gpu[0].tolist()[:3] == [5, 6, 0]
     assert tables[1].block_table.gpu[0].tolist()[:3] == [4, 5, 0]
@@ -570,7 +570,7 @@ def test_every_commit_reaches_device_without_kernels(monkeypatch):
     tables.commit_slot_mapping(2)
     assert tables[0].slot_mapping.gpu.tolist() == [41, 49] + [-1] * 14
     tables.add_row(([7], [3]), 1)
-    tables[1].commit_block_table(1)  # row 0 only
+    tables[1].commit_block_table(1)  # uploads row 0 only
     assert not tables[1].block_table.gpu[1].any()
     tables[1].commit_block_table(2)
     assert tables[1].block_table.gpu[1].tolist()[:2] == [6, 7]

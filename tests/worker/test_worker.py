@@ -171,7 +171,7 @@ def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
         ({"zero": np.array([[4]])}, r"zero has shape \[1, 1\]: expected \[n\]"),
         ({"copy": np.array([4])}, r"copy has shape \[1\]: expected \[n, 2\]"),
         ({"zero": np.array([1.5])}, "zero has dtype float64: expected integers"),
-        # Valid pages, but invalid tables: no byte may be moved.
+        # The pages are valid but the tables are not, so no byte may be moved.
         ({"copy": pairs((1, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
         ({"zero": np.array([3]), **append([0], [0, 1], [20])}, r"append_ids\[0\]\[0\] is 20"),
     ],
@@ -318,7 +318,7 @@ def test_one_page_may_be_swapped_to_two_pages():
         ),
         ({"swap_out": np.array([3])}, r"swap_out has shape \[1\]: expected \[n, 2\]"),
         ({"swap_in": np.array([[1.5, 2]])}, "swap_in has dtype float64: expected integers"),
-        # Valid pages, but invalid tables: no byte may be moved.
+        # The pages are valid but the tables are not, so no byte may be moved.
         ({"swap_out": pairs((3, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
     ],
 )
@@ -391,7 +391,7 @@ def test_groups_view_shared_pages_in_own_shapes(layout, device):
             storage.write(layer, key, value, slots)
             found = storage.gather(layer, slots)
             assert torch.equal(found[0], key) and torch.equal(found[1], value)
-    assert not wide.key_cache(0)[0].any()  # the null block is zero
+    assert not wide.key_cache(0)[0].any()  # the null block stays zero
     PageCopy(pages, pages).copy(pairs((3, 4)))  # whole pages are copied
     assert torch.equal(long.key_cache(1)[4, 4], long.key_cache(1)[3, 4])
     pages.zero(np.array([1]))
@@ -480,7 +480,7 @@ def test_storage_returns_written_tokens(layout, device):
         found = storage.gather(layer, slots)
         assert torch.equal(found[0], key) and torch.equal(found[1], value)
         assert torch.equal(storage.key_cache(layer)[5, 3], key[1])
-    assert not storage.key_cache(0)[0].any()  # the null block is zero
+    assert not storage.key_cache(0)[0].any()  # the null block stays zero
 
 
 @pytest.mark.parametrize(
