@@ -90,7 +90,7 @@ def test_invalid_backends_are_reported_and_nothing_is_traced(backends, error, me
     import torch
 
     if backends == ("nvtx",) and torch.version.cuda:
-        pytest.skip("this torch has NVTX")
+        pytest.skip("this build of torch includes NVTX")
     with pytest.raises(error, match=message):
         enable_tracing(*backends)
     assert not hasattr(KVCacheManager.step, "__wrapped__")

@@ -744,7 +744,9 @@ class Simulation:
             cells = self.cells_read(table, position, sure, conversation.begins)
             reads.update(page for page, _, _ in cells)
             others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
-            assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
+            assert {(row, other) for other in others} <= self.depends_on, (
+                "the plan does not list a dependency"
+            )
             assert all(page for page, _, _ in cells), f"row {row} reads the null page"
             accepted = [cell for cell in cells if cell[2] < num_accepted]
             wrong = self.wrong_cells(conversation, accepted)
@@ -969,7 +971,7 @@ def test_missing_row_dependency_is_detected(monkeypatch):
         return plan
 
     monkeypatch.setattr(KVCacheManager, "step", without_dependencies)
-    expect_error("an unnamed dependency", lose_pages=False)
+    expect_error("the plan does not list a dependency", lose_pages=False)
 
 
 def test_missing_external_kv_is_detected(monkeypatch):

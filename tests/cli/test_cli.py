@@ -666,7 +666,9 @@ def test_tables_fit_narrow_terminals(capsys, monkeypatch, trace, width):
         assert "…" not in out and max(map(len, out.splitlines())) <= int(width)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root can read all files"
+)
 def test_unreadable_trace_prints_one_line(capsys, trace):
     os.chmod(trace, 0)
     assert "expected a readable file" in error_of(capsys, "replay", trace, "--json")

@@ -428,7 +428,9 @@ def test_merged_report_has_engine_class_and_defaults():
     none = [Output(kv_connector_output=None) for _ in range(2)]
     assert type(aggregator.aggregate(none).kv_connector_output) is EngineReport
     again = KVOutputAggregator(1).aggregate([Output(kv_connector_output=merged)])
-    assert again.kv_connector_output.invalid_block_ids == set(), "it can be merged once more"
+    assert again.kv_connector_output.invalid_block_ids == set(), (
+        "a merged report cannot be merged again"
+    )
 
 
 def test_failed_request_is_reported_after_all_workers_finish():

@@ -60,7 +60,7 @@ def test_targets_hold_every_needed_head_once(tp_size, pp_size, heads):
                 assert global_rank == pp_rank * remote_tp + tp_rank
                 assert 0 <= pp_rank < remote_pp and 0 <= tp_rank < remote_tp
                 held = holding(heads, stages, remote_pp, pp_rank, remote_tp, tp_rank)
-                assert held & needed, "a target that nothing is read from"
+                assert held & needed, "nothing is read from a target"
                 read += held & needed
             assert len(read) == len(set(read)), "a head of a layer is read twice"
             assert set(read) == needed

@@ -175,7 +175,7 @@ def test_ops_with_invalid_arguments_change_nothing():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.skipif(ASAN, reason="this is the run under sanitizers itself")
+@pytest.mark.skipif(ASAN, reason="already runs under sanitizers")
 @pytest.mark.exhaustive
 def test_ops_with_invalid_arguments_stay_inside_their_tensors():
     library = str(build_cpu_library(asan=True))

@@ -17,7 +17,7 @@ def shared_file(name: str) -> Path:
     """Return the path of a file in `../shared`, or skip the test if the file is missing."""
     path = SHARED / name
     if not path.exists():
-        pytest.skip(f"{name} is not there: no folder 'shared' with it beside the project")
+        pytest.skip(f"{name} is missing: it belongs in a folder 'shared' next to the project")
     return path
 
 

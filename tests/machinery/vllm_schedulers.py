@@ -468,7 +468,7 @@ class SideBySide:
         while any(scheduler.requests for scheduler in self.pair):
             self._step()
             left = [sorted(scheduler.requests) for scheduler in self.pair]
-            assert self.counts["steps"] < most_steps, f"requests that do not end: {left}"
+            assert self.counts["steps"] < most_steps, f"requests do not end: {left}"
         for scheduler in self.pair:
             assert scheduler.kv_cache_manager.usage < 1e-9, "blocks are still held"
         live = [{key for key, count in each.items() if count > 0} for each in self.live]
@@ -667,7 +667,7 @@ class SideBySide:
                 [[block_id == 0 for block_id in group] for group in each.block_ids]
                 for each in (one, other)
             ]
-            assert nulls[0] == nulls[1], "other blocks are null"
+            assert nulls[0] == nulls[1], "different blocks are null"
             self.counts["hit tokens"] += one.num_computed_tokens
         self.counts["preemptions"] += len(theirs.preempted_req_ids or ())
         if self.is_async and not self.is_dense:
@@ -678,7 +678,7 @@ class SideBySide:
             # The step is empty, and kvcache has already allocated the blocks for the next step.
             return
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
-        assert abs(usages[0] - usages[1]) < 1e-9, "the pools have different usage"
+        assert abs(usages[0] - usages[1]) < 1e-9, "the usage of the pools differs"
 
 
 # (kinds of groups, number of blocks, whether all decisions must be equal)

@@ -239,7 +239,7 @@ def test_ci_stops_at_the_failing_step(tmp_path, step):
 def test_pull_requests_never_run_on_the_gpu_runner():
     path = REPO / ".github" / "workflows" / "ci.yml"
     if not path.exists():
-        pytest.skip("no workflow here: a source distribution")
+        pytest.skip("a source distribution contains no workflows")
     gpu_job = path.read_text().partition("\n  gpu:\n")[2]
     assert "runs-on: [self-hosted, gpu]" in gpu_job
     assert "\n    if: github.event_name != 'pull_request'\n" in gpu_job

@@ -494,7 +494,7 @@ def test_largest_positions_do_not_overflow(backend, length, window):
     assert call["paged_kv_indptr"].tolist() == [[0, pages, pages, pages]]
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("left_out", [(), OUTPUTS[2:3], OUTPUTS[3:], OUTPUTS[2:]])
 def test_opcheck(backend, left_out):

@@ -470,7 +470,7 @@ def test_empty_copies_do_nothing(backend):
         assert (call["dst"] == 200).all()
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("within", [False, True])
 def test_opcheck(backend, within):
@@ -480,7 +480,7 @@ def test_opcheck(backend, within):
     torch.library.opcheck(torch.ops.kvcache.copy_blocks.default, (), call)
 
 
-@pytest.mark.skipif(ASAN, reason="compiling is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="this tests the op, not the kernel")
 @each_real_backend
 def test_compiled_function_copies_pages(backend):
     call = arguments(backend)

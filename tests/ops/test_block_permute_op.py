@@ -427,7 +427,7 @@ def test_captured_graph_keeps_its_host_ids():
     assert torch.equal(got.cpu(), want)
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_opcheck(backend, where):

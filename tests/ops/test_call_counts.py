@@ -17,7 +17,9 @@ from tests.machinery.gpu_less import counts
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not counts.is_available(), reason="only the runtime without a GPU counts"),
+    pytest.mark.skipif(
+        not counts.is_available(), reason="only the runtime without a GPU counts calls"
+    ),
 ]
 PAIRS = np.stack([np.arange(1, 61, 2), np.arange(2, 62, 2)], 1)  # 30 pages, no two of them adjacent
 REGIONS = 4

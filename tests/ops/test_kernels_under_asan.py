@@ -40,7 +40,7 @@ def run_with_asan(*command):
     )
 
 
-under_sanitizers = pytest.mark.skipif(ASAN, reason="this is the run under sanitizers itself")
+under_sanitizers = pytest.mark.skipif(ASAN, reason="already runs under sanitizers")
 
 
 @under_sanitizers

@@ -293,7 +293,7 @@ def test_unchecked_values_out_of_range_get_no_slot(backend, monkeypatch):
         assert call["out"].tolist() == [[-1, -1, -1, -1]]
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("start", [None, START])
 def test_opcheck(backend, start):

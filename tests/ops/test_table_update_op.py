@@ -227,7 +227,7 @@ def test_unchecked_index_out_of_range_gives_a_null_row(backend, monkeypatch):
     assert call["out"].tolist() == [0] * 4
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 def test_opcheck(backend):
     call = gather_arguments(backend)

@@ -529,7 +529,7 @@ def test_inputs_are_unchanged(backend, op, outputs, form):
     assert changed == outputs
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("form", sampled(sorted(FORMS)))
 @pytest.mark.parametrize("op", ["write_kv", "gather_kv"])
@@ -543,7 +543,7 @@ def test_opcheck(backend, op, form):
     )
 
 
-@pytest.mark.skipif(ASAN, reason="this is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="this tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("form", sampled(sorted(FORMS)))
 def test_compiled_code_equals_eager_code(backend, form):

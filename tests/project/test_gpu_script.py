@@ -440,7 +440,7 @@ def gpu(*arguments, **environment):
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks nothing")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks none of the tools")
 def test_make_gpu_lists_missing_tools_and_leaves_no_files(tmp_path):
     done = gpu("--results", str(tmp_path))
     assert done.returncode == 1

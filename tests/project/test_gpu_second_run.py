@@ -118,7 +118,7 @@ def small(monkeypatch):
 
 
 needs_stand_in = pytest.mark.skipif(
-    not counts.is_available(), reason="the stand-in reaches simulated memory alone"
+    not counts.is_available(), reason="the stand-in can only access simulated memory"
 )
 
 

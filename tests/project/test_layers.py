@@ -261,7 +261,7 @@ def test_imports_contain_no_cycles():
     while free := [m for m, targets in imported.items() if not targets & imported.keys()]:
         for module in free:
             del imported[module]
-    assert not imported, f"circle among {sorted(imported)}"
+    assert not imported, f"import cycle among {sorted(imported)}"
 
 
 def test_no_two_classes_share_a_name():

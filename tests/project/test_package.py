@@ -39,7 +39,7 @@ def test_wheels_are_built_and_tested_for_the_pythons_of_the_classifiers():
     built = PROJECT["tool"]["cibuildwheel"]["build"]
     assert built == [f"cp{version.replace('.', '')}-*" for version in versions]
     if not RELEASE.exists():
-        pytest.skip("no workflow here: a source distribution")
+        pytest.skip("a source distribution contains no workflows")
     tested = ", ".join(f'"{version}"' for version in versions)
     assert f"python: [{tested}]" in RELEASE.read_text()
 
@@ -65,7 +65,7 @@ def test_imports_exist_in_python_3_10():
 
 def test_release_is_published_only_after_its_tests():
     if not RELEASE.exists():
-        pytest.skip("no workflow here: a source distribution")
+        pytest.skip("a source distribution contains no workflows")
     publish = RELEASE.read_text().partition("\n  publish:\n")[2]
     assert "needs: [sdist, wheels, test]" in publish
     assert "if: startsWith(github.ref, 'refs/tags/')" in publish

@@ -700,7 +700,7 @@ def test_nvtx_needs_a_cuda_build_of_torch(capsys):
     import torch
 
     if torch.version.cuda is not None:
-        pytest.skip("this torch has NVTX")
+        pytest.skip("this build of torch includes NVTX")
     assert main(["serve", "llama", "--trace", "nvtx"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvcache: --trace nvtx: NVTX functions not installed")

@@ -190,7 +190,7 @@ def test_device_memory_unsupported_by_nixl_is_not_registered(monkeypatch):
 
 
 needs_counts = pytest.mark.skipif(
-    not counts.is_available(), reason="only the runtime without a GPU counts"
+    not counts.is_available(), reason="only the runtime without a GPU counts calls"
 )
 COUNTED = (
     "copies", "batches", "pageable_copies", "legacy_work", "launches", "waits", "allocations",

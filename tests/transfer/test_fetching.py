@@ -105,11 +105,9 @@ class Engine:
                     for slot in range(part.shape[1]):
                         token = tables.get((page, slot))
                         got = part[page, slot]
-                        if (
-                            token is None
+                        if token is None:
                             # This slot holds no token of the request. It may contain garbage if its
                             # page has other tokens of the request, and must be EMPTY otherwise.
-                        ):
                             assert page in self.ids[self.ids > 0] or (got == EMPTY).all()
                             continue
                         right = self.value(token, layer, kv)

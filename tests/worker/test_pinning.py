@@ -88,7 +88,7 @@ def can_populate():
     return True
 
 
-@pytest.mark.skipif(not can_populate(), reason="MADV_POPULATE_WRITE came with Linux 5.14")
+@pytest.mark.skipif(not can_populate(), reason="MADV_POPULATE_WRITE requires Linux 5.14")
 def test_memory_is_touched_by_several_threads_before_it_is_registered(monkeypatch):
     """The last chunk ends inside a system page."""
     registered = []

@@ -100,7 +100,9 @@ class Plans:
             if self.random.random() < 0.5:
                 self.streams.advance(self.random.randint(0, 12))
             reported = [transfer.poll() is not None for transfer in transfers]
-            assert reported == sorted(reported, reverse=True), "a report before an earlier one"
+            assert reported == sorted(reported, reverse=True), (
+                "a step was reported before an earlier one"
+            )
         self.worker.start(plan(num_steps))
         for page, number in self.device.items():
             self._compute(self._look, page, number, range(LAYERS))
