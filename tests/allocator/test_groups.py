@@ -883,7 +883,7 @@ def test_per_request_calls_find_and_copy_hits_inside_blocks():
     found, num_tokens, _ = manager.cache.find_prefix(b)
     assert (found.tolist(), num_tokens) == ([1, 2], 28)
     assert manager.cache.find_prefix(b, whole_blocks=True)[1] == 16
-    assert manager.cache.cached_tokens(b).on_device == 16  # only whole blocks
+    assert manager.cache.cached_tokens(b).on_device == 16  # hits consist of whole blocks only
     assert manager.admit(Admit(b, num_tokens=2), found).tolist() == [3]
     assert manager.take_copies().tolist() == [[2, 3]]
     assert manager.take_copies().shape == (0, 2)

@@ -418,7 +418,9 @@ def test_hits_lost_to_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_
 
 
 def test_recomputed_last_block_does_not_count_as_a_lost_hit():
-    """A hit always leaves one token to compute. That token's block is then cached twice."""
+    """At least one token must be computed after a hit, so the block of that token is then cached
+    twice.
+    """
     chats, hits = Chats(101), []
     for time in range(20_000):
         chats.serve(time, block_tokens(time % 20, 2))

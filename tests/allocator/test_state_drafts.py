@@ -393,7 +393,7 @@ def test_random_rejections_continue_from_the_right_state():
 def test_pages_of_earlier_drafts_are_released_for_a_block():
     """The row fills the pool with 7 pages: 3 blocks, the state, and 3 draft pages.
 
-    The fourth block takes one of the draft pages.
+    The fourth block is allocated one of the draft pages.
     """
     manager, request = manager_of(FULL, states(16), num_blocks=8), Request("a", range(8))
     manager.step(new=[request])

@@ -614,7 +614,7 @@ def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context, encodin
 
 
 class Lossy(EventSubscriber):
-    """Drops some of the received messages."""
+    """A subscriber that drops some of the messages it receives."""
 
     loss = 0.0
     rng = random.Random(0)

@@ -596,7 +596,7 @@ class TestAnswerText:
 
 
 class TestTokenizers:
-    """Tokenizers of checkpoints."""
+    """Tokenizers like those of published checkpoints."""
 
     WORDS = ("<unk>", "<eos>", "<end>", "it", "'", "s", "do", "n't", ".", "here")
 

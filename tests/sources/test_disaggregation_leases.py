@@ -92,7 +92,7 @@ class Model(RuleBasedStateMachine):
         self.patch.setattr(module.time, "monotonic", lambda: self.now)
         self.leases, self.numbers = Leases(), LeaseNumbers()
         self.held = {}  # request -> [lease, end, done, progress]
-        self.over = []  # ended leases
+        self.over = []  # leases that have ended
 
     def teardown(self):
         self.patch.undo()

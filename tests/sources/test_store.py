@@ -630,7 +630,7 @@ def told(user):
 
 
 def test_routers_receive_events_of_the_store():
-    """Events include parents and tokens, even after the device has evicted the block.
+    """Events include parents and tokens, even if the block was already evicted from the device.
 
     A reset does not clear the store.
     """

@@ -761,7 +761,7 @@ def test_connecting_to_stopped_peer_fails_within_deadline(side, name):
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match="'peer'"):
             side.transport.connect(peer.metadata, timeout_s=0.5)
-        assert time.monotonic() - begin < 8  # the default is 10
+        assert time.monotonic() - begin < 8  # the default timeout is 10 s
         peer.signal(signal.SIGCONT)
 
 
@@ -1090,7 +1090,7 @@ def test_unresponsive_address_raises_within_deadline(side):
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match="was not connected"):
             side.transport.connect(json.dumps(told).encode(), timeout_s=0.5)
-        assert time.monotonic() - begin < 8  # the default is 10
+        assert time.monotonic() - begin < 8  # the default timeout is 10 s
 
 
 @pytest.mark.exhaustive
