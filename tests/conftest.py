@@ -4,36 +4,37 @@ import os
 import signal
 import zlib
 
-# Set before torch is imported; subprocesses inherit it. pytest-xdist already keeps all cores busy,
-# so more OpenMP threads would only spin.
+# This must be set before torch is imported, and subprocesses inherit it. pytest-xdist already keeps
+# all cores busy, so additional OpenMP threads would only spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
 
-# CI is derandomized, so that a failure reproduces for everyone. `HYPOTHESIS_PROFILE=random`
-# explores new examples.
+# The CI profile is derandomized, so that every failure is reproducible. Set
+# `HYPOTHESIS_PROFILE=random` to explore new examples.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=25)
 settings.register_profile("exhaustive", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("random", deadline=None, print_blob=True)
-# For tools such as compute-sanitizer, which make each launch 100 times slower.
+# This profile is for tools such as compute-sanitizer, which slow each launch down by a factor of
+# 100.
 settings.register_profile("few", derandomize=True, deadline=None, max_examples=5)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# A shell's background job ignores SIGINT, and test subprocesses would inherit that. Restore the
-# handler.
+# A shell's background jobs ignore SIGINT, and the subprocesses of tests would inherit this. Restore
+# the default handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 num_without_gpu = pytest.StashKey[int]()
-REAL_PARTS = ("NIXL", "Mooncake", "no browser")  # in the reasons of skipped tests
+REAL_PARTS = ("NIXL", "Mooncake", "no browser")  # searched for in the skip reasons of tests
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect without garbage collection, and then freeze the collected objects, which live to the
-    end.
+    """Disable garbage collection while pytest collects tests, and then freeze all objects, because
+    they stay alive until the end.
     """
     gc.disable()
     try:
@@ -52,9 +53,10 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that only selected tests are counted
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests of other shares, and those marked gpu if torch finds no CUDA device.
+    """Deselect the tests of other shares. If torch finds no CUDA device, also deselect tests marked
+    gpu.
 
-    The summary reports the number of deselected tests that are marked gpu.
+    The terminal summary reports how many tests marked gpu were deselected.
     """
     if share := config.getoption("--share"):
         k, n = map(int, share.split("/"))
@@ -86,7 +88,7 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    if output := getattr(node, "workeroutput", None):  # None if the worker has crashed
+    if output := getattr(node, "workeroutput", None):  # missing if the worker has crashed
         node.config.stash[num_without_gpu] = output["num_without_gpu"]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a cache from a plan with one call.
+"""Building a whole cache from a plan with one call.
 
-All models use the same path and read what they wrote.
+All models use the same code path and must read back what they wrote.
 """
 
 from dataclasses import replace
@@ -56,7 +56,9 @@ def plan_of(layers, num_pages=60, **options):
 
 
 class Engine:
-    """Writes values that depend only on layer and token, and reads them back."""
+    """A simulated engine that writes values that depend only on layer and token, and reads them
+    back.
+    """
 
     def __init__(self, plan, **options):
         self.cache = kvcache.build(plan, max_num_reqs=3, num_preallocate_tokens=0, **options)
@@ -67,9 +69,10 @@ class Engine:
         self.num_loaded = self.num_checked = 0
 
     def content(self, spec, tokens):
-        """Return K and V [n, heads, size] of tokens, exact in the layer's dtype.
+        """Return K and V [n, heads, size] for tokens, as values that the layer's dtype represents
+        exactly.
 
-        For a state, return only K.
+        For a recurrent layer, only K is returned, and represents the state.
         """
         storage = self.cache.storages[self.cache.group(spec.name)]
         layer = self.specs.index(spec)
@@ -83,7 +86,7 @@ class Engine:
         return out
 
     def run(self, request, tokens):
-        """Run a chunked prefill and two decode steps. Return the number of cached tokens."""
+        """Run a chunked prefill and two decode steps. Return the number of tokens hit in the cache."""
         manager, tokens = self.cache.manager, list(tokens)
         row, cached = self.step(
             manager.step(new=[Admit(request, num_tokens=CHUNK)]), tokens, request.num_tokens, CHUNK
@@ -100,7 +103,9 @@ class Engine:
         return cached
 
     def step(self, step, tokens, most, n):
-        """Run a step. Return its row and first new token."""
+        """Apply a step's plan and check its reads. Return its row and the position of its first new
+        token.
+        """
         assert step.status.tolist() == [0]
         report = self.cache.worker.apply(step)
         assert not report.failed_pages and not report.failed_host_pages
@@ -137,7 +142,7 @@ class Engine:
         self.cache.write(spec.name, *self.content(spec, tokens[start:stop]))
 
     def check_history(self, spec, row, tokens, computed, stop):
-        """Check that a step that starts after `computed` tokens reads the written values."""
+        """Check that a step that starts after `computed` tokens reads the values written for them."""
         if computed == 0:
             return
         if spec.state_bytes:
@@ -201,7 +206,7 @@ def test_kernel_blocks_of_tables_and_tensors_agree(model, layout):
         assert table.kernel_block_size == storage.block_size == 4 and table.blocks_per_kv_block > 1
         blocks = cache.kv_cache(spec.name)
         assert blocks.shape[0] == plan.num_pages * table.blocks_per_kv_block
-        # The shape that a kernel reads.
+        # Convert the tensor to the shape that a kernel reads.
         key = blocks[:, 0] if model != "MLA" else blocks[:, :, None]
         wanted, _ = engine.content(spec, prompt[:num_cached])
         column, offset = np.divmod(np.arange(num_cached), 4)
@@ -230,7 +235,7 @@ def test_parts_match_the_plan():
         index = plan.groups[group].layers.index(spec.name)
         assert cache.kv_cache(spec.name) is cache.storages[group].kv_caches[index]
     places = {cache.kv_cache(spec.name).data_ptr() for spec in plan.layers}
-    # Groups share pages, layers within a group do not.
+    # Groups share pages, but the layers within a group do not share memory.
     assert len(places) == len(plan.groups[0].layers)
     assert kvcache.build(plan, max_num_reqs=3).host_pages is None
 
@@ -259,8 +264,8 @@ CROSS = [LayerSpec(f"cross.{i}", "cross_attention", 4, 2, 8, dtype="float32") fo
 
 
 def encoder_cache(**options):
-    """Build a cache with an encoder group: up to 32 tokens per request, 50 encoder tokens, 32
-    tokens per step.
+    """Build a cache with an encoder group, for at most 32 tokens and 50 encoder tokens per request
+    and 32 tokens per step.
     """
     plan = plan_cache([*FULL[:2], *CROSS], 2**20, max_model_len=32, max_encoder_tokens=50)
     return kvcache.build(plan, max_num_reqs=3, **options)
@@ -306,7 +311,8 @@ def test_encoders_may_be_longer_or_shorter_than_max_model_len(kernel_sizes):
     for name, (slots, (key, value)) in written.items():
         found = cache.gather(name, slots)
         assert torch.equal(found[0], key) and torch.equal(found[1], value)
-        if name in ("full.0", "cross.0"):  # the groups share pages, their layers do not
+        # The groups share pages, but their layers share no memory.
+        if name in ("full.0", "cross.0"):
             every += slots.tolist()
     every += cache.slots("full.0", 3).tolist()
     assert min(every) >= 4 and len(set(every)) == len(every) == 27 + 53 + 3
@@ -503,9 +509,9 @@ def test_row_context_has_its_own_slots():
         cache.tables.compute_slot_mapping(rows, positions, query_start_loc=starts)
         cache.tables.commit_slot_mapping(16)
         for name, kv in written.items():
-            new = kv[:, :, first : first + 8].flatten(1, 2)  # rows concatenated
+            new = kv[:, :, first : first + 8].flatten(1, 2)  # concatenate the rows
             hnd = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in new]
-            cache.write(name, *hnd)  # HND order
+            cache.write(name, *hnd)  # strided as in HND
         first += 8
         if first == 32:
             break
@@ -514,7 +520,7 @@ def test_row_context_has_its_own_slots():
     for name, kv in written.items():
         key, value = cache.gather_context(name, rows=[1, 0], num_tokens=[32, 5])
         wanted = [torch.cat([kv[side, 1, :32], kv[side, 0, :5]]) for side in range(2)]
-        if name == "local":  # positions outside the window are zeros
+        if name == "local":  # positions outside the window read as zeros
             group = cache.group(name)
             for row, begin, n in ((1, 0, 32), (0, 32, 5)):
                 null = np.repeat(cache.tables[group].get_numpy_array()[row] == 0, 4)[:n]
@@ -522,10 +528,10 @@ def test_row_context_has_its_own_slots():
                 for each in wanted:
                     each[begin : begin + n][torch.from_numpy(null)] = 0
         assert torch.equal(key, wanted[0]) and torch.equal(value, wanted[1]), name
-    assert torch.equal(cache.slots("full", 16), slots)  # this step's slots
+    assert torch.equal(cache.slots("full", 16), slots)  # the step's own slots are unchanged
     tables = cache.tables[0]
     long = tables.slots_of(np.zeros(500, np.int32), np.tile(np.arange(20), 25))
-    assert len(long) == 500 and long.dtype == torch.int64  # longer than a step
+    assert len(long) == 500 and long.dtype == torch.int64  # more positions than a step has
     assert torch.equal(long[:20], tables.slots_of(None, torch.arange(20), query_start_loc=[0, 20]))
     for call, error, message in (
         (
@@ -580,7 +586,7 @@ def test_null_pages_in_kernel_blocks_are_not_written():
             plan, max_num_reqs=4, kernel_sizes=kernel_sizes, num_preallocate_tokens=0
         )
         request = Request("a", range(100))
-        # 80 tokens are external. Most of them leave the window before they are written.
+        # 96 tokens are external, and most of them are outside the window before they are written.
         step = cache.manager.step(new=[Admit(request, num_tokens=4, external=External(96))])
         cache.worker.apply(step)
         slots = cache.tables[0].slots_of(np.zeros(96, np.int32), np.arange(96))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extensions in other packages: found by their entry points, and left out if they fail."""
+"""Extensions in other packages: they are found through entry points, and skipped if they fail."""
 
 import subprocess
 import sys
@@ -51,7 +51,9 @@ BROKEN = "raise RuntimeError('no such accelerator')"
 
 @pytest.fixture
 def run(tmp_path):
-    """Returns a function that runs code where a package with extensions is installed."""
+    """Return a function that runs code in an environment with an installed package that has
+    extensions.
+    """
 
     def install(name, module):
         (tmp_path / f"{name}.py").write_text(module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache shapes of attention backends, their memory orders, and the layout that connectors require."""
+"""The cache shapes and memory orders of attention backends, and the layouts that connectors require."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ SIZES = {"kv": 2, "block": NB, "token": BS, "head": H, "element": D, "layer": L}
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Make registrations go to a copy of the registry."""
+    """Redirect registrations to a copy of the registry."""
     monkeypatch.setattr(layouts, "_BACKENDS", dict(layouts._BACKENDS))
 
 
@@ -163,8 +163,8 @@ def test_unknown_backend_error_lists_known_backends():
 
 
 class Engine:
-    """One version of an engine's backend class, with a shape by role and memory orders for its
-    layouts.
+    """One version of an engine's backend class, with the role of each dimension and the memory
+    order for each layout.
     """
 
     name, dims, layout = "TRITON_ATTN", ("block", "kv", "token", "head", "element"), "HND"
@@ -197,8 +197,8 @@ def version(**changes):
 
 TOKENS_FIRST, HEADS_FIRST = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)
 MLA_DIMS = ("block", "token", "element")
-# Versions of one backend in different engine releases, with the order of their dimensions when set
-# to HND.
+# Versions of backends in different engine releases, with the expected order of dimensions if the
+# engine is configured with HND.
 VERSIONS = {
     "TRITON_ATTN that has no orders": (
         version(), ("block", "kv", "token", "head", "element"),
@@ -235,7 +235,7 @@ def test_engine_classes_of_each_version_are_described(case):
     engine, order, packed = VERSIONS[case]
     found = AttentionBackend.from_engine(engine)
     assert found.name == "TRITON_ATTN" and described_backend(engine) == found
-    for layout in ("NHD", "HND"):  # layout that the engine is configured with
+    for layout in ("NHD", "HND"):  # layout with which the engine is configured
         assert found.memory_order(layout) == order
         assert found.memory_order(layout, cross_layers=True) == packed
     assert found.is_mla == case.startswith("MLA")

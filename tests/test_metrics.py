@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics that Prometheus reads from a manager.
+"""The metrics that Prometheus scrapes from a manager.
 
-They equal the manager's counters and never decrease.
+The metrics equal the manager's counters and never decrease.
 """
 
 import random
@@ -22,7 +22,7 @@ from tests.machinery.cache_user import CacheUser
 
 
 def scrape(metrics):
-    """Parse the metrics as Prometheus does. Return (name, label values) -> value."""
+    """Parse the metrics like Prometheus. Return a dict that maps (name, label values) to values."""
     registry = CollectorRegistry()
     registry.register(metrics)
     return {
@@ -51,12 +51,13 @@ def test_missed_tokens_are_counted_by_reason():
     assert {reason: n for reason, n in missed.items() if n} == {"new": 12, "tail": 4}
     manager.cache.clear_stats()
     metrics.observe(manager)
-    assert scrape(metrics)["kvcache_missed_tokens_total", "new"] == 12  # never decreases
+    # The counter never decreases.
+    assert scrape(metrics)["kvcache_missed_tokens_total", "new"] == 12
 
 
 def test_metrics_equal_the_managers_counters():
     manager, metrics = served(), CacheMetrics()
-    assert scrape(metrics) == {}  # nothing has been observed
+    assert scrape(metrics) == {}  # no manager has been observed yet
     metrics.observe(manager)
     found = scrape(metrics)
     expected = {
@@ -114,7 +115,7 @@ def test_counters_never_decrease():
     metrics.observe(manager)
     metrics.observe(manager)
     assert scrape(metrics)["kvcache_query_tokens_total",] == 37
-    metrics.observe(served())  # another manager
+    metrics.observe(served())  # observe another manager
     assert scrape(metrics)["kvcache_query_tokens_total",] == 65
     assert scrape(metrics)["kvcache_hit_tokens_total",] == 12 + 8 + 12
 

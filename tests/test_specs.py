@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs of layers and groups, and the plan of a pool from layers and a byte budget."""
+"""Specs of layers and groups, and planning a pool from layers and a byte budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def attention(kind, count, *, block_size=16, heads=8, head_size=128, **more):
-    """Return layers with 64 KiB per block of 16 tokens by default."""
+    """Return layers that, by default, have 64 KiB per block of 16 tokens."""
     return [
         LayerSpec(f"{kind}.{i}", kind, block_size, heads, head_size, **more) for i in range(count)
     ]
@@ -35,7 +35,7 @@ def recurrent(count, state_bytes, block_size=1, prefix="recurrent"):
 
 
 def shape(plan):
-    """Return (kind, block size, number of layers) of each group."""
+    """Return (kind, block size, number of layers) for each group."""
     return [(group.kind, group.block_size, len(group.layers)) for group in plan.groups]
 
 
@@ -259,7 +259,7 @@ def test_plan_of_five_sliding_layers_per_full_layer():
     assert plan.groups[0].options == {"window": 1024}
     assert plan.groups[5].layers == tuple(f"layers.{i}" for i in (5, 11, 17, 23, 29))
     assert (plan.page_bytes, plan.num_pages) == (320 * KIB, 3276)
-    # 1023 + 2048 live tokens span 192 blocks, or 193 if unaligned.
+    # 1023 + 2048 live tokens span 192 blocks, or 193 if they do not start at a block boundary.
     assert plan.pages_per_request(32768) == 5 * 193 + 2048
     assert plan.pages_per_request(1000) == 6 * 63
 
@@ -267,7 +267,7 @@ def test_plan_of_five_sliding_layers_per_full_layer():
 def test_window_includes_the_query_itself():
     layers = attention("sliding_window", 1, options={"window": 17})
     plan = plan_cache(layers, GIB, max_model_len=4096, max_num_batched_tokens=16)
-    assert plan.pages_per_request(4096) == 3  # 16 + 16 tokens, which may start inside a block
+    assert plan.pages_per_request(4096) == 3  # 16 + 16 tokens that may start inside a block
 
 
 def test_without_a_step_limit_a_window_group_holds_every_token():
@@ -289,8 +289,8 @@ def test_last_group_is_smaller_if_numbers_of_layers_share_no_divisor():
     layers = attention("sliding_window", 37, options={"window": 1024})
     layers += attention("full_attention", 8)
     plan = plan_cache(layers, 80 * GIB, max_model_len=2**17, max_num_batched_tokens=2048)
-    # Eight layers per group give 5 + 1 groups. Two per group would give 19 + 4 for hardly less
-    # memory.
+    # With eight layers per group, there are 5 + 1 groups. With two layers per group, there would be
+    # 19 + 4 groups, which would hardly save memory.
     assert shape(plan)[4:] == [("sliding_window", 16, 5), ("full_attention", 16, 8)]
     assert plan.padding_bytes == (0,) * 4 + (3 * 64 * KIB, 0)
 
@@ -311,7 +311,8 @@ def test_a_state_raises_the_block_size_of_attention():
     layers = recurrent(6, state_bytes=3_300_000) + attention("full_attention", 2)
     plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
     assert shape(plan) == [("recurrent", 816, 2)] * 3 + [("full_attention", 816, 2)]
-    assert plan.layer_page_bytes == 816 * 4096  # 800 tokens would be smaller than the state
+    # The pages of 800-token blocks would be smaller than the state.
+    assert plan.layer_page_bytes == 816 * 4096
     assert plan.padding_bytes == (2 * (816 * 4096 - 3_300_000),) * 3 + (0,)
     assert plan.pages_per_request(131072) == 3 * 2 + 161
 
@@ -332,8 +333,8 @@ def test_state_is_stored_at_its_own_block_size():
 def test_states_may_have_a_separate_interval():
     layers = recurrent(6, state_bytes=3_300_000, block_size=256) + attention("full_attention", 2)
     plan = plan_cache(layers, 10 * GIB, max_model_len=131072, state_interval=512)
-    # Attention blocks are no larger than the state needs. Without an interval, the recurrent block
-    # would have 1,024 tokens.
+    # Attention blocks are only as large as the state requires. Without an interval, the recurrent
+    # blocks would have 1,024 tokens.
     assert shape(plan) == [("recurrent", 512, 2)] * 3 + [("full_attention", 816, 2)]
     assert plan.pages_per_request(131072) == 3 * 2 + 161
     alone = plan_cache(recurrent(2, state_bytes=100, block_size=8), GIB, max_model_len=64,
@@ -433,8 +434,8 @@ def test_padded_block_sizes_keep_a_common_boundary():
     layers = recurrent(1, 3_300_000) + attention("full_attention", 1)
     layers += attention("sliding_window", 1, heads=5, options={"window": 512})
     plan = plan_cache(layers, GIB, max_model_len=4096)
-    # Blocks of 81 * 16 tokens would fit, but then hits could only end at multiples of 22,032
-    # tokens.
+    # For some layers, blocks of 81 * 16 tokens would fit, but hits could then only end at multiples
+    # of 22,032 tokens.
     assert {group.block_size for group in plan.groups} == {816}
 
 
@@ -542,7 +543,7 @@ def test_pool_has_at_most_as_many_pages_as_ids():
 
 @register("test_last_segments")
 class LastSegments(AttentionKind):
-    """A token reads its own segment and the previous one."""
+    """Each token attends to its own segment and to the previous one."""
 
     def __init__(self, *, segment):
         super().__init__()
@@ -555,7 +556,7 @@ class LastSegments(AttentionKind):
 def test_user_defined_kind_is_planned_from_its_first_needed_token():
     layers = attention("test_last_segments", 2, options={"segment": 32})
     plan = plan_cache(layers, GIB, max_model_len=100_000, max_num_batched_tokens=64)
-    # 63 tokens before the last token of a segment, plus 64 of the step: 8 or 9 blocks.
+    # Up to 63 tokens before the step, plus the 64 tokens of the step, span 8 or 9 blocks.
     assert [plan.pages_per_request(n) for n in (1, 16, 17, 90, 127, 128, 144, 100_000)] == [
         1, 1, 2, 6, 8, 8, 9, 9,
     ]  # fmt: skip
@@ -602,7 +603,7 @@ def test_kind_that_reads_more_than_its_window_is_rejected(monkeypatch):
         (lambda n: None, r"Wrong.first_needed_token\(0\) is None: expected an integer$"),
         (lambda n: 1 // (n - 3), r"Wrong.first_needed_token\(0\) is -1"),
         (lambda n: 0 // (n - 3), r"Wrong.first_needed_token\(3\) raised ZeroDivisionError: "),
-        (  # decreases
+        (  # the result decreases between calls
             lambda n: n if n < 40 else n - 8,
             r"Wrong.first_needed_token\(40\) is 32: expected 39 or more, the value for 39$",
         ),
@@ -623,7 +624,7 @@ def test_kind_with_invalid_results_is_rejected(monkeypatch, answer, says):
     [
         ("max_live_tokens", -5, r"\(64, 16\) is -5: expected 16 to "),
         ("max_live_tokens", 0, r"\(64, 16\) is 0: expected 16 to "),
-        # Fewer than the tokens of a step.
+        # The bound is lower than the number of tokens in a step.
         ("max_live_tokens", 15, r"\(64, 16\) is 15: expected 16 to "),
         ("max_live_tokens", None, r"\(64, 16\) is None: expected an integer$"),
         ("max_live_tokens", 20.5, r"\(64, 16\) is 20.5: expected an integer$"),
@@ -662,7 +663,9 @@ def plan_own(monkeypatch, base=AttentionKind, length=100, step=16, **members):
 
 
 def test_custom_formula_below_the_required_pages_is_rejected(monkeypatch):
-    """The step with tokens 25 to 40 reads from token 6 on, i.e. blocks 0 to 5."""
+    """A step that computes tokens 25 to 40 attends to tokens 6 and later, which are in blocks 0 to
+    5.
+    """
     rule = {"first_needed_token": lambda self, n: max(n - 19, 0)}
     says = (
         r"^Own.max_pages\(100, 16, 8\) is 5: expected 6 or more, "
@@ -677,7 +680,7 @@ def test_custom_formula_below_the_required_pages_is_rejected(monkeypatch):
 @pytest.mark.parametrize(
     ("base", "members", "says"),
     [
-        # The number of pages derives from a bound on live tokens that is too low.
+        # The number of pages is derived from a bound on live tokens that is too low.
         (
             AttentionKind,
             {
@@ -863,7 +866,7 @@ def test_circular_buffer_must_hold_the_window_and_a_step():
         layers = attention("circular_window", 1, options=options)
         return plan_cache(layers, GIB, max_model_len=length, max_num_batched_tokens=step)
 
-    plan = planned(160, 61)  # 10 blocks
+    plan = planned(160, 61)  # the buffer has 10 blocks
     assert plan.pages_per_request(1024) == 10 and plan.pages_per_request(40) == 3
     says = (
         r"^options of CircularWindow have buffer 144: expected 160 or more, "
@@ -871,8 +874,8 @@ def test_circular_buffer_must_hold_the_window_and_a_step():
     )
     with pytest.raises(KindError, match=says):
         planned(144, 61)
-    assert planned(129, 45)  # rounded up to 144 by whole blocks
-    assert planned(100, 1024, length=100)  # never wraps around
+    assert planned(129, 45)  # the buffer is rounded up to whole blocks, 144 tokens
+    assert planned(100, 1024, length=100)  # the buffer never wraps around
     with pytest.raises(
         ValueError, match=r"^buffer is 99: expected 100 to 2147483647 \(the window\)$"
     ):
@@ -884,7 +887,9 @@ def test_circular_buffer_must_hold_the_window_and_a_step():
 
 @st.composite
 def cases(draw):
-    """(layers, arguments of plan_cache without the budget): up to five kinds, lengths up to 300."""
+    """Draw (layers, arguments of plan_cache without the budget), with up to four kinds of layers
+    and lengths up to 300.
+    """
     layers = []
     kinds = draw(st.lists(st.sampled_from(range(5)), min_size=1, max_size=4))
     for kind in kinds:
@@ -919,7 +924,9 @@ def cases(draw):
 
 
 def blocks_touched(group, plan, num_tokens):
-    """Find by brute force the most blocks with a token that a step may read or write."""
+    """Compute by brute force the maximum number of blocks that contain a token that a step reads or
+    writes.
+    """
     tokens, step = group.tokens_per_block(plan.context_parallel), plan.max_num_batched_tokens
     if group.kind == "cross_attention":
         return -(-plan.max_encoder_tokens // tokens)
@@ -938,7 +945,7 @@ def blocks_touched(group, plan, num_tokens):
 
 
 def least_budget(layers, arguments):
-    """Return the number of bytes that the error for a budget of 0 asks for."""
+    """Return the number of bytes that, according to the error for a budget of 0, are needed."""
     with pytest.raises(ValueError, match="needs") as caught:
         plan_cache(layers, 0, **arguments)
     return int(str(caught.value).split(" needs ")[1].split()[0])
@@ -1048,7 +1055,7 @@ def test_reported_required_budget_is_minimal(case):
 def test_max_model_len_is_fitted_to_the_budget():
     layers = attention("full_attention", 2)
     plan = plan_cache(layers, 10**6, max_model_len=8192, fit_max_model_len=True)
-    # Pages of 64 KiB: 7 for each layer's 112 tokens, plus the null page.
+    # Each layer needs 7 pages of 64 KiB for 112 tokens, and one more page is the null page.
     assert (plan.max_model_len, plan.max_num_batched_tokens, plan.num_pages) == (112, 112, 15)
     assert plan == plan_cache(layers, 10**6, max_model_len=112)
     enough = {"max_model_len": 8192, "max_num_batched_tokens": 64}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of steps, swaps and loads, recorded by OpenTelemetry's SDK."""
+"""Spans of steps, swaps and loads, recorded with the OpenTelemetry SDK."""
 
 import pytest
 
@@ -21,7 +21,7 @@ EXPORTER = InMemorySpanExporter()
 
 @pytest.fixture
 def spans(monkeypatch):
-    """Returns a function that returns the finished spans. Tracing is enabled."""
+    """Enable tracing, and provide a function that returns the finished spans."""
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(EXPORTER))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
@@ -90,7 +90,7 @@ def test_invalid_backends_are_reported_and_nothing_is_traced(backends, error, me
     import torch
 
     if backends == ("nvtx",) and torch.version.cuda:
-        pytest.skip("this torch has NVTX")
+        pytest.skip("this build of torch includes NVTX")
     with pytest.raises(error, match=message):
         enable_tracing(*backends)
     assert not hasattr(KVCacheManager.step, "__wrapped__")

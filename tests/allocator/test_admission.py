@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission by chunks, of whole prompts, and of requests that share a prefix within one step."""
+"""Admission of prompts in chunks or as a whole, and of requests that share a prefix within one step."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def make(num_blocks=10, block_size=4, max_model_len=2048, **options):
 
 
 def test_chunk_that_fits_is_served_even_if_the_whole_prompt_never_fits():
-    """The pool has 10 blocks of 4 tokens, and the prompt has 41 tokens, in chunks of 4."""
+    """The pool has 10 blocks of 4 tokens. The prompt has 41 tokens and is computed in chunks of 4."""
     manager, request = make(), Request("a", range(41))
     assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
     assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.NEVER
@@ -84,7 +84,7 @@ def test_row_releases_preallocated_blocks_if_another_of_its_groups_needs_them():
     assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
     plan = manager.step([0], [4])
     assert plan.status.tolist() == [Status.SERVED]
-    assert plan.clear_rows.tolist() == [0]  # the table is resent
+    assert plan.clear_rows.tolist() == [0]  # the plan contains the complete table again
     assert [len(ids) for ids in plan.append_ids] == [6, 2]
     check_invariants(manager)
 
@@ -113,9 +113,9 @@ def test_null_columns_after_a_hit_need_no_blocks():
 
 
 def test_request_whose_hit_exceeds_the_admission_limit_is_admitted():
-    """The request ran alone beyond the watermark.
+    """The request was running alone and therefore grew into the blocks below the watermark.
 
-    When it is readmitted, its hit exceeds the admission limit.
+    When the request is readmitted, its hit alone exceeds the admission limit.
     """
     manager = KVCacheManager(4, 11, 64, num_preallocate_tokens=0, watermark=0.2)
     request = Request("a", range(36))
@@ -164,13 +164,13 @@ def test_would_fit_accepts_the_options_of_step():
 
 
 def test_queued_offloads_do_not_reduce_the_free_blocks_of_would_fit():
-    """Write-through with fences: blocks waiting to be written are held, but new requests take
-    precedence.
+    """With write-through and fences, blocks queued for offloading are held, but a new request may
+    still reclaim them.
     """
     manager = make(num_host_blocks=20, host_write="through", fence_frees=True)
     manager.step(new=[Request("a", range(32))])
     manager.free(Request("a", [0]))
-    # 8 cached blocks are free and wait to be written to the host.
+    # 8 cached blocks are free and queued for offloading to the host.
     manager.report(StepReport(0, completed=True))
     request = Request("b", range(50, 82))
     assert manager.would_fit(request) == Status.SERVED
@@ -263,7 +263,7 @@ def test_requests_neither_wait_for_nor_share_uncacheable_blocks():
 
 
 def test_filled_blocks_are_offloaded_by_the_next_step():
-    """Write-through: a block waiting to be written is reallocated and immediately shared."""
+    """With write-through, a block queued for offloading is reallocated and immediately shared."""
     manager = make(10, 4, num_host_blocks=40, host_write="through", in_step_hits="share")
     manager.step(new=[Request("a", range(32))])
     manager.free(Request("a", [0]))
@@ -298,7 +298,8 @@ def test_requests_do_not_wait_for_a_state_that_is_not_kept():
     )
     manager.step(new=[Request("a", range(19))])
     new = Request("b", range(28))
-    # The state after 20 tokens lies inside blocks, beyond the 19-token prompt.
+    # The state after 20 tokens lies past the end of the 19-token prompt and at no group's block
+    # boundary.
     plan = manager.step([0], [1], token_ids=[19], new=[new])
     assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
 
@@ -316,7 +317,9 @@ def run_in_chunks(manager, request, size):
 
 
 def test_copy_source_of_a_hit_is_available_to_later_chunks():
-    """The pool has 4 pages. The request has 29 tokens and hits 6 tokens inside a block of 8."""
+    """The pool has 4 pages. The request has 29 tokens, and its hit covers 6 tokens of an 8-token
+    block.
+    """
     manager = make(5, 8, hash_block_size=2)
     first, request = Request("first", range(6)), Request("a", range(29))
     manager.step(new=[first])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Page contents: plans run on simulated pages, and every read must find the correct KV.
 
-The KV of a token depends on all tokens up to it, so the simulation represents it by that prefix. A
-page is a dict of slots. Steps "compute" through the block tables, with drafts, late tokens and
-fences. Aborted steps are executed, skipped or garbled. Pages lose their contents before or after a
-step computes, and a step may be aborted before the loss is reported. Requests are forked, swapped
-out and in, and restarted from the cache. Evicted blocks go to a second tier under any eviction
-policy. External KV arrives within a step or later, completely or in part, and a connector reads the
-blocks of freed requests. Rows of one step share blocks that the step fills if the plan lists the
-dependency.
+A token's KV depends on that token and all tokens before it, so the simulation represents the KV by
+this prefix. A page is a dict of slots. Steps read and write pages through the block tables, with
+drafts, late tokens and fences. The writes of an aborted step are executed, skipped or replaced by
+garbage. Pages lose their contents before or after a step computes, and a step may be aborted before
+the loss is reported. Requests are forked, swapped out and in, and restarted from the cache. Evicted
+blocks go to a second tier under any eviction policy. External KV arrives within a step or later,
+completely or in part, and a connector reads the blocks of freed requests. Rows of one step may
+share blocks that the step fills, provided that the plan lists the dependency.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from tests.machinery.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 150, 25, 150
 LONGEST = 48
-# Older steps are not aborted, and the blocks that they released are not tracked.
+# The manager does not track blocks released by steps older than this, so the simulation never
+# aborts them.
 MOST_STEPS_BACK = 60
-BAD = "bad"  # content that must never be read
+BAD = "bad"  # marks content that must never be read
 KV_MIXES = [
     *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),
     ([(FULL, 8), (_window(9), 12)], 2),
@@ -49,24 +50,24 @@ KV_MIXES = [
 Content = tuple[int, ...] | str | None
 Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: its only slot) -> content
 Tables = dict[int, list[list[int]]]  # row -> group -> pages
-# First token that a group has. The first entry is for uncached groups, which have no KV for the tokens
-# of the prefix hit. The second is for groups that also lack the external tokens because they are not
-# transferred.
+# Position of the first token whose KV a group stores. The first entry applies to uncached groups,
+# which have no KV for the tokens of the prefix hit. The second applies to groups that are not
+# transferred, which have no KV for the external tokens either.
 Begins = tuple[int, int]
-Cell = tuple[int, int | str, int]  # (page, slot, position of the token whose KV belongs there)
+Cell = tuple[int, int | str, int]  # (page, slot, position of the token whose KV is stored there)
 
 
 @dataclass(eq=False)
 class Conversation:
-    """A request, and all tokens that it will eventually have."""
+    """A request together with all tokens that it will eventually have."""
 
     request: Request
     tokens: list[int]
-    num_sampled: int  # existing tokens, whether or not the manager knows them
+    num_sampled: int  # tokens sampled so far, including those unknown to the manager
     # Rejected drafts of the last step that are not yet reported to the manager.
     num_rejected: int = 0
     begins: Begins = (0, 0)
-    external: tuple[int, int] = (0, 0)  # first external token, and the end of the external tokens
+    external: tuple[int, int] = (0, 0)  # start and end of the external tokens
     is_receiving: bool = False
     num_sure: int = 0  # tokens up to the last step that the manager does not treat as drafts
 
@@ -74,7 +75,7 @@ class Conversation:
         self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
 
     def content(self, position: int) -> Content:
-        """Return the KV of a token, or the state after it. None before the first token."""
+        """Return the KV of a token or the state after the token, or None before the first token."""
         return self.contents[position] if position >= 0 else None
 
     def late_tokens(self) -> list[int]:
@@ -83,7 +84,7 @@ class Conversation:
 
 @dataclass
 class StepInFlight:
-    """A step in flight: the simulation's state before it, and the pages that it reads."""
+    """A step in flight: the simulation's state before the step, and the pages that the step reads."""
 
     pages: Pages
     host: Pages
@@ -94,10 +95,10 @@ class StepInFlight:
 
 @dataclass
 class Kept:
-    """Blocks of a freed request that a connector still uses."""
+    """The blocks of a freed request that a connector still uses."""
 
     request: Request
-    read: Pages  # contents that the connector sends
+    read: Pages  # contents of the pages that the connector sends
     written: set[int]  # pages that the connector still writes to
     num_aborts: int  # number of aborts when the blocks were kept
 
@@ -149,18 +150,18 @@ class Simulation:
         )
         self.pages: Pages = {}
         self.host: Pages = {}
-        self.tables: Tables = {}  # freed rows keep their tables
+        self.tables: Tables = {}  # tables remain after their rows are freed
         self.running: dict[int, Conversation] = {}  # keyed by row
         self.idle: list[Conversation] = []
         self.num_conversations = 0
         self.num_steps = 0
         self.in_flight: dict[int, StepInFlight] = {}  # keyed by step
         self.last_written: list[int] = []
-        self.lost_page: int | None = None  # page whose loss is not yet reported to the manager
+        self.lost_page: int | None = None  # page whose loss was not yet reported to the manager
         self.lost_slots: dict[int | str, Content] = {}
         self.lost_at = 0
-        self.failing: int | None = None  # page that ignores writes in this step
-        self.lost_on_host: tuple[int, int] | None = None  # (step that should have written it, page)
+        self.failing: int | None = None  # page whose writes fail in this step
+        self.lost_on_host: tuple[int, int] | None = None  # (step that failed to write, page)
         self.lose_pages = lose_pages
         self.written_by: dict[int, int] = {}  # this step: page -> row
         self.writing_row = -1
@@ -204,9 +205,9 @@ class Simulation:
         return Conversation(request, tokens, num_prompt)
 
     def num_tokens_next(self, conversation: Conversation) -> int:
-        """Return the size of the next chunk, including drafts after the last existing token.
+        """Return the number of tokens to compute next, including drafts after the last sampled token.
 
-        0 skips the step.
+        A result of 0 leaves the conversation out of the step.
         """
         choose = self.choose
         if conversation.is_receiving:
@@ -222,22 +223,24 @@ class Simulation:
             count = min(self.manager.checkpoint_tokens(conversation.request, count), missing)
         if count == missing and choose.chance(2):
             count += choose.integer(0, self.max_drafts)
-        if self.has_state and self.max_drafts:  # tokens unknown to the manager count as drafts
+        if self.has_state and self.max_drafts:  # tokens unknown to the manager are drafts
             num_known = max(conversation.request.num_tokens - computed, 1)
             count = min(count, num_known + self.max_drafts)
         return min(count, LONGEST - computed, most)
 
     def most_slots(self, start: int) -> int:
-        """Return the most tokens that a step from `start` may have in every circular buffer."""
+        """Return the largest number of tokens, from `start` on, that every circular buffer can
+        accept in one step.
+        """
         return min(
             group.num_places() * group.block_size - (start - group.reads_from(start))
             for group in self.groups
         )
 
     def restart(self, affected: dict[str, int]) -> None:
-        """Record the tokens from which the affected conversations continue.
+        """Record the position from which each affected conversation continues.
 
-        They have no drafts left to reject.
+        Their pending drafts are discarded.
         """
         for conversation in self.running.values():
             if conversation.request.request_id in affected:
@@ -296,7 +299,7 @@ class Simulation:
         )
 
     def external_span(self, conversation: Conversation, most_host_blocks: int) -> tuple[int, int]:
-        """Return the first external token and the end of the external tokens, after the hit."""
+        """Return the range of external tokens that follow the hit."""
         cached = self.manager.cache.cached_tokens(conversation.request)
         with_host = cached.num_host_blocks <= most_host_blocks
         num_hit = cached.with_host if with_host else cached.on_device
@@ -335,7 +338,7 @@ class Simulation:
         ]
 
     def fork(self) -> None:
-        """Fork a conversation at its computed tokens."""
+        """Fork a conversation after its computed tokens."""
         on_device = self.rows_on_device()
         if not on_device:
             return
@@ -400,7 +403,7 @@ class Simulation:
         self.kept.append(Kept(conversation.request, read, written, self.num_aborts))
 
     def release_blocks(self) -> None:
-        """Release the blocks of a connector. Check that the pages it sent are unchanged."""
+        """Release the blocks that a connector keeps. Check that the pages it sent are unchanged."""
         if not self.kept:
             return
         kept = self.kept.pop(self.choose.integer(0, len(self.kept) - 1))
@@ -420,7 +423,7 @@ class Simulation:
     def finish_receiving(self) -> None:
         """Finish receiving all or some of the external tokens.
 
-        Some of the missing tokens were still written.
+        The slots of tokens that did not arrive contain garbage.
         """
         rows = [row for row, each in self.running.items() if each.is_receiving]
         if not rows:
@@ -439,15 +442,15 @@ class Simulation:
         conversation.begins = going_on if is_moved else conversation.begins[0], going_on
         conversation.num_sure = going_on
         assert going_on == self.manager.num_computed_tokens(request)
-        if self.may_lose():  # otherwise, the manager may not know of some incorrect KV
+        if self.may_lose():  # otherwise, pages may hold incorrect KV that was not yet reported
             self.check_what_is_kept("after KV was received")
 
     def cells_received(self, table: list[list[int]], first: int, stop: int, end: int) -> list[Cell]:
-        """Return the cells of received tokens that have slots.
+        """Return the cells of the received tokens that have slots.
 
-        For a state, return the last token's cell.
+        For a recurrent group, return only the cell that contains the state after the last token.
 
-        A step that ends at `end` continues from the state in place. A circular buffer receives
+        A step that ends at `end` updates the received state in place. A circular buffer receives
         only the most recent tokens that fit in it.
         """
         cells = []
@@ -482,7 +485,8 @@ class Simulation:
     def pages_of_all_times(self) -> list[Pages]:
         """Return current and saved pages.
 
-        External writes remain whatever happens to the steps in flight.
+        An external write must be applied to all of them, because it persists even if a step in
+        flight is aborted.
         """
         return [self.pages, *(each.pages for each in self.in_flight.values())]
 
@@ -543,7 +547,7 @@ class Simulation:
                     slots[slot] = BAD
 
     def lose_or_invalidate(self) -> None:
-        """Lose a page's contents, or report a loss from some operations ago."""
+        """Lose a page's contents, or report an earlier loss."""
         if self.lost_on_host is not None:
             (last, page), self.lost_on_host = self.lost_on_host, None
             self.in_flight = {step: each for step, each in self.in_flight.items() if step > last}
@@ -608,7 +612,9 @@ class Simulation:
             self.lost_slots, self.failing = dict(self.pages[self.failing]), None
 
     def fail_page(self, served: list[int]) -> None:
-        """Make a page of this step ignore the plan's moves and all computed KV."""
+        """Make all writes to one of this step's pages fail: the plan's copies as well as computed
+        KV.
+        """
         if not (self.lose_pages and served and self.may_lose() and self.choose.chance(4)):
             return
         table = self.choose.pick([each for each in self.tables[self.choose.pick(served)] if each])
@@ -619,8 +625,8 @@ class Simulation:
             self.lost_at = self.num_steps
 
     def check_destinations(self, plan: StepPlan, fenced: set[int]) -> None:
-        """Check that a page is written once, is not written while it is read, and that copies are
-        independent.
+        """Check that no page is written twice or while a step in flight reads it, and that no copy
+        reads a page that the plan writes.
         """
         written = [*plan.copy[:, 1].tolist(), *plan.zero.tolist(), *plan.swap_in[:, 1].tolist()]
         assert len(written) == len(set(written)), "a page is written twice"
@@ -629,7 +635,7 @@ class Simulation:
         self.last_written = written
 
     def check_host_pages(self, plan: StepPlan) -> None:
-        """Check that a host page is written once and not while a step reads it."""
+        """Check that no host page is written twice or while a step reads it."""
         written = plan.swap_out[:, 1].tolist()
         assert len(written) == len(set(written)), "a page of the host is written twice"
         read = set(plan.swap_in[:, 0].tolist())
@@ -667,8 +673,8 @@ class Simulation:
                 self.tables[row][g][column] = page
 
     def notice_reuse_of_lost_page(self, plan: StepPlan, held_before: dict[int, set[int]]) -> None:
-        """Stop tracking a lost page once it is reallocated, because invalidating it would no longer
-        report the loss.
+        """Stop tracking a lost page once it is reallocated. Invalidating the page would then affect
+        its new owner instead of the requests that lost its contents.
         """
         lost = self.lost_page
         if lost is None:
@@ -676,7 +682,7 @@ class Simulation:
         if self.num_steps - self.lost_at > MOST_STEPS_BACK:
             self.is_over = True
         held = any(lost in pages for pages in held_before.values())
-        written = self.last_written  # so far written only by the plan's copies and zeros
+        written = self.last_written  # so far, pages moved to or zeroed by the plan
         appended = any(lost in ids.tolist() for ids in plan.append_ids)
         shared = any(
             lost in pages_of(table) and lost not in held_before.get(row, ())
@@ -715,7 +721,7 @@ class Simulation:
         return served
 
     def compute(self, row: int, start: int, reads: set[int], forbidden: set[int]) -> None:
-        """Read and write KV through the row's table. Accept some of its drafts.
+        """Read and write KV through the row's table, and accept some of the row's drafts.
 
         `reads` collects the pages that are read. A page in `forbidden` must not be written.
         """
@@ -738,7 +744,9 @@ class Simulation:
             cells = self.cells_read(table, position, sure, conversation.begins)
             reads.update(page for page, _, _ in cells)
             others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
-            assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
+            assert {(row, other) for other in others} <= self.depends_on, (
+                "the plan does not list a dependency"
+            )
             assert all(page for page, _, _ in cells), f"row {row} reads the null page"
             accepted = [cell for cell in cells if cell[2] < num_accepted]
             wrong = self.wrong_cells(conversation, accepted)
@@ -776,7 +784,9 @@ class Simulation:
         content: Content,
         forbidden: set[int],
     ) -> None:
-        """Write a token's KV and the state after it. A draft's state has its own page."""
+        """Write a token's KV and the state after the token. The state after each draft has its own
+        page.
+        """
         for group, blocks in zip(self.groups, table):
             is_state = group.pages == STATE
             column = position // group.block_size
@@ -808,7 +818,7 @@ class Simulation:
         ]
 
     def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
-        """Return the cells without the conversation's correct KV."""
+        """Return the cells that do not hold the conversation's correct KV."""
         return [
             (page, slot, position)
             for page, slot, position in cells
@@ -833,7 +843,7 @@ class Simulation:
             cells = self.cells_read(table, computed, conversation.num_sure, conversation.begins)
             cells = [cell for cell in cells if cell[2] < real]
             for group, blocks in zip(self.groups, table):
-                # The state to continue from.
+                # The next step continues from this state.
                 if group.pages == STATE and real >= conversation.num_sure:
                     column = state_column(group, real, conversation.num_sure)
                     cells.append((blocks[column], STATE, real - 1))
@@ -852,8 +862,8 @@ class Simulation:
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
 
     def check_cached(self, conversation: Conversation, when: str) -> None:
-        """Check device blocks that some hit could read completely, whether or not it is possible
-        now.
+        """Check every cached device block that a hit could read in full, even if no such hit is
+        possible now.
         """
         tokens = conversation.tokens
         hashes = self.manager.cache.hashes(Request("probe", tokens))
@@ -876,8 +886,8 @@ class Simulation:
 
 
 def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
-    """Return the column of the state after this many tokens, for a step whose drafts begin at
-    `sure`.
+    """Return the table column of the state after `num_tokens` tokens, for a step whose drafts begin
+    at `sure`.
     """
     return (sure - 1) // group.block_size + max(num_tokens - sure, 0)
 
@@ -885,9 +895,7 @@ def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
 def cells_of(
     group: ModelGroup, blocks: list[int], position: int, sure: int, begins: Begins
 ) -> list[Cell]:
-    """Return the cells of a group that the token at `position` reads in a step with drafts from
-    `sure` on.
-    """
+    """Return a group's cells read by the token at `position` in a step whose drafts begin at `sure`."""
     size = group.block_size
     if group.pages == STATE:
         return [(blocks[state_column(group, position, sure)], STATE, position - 1)]
@@ -896,7 +904,7 @@ def cells_of(
 
 
 def simulate(seed: int, *, lose_pages: bool) -> None:
-    """Run one seed. An error names the seed."""
+    """Run the simulation with one seed. The seed is added to any error as a note."""
     try:
         Simulation(Chooser(seed), lose_pages=lose_pages).run(NUM_OPERATIONS)
     except BaseException as error:
@@ -932,7 +940,8 @@ def test_invalidation_without_effect_is_detected(monkeypatch):
         "report",
         lambda self, of: report(self, StepReport(of.step_id, of.completed)),
     )
-    expect_error("wrong KV", lose_pages=True)  # on the loss, or when the page is read
+    # Detected after the loss is reported, or when the page is read.
+    expect_error("wrong KV", lose_pages=True)
 
 
 def test_abort_without_effect_is_detected(monkeypatch):
@@ -962,7 +971,7 @@ def test_missing_row_dependency_is_detected(monkeypatch):
         return plan
 
     monkeypatch.setattr(KVCacheManager, "step", without_dependencies)
-    expect_error("an unnamed dependency", lose_pages=False)
+    expect_error("the plan does not list a dependency", lose_pages=False)
 
 
 def test_missing_external_kv_is_detected(monkeypatch):

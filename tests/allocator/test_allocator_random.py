@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager against its plain model, over mixed groups: 96,000 random operations.
+"""Compares the manager with a simple reference model over 96,000 random operations on mixed groups.
 
 Failures found by random runs are kept as fixed cases in test_groups.py, test_manager_life.py and
-test_hybrid_replay.py ("found by a random run"). A seed is not kept, because its operations change
-whenever the driver gets a new operation.
+test_hybrid_replay.py ("found by a random run"). Seeds are not kept, because the operations that a
+seed produces change whenever an operation is added to the driver.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from tests.machinery.allocator_driver import MIXES, OPERATIONS_PER_SEED, Chooser
 from tests.machinery.shared import sampled
 
 NUM_SEEDS = 192  # 96,000 operations including exhaustive tests; `make soak` runs more
-SEEDS_PER_TEST = len(MIXES)  # each mix once
+SEEDS_PER_TEST = len(MIXES)  # covers every mix of groups once
 
 
 @pytest.mark.parametrize("first", sampled(range(0, NUM_SEEDS, SEEDS_PER_TEST)))
@@ -26,7 +26,7 @@ def test_random_operations_agree_with_the_model(first):
 
 
 class HypothesisChooser(Chooser):
-    """Choices drawn by hypothesis, so that it can shrink them."""
+    """Draws choices through Hypothesis, so that it can shrink failing sequences of operations."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
@@ -36,7 +36,7 @@ class HypothesisChooser(Chooser):
 
 
 class ManagerAgainstModel(RuleBasedStateMachine):
-    """Hypothesis chooses the operations and shrinks failures."""
+    """Hypothesis chooses the operations and shrinks failing sequences."""
 
     @initialize(data=st.data())
     def start(self, data):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool through its Python binding.
+"""Tests the block pool through its Python binding.
 
-`csrc/tests/test_block_pool.cpp` compares it with a model.
+`csrc/tests/test_block_pool.cpp` compares the pool with a reference model.
 """
 
 import subprocess
@@ -34,7 +34,7 @@ def test_allocate_publish_release_lookup_hit():
 
 
 def test_hashes_that_differ_only_at_the_end_are_distinct():
-    """The index stores tags made from the first bytes, but compares complete hashes."""
+    """The index stores tags derived from the first bytes of each hash, but compares complete hashes."""
     pool = BlockPool(5)
     ids = pool.allocate(2)
     both = hashes(7, 7)
@@ -138,9 +138,8 @@ def test_invalid_pool_size_is_reported(size):
 
 
 def test_crafted_hash_collisions_do_not_slow_lookups():
-    """The hashes have equal first bytes, or words whose XOR is 0.
-
-    Their positions depend on a secret.
+    """The hashes have equal first bytes, or words whose XOR is 0. Such hashes do not collide,
+    because their positions in the index depend on a secret key.
     """
     n = 20_000
     others = np.random.default_rng(1).integers(0, 256, (n, 32), np.uint8)
@@ -158,11 +157,13 @@ def test_crafted_hash_collisions_do_not_slow_lookups():
 
     attack = chosen.view(np.uint8)
     ratios = [seconds(attack) / seconds(others) for _ in range(5)]
-    assert min(ratios) < 5  # walking over all colliding entries would give more than 100
+    assert min(ratios) < 5  # a scan over all colliding entries would make the ratio exceed 100
 
 
 def test_at_most_100_bytes_per_block_and_a_large_pool_costs_nothing_to_construct():
-    """Measures the resident memory of a pool with all blocks used, and of an unused pool."""
+    """Measures the resident memory of a pool in which all blocks are used and that of an unused
+    pool.
+    """
     program = """
 import resource, numpy as np
 from kvcache import BlockPool
@@ -189,7 +190,9 @@ print(constructed, resident() - before, pool.num_bytes)
 
 
 def test_old_blocks_stay_uncached_when_epoch_numbers_wrap_around():
-    """Epoch numbers have 16 bits."""
+    """Epoch numbers have 16 bits, so old blocks could appear to be current after the numbers wrap
+    around.
+    """
     pool = BlockPool(4)
     for id in pool.allocate(2):
         pool.publish([id], hashes(id))

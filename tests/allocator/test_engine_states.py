@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`engine_copies_states`: calls outside of steps, with groups of recurrent states."""
+"""The option `engine_copies_states`: per-request calls with recurrent groups, whose states the
+engine copies.
+"""
 
 import random
 
@@ -32,7 +34,7 @@ def test_state_moves_to_the_column_of_the_last_token_and_skipped_columns_are_nul
     request = Request("r", range(20))
     states, attention = manager.admit(Admit(request, num_tokens=2), ())
     assert len(states) == 1 and len(attention) == 1
-    states, attention = manager.extend(request, 1)  # in place, since the block is the same
+    states, attention = manager.extend(request, 1)  # the state is updated in place
     assert len(states) == 0 and len(attention) == 0
     states, attention = manager.extend(request, 13)
     assert states.tolist()[:2] == [0, 0] and states[2] > 0 and len(attention) == 3
@@ -46,7 +48,8 @@ def test_page_that_a_state_left_waits_for_the_report_of_the_last_step():
     first = manager.step()
     manager.admit(Admit(request, num_tokens=2), ())
     num_free = manager.pool.num_free
-    manager.extend(request, 4)  # a state page and an attention page; one state page is left
+    # Allocates one page per group, and the old state page is released later.
+    manager.extend(request, 4)
     assert manager.pool.num_free == num_free - 2
     second = manager.step()
     manager.report(StepReport(first.step_id, completed=True))
@@ -69,7 +72,7 @@ def test_only_states_at_block_ends_are_hits():
     found = manager.cache.find_prefix(Request("b", range(13)))
     assert found.num_tokens == 12 and found.num_shared_tokens == 12
     found = manager.cache.find_prefix(Request("b", range(11)))
-    # States lag behind the token groups.
+    # The last cached state is at 4 tokens, although 8 tokens are cached in the token group.
     assert (found.num_tokens, found.num_shared_tokens) == (4, 8)
 
 
@@ -78,16 +81,16 @@ def test_state_left_by_a_quiet_request_at_a_block_end_is_a_hit():
     request = Request("a", range(3))
     manager.admit(Admit(request, num_tokens=3), ())
     row = manager.row(request)
-    # The engine has computed token 3 without a call, and continues after it.
+    # The engine has computed token 3 without calling the manager, and continues with token 4.
     manager.advance([row], [4], [5], token_ids=[3, 4], num_token_ids=[2])
     manager.free(request)
     assert manager.cache.find_prefix(Request("b", range(6))).num_tokens == 4
 
 
 class Engine:
-    """An engine that copies states at the start of a step and writes them at its end.
+    """An engine that copies states at the start of each step and writes new states at its end.
 
-    Contents are digests of tokens.
+    A page's content is represented by a digest of the tokens.
     """
 
     def __init__(self, seed, num_blocks, groups):
@@ -120,7 +123,7 @@ class Engine:
             request, start = self.requests[name], self.num_computed[name]
             stop = min(start + rng.choice([1, 1, 3, 4, 9]), request.num_tokens)
             new = manager.extend(request, stop - start)
-            if new is None:  # the request leaves and returns under another name
+            if new is None:  # the request is freed and resubmitted with a new id
                 self.preemptions += 1
                 manager.free(request)
                 del self.requests[name]
@@ -156,7 +159,7 @@ class Engine:
         request = Request(name, tokens)
         ids, start, _ = manager.cache.find_prefix(request)
         if start and int(ids[0][-1]) in filled:
-            return  # the state is only computed by this step
+            return  # only this step computes the state
         count = min(rng.choice([1, 4, 8, 30]), len(tokens) - start)
         new = manager.admit(Admit(request, num_tokens=count), ids if start else ())
         if new is None:
@@ -175,7 +178,7 @@ class Engine:
             if start:
                 block = self.tables[name][0][(start - 1) // BLOCK]
                 assert self.slots[0, block] == self.digest(tokens, start), f"{name} at {start}"
-                # New pages are cleared or overwritten by copies at the same time.
+                # While states are copied, newly allocated pages are zeroed or overwritten.
                 is_new = block in self.new and (stop - 1) // BLOCK != (start - 1) // BLOCK
                 assert not is_new, "a page is allocated from which a state is still copied"
             for group in range(1, len(self.specs)):

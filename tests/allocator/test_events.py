@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of events, and look-ups of hashes and blocks."""
+"""Contents of cache events, lookups by hash, and the hashes of given blocks."""
 
 import contextlib
 
@@ -28,7 +28,7 @@ def rows_of(embeds):
 
 
 def check_hashes(event):
-    """Check that a block's hash follows from its event alone."""
+    """Check that the block hashes can be recomputed from the event alone."""
     every = hash_blocks(
         event.token_ids,
         event.hash_block_size,
@@ -259,7 +259,9 @@ def test_reset_can_be_limited_to_one_group():
 
 
 def test_image_placeholders_are_distinguished_by_their_items():
-    """Two images made of -1 tokens are distinguished only by their items, as in an engine's tests."""
+    """Two images whose tokens are all -1, as in some engines' tests, are distinguished only by
+    their multimodal items.
+    """
     tokens = [*range(10), *[-1] * 10, *range(10, 20), *[-1] * 18]
     manager = KVCacheManager(16, 30, 200, enable_events=True)
     first = Request("a", tokens, mm_items=[("aaa", 11, 10), ("bbb", 30, 18)])
@@ -311,7 +313,9 @@ def test_undrained_events_are_bounded_and_dropped_events_are_counted():
 
 
 class View:
-    """A subscriber's view: the hashes of each group and medium according to the events."""
+    """A subscriber's view of the cache: the hashes of each group and medium, reconstructed from the
+    events.
+    """
 
     def __init__(self):
         self.known = {"gpu": set(), "cpu": set()}
@@ -329,8 +333,8 @@ class View:
         return self
 
     def matches(self, manager, requests):
-        """Check that every hash of these requests is in the view exactly where the manager finds
-        it.
+        """Check that, for every hash of these requests, the view and the manager agree on where it
+        is cached.
         """
         for request in requests:
             hashes = manager.cache.hashes(request)
@@ -351,7 +355,7 @@ def test_events_of_an_aborted_step_are_withdrawn():
     view.take(manager)
     plan = manager.step(new=[second])
     events = manager.cache.drain_events()
-    assert [type(event) for event in events] == [BlockStored]  # b's own blocks
+    assert [type(event) for event in events] == [BlockStored]  # the blocks that only b holds
     manager.abort(plan.step_id)
     (removed,) = manager.cache.drain_events()
     assert isinstance(removed, BlockRemoved)
@@ -389,7 +393,7 @@ def test_blocks_that_a_step_reports_as_failed_are_withdrawn():
 
 
 def test_blocks_evicted_by_an_aborted_step_stay_removed():
-    """The evicted page was planned to be overwritten, and the worker may have done so."""
+    """The aborted plan would overwrite the evicted page, and the worker may already have done so."""
     manager, view = KVCacheManager(4, 5, 64, enable_events=True, num_preallocate_tokens=0), View()
     old, new = Request("old", range(16)), Request("new", range(100, 112))
     manager.step(new=[old])
@@ -398,13 +402,13 @@ def test_blocks_evicted_by_an_aborted_step_stay_removed():
     view.take(manager)
     manager.abort(plan.step_id)
     view.take(manager).matches(manager, [old, new])
-    assert len(view.known["gpu"]) == 1  # the first block of old
+    assert len(view.known["gpu"]) == 1  # the first block of the request "old"
 
 
 @pytest.mark.parametrize("seed", sampled(range(12), 3))
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_subscriber_view_excludes_the_content_of_failed_steps(seed, num_host_blocks):
-    """Steps complete, fail, are aborted or raise, with three groups and both tiers."""
+    """With three groups and two tiers, steps complete, report failed pages, are aborted or raise."""
     rng = np.random.default_rng(seed)
     manager = KVCacheManager.for_groups(
         GROUPS,
@@ -431,7 +435,7 @@ def test_subscriber_view_excludes_the_content_of_failed_steps(seed, num_host_blo
                 rows = [manager.row(each) for each in running]
                 tokens = [int(each) for each in rng.integers(0, 3, len(rows))]
                 ones = [1] * len(rows)
-                with contextlib.suppress(ValueError):  # a row may first have to recompute
+                with contextlib.suppress(ValueError):  # a row may first have to recompute tokens
                     plans.append(manager.step(rows, ones, token_ids=tokens, num_token_ids=ones))
             case "free" if running:
                 manager.free(running.pop(int(rng.integers(len(running)))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: every victim equals that of the plain model (`eviction_models.py`)."""
+"""Eviction policies: every victim matches the reference model's (`eviction_models.py`)."""
 
 import hashlib
 import random
@@ -55,7 +55,7 @@ class Driver:
         self.pool = BlockPool(num_blocks, name, options)
         self.model = Pool(num_blocks, MODELS[name](num_blocks, **options))
         self.now = self.logical_time = 0
-        # The learning policy measures ages in tokens, so with small blocks everything would be
+        # The learned policy measures ages in tokens, so with small blocks all blocks would count as
         # young.
         self.sizes = [16, 5_000, 60_000] if name == "learned" else [1, 4, 16]
         self.requests = []  # [group, nodes, ids, number of published blocks]
@@ -84,7 +84,7 @@ class Driver:
             self.model.policy.after_hits()
 
     def start(self):
-        """Start a request with its hits and new blocks.
+        """Start a request: retain its hits and allocate its new blocks.
 
         Some of the new blocks are published immediately.
         """
@@ -119,7 +119,7 @@ class Driver:
     def publish_more(self):
         for request in self.requests:
             if request[3] < len(request[1]) and self.random.random() < 0.5:
-                # A block that was evicted while held is not published again.
+                # A held block that was withdrawn from the cache is not published again.
                 self.extend(request)
 
     def finish(self):
@@ -225,12 +225,13 @@ class Driver:
         for i in self.some(list(self.model.blocks), most=2):
             self.pool.evict([i])
             self.model.evict(i)
-        for request in self.requests:  # stop publishing after a request's block has been evicted
+        # Stop publishing a request's blocks once one of them was evicted.
+        for request in self.requests:
             if not all(self.model.blocks[i].cached for i in request[2][: request[3]]):
                 request[3] = len(request[1])
 
     def take_many(self):
-        """Evict some or all candidates and return them empty."""
+        """Evict some or all candidates, and return their blocks to the free list."""
         most = self.model.num_free()
         ids = self.allocate(self.random.choice([most, most + 1, self.random.randint(0, most)]))
         if ids:
@@ -297,7 +298,7 @@ class Driver:
 
 @pytest.mark.parametrize(("name", "options", "seed"), sampled(CASES, len(CASES) // 4))
 def test_every_victim_matches_the_model(name, options, seed):
-    """8,000 operations per policy, over its cases."""
+    """Each policy runs 8,000 operations, divided among its cases."""
     num_cases = sum(case[0] == name for case in CASES)
     driver = Driver(name, options, seed)
     for _ in range(8_000 // num_cases + 1):
@@ -308,7 +309,7 @@ def test_every_victim_matches_the_model(name, options, seed):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS["learned"])
 def test_100_000_victims_of_the_learned_policy_match_the_model(options):
-    """Long enough to fill the record ring and to reach the slower learning pace."""
+    """The run is long enough to fill the ring of records and to reach the slower learning rate."""
     driver = Driver("learned", options, 100)
     for _ in range(100_000):
         driver.step()
@@ -318,7 +319,7 @@ def test_100_000_victims_of_the_learned_policy_match_the_model(options):
 
 @pytest.mark.parametrize("seed", sampled(range(6)))
 def test_victims_among_chats_match_the_model(seed):
-    """Turns, forks, shared prefixes and one-off prompts cover every class at many ages."""
+    """Turns, forks, shared prefixes and one-off prompts cover every class of requests at many ages."""
     rng, num_blocks, size = random.Random(seed), 50, 4_000
     pool, model = BlockPool(num_blocks, "learned"), Pool(num_blocks, MODELS["learned"](num_blocks))
     chats, num_nodes, now = [], 10, 0.0
@@ -374,7 +375,7 @@ def test_policy_does_not_learn_from_releases_of_unheld_blocks():
     pool.publish(ids, hashes(range(4)))
     pool.notify_release(ids[::-1], [4, 3, 2, 1])
     pool.release(ids[::-1])
-    for _ in range(3):  # the blocks are already candidates, or have children that are
+    for _ in range(3):  # the blocks or their children are already eviction candidates
         pool.notify_release(ids[::-1], [4, 3, 2, 1])
         pool.notify_release([ids[3]] * 2, [4, 4])
     pool.check_invariants()
@@ -383,12 +384,13 @@ def test_policy_does_not_learn_from_releases_of_unheld_blocks():
 
 
 def test_continued_conversations_outlive_abandoned_ones():
-    """Conversations of two turns compete with one-off prompts. LRU does not distinguish them."""
+    """Two-turn conversations compete with one-off prompts. LRU does not distinguish the two."""
     hits = {}
     for name in ("lru", "learned"):
         pool, hits[name] = BlockPool(401, name), 0
         for number in range(600):
-            # A first turn, and the next turn of an earlier conversation.
+            # In each round, one conversation begins, and an earlier one continues with its next
+            # turn.
             chats = [[5, 1000 + number, 0], [5, 1000 + number - 30, 0, 1]]
             scans = [[9, 10_000 * k + number, *range(8)] for k in (1, 2)]
             for request in (*chats, *scans):
@@ -398,7 +400,9 @@ def test_continued_conversations_outlive_abandoned_ones():
 
 
 def test_caller_classes_distinguish_similar_requests():
-    """First turns that continue much later compete with one-off prompts of the same length."""
+    """First turns of conversations that continue much later compete with one-off prompts of the
+    same length.
+    """
     hits = {}
     for tells in (False, True):
         pool, hits[tells] = BlockPool(301, "learned"), 0
@@ -414,7 +418,7 @@ def test_caller_classes_distinguish_similar_requests():
 
 
 def serve(pool, prefixes, request_class=-1):
-    """Serve a request with these block contents. Return the number of hit blocks."""
+    """Serve a request whose blocks have these contents. Return the number of hit blocks."""
     keys = np.array([list(hashlib.sha256(repr(each).encode()).digest()) for each in prefixes])
     keys = keys.astype(np.uint8)
     found = pool.lookup(keys)
@@ -441,7 +445,7 @@ def test_victims_are_leaves_while_there_is_a_leaf(name):
     rng = random.Random(name)
     num_blocks = 32
     pool = BlockPool(num_blocks, name)
-    held, content = [], {}  # blocks with references; block -> (node, parent)
+    held, content = [], {}  # blocks with references, and block -> (node, parent)
 
     def leaves():
         parents = {parent for _, parent in content.values()}
@@ -485,7 +489,7 @@ def chain(pool, nodes, group=0):
 def test_parent_is_evicted_right_after_its_last_child_and_before_parents_of_held_blocks(name):
     pool = BlockPool(6, name)
     ids = chain(pool, [0, 1, 3])
-    pool.release(ids)  # heads first, the worst order
+    pool.release(ids)  # released head first, which is the worst case
     assert pool.allocate(5).tolist() == [4, 5, 3, 2, 1]
 
 
@@ -512,7 +516,7 @@ def test_window_blocks_have_no_parents(name):
 def test_pinned_blocks_are_evicted_last_in_order_of_release(name):
     pool = BlockPool(7, name)
     pinned, other = chain(pool, [0, 1, 3]), chain(pool, [2, 5, 11])
-    pool.pin(pinned)  # heads first
+    pool.pin(pinned)  # released heads first
     pool.release(pinned[::-1])
     pool.release(other[::-1])
     assert pool.allocate(4).tolist() == [6, 5, 4, 3]
@@ -564,7 +568,7 @@ def test_priority_expires_exactly_at_its_ttl():
 def test_ghost_returns_to_the_main_queue():
     pool = BlockPool(5, "s3_fifo", {"small_share": 0.25})
     pool.release(chain(pool, [0]))
-    pool.release(pool.allocate(4))  # evicts node 0 from the small queue
+    pool.release(pool.allocate(4))  # this evicts node 0 from the small queue
     for node in (0, 1, 2, 3):
         pool.release(chain(pool, [node]))
     order = pool.lookup(hashes([1, 2, 3, 0]), prefix=False).tolist()

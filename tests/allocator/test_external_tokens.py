@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""External tokens, and blocks that a connector still uses after the request has left."""
+"""External tokens, and blocks that a connector still uses after their request was freed."""
 
 import pytest
 
@@ -47,7 +47,9 @@ def test_blocks_that_receive_no_external_kv_are_zeroed():
 
 
 def test_hit_blocks_that_external_tokens_make_unneeded_are_not_announced():
-    """The step that admits the request evicts the hit blocks, which are no longer read."""
+    """The external tokens move the window past the hit blocks, so the step that admits the request
+    may evict them.
+    """
     manager = KVCacheManager(
         4,
         6,
@@ -110,9 +112,7 @@ def test_aborted_step_loads_nothing():
 
 
 def test_blocks_of_a_receiver_are_not_hits_before_their_bytes_arrive():
-    """Prompt blocks are normally hits for the next plan, but the bytes of these blocks arrive
-    later.
-    """
+    """The next plan can normally hit a prompt's blocks, but the bytes of these blocks arrive later."""
     manager = make()
     request, plan = receiver(manager)
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 4)
@@ -134,7 +134,7 @@ def test_tokens_that_have_not_arrived_are_computed(arrived):
     assert hit_length(manager, 21) == arrived // 4 * 4
     plan = manager.step([manager.row(request)], [21 - arrived])
     assert plan.num_computed_tokens.tolist() == [arrived]
-    # The whole table is resent if tokens were lost.
+    # If external tokens did not arrive, the plan contains the complete table again.
     assert len(plan.append_ids[0]) == (2 if arrived == 16 else 6)
     assert hit_length(manager, 21) == 20
 
@@ -155,7 +155,7 @@ def test_windows_and_states_contain_what_the_next_token_reads():
     assert [sum(block > 0 for block in each) for each in blocks] == [4, 2, 1]
     assert blocks[1][:2] == [0, 0]
     assert blocks[2][:3] == [0, 0, 0]
-    assert len(plan.copy) == len(plan.zero) == 0  # the state is external
+    assert len(plan.copy) == len(plan.zero) == 0  # the connector writes the state
     assert manager.finish_receiving(request) == 16
     assert hit_length(manager, 21) == 16
 
@@ -174,8 +174,9 @@ def test_abort_during_a_transfer_takes_effect_when_receiving_finishes():
     filler = manager.step(new=[Request("a", range(8))])
     request, _ = receiver(manager, "b", num_external=9)
     held = manager.block_ids(request).tolist()
-    assert manager.abort(filler.step_id) == {"a": 0}  # b's hit is lost as well
-    assert manager.block_ids(request).tolist() == held  # the sender still writes to them
+    assert manager.abort(filler.step_id) == {"a": 0}  # the abort also discards b's hit
+    # The sender may still be writing to these blocks.
+    assert manager.block_ids(request).tolist() == held
     assert manager.num_computed_tokens(request) == 17
     assert manager.finish_receiving(request) == 0
     plan = manager.step([manager.row(request)], [21])
@@ -200,11 +201,11 @@ def test_new_epoch_during_a_transfer_publishes_nothing():
 
 
 def test_external_tokens_wait_if_rows_of_the_step_change_the_hit():
-    """A row that is swapped out publishes its full blocks, so a token to be loaded is now cached."""
+    """Swapping a row out publishes its full blocks, so part of the range to load is now cached."""
     manager = make(num_host_blocks=9)
     first = Request("a", range(7))
     manager.step(new=[first])
-    manager.step([0], [1])  # the eighth token is not known yet
+    manager.step([0], [1])  # the id of the eighth token is not known yet
     first.append_tokens([7])
     asked = [Admit(Request("b", range(21)), external=External(8))]
     plan = manager.step(swap_out=[0], new=asked)
@@ -325,7 +326,7 @@ def test_blocks_of_untransferred_groups_are_released_immediately(fence_frees):
 
 
 def test_untransferred_cached_group_excludes_external_tokens():
-    """The blocks of the request would be hits without valid KV."""
+    """The request's blocks in that group would otherwise be cached without valid KV."""
     own = GroupSpec("full_attention", 4, transferred=False)
     manager = make(groups=(FULL, own))
     request = Request("a", range(9))
@@ -344,8 +345,8 @@ def test_untransferred_cached_group_excludes_external_tokens():
 
 @pytest.mark.parametrize("groups", [(RING,), (RING, FULL)])
 def test_wrapped_circular_buffer_receives_the_last_external_tokens(groups):
-    """After 30 external tokens, the step may compute 11 tokens, since it reads 5 of the external
-    ones.
+    """The buffer has 16 slots, and the step reads the last 5 of the 30 external tokens, so it may
+    compute at most 11 tokens.
     """
     manager = make(num_blocks=40, groups=groups)
     request = Request("a", range(60))
@@ -369,9 +370,9 @@ def test_wrapped_circular_buffer_receives_the_last_external_tokens(groups):
 
 @pytest.mark.parametrize(("arrived", "goes_on"), [(30, 30), (28, 28), (19, 19), (18, 0), (0, 0)])
 def test_partially_failed_load_continues_if_the_buffer_has_the_window(arrived, goes_on):
-    """Of 30 tokens, the last 16 have slots.
+    """The buffer has slots for the last 16 of the 30 external tokens.
 
-    After token 19, its whole window (14 to 18) has arrived.
+    If 19 tokens arrive, the whole window of the next token (tokens 14 to 18) is present.
     """
     manager = make(num_blocks=40, groups=(RING,))
     request = Request("a", range(60))

@@ -21,7 +21,7 @@ def admit(manager, name, tokens, **options):
 
 
 def child_of(manager, parent, name, *more):
-    """Fork a child with the parent's computed tokens and these additional tokens."""
+    """Fork a child from the parent's computed tokens, and append these tokens to the child."""
     computed = manager.num_computed_tokens(parent)
     child = Request(name, [*parent.token_ids[:computed].tolist(), *more])
     assert manager.fork(parent, child) >= 0
@@ -61,7 +61,7 @@ def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
     assert plan.replace[0].tolist() == [[0, 2, 4]]
     assert ids(manager, parent) == [1, 2, 4]
     assert ids(manager, child) == [1, 2, 3]
-    plan = serve(manager, child)  # the child is the only holder, so nothing is copied
+    plan = serve(manager, child)  # only the child still holds the block, so nothing is copied
     assert len(plan.copy) == len(plan.replace[0]) == 0
     check_invariants(manager)
 
@@ -153,7 +153,7 @@ def test_aborted_step_also_rolls_back_the_child():
     serve(manager, parent, token_ids=[10])
     parent.append_tokens([11])
     child = child_of(manager, parent, "child", 7)
-    # A row resumes inside a block only if it computed that block.
+    # A row resumes inside a block only if the row itself computed that block.
     assert manager.abort(1) == {"parent": 10, "child": 8}
     assert ids(manager, child) == [1, 2]
     check_invariants(manager)
@@ -184,7 +184,7 @@ def test_failed_page_outside_the_parents_window_affects_the_child(leaves):
     manager.step(new=[Admit(parent, num_tokens=8)])
     failed = ids(manager, parent)[0]
     manager.step([0], [8])
-    assert ids(manager, parent)[0] == 0  # null block: the parent no longer holds the page
+    assert ids(manager, parent)[0] == 0  # the null block: the parent has dropped the page
     child_of(manager, parent, "child", *range(16, 40))
     if leaves:
         manager.free(parent)
@@ -194,7 +194,9 @@ def test_failed_page_outside_the_parents_window_affects_the_child(leaves):
 
 
 def test_invalid_shared_block_withdraws_tokens_that_a_child_added_to_it():
-    """Found by a random run of the contents simulation: the child's block counted as the parent's."""
+    """Found by a random run of the contents simulation: the child's block was attributed to the
+    parent.
+    """
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
     manager = make(groups=groups)
     parent = admit(manager, "parent", range(3))
@@ -275,7 +277,7 @@ def test_fences_do_not_make_a_block_shared():
     parent = admit(manager, "parent", range(10))
     child = child_of(manager, parent, "child", 7)
     serve(manager, parent)
-    plan = serve(manager, child)  # the copy's source waits for a report, but no row holds it
+    plan = serve(manager, child)  # no other row holds the fenced copy source
     assert len(plan.copy) == 0
     manager.report(StepReport(plan.step_id, completed=True))
     check_invariants(manager)

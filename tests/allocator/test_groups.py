@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several cache groups over one pool. Each test covers one behavior."""
+"""Multiple cache groups that share one pool. Each test covers one behavior."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,9 @@ def make(*groups, num_blocks=41, max_model_len=200, **options):
 
 
 def run(manager, request, *counts):
-    """Admit a request with the first count, and step its row with the others. Return the plans."""
+    """Admit a request with the first token count, step its row with the remaining counts, and
+    return the plans.
+    """
     plans = [manager.step(new=[Admit(request, *counts[:1])])]
     plans += [manager.step([manager.row(request)], [count]) for count in counts[1:]]
     assert all(plan.status.tolist() == [Status.SERVED] for plan in plans)
@@ -73,7 +75,7 @@ def test_kind_defines_the_first_needed_token(kind, options, reads_from):
 def test_kind_defines_page_content_and_the_window_of_its_table():
     options = {"sliding_window": {"window": 6}, "chunked_local": {"chunk_size": 8}}
     options["circular_window"] = {"window": 6, "buffer": 13}
-    # Built-in kinds only, because other tests register kinds and kind names.
+    # Only built-in kinds are compared, because other tests register additional kinds.
     ours = [n for n in kind_names() if kind_class(n).__module__ == f"kvcache.kinds.{n}"]
     kinds = {n: make_kind(n, options.get(n, {})) for n in ours}
     assert {name: (kind.pages.name, kind.window) for name, kind in kinds.items()} == {
@@ -123,12 +125,12 @@ class OfStates(Keeps):
 
 
 def derived(name, **members):
-    """Return a class derived from a built-in kind."""
+    """Return a subclass of a built-in kind."""
     return type("Derived", (kind_class(name),), members)
 
 
 class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)):
-    """An inherited override also counts as an override."""
+    """A method overridden in an intermediate base class also counts as overridden."""
 
 
 @pytest.mark.parametrize(
@@ -222,14 +224,16 @@ def test_kind_may_derive_from_a_built_in_kind_with_other_options():
     manager = make(GroupSpec("test_window_of_8", 4))
     request = Request("a", range(40))
     run(manager, request, 8, 8, 8)
-    assert manager.block_ids(request).tolist()[:3] == [0, 0, 3]  # token 16 reads from 9 on
+    # Token 16 attends to tokens 9 and later.
+    assert manager.block_ids(request).tolist()[:3] == [0, 0, 3]
 
 
 def test_blocks_that_leave_a_window_are_freed_and_become_null():
     manager = make(WINDOW)
     request = Request("a", range(40))
     plans = run(manager, request, 8, 4, 4, 4)
-    # Token 12 reads from 7 on and token 16 from 11 on, so blocks 0 and 1 have been dropped.
+    # Token 12 attends to tokens 7 and later, and token 16 to tokens 11 and later, so blocks 0 and 1
+    # have been dropped.
     assert [plan.replace[0].tolist() for plan in plans] == [[], [], [[0, 0, 0]], [[0, 1, 0]]]
     assert manager.block_ids(request).tolist()[:2] == [0, 0]
     assert manager.pool.num_total - manager.pool.num_free == 3
@@ -244,7 +248,7 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit():
     manager.free(request)
     manager.cache.evict(ids[:3])
     found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(18)))
-    # Token 16 reads from 11 on, so block 2 is missing.
+    # Token 16 attends to tokens 11 and later, so a hit of 16 tokens would need the evicted block 2.
     assert (found.tolist(), num_tokens) == ([], 0)
     found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(30)))
     assert (found.tolist(), num_tokens) == ([0, 0, 0, *ids[3:].tolist()], 20)
@@ -255,11 +259,12 @@ def test_only_blocks_that_a_hit_can_read_are_cached_and_others_are_reused_first(
     manager = make(full, window, num_blocks=15)
     request = Request("a", range(65))
     run(manager, request, 65)
-    # 2 full-attention blocks, and 2 of 8 window blocks: those before tokens 32 and 64.
+    # Of the full-attention group, 2 blocks are cached; of the 8 blocks per window, the 2 before
+    # tokens 32 and 64.
     assert manager.pool.num_cached == 2 + 2
     hit = manager.cache.find_prefix(Request("b", range(65))).block_ids
     manager.free(request)
-    # 12 of its blocks were not cached. Allocating those evicts nothing.
+    # The request released 12 uncached blocks, which are allocated without evicting anything.
     other = Request("c", range(1_000, 1_040), write_cache=False)
     manager.step(new=[other])
     assert manager.pool.num_evicted == 0
@@ -269,7 +274,7 @@ def test_only_blocks_that_a_hit_can_read_are_cached_and_others_are_reused_first(
 
 
 def cached_columns(manager, request, group):
-    """Return the columns whose blocks in this group are cached, by the lookup of their hashes."""
+    """Look up the request's hashes in this group, and return the columns of the cached blocks."""
     found = manager.cache.find(manager.cache.hashes(request), group).device
     return np.flatnonzero(found >= 0).tolist()
 
@@ -316,7 +321,8 @@ def test_request_waits_only_for_retained_blocks():
     manager = make(FULL, WINDOW, num_blocks=81, in_step_hits="wait", retention_interval=0)
     first, second = (Request(name, range(43)) for name in "ab")
     plan = manager.step(new=[Admit(first, 20), second])
-    assert plan.status.tolist() == [Status.SERVED] * 2  # the step fills nothing that is retained
+    # The step fills no block that will be retained.
+    assert plan.status.tolist() == [Status.SERVED] * 2
     manager.free(second)
     manager.free(first)
     assert manager.cache.reset()
@@ -330,7 +336,7 @@ def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     run(manager, request, 24, 1)  # blocks 0 to 3 are dropped immediately
     hits = [hit_length(manager, range(n)) for n in (9, 13, 17)]
     assert hits == [8, 12, 16]
-    # The request takes two of the dropped blocks.
+    # The request is allocated two of the dropped blocks.
     manager.step(new=[Request("b", range(500, 509), write_cache=False)])
     assert manager.pool.num_evicted == 2
     assert [hit_length(manager, range(n)) for n in (9, 13, 17)] == [8, 8, 8]
@@ -349,7 +355,8 @@ def test_completed_chunk_is_dropped_and_a_hit_may_end_at_its_end():
     request = Request("a", range(24), read_cache=False)
     plans = run(manager, request, 8, 8, 8)
     assert plans[1].replace[0].tolist() == [[0, 0, 0], [0, 1, 0]]
-    # After token 8, no earlier token is read, so any request has a hit without blocks.
+    # Tokens from 8 on attend to no earlier token, so any prompt has a hit of 8 tokens that needs no
+    # blocks.
     found, num_tokens, _ = manager.cache.find_prefix(Request("b", [7] * 12))
     assert (found.tolist(), num_tokens) == ([0, 0], 8)
 
@@ -377,7 +384,7 @@ def test_groups_of_unequal_block_size_hit_at_common_multiples():
 
 
 def test_one_hash_serves_groups_of_every_block_size():
-    """A chained hash covers the whole prefix, so nothing is hashed twice."""
+    """A chained hash covers the whole prefix, so each token is hashed only once for all block sizes."""
     manager = make(FULL, GroupSpec("full_attention", 8))
     small, large = KVCacheManager(4, 41, 200), Request("a", range(32))
     assert np.array_equal(manager.cache.hashes(large), small.cache.hashes(large))
@@ -389,11 +396,11 @@ def test_state_moves_to_the_page_of_its_block_and_the_old_page_is_released():
     first, second, third = run(manager, request, 3, 4, 10)
     assert first.zero.tolist() == first.append_ids[0].tolist() == [1]
     assert second.copy.tolist() == [[1, 2]] and second.replace[0].tolist() == [[0, 0, 0]]
-    # The step crosses two boundaries, so no state is stored in between.
+    # The step crosses two block boundaries, and no state is stored at the first.
     assert third.append_ids[0].tolist() == [0, 0, 3] and third.copy.tolist() == [[2, 3]]
     assert manager.block_ids(request).tolist() == [0, 0, 0, 0, 3]
     assert manager.pool.num_total - manager.pool.num_free == 1
-    assert manager.pool.num_cached == 0  # no step ended at a boundary
+    assert manager.pool.num_cached == 0  # no step ended at a block boundary
 
 
 def test_state_is_hit_only_at_a_stored_position():
@@ -418,7 +425,7 @@ def test_state_inside_a_block_is_kept_at_the_end_of_a_prompt_step():
     a = Request("a", range(30))
     first, second = run(manager, a, 12, 6)
     page = int(first.append_ids[1][-1])
-    # The next step leaves the stored state in its page and continues in another page.
+    # The next step copies the stored state to another page and updates the copy.
     ((left, _),) = second.copy.tolist()
     assert left == page and second.replace[1].tolist() == [[0, 1, 0]]
     plan = manager.step(new=[Request("b", [*range(13), 99])])
@@ -437,7 +444,7 @@ def test_state_that_moves_within_a_block_replaces_its_table_entry():
     pages.append(second.replace[1].tolist()[0][2])
     assert second.copy.tolist() == [pages] and second.replace[1].tolist() == [[0, 0, pages[1]]]
     pages.append(third.replace[1].tolist()[0][2])
-    assert third.copy.tolist() == [pages[1:]]  # a state at 8 tokens as well
+    assert third.copy.tolist() == [pages[1:]]  # the state at 8 tokens is kept as well
     assert manager.block_ids(a, 1).tolist() == pages[2:]
     for tokens, hit in ((5, 4), (9, 8), (12, 8)):
         plan = manager.step(new=[Request(f"b{tokens}", range(tokens))])
@@ -462,9 +469,9 @@ def test_states_inside_blocks_are_kept_once_and_only_for_prompts():
     plans += [manager.step([0], [2], token_ids=[6, 7], num_token_ids=[2])]
     plans += [manager.step([0], [2], token_ids=[8, 9], num_token_ids=[2])]
     plans += [manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])]
-    # States were kept at 6 tokens and at the boundary of 8, and none while decoding.
+    # States were kept at 6 tokens and at the block boundary at 8 tokens, but not while decoding.
     assert [len(plan.copy) for plan in plans] == [0, 1, 1, 0]
-    first = manager.step(new=[Admit(b, num_tokens=1)])  # from 6 to 7
+    first = manager.step(new=[Admit(b, num_tokens=1)])  # computes token 6 only
     assert first.num_computed_tokens.tolist() == [6]
     check_invariants(manager)
 
@@ -472,8 +479,8 @@ def test_states_inside_blocks_are_kept_once_and_only_for_prompts():
 @pytest.mark.parametrize(
     ("groups", "num_shared", "chunks", "num_hit"),
     [
-        # 2,048-token blocks with states every 512 tokens. Regression: this case used to have no
-        # hit.
+        # Blocks of 2,048 tokens with states every 512 tokens. Regression: there used to be no hit
+        # in this case.
         ([("full_attention", 2048), ("recurrent", 512)], 1_100, [512, 512, 176], 1_024),
         ([("full_attention", 2048), ("recurrent", 2048)], 1_100, [1_088, 112], 1_088),
         ([("full_attention", 544), ("recurrent", 544)], 1_250, [1_248, 52], 1_248),
@@ -490,7 +497,7 @@ def test_large_blocks_are_hit_at_kept_states(groups, num_shared, chunks, num_hit
     check_invariants(manager)
 
 
-@pytest.mark.parametrize("state_interval", [512, None])  # None: kept inside the 2,048-token blocks
+@pytest.mark.parametrize("state_interval", [512, None])  # None: inside 2,048-token blocks
 def test_planned_hybrid_model_has_hits_inside_its_large_blocks(state_interval):
     layers = [LayerSpec(f"full.{i}", "full_attention", 16, 1, 2) for i in range(2)]
     layers += [LayerSpec(f"state.{i}", "recurrent", 16, state_bytes=16_384) for i in range(6)]
@@ -527,8 +534,8 @@ def test_step_ends_at_the_end_of_the_shared_prefix():
             manager.step([manager.row(request)], [chunk])
             ends[-1].append(manager.num_computed_tokens(request))
         manager.free(request)
-    # The first request leaves a state at the end of its prompt. The second leaves one at the end of
-    # the prefix that it shares with the first, where the third starts.
+    # The first request stores a state at the end of its prompt. The second also stores a state at
+    # the end of the prefix shared with the first request, and the third request starts from there.
     assert ends == [[0, 148, 150], [0, 48, 148, 150], [48, 148, 150]]
     with pytest.raises(ValueError, match=r"^num_tokens is 0: expected 1 to 2147483647"):
         manager.checkpoint_tokens(Request("x", range(9)), 0)
@@ -551,7 +558,9 @@ def test_step_ends_at_the_end_of_the_shared_prefix():
 def test_first_repetition_of_a_prompt_gets_the_longest_possible_hit(
     full, hash_block_size, num_tokens, want
 ):
-    """The last prompt token is always computed, and a drafter recomputes one hash block."""
+    """The last prompt token is never part of a hit, and a drafting group recomputes one more hash
+    block.
+    """
     groups = [full, GroupSpec("recurrent", 512)]
     manager = make(*groups, hash_block_size=hash_block_size, num_blocks=200, max_model_len=2_000)
     hits = []
@@ -578,7 +587,7 @@ def test_copy_source_is_not_reallocated_by_the_same_plan():
 def test_state_with_late_tokens_is_still_stored():
     manager = make(STATE)
     request = Request("a", range(6))
-    run(manager, request, 6, 2)  # ends at token 8; tokens 6 and 7 are not known yet
+    run(manager, request, 6, 2)  # ends after 8 tokens; the ids of tokens 6 and 7 are not known yet
     assert manager.pool.num_cached == 0
     manager.step([0], [1], token_ids=[6, 7], num_token_ids=[2])
     assert manager.pool.num_cached == 1
@@ -605,7 +614,8 @@ def test_a_prompt_that_its_encoder_makes_too_large_never_fits():
     assert manager.would_fit(too_large) == Status.NEVER
     fits = Request("b", range(9), num_encoder_tokens=8)
     assert manager.would_fit(fits) == Status.SERVED
-    # It must also wait while another request holds a block that its encoder needs.
+    # A request that fits must still wait while another request holds a block that its encoder
+    # needs.
     plan = manager.step(new=[Request("c", [1]), fits])
     assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
     check_invariants(manager)
@@ -650,7 +660,7 @@ def test_uncached_group_does_not_affect_hits():
     assert {event.group for event in manager.cache.drain_events()} == {0}
     plan = manager.step(new=[Request("b", range(22))])
     assert plan.num_computed_tokens.tolist() == [20]
-    # The table has null blocks in place of the other groups' hit.
+    # In the uncached group, the columns of the hit contain null blocks.
     assert plan.append_ids[1].tolist() == [0] * 5 + [12]
     assert [group.hit_blocks for group in manager.cache.stats.groups] == [5, 0]
     check_invariants(manager)
@@ -663,14 +673,16 @@ def test_uncached_group_does_not_affect_hits():
 def test_a_group_that_is_not_cached_may_have_larger_blocks():
     """In `step`, the uncached group does not shorten the hit.
 
-    Its block at the end of the hit is zeroed, because its earlier tokens are not computed.
+    The group's block at the end of the hit is zeroed, because the block's tokens before that point
+    are not computed.
     """
     manager = make(FULL, GroupSpec("full_attention", 16, cached=False))
     run(manager, Request("a", range(20)), 20)
     plan = manager.step(new=[Request("b", range(22))])
     assert plan.num_computed_tokens.tolist() == [20]
     assert plan.append_ids[1][0] == 0 and plan.zero.tolist() == plan.append_ids[1][1:].tolist()
-    # A caller with its own tables cannot clear blocks, so hits are whole blocks of all groups.
+    # A caller that keeps its own tables cannot zero blocks, so its hits end at block boundaries of
+    # all groups.
     found, num_tokens, _ = manager.cache.find_prefix(Request("c", range(22)))
     assert num_tokens == 16 and [len(ids) for ids in found] == [4, 1]
     request = Request("c", range(22))
@@ -687,7 +699,8 @@ def test_a_circular_group_has_a_fixed_number_of_blocks():
     request = Request("a", range(100))
     plans = run(manager, request, 6, 6, 8, *[11] * 7)
     assert [plan.append_ids[0].tolist() for plan in plans[:4]] == [[1, 2], [3], [4], []]
-    # When 16 slots wrap around, the blocks stay the same and no table entry changes.
+    # When writes wrap around after 16 slots, the blocks are reused in place and no table entry
+    # changes.
     assert all(len(plan.replace[0]) == 0 for plan in plans)
     assert manager.block_ids(request).tolist() == [1, 2, 3, 4]
     assert manager.num_computed_tokens(request) == 97
@@ -711,7 +724,7 @@ def test_step_needs_at_most_the_blocks_of_the_buffer():
     with pytest.raises(ValueError, match=says):
         manager.step([0], [10], num_lookahead_tokens=2)
     manager.step([0], [9], num_lookahead_tokens=2)
-    # There are no slots beyond max_model_len, so lookahead ends there.
+    # Lookahead is truncated at max_model_len, because there are no slots beyond it.
     manager.step([0], [11])
     manager.step([0], [4], num_lookahead_tokens=50)
     assert manager.num_computed_tokens(a) == 40
@@ -730,7 +743,7 @@ def test_cached_circular_group_disables_hits():
     run(manager, a, 16, 8)
     plan = manager.step(new=[Admit(Request("b", range(26)), num_tokens=2)])
     assert plan.num_computed_tokens.tolist() == [24]
-    # The group gets all its blocks at once, and zeroes them.
+    # All blocks of the group are allocated and zeroed at admission.
     assert len(plan.append_ids[1]) == 4 and plan.zero.tolist() == plan.append_ids[1].tolist()
     assert hit_length(manager, range(26)) == 24
     check_invariants(manager)
@@ -741,7 +754,7 @@ def test_a_fork_copies_the_blocks_of_a_buffer_that_are_written():
     a = Request("a", range(40))
     run(manager, a, 10, 8)
     manager.fork(a, Request("b", range(30)))
-    plan = manager.step([0], [3])  # tokens 18 to 20: columns 0 and 1
+    plan = manager.step([0], [3])  # tokens 18 to 20 are in columns 0 and 1
     assert plan.copy[:, 0].tolist() == [1, 2]
     assert manager.block_ids(a).tolist() == [*plan.copy[:, 1].tolist(), 3, 4]
     check_invariants(manager)
@@ -753,8 +766,8 @@ def test_row_resumes_unless_its_window_was_overwritten():
         request = Request("a", range(40))
         run(manager, request, 13)
         plan = manager.step([0], [last])
-        # 16 slots. Token 13 reads from 8 on, and none of these tokens is overwritten up to token
-        # 23.
+        # The buffer has 16 slots. Token 13 attends to tokens 8 and later, and the first write that
+        # overwrites one of them is that of token 24.
         plan = manager.step([0], [last])
         affected = manager.abort(plan.step_id - 1)
         assert affected == {"a": resumes_at}
@@ -777,7 +790,8 @@ def test_drafting_group_recomputes_the_last_block_of_its_hit():
         manager = make(*groups)
         run(manager, Request("a", range(17)), 17)
         assert hit_length(manager, range(17)) == 12
-        assert hit_length(manager, range(16)) == 12  # the drafter needs the last token's block
+        # The drafter recomputes the block of the last token.
+        assert hit_length(manager, range(16)) == 12
         assert hit_length(manager, range(15)) == 8
         assert hit_length(manager, range(4)) == 0
     # The whole window of a shorter hit must still be cached.
@@ -787,8 +801,8 @@ def test_drafting_group_recomputes_the_last_block_of_its_hit():
     ids = manager.block_ids(request)
     manager.free(request)
     manager.cache.evict([ids[2]])
-    # Hits of 16 and 12 tokens would read the evicted block 2, and for a hit of 8 tokens the drafter
-    # would recompute it.
+    # Hits of 16 and 12 tokens would read the evicted block 2. For a hit of 8 tokens, the drafter
+    # would need block 2, because a drafting group drops the last block of its hit.
     assert hit_length(manager, range(30)) == 4
 
 
@@ -796,7 +810,7 @@ def test_drafting_group_recomputes_the_last_block_of_its_hit():
     ("groups", "hash_block_size", "num_cached", "chunks", "num_hit"),
     [
         # The first group drafts in every case. Regression: the joint hit used to be one unit too
-        # short, which gave hits of 512, 32, 64, 0 and 0 tokens.
+        # short (512, 32, 64, 0 and 0 tokens in these cases).
         ([("full_attention", 16), ("recurrent", 512)], None, 1_100, [512, 512, 76], 1_024),
         ([("full_attention", 4), ("sliding_window", 4, 10)], None, 40, [40], 36),
         ([("full_attention", 32), ("recurrent", 32)], None, 128, [32] * 4, 96),
@@ -845,13 +859,13 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     run(manager, a, 14)
     assert manager.cache.find_prefix(b, whole_blocks=True).num_tokens == 0
     found, num_tokens, _ = manager.cache.find_prefix(b)
-    assert (found.tolist(), num_tokens) == ([1], 8)  # the block to copy from
+    assert (found.tolist(), num_tokens) == ([1], 8)  # the source block of the copy
     plan = manager.step(new=[b])
     assert plan.num_computed_tokens.tolist() == [8]
     assert plan.copy.tolist() == [[1, 2]] and plan.append_ids[0].tolist() == [2]
     manager.free(a)
     manager.free(b)
-    # The copy is made from the oldest block with this content.
+    # The oldest block with this content is the source of the copy.
     assert manager.step(new=[Request("c", range(9))]).copy.tolist() == [[1, 3]]
     check_invariants(manager)
 
@@ -869,7 +883,7 @@ def test_per_request_calls_find_and_copy_hits_inside_blocks():
     found, num_tokens, _ = manager.cache.find_prefix(b)
     assert (found.tolist(), num_tokens) == ([1, 2], 28)
     assert manager.cache.find_prefix(b, whole_blocks=True)[1] == 16
-    assert manager.cache.cached_tokens(b).on_device == 16  # only whole blocks
+    assert manager.cache.cached_tokens(b).on_device == 16  # hits consist of whole blocks only
     assert manager.admit(Admit(b, num_tokens=2), found).tolist() == [3]
     assert manager.take_copies().tolist() == [[2, 3]]
     assert manager.take_copies().shape == (0, 2)
@@ -887,7 +901,7 @@ def test_sources_and_destinations_are_held_until_their_copies_are_taken():
     manager.admit(Admit(b, num_tokens=2), found)
     manager.free(b)
     check_invariants(manager)
-    assert manager.pool.num_free == 2  # of 4: block 2 and b's own block wait for the copy
+    assert manager.pool.num_free == 2  # of 4: the copy holds block 2 and b's own block
     assert manager.admit(Admit(Request("c", range(100, 148)), num_tokens=48), ()) is None
     assert not manager.cache.reset()
     assert manager.take_copies().tolist() == [[2, 3]]
@@ -897,7 +911,7 @@ def test_sources_and_destinations_are_held_until_their_copies_are_taken():
 
 
 def test_requests_continue_only_after_copies_are_taken():
-    """An engine that ignores copies must not read unwritten slots."""
+    """This prevents an engine that ignores copies from reading slots that were never written."""
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(30))
@@ -980,7 +994,9 @@ def test_only_steps_hit_states_and_uncached_groups_inside_blocks(groups):
 
 
 def test_hit_may_end_inside_a_window_block_that_is_not_fully_cached():
-    """Found by a random run: the valid part of a window's missing block was not considered."""
+    """Found by a random run: the valid part of a window block that was only partially cached was
+    ignored.
+    """
     manager = make(GroupSpec("sliding_window", 8, {"window": 3}), hash_block_size=4)
     run(manager, Request("a", range(14)), 14)
     plan = manager.step(new=[Request("b", range(20))])
@@ -1041,7 +1057,7 @@ def test_tails_of_all_groups_are_evicted_before_heads():
     run(manager, request, 16)
     small, large = manager.block_ids(request, 0), manager.block_ids(request, 1)
     manager.free(request)
-    manager.step(new=[Request("b", [99])])  # takes two unused blocks
+    manager.step(new=[Request("b", [99])])  # is allocated two blocks that were never used
     taken = manager.step(new=[Request("c", [98] * 8)]).append_ids
     assert sorted([*taken[0], *taken[1]]) == sorted([small[3], small[2], large[1]])
 

@@ -17,7 +17,7 @@ from kvcache.allocator.hashing import encode_extra_keys, encoded_blocks
 from kvcache.native.load import core
 from tests.machinery.shared import shared_file
 
-# Digests of content(n) for n bytes, from version 4.1 of the xxhash package.
+# Digests of content(n), which has n bytes, computed with version 4.1 of the xxhash package.
 XXH3_128 = [
     (0, "99aa06d3014798d86001c324468d497f"),
     (1, "a6cd5e9392000f6ac44bdff4074eecdb"),
@@ -57,7 +57,7 @@ def content(n):
 def digest_of(algorithm):
     return {
         "sha256_cbor": lambda data: hashlib.sha256(data).digest(),
-        "xxh3_128_cbor": core.xxh3_128,  # compared with the xxhash package below
+        "xxh3_128_cbor": core.xxh3_128,  # a test below compares this function with the xxhash package
     }[algorithm]
 
 
@@ -69,7 +69,7 @@ def reference(
     parent=None,
     algorithm="sha256_cbor",
 ):
-    """Hash as defined, with a CBOR library and hashlib."""
+    """Compute the hash as documented, with a CBOR library and hashlib."""
     cbor2 = pytest.importorskip("cbor2", reason="cbor2 is not installed")
     digest = digest_of(algorithm)
     parent = parent or digest(cbor2.dumps(seed, canonical=True))
@@ -171,7 +171,7 @@ def test_an_unknown_algorithm_is_reported():
 
 
 def test_token_ids_below_0_are_hashed_as_negative_integers():
-    """Negative token ids are placeholders for images, which are identified by the extra keys."""
+    """Negative token ids are image placeholders. The extra keys identify the image."""
     tokens = [5, -1, -24, -25, -256, -257, -(2**31), 2**31 - 1]
     keys = [[("mm", "a", 1)], None]
     assert hexes(hash_blocks(tokens, 4, extra_keys=keys)) == reference(tokens, 4, keys)
@@ -203,7 +203,7 @@ def test_token_ids_below_0_are_hashed_as_negative_integers():
     ],
 )
 def test_known_encodings_of_extra_keys(value, encoded):
-    """RFC 8949, worked out by hand: an array that contains an array with one value."""
+    """Expected bytes written by hand from RFC 8949: an array that contains a one-element array."""
     assert encode_extra_keys([(value,)]).hex() == "8181" + encoded
 
 
@@ -299,7 +299,7 @@ def test_text_not_encodable_as_utf_8_is_reported():
 
 
 def request_extra_keys(request, block_size, num_blocks):
-    """Return the extra keys of each block as defined, in their fixed order."""
+    """Return the extra keys of each block in the documented order."""
     keys = []
     for block in range(num_blocks):
         start, stop = block * block_size, (block + 1) * block_size
@@ -319,7 +319,7 @@ def request_extra_keys(request, block_size, num_blocks):
 
 
 def digest_of_embeds(rows):
-    """Hash embeddings as defined: SHA-256 of the dtype, the sizes of a row, and the bytes."""
+    """Hash embeddings as documented: SHA-256 of the dtype, the dimensions of a row, and the bytes."""
     header = rows.dtype.str + "".join(f",{size}" for size in rows.shape[1:])
     return hashlib.sha256(header.encode() + b":" + rows.tobytes()).digest()
 
@@ -382,8 +382,8 @@ items = st.lists(st.tuples(st.text(max_size=300), st.integers(0, 90), st.integer
 def test_native_extra_keys_match_the_definition(
     num_tokens, later, block_size, lora, items, salt, num_rows
 ):
-    """Compares native code with the definition, for overlapping items in any order and for future
-    tokens.
+    """Compares native code with the reference, including overlapping items in any order and items
+    that cover future tokens.
     """
     rows = None if num_rows is None else np.arange(num_rows * 3, dtype=np.float16).reshape(-1, 3)
     request = Request(
@@ -398,7 +398,9 @@ def test_native_extra_keys_match_the_definition(
 
 
 def test_embedding_rows_without_tokens_are_not_hashed():
-    """2**31 rows for 3 tokens. Digests of all rows would take hours and gigabytes."""
+    """The request has 3 tokens but 2**31 embedding rows. Hashing all rows would take hours and
+    gigabytes.
+    """
     rows = np.broadcast_to(np.float32(1), (2**31 - 1, 4))
     request = Request("r", range(3), prompt_embeds=rows)
     few = Request("r", range(3), prompt_embeds=np.ones((4, 4), np.float32))
@@ -438,7 +440,7 @@ def test_forks_compare_rows_up_to_the_last_computed_token():
     ],
 )
 def test_keys_of_future_tokens_are_hashed_once_the_tokens_arrive(options):
-    """The image starts after the first chunk. Another image must not hit its blocks."""
+    """The image starts after the first chunk. A request with another image must not hit its blocks."""
     whole, grown, other = (
         Request(str(i), range(n), **options(name))
         for i, (name, n) in enumerate([("a", 112), ("a", 10), ("bb", 10)])
@@ -451,20 +453,20 @@ def test_keys_of_future_tokens_are_hashed_once_the_tokens_arrive(options):
 
 
 def test_hashing_many_images_of_a_long_prompt_is_fast():
-    """130 images over 131,072 tokens. A Python loop over the blocks took 77 ms longer."""
+    """The prompt has 131,072 tokens and 130 images. A Python loop over the blocks took 77 ms longer."""
     tokens = np.arange(131_072, dtype=np.int32)
     images = [(f"image-{i}", 1000 * i, 576) for i in range(130)]
 
     def seconds(**options):
         taken = []
         for _ in range(5):
-            start = thread_time()  # other processes may be using the core
+            start = thread_time()  # thread time, because other processes may be using the core
             manager_hashes(Request("r", tokens, **options))
             taken.append(thread_time() - start)
         return min(taken)
 
     assert seconds(mm_items=images) < 3 * seconds() + 0.01
-    # An item may cover tokens that never arrive. They must not take any time in advance.
+    # An item may cover tokens that never arrive. They must not cost any hashing time in advance.
     assert seconds(mm_items=[("video", 0, 2**31 - 1)], cache_salt="s") < 3 * seconds() + 0.01
 
 
@@ -485,9 +487,8 @@ def test_threads_hash_prompts_concurrently():
 
 
 def test_an_image_changes_its_blocks_and_all_later_ones():
-    """Only extra keys distinguish the images.
-
-    The second request must not hit the image block or later ones.
+    """Only the extra keys distinguish the images. The second request must not hit the image block
+    or any later block.
     """
     manager = KVCacheManager(16, 100, 1000)
     plain, a, b = (
@@ -513,7 +514,7 @@ def test_hashes_of_generated_blocks_include_the_adapter_but_not_the_salt():
 
 
 def given_hashes(tokens, size, num_bytes=32):
-    """Return chained hashes of an algorithm that only the engine knows."""
+    """Return chained hashes from an algorithm that only the engine knows."""
     return [
         hashlib.blake2b(repr(tokens[: n * size]).encode(), digest_size=num_bytes).digest()
         for n in range(1, len(tokens) // size + 1)
@@ -542,13 +543,15 @@ def test_blocks_are_found_under_their_given_hashes(num_bytes):
     assert manager.cache.find(hashes).device.tolist() == plan.append_ids[0][:7].tolist()
     again = Request("b", tokens, block_hashes=list(hashes))
     assert manager.cache.find_prefix(again).num_tokens == 28
-    # Only hashes are compared: other tokens with the same hashes count as equal.
+    # Only hashes are compared, so different tokens with equal hashes count as equal.
     other = Request("c", list(range(100, 130)), block_hashes=hashes[:3] + [bytes(num_bytes)] * 4)
     assert manager.cache.find_prefix(other).num_tokens == 12
 
 
 def test_hashes_that_differ_in_any_byte_are_distinct():
-    """Short hashes are zero-padded. All hashes have the same length, so this is unambiguous."""
+    """Short hashes are zero-padded, which is unambiguous because all hashes of a manager have the
+    same length.
+    """
     manager = engine_manager(32)
     for byte in range(32):
         hashes = [bytes(32), bytes(byte) + b"\1" + bytes(31 - byte)]
@@ -562,7 +565,7 @@ def test_hashes_that_differ_in_any_byte_are_distinct():
 
 
 def test_given_hashes_are_read_as_the_engine_extends_them():
-    """Nothing is hashed. The manager reads the engine's list instead."""
+    """The manager computes no hashes. It reads the engine's list instead."""
     tokens = list(range(40))
     hashes = given_hashes(tokens, 4)
     manager = engine_manager(num_preallocate_tokens=0)
@@ -576,7 +579,7 @@ def test_given_hashes_are_read_as_the_engine_extends_them():
         manager.step([row], [1], token_ids=[token])
         assert manager.pool.num_cached == (token + 1) // 4
     assert manager.cache.find(hashes[:8]).device.tolist() == manager.block_ids(request)[:8].tolist()
-    # The engine may be ahead by sampled tokens that the manager does not know yet.
+    # The engine's list may already cover sampled tokens that the manager does not know yet.
     mine.append(hashes[8])
     manager.free(request)
     assert manager.cache.find_prefix(Request("s", tokens, block_hashes=hashes)).num_tokens == 32
@@ -664,7 +667,9 @@ def test_list_that_lags_behind_the_tokens_is_rejected_with_the_step():
 
 
 def test_tokens_without_a_given_hash_are_rejected_on_arrival():
-    """The call with the tokens fails, rather than a later call such as a report on other requests."""
+    """The call that adds the tokens fails, rather than a later call such as a report about other
+    requests.
+    """
     tokens = list(range(8))
     hashes, mine = given_hashes(tokens, 4), given_hashes(tokens[:7], 4)
     manager, second = (engine_manager(num_preallocate_tokens=0) for _ in range(2))
@@ -692,13 +697,13 @@ def test_tokens_without_a_given_hash_are_rejected_on_arrival():
 
 
 def test_without_caching_equal_given_hashes_do_not_share_blocks():
-    """Found by a random run: all requests with the hash of a failed block were reset."""
+    """Found by a random run: a failed block reset every request that had its hash."""
     manager = engine_manager(num_preallocate_tokens=0, enable_caching=False)
     tokens = list(range(10))
     pair = [Request(name, tokens, block_hashes=given_hashes(tokens, 4)) for name in "ab"]
     manager.step(new=pair)
     assert manager.invalidate(manager.block_ids(pair[1])[:1]) == {"b": 0}
-    # A request that another manager has already hashed.
+    # These requests have already been hashed by another manager.
     plain, caching = (KVCacheManager(4, 50, 100, enable_caching=on) for on in (False, True))
     pair = [Request(name, tokens) for name in "ab"]
     for request in pair:
@@ -743,7 +748,9 @@ def test_bools_are_not_token_ids(ids):
 
 
 class TestHashedTokens:
-    """A sequence of block hashes, used by a request instead of a list with one object per block."""
+    """`HashedTokens`, a sequence of block hashes that a request can use instead of a list with one
+    object per block.
+    """
 
     @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxh3_128_cbor"])
     def test_tokens_appended_in_parts_have_the_same_hashes(self, algorithm):
@@ -757,7 +764,7 @@ class TestHashedTokens:
                 keys = [("s", i) if i % 2 else None for i in range(len(hashed), len(known) // size)]
                 extras = encoded_blocks([[key] if key else None for key in keys])
                 hashed.extend_to(known, extras)
-                if rng.random() < 0.3:  # continue with other tokens after a common prefix
+                if rng.random() < 0.3:  # continue with different tokens after a common prefix
                     kept = rng.randint(0, len(hashed))
                     del hashed[kept:]
                     tokens[kept * size :] = tokens[kept * size :][::-1]
@@ -840,7 +847,8 @@ class TestHashedTokens:
         assert event.lookahead_token_ids.tolist() == [[4, 5], [8, 9], [12, 13]]
         manager.free(request)
         check_invariants(manager)
-        for num_tokens, num_hit in ((12, 8), (13, 8), (14, 12)):  # the last block needs 2 more
+        # The hash of the last block also covers the 2 tokens after it.
+        for num_tokens, num_hit in ((12, 8), (13, 8), (14, 12)):
             given = list(hashed)[: (num_tokens - 2) // 4]
             other = Request(f"b{num_tokens}", tokens[:num_tokens], block_hashes=given)
             assert manager.cache.find_prefix(other).num_tokens == num_hit

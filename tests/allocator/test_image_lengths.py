@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One image identifier with two lengths.
+"""Two images with the same identifier but different numbers of tokens.
 
-Engines compute equal hashes for both, but no hit may be wrong.
+Engines compute equal hashes for both, but a request must never hit the KV of the other image.
 """
 
 import numpy as np
@@ -52,12 +52,15 @@ def test_an_image_of_another_length_ends_the_hit_before_it(cached_length, length
 
 
 def test_text_after_an_image_of_another_length_is_not_a_hit():
-    """Text blocks after the image have equal hashes but different KV, because they read the image."""
+    """Text blocks after the images have equal hashes but different KV, because the text attends to
+    the image.
+    """
     manager = make()
     cached(manager, image("a", 5, num_tokens=40))
     other = image("b", 4, num_tokens=40)
     manager.step(new=[other])
-    assert hit(manager, image("c", 4, num_tokens=40)) == 4  # finds the prompt that was cached first
+    # Only the prompt that was cached first is found.
+    assert hit(manager, image("c", 4, num_tokens=40)) == 4
     assert hit(manager, image("d", 5, num_tokens=40)) == 36
 
 
@@ -112,7 +115,8 @@ def test_swapped_request_returns_with_its_own_image():
     rows += manager.step(new=[long]).rows.tolist()
     first = manager.step(swap_out=rows[:1]).swap_out
     second = manager.step(swap_out=rows[1:]).swap_out
-    # Block 0 is shared and moves once. The others have equal hashes but separate pages.
+    # Block 0 is shared and is swapped out once. The other blocks have equal hashes but separate
+    # pages.
     assert len(first) == 5 and len(second) == 4
     assert not set(first[:, 1].tolist()) & set(second[:, 1].tolist())
     back = manager.step(rows[1:], [1], token_ids=[7], num_token_ids=[1]).swap_in
@@ -135,7 +139,7 @@ def test_no_hit_contains_the_kv_of_another_image(seed, hash_block_size, num_host
         hash_block_size=hash_block_size,
         num_host_blocks=num_host_blocks,
     )
-    device = {}  # page -> KV by offset; a token's KV is everything it depends on
+    device = {}  # page -> KV by offset; a token's KV is represented by all its inputs
     host = {}
     num_hits = 0
     for i in range(120):
@@ -144,7 +148,7 @@ def test_no_hit_contains_the_kv_of_another_image(seed, hash_block_size, num_host
         request = Request(f"r{i}", range(num_tokens), mm_items=items)
         kv = [
             tuple(item for item in items if item[1] <= token) for token in range(num_tokens)
-        ]  # and the tokens, which are equal in all requests
+        ]  # and on the tokens, which are equal in all requests
         plan = manager.step(new=[request])
         for page, target in plan.swap_out.tolist():
             host[target] = dict(device[page])

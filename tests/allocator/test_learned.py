@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of the eviction policy `learned`: display, saving, loading and rejected values."""
+"""The counts learned by the eviction policy `learned`: how they are reported, saved, loaded and
+validated.
+"""
 
 import itertools
 import json
@@ -53,9 +55,11 @@ def test_learned_statistics_are_saved_and_loaded(tmp_path):
 
 
 def test_loaded_statistics_change_evictions():
-    """The older prompt's class has been reused, and the younger prompt's class never."""
+    """Prompts of the older prompt's class have been reused, and those of the younger prompt's class
+    never.
+    """
     reached, used = np.zeros((298, 26)), np.zeros((298, 26))
-    # Classes for answers shorter than 100 tokens, and for longer ones.
+    # Class 0 has answers shorter than 100 tokens, and class 1 has longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
     for learned in (None, LearnedReuse(reached, used)):
@@ -152,9 +156,9 @@ def test_invalid_call_is_reported_and_changes_nothing():
 
 
 def test_priority_takes_precedence_over_the_learned_value():
-    """Evicts the lowest unexpired priority first.
+    """The block with the lowest unexpired priority is evicted first.
 
-    Within a priority, evicts the least likely to be reused.
+    Among blocks of equal priority, the one least likely to be reused is evicted first.
     """
     manager = KVCacheManager(16, 7, 64, num_preallocate_tokens=0, eviction="learned")
     reached, used = np.zeros((298, 26)), np.zeros((298, 26))
@@ -177,14 +181,15 @@ def test_priority_takes_precedence_over_the_learned_value():
     assert [cached(first) for first in (0, 100, 200)] == [32, 32, 32]
     manager.step(new=[Request("x", range(300, 332))])
     assert [cached(first) for first in (0, 100, 200)] == [0, 32, 32]
-    manager.cache.set_now(6)  # its priority has expired, and its class is never reused
+    # The priority of "high" has expired, and prompts of its class are never reused.
+    manager.cache.set_now(6)
     manager.step(new=[Request("y", range(400, 432))])
     assert [cached(first) for first in (100, 200)] == [0, 32]
     check_invariants(manager)
 
 
 def flooded(share):
-    """Return how many cached tokens a tenant keeps after another tenant has sent 200 prompts."""
+    """Return how many tokens of one tenant stay cached after another tenant has sent 200 prompts."""
     manager = KVCacheManager(
         16, 101, 64, num_preallocate_tokens=0, eviction="learned",
         eviction_options={"tenant_share": share},
@@ -196,7 +201,8 @@ def flooded(share):
         manager.free(request)
         return int(plan.num_computed_tokens[0])
 
-    # The flood's prompts are known to recur, and the other tenant's prompts are not.
+    # The policy has learned that prompts from "flood" recur, and has seen no reuse of prompts from
+    # "mine".
     for _ in range(20):
         for number in range(3):
             serve("warm", 100 * number, "flood")
@@ -222,7 +228,8 @@ def test_requests_without_salt_have_no_share():
         request = Request(name, range(48), cache_salt=salt)
         manager.step(new=[request])
         manager.free(request)
-    manager.step(new=[Request("d", range(500, 564))])  # 4 blocks; 1 was free
+    # The request needs 4 blocks, and only 1 was free.
+    manager.step(new=[Request("d", range(500, 564))])
 
     def left(salt):
         return manager.cache.find_prefix(Request("probe", range(49), cache_salt=salt)).num_tokens
@@ -235,7 +242,7 @@ def test_requests_without_salt_have_no_share():
 
 
 class Chats:
-    """Serves prompts one at a time, at given seconds."""
+    """Serves prompts one at a time, at given times in seconds."""
 
     def __init__(self, num_blocks=200, **options):
         self.manager = KVCacheManager(
@@ -244,7 +251,7 @@ class Chats:
         self.manager.cache.set_now(0)
 
     def serve(self, seconds, tokens, answer=0, **options):
-        """Return the tokens hit."""
+        """Return the number of tokens hit."""
         self.manager.cache.set_now(seconds)
         request = Request(f"at {seconds}", tokens)
         plan = self.manager.step(new=[request])
@@ -252,7 +259,7 @@ class Chats:
         return int(plan.num_computed_tokens[0])
 
     def rows(self):
-        """Return the number of sampled blocks by class."""
+        """Return the number of sampled blocks in each class."""
         reached = self.manager.cache.stats.learned.reached[:, 0]
         return {int(row): round(reached[row]) for row in reached.nonzero()[0]}
 
@@ -263,7 +270,8 @@ def test_classes_of_later_turns_depend_on_the_time_since_the_previous_one():
         seconds += gap
         prompt += range(1000 * turn, 1000 * turn + 32)
         chats.serve(seconds, prompt, answer=[0, 100, 300, 1000, 0, 0][turn])
-    # Rows 12 * gap + answer. Each turn has two blocks more than the previous one.
+    # The row is 12 * (class of the gap) + (class of the answer). Each turn has two more blocks than
+    # the previous one.
     assert chats.rows() == {0: 2, 13: 4, 26: 6, 39: 8, 48: 10, 60: 12}
 
 
@@ -276,18 +284,19 @@ def test_turn_of_an_unknown_conversation_has_an_average_gap():
 def test_blocks_after_a_fork_inside_a_later_turn_count_as_abandoned():
     chats = Chats()
     chats.serve(0, range(64))
-    chats.serve(5, range(128))  # continues
+    chats.serve(5, range(128))  # the conversation continues
     chats.serve(9, [*range(96), *range(1000, 1032)])  # a fork after six of eight blocks
-    # 288: the six shared blocks. 292: the two left behind. 0: the branch, which starts again.
+    # Row 288 has the six shared blocks, and row 292 the two abandoned ones. Row 0 includes the new
+    # branch.
     assert chats.rows() == {0: 4 + 2, 12: 8, 288: 6, 292: 2}
-    chats.serve(20, range(128))  # they return after all
+    chats.serve(20, range(128))  # the abandoned blocks are used again
     learned = chats.manager.cache.stats.learned
     assert learned.used[292].sum() == 2
     check_invariants(chats.manager)
 
 
 def test_fork_inside_a_first_turn_abandons_no_blocks():
-    """Another conversation shares the document. The first one may continue."""
+    """Two conversations share the document, so the first one may still continue."""
     chats = Chats()
     chats.serve(0, range(128))
     chats.serve(9, [*range(96), *range(1000, 1032)])
@@ -295,7 +304,7 @@ def test_fork_inside_a_first_turn_abandons_no_blocks():
 
 
 def loops(rng):
-    """Prompts that return in a cycle, and prompts that return at once but soon never again."""
+    """Yield prompts that recur in a cycle, and prompts that recur at once and then never again."""
     time = number = 0
     while True:
         kind, span = rng.integers(2), int(rng.integers(4, 12))
@@ -311,7 +320,7 @@ def loops(rng):
 
 @pytest.mark.parametrize("seed", sampled(range(12)))
 def test_hits_lost_to_lru_are_bounded(seed):
-    """The initial counts are wrong, and all blocks of the pool are sampled."""
+    """The policy starts with wrong counts, and it samples all blocks of the pool."""
     rng = np.random.default_rng(seed)
     num_blocks = int(rng.integers(20, 60))
     learned, lru = Chats(num_blocks), Chats(num_blocks)
@@ -329,7 +338,7 @@ def test_hits_lost_to_lru_are_bounded(seed):
 
 @pytest.mark.parametrize("seed", sampled(range(12)))
 def test_hits_lost_to_lru_are_bounded_while_other_requests_hold_blocks(seed):
-    """Each request runs until a random number of others have come, and keeps its blocks meanwhile."""
+    """Each request holds its blocks until a random number of other requests has arrived."""
     rng = np.random.default_rng(seed)
     num_blocks = int(rng.integers(80, 120))
     learned, lru = (
@@ -362,7 +371,9 @@ def block_tokens(number, num_blocks):
 
 
 def prompts_with_a_shared_prefix():
-    """A prefix of 40 blocks with other blocks after it, and six short prompts that never return."""
+    """Yield a 40-block prefix, each time with different blocks after it and followed by six short
+    prompts that never recur.
+    """
     prefix = block_tokens(1, 40)
     for number in itertools.count(10, 7):
         yield prefix + block_tokens(number, 40), 0
@@ -371,7 +382,9 @@ def prompts_with_a_shared_prefix():
 
 
 def conversations_left_behind():
-    """Each cycle forks the last conversation in its second turn, then uses ten prompts again."""
+    """Each cycle forks the previous conversation inside its second turn, and then repeats the same
+    ten prompts.
+    """
     before = None
     for number in itertools.count(50):
         if before is not None:
@@ -391,7 +404,7 @@ def conversations_left_behind():
     ],
 )
 def test_hits_lost_to_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_used):
-    """The initial counts wrongly state that the returning prompts never return."""
+    """The initial counts wrongly state that the recurring prompts never recur."""
     learned, lru = Chats(c + 1), Chats(c + 1)
     lru.manager = KVCacheManager(16, c + 1, 2**16, num_preallocate_tokens=0)
     used = np.full((298, 26), 5e5)
@@ -405,10 +418,12 @@ def test_hits_lost_to_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_
 
 
 def test_recomputed_last_block_does_not_count_as_a_lost_hit():
-    """A hit leaves one token to compute. The block that it belongs to is then cached twice."""
+    """At least one token must be computed after a hit, so the block of that token is then cached
+    twice.
+    """
     chats, hits = Chats(101), []
     for time in range(20_000):
         chats.serve(time, block_tokens(time % 20, 2))
-    for time in range(20_000, 24_000):  # LRU has no hits in this loop
+    for time in range(20_000, 24_000):  # LRU would have no hits in this loop
         hits.append(chats.serve(time, [*block_tokens(1000 + time % 30, 4), 1]) // 16)
     assert sum(hits[:2_000]) > 2_000

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`learned` on two tiers: evicted pages and declined writes equal those of the plain model."""
+"""The policy `learned` on two tiers: evicted pages and declined writes match those of the reference
+model.
+"""
 
 import random
 
@@ -13,9 +15,9 @@ from tests.machinery.shared import sampled
 
 
 class Driver:
-    """Requests over two pools and their models.
+    """Runs the same requests on two pools and on their reference models.
 
-    Blocks that the device evicts are copied to the host.
+    A block evicted from the device is copied to the host.
     """
 
     def __init__(self, seed, cost):
@@ -31,8 +33,8 @@ class Driver:
         self.num_copied = self.num_declined = self.num_loaded = self.num_again = 0
 
     def write(self, block):
-        """Copy the block that the device is about to evict to the host if the copy is worth its
-        space.
+        """Copy a block that is about to be evicted from the device to the host, if the expected
+        hits justify the space.
         """
         cached = self.device_model.blocks[block].cached
         segment = self.device_model.policy.segment_of.get(block)
@@ -60,7 +62,7 @@ class Driver:
             self.host.publish_copy(page, self.device, block, is_chain=group != 1)
             self.host_model.publish_copy(page, cached, segment)
             self.num_copied += 1
-        if self.random.random() < 0.05:  # a request holds the page
+        if self.random.random() < 0.05:  # a request still holds the page
             self.held_pages.append(page)
             return
         self.host.release([page])
@@ -105,7 +107,7 @@ class Driver:
         self.host_model.retain(pages)
         new = self.allocate(len(nodes) - num_hit)
         self.publish(nodes[num_hit:], new, group)
-        # Otherwise, as with host_write="learned": both copies are kept.
+        # If the block is not moved, both copies are kept, as with host_write="learned".
         is_moved = self.random.random() < 0.7
         for page in pages:
             self.num_loaded += 1
@@ -200,7 +202,9 @@ def test_loaded_page_is_evicted_first():
 
 
 def test_gain_of_a_copy_is_its_expected_hits():
-    """A block that no request released has no statistics, so its copy has the full gain."""
+    """A block that no request has released yet has no statistics, so a copy is assumed to have the
+    full gain.
+    """
     device = BlockPool(20, "learned")
     host = BlockPool(3, "learned", copies_of=device)
     (held,) = device.allocate(1).tolist()

@@ -45,7 +45,7 @@ def test_the_last_token_is_always_computed():
 
 
 def test_blocks_of_one_step_are_hits_for_later_plans_only():
-    """Both requests in the step compute, so the cache has the same hash twice."""
+    """Both requests in the step compute the same blocks, so each hash is cached twice."""
     manager = make()
     a, b = Request("a", range(10)), Request("b", range(10))
     plan = manager.step(new=[a, b])
@@ -53,7 +53,8 @@ def test_blocks_of_one_step_are_hits_for_later_plans_only():
     assert manager.pool.num_cached == 4
     assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [1, 2]
     check_invariants(manager)
-    # Allocated ids never change. After the older copies are evicted, the younger ones are found.
+    # The block ids of a running request never change. Once the older copies are evicted, lookups
+    # find the younger ones.
     assert manager.block_ids(b).tolist() == [4, 5, 6]
     manager.cache.evict([1, 2])
     assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [4, 5]
@@ -98,17 +99,20 @@ def test_status_distinguishes_wait_from_never():
 
 
 def test_request_that_does_not_fit_keeps_the_eviction_order():
-    """Regression from an original implementation, which touched hits before the capacity check."""
+    """Regression in an earlier implementation, which updated the recency of hit blocks before
+    checking capacity.
+    """
     manager = make(num_blocks=4)
     a, b = Request("a", range(4)), Request("b", range(100, 104))
     manager.step(new=[a, b])
     manager.free(a)
     manager.free(b)
-    # c would hit a's block and need three more. Two are free, including the hit.
+    # Request c would hit a's block and need three more, but only two blocks are free, including the
+    # hit block.
     assert manager.admit(Admit(Request("c", range(13)), num_tokens=9), [1]) is None
     assert manager.step(new=[Request("c", range(13))]).status.tolist() == [Status.NEVER]
     manager.step(new=[Request("d", range(50, 54)), Request("e", range(60, 64))])
-    # a was evicted first.
+    # The block of request a was evicted first.
     assert len(manager.cache.find_prefix(Request("f", range(5))).block_ids) == 0
     assert len(manager.cache.find_prefix(Request("g", range(100, 105))).block_ids) == 1
 
@@ -158,7 +162,7 @@ def test_late_tokens_are_hashed_when_they_arrive():
     manager = make()
     request = Request("a", range(6))
     manager.step(new=[request])
-    manager.step([0], [2])  # two slots are reserved; their tokens are not known yet
+    manager.step([0], [2])  # two slots are reserved for tokens that are not known yet
     assert manager.pool.num_cached == 1
     request.append_tokens([6, 7])
     manager.step([0], [1])
@@ -306,7 +310,8 @@ def test_plan_clears_all_freed_rows_of_steps_and_no_others():
     manager.step(new=[a])
     manager.admit(Admit(b, num_tokens=2), ())
     manager.free(a)
-    manager.admit(Admit(c, num_tokens=2), ())  # in a's row, which the worker has not cleared yet
+    # Reuses a's row, which the worker has not cleared yet.
+    manager.admit(Admit(c, num_tokens=2), ())
     manager.extend(b, 1)
     assert manager.step().clear_rows.tolist() == [0]
     manager.free(b)
@@ -365,7 +370,9 @@ def test_call_from_another_thread_is_rejected_and_changes_nothing():
 
 
 def test_threads_sharing_a_request_get_its_hashes_or_an_error():
-    """One manager per thread. While one thread hashes, others see the chain change."""
+    """Each thread has its own manager. While one thread hashes, the others may find the hash chain
+    changing.
+    """
     tokens = np.arange(200_000, dtype=np.int32)
     want = hash_blocks(tokens, 4)
     request, found, refused = Request("a", tokens), [], []
@@ -738,7 +745,9 @@ def test_invalid_request_is_reported(options, error, message):
 
 
 def test_request_may_have_no_tokens_yet():
-    """The request can be queried and get slots. Blocks are published once the tokens are known."""
+    """The request can be queried, and slots can be allocated for it. Its blocks are published once
+    the tokens are known.
+    """
     manager = make()
     request = Request("a", [])
     assert request.num_tokens == 0 and len(manager.cache.hashes(request)) == 0
@@ -773,7 +782,7 @@ def test_the_native_step_sets_every_field_of_a_plan():
     assert not plan.is_empty and plan.previous_step_id == -1
     manager = make()
     manager.step(new=[Request("a", range(10))])
-    assert manager.step([0], [1]).append_splits[0] is NO_SPLITS  # no row gets a block
+    assert manager.step([0], [1]).append_splits[0] is NO_SPLITS  # the step allocates no block
 
 
 @pytest.mark.parametrize(
@@ -792,7 +801,7 @@ def test_plan_that_the_native_step_cannot_fill_is_rejected(left_out, added, mess
 
 
 def test_read_cache_argument_overrides_the_request():
-    """The argument of a call overrides the request's own setting, in both directions."""
+    """The argument of a call overrides the request's own setting, whichever of the two is True."""
     manager = make(num_preallocate_tokens=0)
     size = manager.block_sizes[0]
     manager.step(new=[Request("a", range(2 * size + 1))])
@@ -835,7 +844,7 @@ def test_read_cache_argument_overrides_the_request():
 
 
 def test_tokens_given_after_a_wait_are_hashed_again():
-    """Token ids of a step that was not served are hashed and then removed again."""
+    """If a row has to wait, its new token ids have already been hashed and are removed again."""
     manager = KVCacheManager(4, 5, 100, num_preallocate_tokens=0)
     request, other = Request("r", range(7)), Request("other", range(50, 57))
     row = manager.step(new=[request, other]).rows[0]
@@ -849,7 +858,9 @@ def test_tokens_given_after_a_wait_are_hashed_again():
 
 
 class TestAdvance:
-    """`reject_tokens` and `extend` for many requests, given by position."""
+    """`advance`, which combines `reject_tokens` and `extend` for many rows, given start and stop
+    positions.
+    """
 
     def admitted(self, num_blocks=11):
         manager = KVCacheManager(4, num_blocks, 64, num_preallocate_tokens=0)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission, reports, fences, withdrawal, statistics and events. Each test covers one behavior."""
+"""Admission, reports, fences, withdrawal of blocks, statistics and events. Each test covers one
+behavior.
+"""
 
 import pytest
 
@@ -55,7 +57,7 @@ def test_one_recomputation_serves_all_rows_that_shared_a_failed_block():
 
 
 def test_only_running_requests_may_use_blocks_below_the_watermark():
-    manager = make(num_blocks=11, watermark=0.2)  # keeps 2 blocks
+    manager = make(num_blocks=11, watermark=0.2)  # the watermark keeps 2 blocks free
     assert manager.would_fit(Request("a", range(36))) == Status.NEVER
     assert manager.step(new=[Request("a", range(28))]).status.tolist() == [Status.SERVED]
     assert manager.would_fit(Request("b", range(50, 55))) == Status.WAIT
@@ -78,7 +80,7 @@ def test_hit_inside_a_block_is_dropped_if_its_copy_does_not_fit():
     a, b = Request("a", range(24)), Request("b", [*range(6), *range(50, 68)])
     manager.step(new=[a])
     manager.free(a)
-    # Three blocks plus the copy source would need four, but there are only three.
+    # The request needs three blocks and the copy source a fourth, but the pool has only three.
     plan = manager.step(new=[b])
     assert plan.status.tolist() == [Status.SERVED] and plan.num_computed_tokens.tolist() == [0]
 
@@ -230,10 +232,7 @@ def test_report_of_an_unknown_step_is_rejected():
 
 
 def test_each_of_several_aborted_steps_may_be_reported():
-    """A worker reports every step.
-
-    The first report of a failed step also withdraws all later ones.
-    """
+    """A worker reports every step. The report of the first failed step also withdraws all later steps."""
     manager = make()
     a = Request("a", range(20))
     manager.step(new=[Admit(a, num_tokens=8)])
@@ -261,13 +260,13 @@ def test_report_includes_rows_that_released_a_failed_page_in_that_step():
     manager = KVCacheManager.for_groups(groups, 50, 64, num_preallocate_tokens=0, fence_frees=True)
     manager.step(new=[Admit(Request("a", range(13)), num_tokens=3)])
     manager.report(StepReport(0, completed=True))
-    state = int(manager.step([0], [5]).copy[0, 0])  # page that the state is moved from
+    state = int(manager.step([0], [5]).copy[0, 0])  # the page from which the state is moved
     assert manager.report(StepReport(1, True, [state])) == {"a": 0}
     assert hit_length(manager, range(13)) == 0
 
 
 def test_aborts_do_not_grow_the_journal():
-    """One step is never reported, and there are as many aborts as steps."""
+    """The first step is never reported, and every later step is aborted."""
     manager = make()
     kept = Request("kept", [99])
     manager.step(new=[kept])
@@ -314,7 +313,7 @@ def test_aborted_step_caches_nothing_and_its_rows_roll_back():
     check_invariants(manager)
     plan = manager.step([0, 1], [2, 2])
     assert plan.num_computed_tokens.tolist() == [6, 4]
-    assert plan.clear_rows.tolist() == [0, 1]  # the complete tables are resent
+    assert plan.clear_rows.tolist() == [0, 1]  # the plan contains the complete tables again
     ids = plan.append_ids[0].tolist()
     splits = plan.append_splits[0].tolist()
     for row, request in ((0, a), (1, b)):
@@ -352,7 +351,8 @@ def test_failed_blocks_and_all_blocks_computed_from_them_are_evicted():
     manager.step(new=[a, other])
     manager.step(new=[b, c])
     bad = manager.block_ids(a)[2]
-    assert manager.invalidate([bad]) == {"a": 8, "b": 8}  # c holds only the two blocks before it
+    # Request c holds only the two blocks before the failed one.
+    assert manager.invalidate([bad]) == {"a": 8, "b": 8}
     assert hit_length(manager, range(17)) == 8
     assert hit_length(manager, range(50, 60)) == 8
     check_invariants(manager)
@@ -362,7 +362,7 @@ def test_failed_blocks_and_all_blocks_computed_from_them_are_evicted():
 
 
 def test_descendants_leave_the_cache_even_if_a_block_between_was_evicted():
-    """Found by a random run: the chain to the invalid block had a gap."""
+    """Found by a random run: the hash chain back to the invalid block had a gap."""
     manager = make(num_blocks=30)
     request = Request("a", range(17))
     manager.step(new=[request])
@@ -375,14 +375,15 @@ def test_descendants_leave_the_cache_even_if_a_block_between_was_evicted():
 
 
 def test_holders_of_blocks_computed_from_a_failed_block_are_reported():
-    """No request holds the failed block any more."""
+    """When the failure is reported, no request holds the failed block any more."""
     manager = make(num_blocks=30)
     e, d = Request("e", range(5)), Request("d", range(9))
-    manager.step(new=[e, d])  # both compute block 0, and e's copy is found first
+    manager.step(new=[e, d])  # both requests compute block 0, and lookups find e's copy first
     failed = int(manager.block_ids(d)[0])
     manager.free(d)
     c = Request("c", range(20))
-    manager.step(new=[c])  # hits e's block 0 and d's block 1, which derives from the failed block
+    # The request hits e's block 0 and d's block 1, which was computed from the failed block.
+    manager.step(new=[c])
     assert manager.invalidate([failed]) == {"c": 0, "e": 0}
     assert manager.pool.num_cached == 0
 
@@ -405,7 +406,8 @@ def test_row_does_not_continue_inside_a_block_it_has_dropped():
     manager.step(new=[Admit(a, num_tokens=10)])
     aborted = manager.step([0], [10])
     manager.step([0], [10])
-    # The chunk reads nothing before token 10, but it writes tokens 10 and 11 to the block.
+    # The chunk attends to no token before token 10, but tokens 10 and 11 are written to a block
+    # that starts before it.
     assert manager.abort(aborted.step_id) == {"a": 0}
     manager.step([0], [12])
     assert 0 not in manager.block_ids(a, 1).tolist()[2:]
@@ -415,7 +417,8 @@ def test_drafts_of_the_last_step_are_lost_with_the_failed_block():
     manager = make(num_blocks=30)
     a = Request("a", range(8))
     manager.step(new=[a])
-    manager.step([0], [6], token_ids=[8])  # token 8 and five drafts that are not decided yet
+    # The step computes token 8 and five drafts that are neither accepted nor rejected yet.
+    manager.step([0], [6], token_ids=[8])
     failed = int(manager.block_ids(a)[3])
     assert manager.invalidate([failed]) == {"a": 8}
     manager.step([0], [1])
@@ -448,7 +451,9 @@ def test_siblings_of_a_failed_block_stay_cached():
 
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 8)])
 def test_prompts_with_a_different_beginning_stay_cached(sizes):
-    """With one block size, the blocks before the failed block of the same prompt stay cached too."""
+    """If all groups have the same block size, the blocks before the failed block stay cached in its
+    own prompt, too.
+    """
     groups = [GroupSpec("full_attention", size) for size in sizes]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     prompts = [range(0, 17), range(100, 117)]
@@ -463,7 +468,9 @@ def test_prompts_with_a_different_beginning_stay_cached(sizes):
 
 
 def test_failed_block_invalidates_smaller_blocks_computed_from_it():
-    """The block covers two blocks of the other group, whose hash chain does not lead to it."""
+    """The failed block covers two blocks of the other group, but is not part of that group's hash
+    chain.
+    """
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     request = Request("a", range(17))
@@ -495,15 +502,17 @@ def test_row_without_its_window_restarts_from_the_cached_prefix():
     for _ in range(3):
         manager.step([0], [4])
     bad = int(manager.block_ids(request, 0)[2])
-    # Token 8 would read from 3 on. The row has dropped the first blocks of that window, but they
-    # are still cached.
+    # Token 8 would attend to tokens 3 and later. The row has dropped the first blocks of that
+    # window, but they are still cached.
     assert manager.invalidate([bad]) == {"a": 8}
     check_invariants(manager)
     assert manager.step([0], [4]).num_computed_tokens.tolist() == [8]
 
 
 def test_row_does_not_resume_at_a_shorter_hit_whose_blocks_were_not_loaded():
-    """The hit of 6 tokens ends at a chunk of 3, so it does not include the previous chunk."""
+    """The hit of 6 tokens ends at a 3-token chunk boundary, so it does not include the previous
+    chunk.
+    """
     groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 8, {"chunk_size": 3})]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0, hash_block_size=1)
     manager.step(new=[Request("a", range(7))])
@@ -531,13 +540,15 @@ def hybrid(**options):
 
 
 def cached_blocks(manager, request):
-    """Return the cached columns of the first group."""
+    """Return the columns of the first group whose blocks are cached."""
     found = manager.cache.find(manager.cache.hashes(request)).device
     return [block for block, page in enumerate(found.tolist()) if page > 0]
 
 
 def test_failed_state_invalidates_all_tokens_computed_with_it():
-    """The step computed blocks 2 to 4 from the state, whose own page belongs to the last block."""
+    """The step computed blocks 2 to 4 from the state. By the end of the step, the state's page
+    belongs to block 4.
+    """
     manager = hybrid()
     request = Request("a", range(24))
     plan = manager.step(new=[Admit(request, num_tokens=12, external=External(8))])
@@ -589,7 +600,7 @@ def test_a_failed_page_of_an_encoder_that_was_swapped_out_restarts_the_request()
 
 
 def test_a_failed_page_of_an_encoder_restarts_the_request():
-    """Found by a random run: the encoder's blocks were allocated a second time."""
+    """Found by a random run: the encoder's blocks were allocated twice."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
     manager = KVCacheManager.for_groups(groups, 20, 64, num_preallocate_tokens=0)
     request = Request("a", range(9), num_encoder_tokens=8)
@@ -616,7 +627,7 @@ def test_new_epoch_hides_cached_blocks_and_running_requests_cache_nothing():
 
 
 def test_rows_reused_after_a_new_epoch_are_cached():
-    """Found by a random run: unused rows had become stale as well."""
+    """Found by a random run: rows that were not in use had been marked as stale, too."""
     manager = make()
     a = Request("a", range(9))
     manager.step(new=[a])
@@ -738,7 +749,8 @@ def test_restarted_row_reads_the_cache_if_its_admission_allowed_it(own, of_call,
         ids, num_hit, _ = manager.cache.find_prefix(request, read_cache=of_call)
         assert num_hit == want
         manager.admit(Admit(request, num_tokens=12 - num_hit, read_cache=of_call), ids)
-    # Not identified by their hashes, which would also match other blocks.
+    # Evict the request's own blocks by id, because their hashes would also match the first
+    # request's blocks.
     manager.cache.evict(manager.block_ids(request)[want // 4 :])
     affected = manager.invalidate(manager.block_ids(request)[want // 4 :])
     assert affected == {"r": want}

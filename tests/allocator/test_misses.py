@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests for the reasons of misses (`explain_misses`)."""
+"""Tests for the reasons of cache misses (`explain_misses`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BLOCK = 4
 
 @dataclass
 class Oracle:
-    """Knows everything that ever happened to a cache, from its events."""
+    """Records the whole history of a cache from its events."""
 
     manager: KVCacheManager
     cached: dict[str, set[bytes]] = field(default_factory=lambda: {"gpu": set(), "cpu": set()})
-    left: dict[bytes, str] = field(default_factory=dict)  # why each block last left
+    left: dict[bytes, str] = field(default_factory=dict)  # why each block last left the cache
     seen: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
 
@@ -46,9 +46,11 @@ class Oracle:
         return [bytes(each) for each in self.manager.cache.hashes(request)]
 
     def expected(self, request: Request, num_hit: int) -> dict[str, int]:
-        """The missed tokens of a request that is about to be admitted, by reason."""
+        """Return the expected missed tokens, keyed by reason, of a request that is about to be
+        admitted.
+        """
         tokens, blocks = request.token_ids.tolist(), self.hashes(request)
-        last = (len(tokens) - 1) // BLOCK  # blocks that a hit can include
+        last = (len(tokens) - 1) // BLOCK  # number of blocks that a hit can include
         first = num_hit // BLOCK
         gone = [
             i for i in range(first, last) if self.is_cached(blocks[i]) or blocks[i] in self.left
@@ -93,10 +95,11 @@ def test_miss_reasons_match_an_oracle_that_records_every_event(seed: int) -> Non
     manager.cache.set_now(0)
     oracle, total = Oracle(manager), dict.fromkeys(MISS_REASONS, 0)
     texts = [[draw.randrange(1000) for _ in range(200)] for _ in range(3)]
-    left: dict[str, int] = {}  # tokens to compute, by running request
+    left: dict[str, int] = {}  # number of tokens left to compute, keyed by running request
     for i in range(150):
         manager.cache.set_now(i)
-        if left and draw.random() < 0.6:  # a chunk of a running prompt, or its end
+        # Compute a chunk of a running prompt, or finish the request.
+        if left and draw.random() < 0.6:
             request = oracle.running[draw.randrange(len(oracle.running))]
             if left[request.request_id] == 0:
                 manager.free(request)
@@ -135,7 +138,8 @@ def test_miss_reasons_match_an_oracle_that_records_every_event(seed: int) -> Non
         report = manager.cache.explain(request)
         found = {reason: report.missed_tokens.get(reason, 0) for reason in MISS_REASONS}
         assert found == expected
-        assert before.missed_tokens == report.missed_tokens  # the same before the admission
+        # `explain` gives the same result before the admission
+        assert before.missed_tokens == report.missed_tokens
         assert sum(found.values()) == report.num_tokens - report.hit_tokens == len(tokens) - num_hit
         for reason, count in expected.items():
             total[reason] += count
@@ -165,7 +169,7 @@ def test_requests_that_do_not_read_the_cache_are_reported_but_not_counted() -> N
     report = _explained(manager, Admit(Request("b", range(20)), read_cache=False))
     assert report.missed_tokens == {"not_read": 20}
     assert manager.cache.stats.missed_tokens["not_read"] == 0
-    assert sum(manager.cache.stats.missed_tokens.values()) == 20  # those of request a
+    assert sum(manager.cache.stats.missed_tokens.values()) == 20  # the counts of request a
 
 
 def test_without_caching_all_tokens_are_reported_as_not_read() -> None:
@@ -212,13 +216,15 @@ def test_tokens_after_an_uncached_window_are_reported_as_boundary() -> None:
     manager.step(new=[Request("a", range(60))])
     report = _explained(manager, Request("b", [*range(40), *range(100, 120)]))
     assert report.missed_tokens == {"boundary": 40, "new": 16, "tail": 4}
-    # The window at the end of the shared prefix is retained from now on.
+    # From now on, the window at the end of the shared prefix is retained.
     report = _explained(manager, Request("c", [*range(40), *range(200, 220)]))
     assert (report.hit_tokens, report.missed_tokens) == (40, {"new": 16, "tail": 4})
 
 
 def test_cached_blocks_beyond_a_hit_are_not_reported_as_evicted() -> None:
-    """A drafter recomputes a block, and groups with other block sizes have shorter hits."""
+    """Hits are shorter than the cached prefix because a drafter recomputes a block, or because
+    block sizes differ between groups.
+    """
     drafting = [GroupSpec("full_attention", BLOCK, drafts=True)]
     sizes = [GroupSpec("full_attention", 2 * BLOCK), GroupSpec("full_attention", BLOCK)]
     for groups, num_tokens, expected in ((drafting, 16, (12, 4)), (sizes, 14, (8, 4))):
@@ -250,7 +256,8 @@ def test_an_image_later_in_the_prompt_does_not_change_the_reason_before_it() -> 
     manager.step(new=[Admit(a, 8)])
     report = manager.cache.explain(b)
     assert report.missed_tokens["in_flight"] == 40
-    assert report.missed_tokens["other_keys"] == 8  # the block of the image and the one after it
+    # These tokens are in the block that contains the image and in the block after it.
+    assert report.missed_tokens["other_keys"] == 8
 
 
 def test_generated_tokens_count_as_equal() -> None:

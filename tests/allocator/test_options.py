@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manager's options: the dataclass, the arguments named after its fields, and the native
+"""A manager's options: the dataclass, the keyword arguments named after its fields, and the native
 structure.
 """
 
@@ -220,7 +220,7 @@ def test_prefault_commits_the_memory_of_all_pools(num_host_blocks):
 
 
 def test_pools_beyond_half_of_the_available_memory_are_not_committed():
-    """Otherwise, the system would end the process."""
+    """Committing them could make the system kill the process."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (kib,) = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     manager = KVCacheManager(16, 700 * kib // 96, 2**20)
@@ -230,7 +230,9 @@ def test_pools_beyond_half_of_the_available_memory_are_not_committed():
 
 
 def test_the_first_call_touches_no_new_memory_of_a_prefaulted_pool():
-    """Counts the page faults of an admission: thousands of pages hold the blocks of a million."""
+    """Counts page faults during an admission. Without prefaulting, a million tokens would touch
+    thousands of new memory pages.
+    """
 
     def num_faults(prefault):
         manager = KVCacheManager(1, 1_000_001, 2**20, prefault=prefault, num_preallocate_tokens=0)

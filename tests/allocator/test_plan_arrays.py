@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of a plan are created on first access, and their values do not depend on the time of
-that access.
+"""A plan's arrays are created on first access, and their values do not depend on when that access
+happens.
 """
 
 import copy
@@ -29,8 +29,8 @@ CHANGES = [
 
 
 def plan_with_everything() -> StepPlan:
-    """Return a plan for two groups and a host tier: a row swapped in, a row swapped out, a new
-    request, a fork's copy.
+    """Return a plan for two groups and a host tier that includes a swapped-in row, a swapped-out
+    row, a new request and the copy of a fork.
     """
     groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 4, {"window": 8})]
     manager = KVCacheManager.for_groups(
@@ -145,12 +145,14 @@ def test_fields_may_be_set():
     plan = plan_with_everything()
     assert len(plan_with_everything().copy)
     plan.copy = NO_PAIRS
-    assert len(plan.swap_in)  # creates every array that has not been set
+    assert len(plan.swap_in)  # creates every array that was not set explicitly
     assert plan.copy is NO_PAIRS
 
 
 def state_after(manager: KVCacheManager) -> list:
-    """Return what determines the manager's later behavior: the ids it allocates, in order."""
+    """Return values that reveal the manager's state: its counts, and the block ids that it
+    allocates next, in order.
+    """
     check_invariants(manager)
     answers = [manager.pool.num_free, manager.pool.num_cached]
     plan = manager.step(new=[Request("next", range(500, 570))])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions over the tokens of many requests."""
+"""Functions that process the tokens of many requests in one call."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent states with speculative blocks: drafts can be rejected without copying a state."""
+"""Recurrent groups with speculative blocks, which allow drafts to be rejected without copying a
+state.
+"""
 
 import numpy as np
 import pytest
@@ -30,9 +32,9 @@ def states(block_size=4, num_speculative_blocks=3):
 
 
 def start(manager, num_tokens=6):
-    """Start a request with three drafts after its first sampled token.
+    """Start a request whose second step computes a sampled token and three drafts.
 
-    Return it and its state pages.
+    Return the request and its state pages.
     """
     request = Request("a", range(num_tokens))
     manager.step(new=[request])
@@ -53,10 +55,10 @@ def test_accepted_drafts_swap_pages_without_copies():
     assert len(plan.copy) == len(plan.zero) == 0
     assert plan.replace[1].tolist() == [[0, 0, pages[1]], [0, 1, pages[0]]]
     assert manager.block_ids(request, 1).tolist() == [pages[1], pages[0], *pages[2:]]
-    # All rejected: the state stays in its page, and the table is unchanged.
+    # If all drafts are rejected, the state stays in its page, and the table is unchanged.
     plan = manager.step([0], [4], token_ids=[61], num_rejected_tokens=[3])
     assert plan.num_computed_tokens.tolist() == [9] and len(plan.replace[1]) == 0
-    # All accepted.
+    # All drafts are accepted.
     ids = manager.block_ids(request, 1).tolist()
     plan = manager.step([0], [1], token_ids=[62, 63, 64, 65], num_token_ids=[4])
     assert plan.num_computed_tokens.tolist() == [13]
@@ -85,7 +87,7 @@ def test_more_drafts_than_pages_are_rejected_by_name():
         with pytest.raises(ValueError, match=expected):
             wrong()
     assert request.num_tokens == manager.num_computed_tokens(request) == 6
-    # Two known tokens and three drafts.
+    # The step computes two known tokens and three drafts.
     plan = manager.step([0], [5], token_ids=[6, 7], num_token_ids=[2])
     assert plan.num_tokens.tolist() == [5]
     assert [len(manager.block_ids(request, g)) for g in (1, 2)] == [1 + 4, 4]
@@ -121,7 +123,7 @@ def test_boundary_passed_by_accepted_drafts_is_a_hit():
     manager = manager_of(FULL, states())
     request, pages = start(manager)  # states after 7, 8, 9 and 10 tokens
     assert pages[:1] == [0] and hit_length(manager, range(20)) == 0
-    assert manager.pool.num_cached == 1  # the first token block only; no draft is cached
+    assert manager.pool.num_cached == 1  # only the first block of tokens; drafts are never cached
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
     assert len(plan.copy) == 0
     probe = Request("probe", [*range(9), 60])
@@ -129,7 +131,7 @@ def test_boundary_passed_by_accepted_drafts_is_a_hit():
     assert num_hit == 8 and found.tolist() == [0, pages[2]]
     now = manager.block_ids(request, 1).tolist()
     assert now[:2] == [0, 0] and now[2] == pages[3] and pages[2] not in now
-    assert len(now) == 2 + 4  # another page replaces the cached one
+    assert len(now) == 2 + 4  # a new page replaces the cached one
 
 
 def test_boundary_passed_by_rejected_drafts_is_not_a_hit():
@@ -143,7 +145,7 @@ def test_boundary_passed_by_rejected_drafts_is_not_a_hit():
     (_, found), num_hit, _ = manager.cache.find_prefix(probe)
     assert num_hit == 8 and found.tolist() == [0, pages[1]]
     plan = manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
-    assert plan.copy[:, 0].tolist() == [pages[1]]  # the page that the state leaves
+    assert plan.copy[:, 0].tolist() == [pages[1]]  # the page in which the state was cached
     assert hit_length(manager, [*range(7), 60, 61]) == 8
     check_invariants(manager)
 
@@ -160,7 +162,7 @@ def test_each_accepted_draft_stores_a_state_with_blocks_of_one_token():
     manager = manager_of(GroupSpec("full_attention", 1), states(1))
     request, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
-    assert plan.copy[:, 0].tolist() == [pages[8]]  # the current state stays cached in its page, too
+    assert plan.copy[:, 0].tolist() == [pages[8]]  # the copied state stays cached in its page, too
     assert [hit_length(manager, range(n + 1)) for n in (6, 7, 8, 9)] == [6, 7, 8, 9]
     assert len(manager.block_ids(request, 1)) == 9 + 1 + 3
     assert make_kind("recurrent", {"num_speculative_blocks": 3}).max_pages(64, 8, 1) == 8
@@ -202,7 +204,7 @@ def test_fork_starts_with_only_the_accepted_state():
         manager.reject_tokens(parent, 1)
     plan = manager.step([row, 0], [4, 4], token_ids=[9], num_token_ids=[0, 1])
     first = manager.block_ids(child, 1).tolist()
-    # The state of the row, and three more pages.
+    # The row has one page for its state and three more for drafts.
     assert plan.copy[:, 0].tolist()[-1] == pages[2] and len(first) == 4
     assert not set(first) & set(manager.block_ids(parent, 1).tolist())
     check_invariants(manager)
@@ -219,7 +221,8 @@ def test_swap_out_moves_only_the_state_and_no_draft_pages():
         manager.step([0], [1], num_rejected_tokens=[1])
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3])
     assert plan.num_computed_tokens.tolist() == [9]
-    assert len(manager.block_ids(request, 1)) == 4  # one page is swapped in, three are new
+    # One page is swapped in, and three are newly allocated.
+    assert len(manager.block_ids(request, 1)) == 4
     manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
     check_invariants(manager)
 
@@ -277,7 +280,7 @@ def test_pages_for_drafts_are_planned_and_requested():
     assert [pages for pages, _ in sizes] == [4 + 2, 4 + 5]
     assert [round(most, 1) for _, most in sizes] == [170.5, 113.7]
 
-    manager = manager_of(FULL, states(16), num_blocks=7)  # two token blocks, and the state
+    manager = manager_of(FULL, states(16), num_blocks=7)  # two blocks of tokens, and one state page
     request = Request("a", range(8))
     assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
     assert (
@@ -334,9 +337,7 @@ def test_the_number_of_pages_for_drafts_is_checked(num_blocks, expected):
 
 
 def test_random_rejections_continue_from_the_right_state():
-    """Simulates a worker's memory, in which the state after a token is the sum of all tokens so
-    far.
-    """
+    """Simulates a worker in which the state after a token is the sum of all tokens so far."""
     layers = [LayerSpec("full", "full_attention", 4, 1, 8)]
     options = {"num_speculative_blocks": 2}
     layers += [
@@ -390,9 +391,9 @@ def test_random_rejections_continue_from_the_right_state():
 
 
 def test_pages_of_earlier_drafts_are_released_for_a_block():
-    """The row uses 7 pages: 3 blocks, the state, and 3 draft pages.
+    """The row fills the pool with 7 pages: 3 blocks, the state, and 3 draft pages.
 
-    The fourth block takes one of the draft pages.
+    The fourth block is allocated one of the draft pages.
     """
     manager, request = manager_of(FULL, states(16), num_blocks=8), Request("a", range(8))
     manager.step(new=[request])
@@ -422,16 +423,17 @@ def test_states_passed_by_drafts_are_kept_if_there_is_space(num_blocks, num_hit)
     manager.step([0], [4], token_ids=[6])
     plan = manager.step([0], [4], token_ids=[7, 8, 9, 10], num_token_ids=[4])
     assert plan.status.tolist() == [Status.SERVED]
-    assert len(plan.copy) == (num_hit > 0)  # copied to a new page if there is room, else in place
+    # The state is copied if a page is free, and is otherwise updated in place.
+    assert len(plan.copy) == (num_hit > 0)
     assert len(manager.block_ids(request, 1)) == 10 + 4
     assert hit_length(manager, range(12)) == num_hit
     check_invariants(manager)
 
 
 def test_overwritten_state_page_is_no_longer_found():
-    """The row uses 7 pages: full blocks, and the states after 8 to 11 tokens.
+    """The row fills the pool with 7 pages: full blocks of tokens, and the states after 8 to 11 tokens.
 
-    A draft's state overwrites the state after 8.
+    The state of a draft overwrites the state after 8 tokens.
     """
     groups = [GroupSpec("full_attention", 4), states(4)]
     manager = manager_of(*groups, num_blocks=8)
@@ -446,7 +448,7 @@ def test_overwritten_state_page_is_no_longer_found():
 
 
 def test_row_continues_where_it_overwrote_a_cached_state():
-    """States every 2 tokens.
+    """A block has 2 tokens, so a state can be cached after every 2 tokens.
 
     Pages that drafts have passed are published and then reused for the next drafts.
     """

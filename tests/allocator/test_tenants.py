@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tenants that do not trust each other. Tests every verifiable sentence of docs/security.md."""
+"""Two tenants that do not trust each other. These tests cover every verifiable sentence of
+docs/security.md.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def make(groups, num_blocks=60, **options):
 
 
 def run(manager, name, salt, tokens=TOKENS):
-    """Run a request to its end, in steps of 8 tokens."""
+    """Run a request to completion in steps of 8 tokens."""
     request = Request(name, tokens, cache_salt=salt)
     plan = manager.step(new=[Admit(request, num_tokens=8)])
     row = plan.rows[0]
@@ -163,7 +165,7 @@ def test_only_documented_modules_listen_and_none_unpickle_or_create_temporary_fi
         *(REPO / "kvcache/server").glob("*.py"),
         *(REPO / "kvcache/router_events").glob("*.py"),
         *(REPO / "kvcache/transfer/transport").glob("*.py"),
-        # Connects to a server; Mooncake's client listens.
+        # The module itself only connects to a server, but Mooncake's client listens.
         REPO / "kvcache/sources/store/mooncake.py",
     }
     modules = {
@@ -178,7 +180,8 @@ def test_only_documented_modules_listen_and_none_unpickle_or_create_temporary_fi
         "shelve",
     }
     calls = {"eval", "exec"}
-    clients = {REPO / "kvcache/sources/disaggregation/prefill.py"}  # HTTP clients, which connect
+    # HTTP clients, which connect but do not listen
+    clients = {REPO / "kvcache/sources/disaggregation/prefill.py"}
     for path in (REPO / "kvcache").rglob("*.py"):
         forbidden = modules - of_listeners if path in listeners else modules
         if path in clients:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tiers: swapped rows, cached blocks on the host, pins, and eviction policies by name."""
+"""A device tier and a host tier: swapped rows, cached blocks on the host, pins, and eviction
+policies selected by name.
+"""
 
 import numpy as np
 import pytest
@@ -45,16 +47,18 @@ class Engine:
         return request, self.step(new=[Admit(request, **options)])
 
     def run(self, name, tokens):
-        """Admit a request, run it to its end, and return its plan."""
+        """Admit a request, run it to completion, and return the plan that admitted it."""
         request, plan = self.admit(name, tokens)
         self.manager.free(request)
         return plan
 
 
 def test_only_blocks_expected_to_be_reused_are_written():
-    """The class of one prompt has been reused, and that of the other prompt never."""
+    """Prompts of the first prompt's class have been reused, and those of the second prompt's class
+    never.
+    """
     reached, used = np.zeros((298, 26)), np.zeros((298, 26))
-    # Classes for answers shorter than 100 tokens, and for longer ones.
+    # Class 0 has answers shorter than 100 tokens, and class 1 has longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
     learned = dict.fromkeys(("eviction", "host_eviction", "host_write"), "learned")
@@ -78,7 +82,8 @@ def test_evicted_blocks_are_hit_on_the_host():
     engine = Engine()
     engine.run("a", range(16))  # blocks 1 to 4
     plan = engine.run("b", range(100, 116))
-    assert plan.swap_out.tolist() == [[4, 1], [3, 2], [2, 3]]  # tails first; block 5 was empty
+    # The last blocks are evicted first; block 5 was never filled.
+    assert plan.swap_out.tolist() == [[4, 1], [3, 2], [2, 3]]
     assert engine.manager.host_pool.num_cached == 3
     request, plan = engine.admit("a2", range(16))
     assert plan.num_computed_tokens.tolist() == [12]
@@ -111,7 +116,7 @@ def test_loaded_blocks_become_hits_for_others_after_the_report():
 
 
 def test_host_page_is_not_reused_while_it_is_read():
-    manager = make(num_blocks=6, num_host_blocks=4)  # 3 pages
+    manager = make(num_blocks=6, num_host_blocks=4)  # the host tier has 3 usable pages
     for name, start in (("a", 0), ("b", 100)):
         request = Request(name, range(start, start + 16))
         plan = manager.step(new=[request])
@@ -135,8 +140,8 @@ def test_host_page_is_not_reused_while_it_is_read():
 
 
 def test_hit_prefers_device_blocks_individually():
-    """Found by a random run: a block in both tiers was loaded from the host if the blocks before it
-    were on the host only.
+    """Found by a random run: a block cached on both tiers was loaded from the host if the blocks
+    before it were cached only on the host.
     """
     engine = Engine(num_blocks=8)
     engine.run("a", range(13))
@@ -170,7 +175,7 @@ def test_caller_may_decline_host_hits():
 def test_write_through_writes_in_the_next_plan():
     engine = Engine(host_write="through")
     assert len(engine.run("a", range(9)).swap_out) == 0
-    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]  # tails first
+    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]  # the last blocks are written first
     assert len(engine.step().swap_out) == 0
     assert engine.manager.cache.stats.host.written_blocks == 2
 
@@ -340,7 +345,7 @@ def test_blocks_of_a_swapped_out_row_are_available_in_the_same_step():
     request, _ = engine.admit("a", range(12))
     other = Request("b", range(100, 116))
     plan = engine.step(swap_out=[0], new=[other])
-    assert plan.rows.tolist() == [0, 1]  # leaving rows first, then new requests
+    assert plan.rows.tolist() == [0, 1]  # rows to swap out come first, then new requests
     assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
     assert set(plan.swap_out[:, 0]) <= set(plan.append_ids[0])
     assert engine.step([0], [1]).status.tolist() == [Status.WAIT]
@@ -370,7 +375,8 @@ def test_shared_blocks_are_swapped_once():
     plan = engine.step(swap_out=[0, 1])
     assert len(plan.swap_out) == 3
     plan = engine.step([0, 1], [1, 1])
-    # Full blocks are shared again. The block that both rows write to is loaded for each.
+    # Full blocks are shared again. The partial block is loaded once per row, because both rows
+    # write to it.
     assert len(plan.swap_in) == 4
     assert manager.block_ids(parent).tolist()[:2] == manager.block_ids(child).tolist()[:2]
     assert manager.block_ids(parent)[2] != manager.block_ids(child)[2]
@@ -459,7 +465,7 @@ def test_rows_depending_on_an_invalid_page_are_found_after_its_swap_out():
 
 
 def test_blocks_of_a_freed_row_swapped_in_from_an_invalid_page_are_found():
-    """Found by a random run of the contents simulation: its blocks had no hash when they were
+    """Found by a random run of the contents simulation: the row's blocks had no hash when they were
     released.
     """
     manager = make(num_blocks=9)
@@ -467,7 +473,7 @@ def test_blocks_of_a_freed_row_swapped_in_from_an_invalid_page_are_found():
     manager.step(new=[request])
     plan = manager.step(swap_out=[0])
     page = plan.swap_out[1, 1]
-    manager.step([0], [1], token_ids=[7])  # fills the loaded block
+    manager.step([0], [1], token_ids=[7])  # the step fills the block that was swapped in
     manager.free(request)
     probe = Request("probe", range(9))
     assert manager.cache.cached_tokens(probe).on_device == 8
@@ -477,7 +483,7 @@ def test_blocks_of_a_freed_row_swapped_in_from_an_invalid_page_are_found():
 
 
 def test_blocks_without_hashes_of_a_freed_row_are_found_by_a_later_invalidation():
-    """Found by a random run of the contents simulation: its blocks were no longer recorded
+    """Found by a random run of the contents simulation: the row's blocks were no longer recorded
     anywhere.
     """
     manager = make(num_blocks=12)
@@ -669,11 +675,12 @@ def test_no_block_is_written_to_the_host_twice():
     engine.admit("b", range(100, 120))
     ids = list(range(200, 220))
     plan = engine.step([1], [20], token_ids=ids, num_token_ids=[20], swap_out=[0])
-    assert len(plan.swap_out) == 5  # takes the swapped-out row's blocks in the same step
+    assert len(plan.swap_out) == 5  # the step also reallocates the swapped-out row's blocks
     through = Engine(num_blocks=11, num_host_blocks=60, host_write="through")
     through.admit("a", range(16))
     assert len(through.step().swap_out) == 4
-    assert len(through.step(swap_out=[0]).swap_out) == 0  # the host already has them
+    # The blocks were already written to the host.
+    assert len(through.step(swap_out=[0]).swap_out) == 0
     assert len(through.step([0], [1]).swap_in) == 4
 
 
@@ -700,7 +707,7 @@ def test_fences_during_a_swap_end_with_their_own_steps():
         num_blocks=30, groups=[GroupSpec("sliding_window", 4, {"window": 5})], fence_frees=True
     )
     manager.step(new=[Request("a", range(16)), Request("b", range(100, 108))])
-    # Fences hold two blocks until step 1, and three until step 0.
+    # Two blocks are fenced until step 1 is reported, and three until step 0 is reported.
     manager.step([0], [1], swap_out=[1])
     assert manager.pool.num_fenced == 5
     manager.report(StepReport(0, completed=True))
@@ -769,10 +776,10 @@ def test_pinned_blocks_are_evicted_only_if_nothing_else_is_left():
     probe = Request("probe", range(9))
     assert manager.cache.cached_tokens(probe).on_device == 8
     assert manager.cache.stats.num_pins_broken == 0
-    large = Request("large", range(900, 932))  # takes all blocks
+    large = Request("large", range(900, 932))  # needs all blocks of the pool
     assert manager.step(new=[large]).status.tolist() == [Status.SERVED]
     assert manager.cache.stats.num_pins_broken == 2
-    assert manager.cache.unpin("session") == 2  # number of broken pins
+    assert manager.cache.unpin("session") == 2  # returns the number of broken pins
     assert manager.cache.unpin("nobody") == 0
     check_invariants(manager)
 
@@ -781,7 +788,8 @@ def test_pin_of_an_evicted_block_does_not_affect_other_sessions():
     manager = KVCacheManager(4, 3, 64, num_preallocate_tokens=0)
     requests = [Request(name, range(8)) for name in ("chat", "again")]
     ids = []
-    for request in requests:  # the same tokens in the same blocks, which are evicted in between
+    # Both requests use the same tokens and blocks, with an eviction in between.
+    for request in requests:
         manager.step(new=[request])
         ids.append(manager.block_ids(request).tolist())
         manager.free(request)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of `would_fit` are correct: random requests run to their end alone in an empty
-manager.
+"""Checks the results of `would_fit` by running random requests to completion, each alone in an
+empty manager.
 """
 
 import pytest
@@ -22,7 +22,7 @@ NO_BUFFERS = [
 def test_request_that_fits_only_without_its_hit_is_served():
     """The pool has 4 pages. A hit of 4 tokens would need 3 blocks and 2 states.
 
-    Without it, one state suffices.
+    Without the hit, it needs 3 blocks and only one state.
     """
     manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=5)
     first, request = Request("a", range(4)), Request("b", range(12))
@@ -31,7 +31,7 @@ def test_request_that_fits_only_without_its_hit_is_served():
     assert manager.cache.find_prefix(request).num_tokens == 4
     assert manager.would_fit(request) == Status.SERVED
     assert manager.would_fit(request, whole=True) == Status.SERVED
-    # The second chunk's state stays in its page.
+    # The second chunk updates the state in place.
     assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
     plan = manager.step(new=[request])
     assert plan.status.tolist() == [Status.SERVED]
@@ -43,7 +43,8 @@ def test_request_that_fits_only_without_its_hit_is_served():
 def test_request_waits_if_its_partial_hit_fits_later():
     """The pool has 8 pages.
 
-    From 46 tokens, the request needs 5 blocks and 2 copy sources. From 24 tokens, it needs 10.
+    With its hit of 46 tokens, the request needs 5 blocks and 2 copy sources. With a hit of 24
+    tokens, it would need 10 blocks.
     """
     manager = manager_of(
         GroupSpec("sliding_window", 8, {"window": 6}),
@@ -64,7 +65,7 @@ def test_request_waits_if_its_partial_hit_fits_later():
 
 
 def run(manager: KVCacheManager, request: Request, chunk: int) -> list[int]:
-    """Return the statuses of a request that is served alone in chunks."""
+    """Serve a request alone, in chunks, and return the status of each step."""
     plan = manager.step(new=[Admit(request, num_tokens=chunk)])
     statuses = plan.status.tolist()
     while statuses[-1] == Status.SERVED:
@@ -117,7 +118,9 @@ def test_would_fit_of_a_whole_prompt_is_correct(first):
     [(GroupSpec("sliding_window", 4, {"window": 4}), 6), (GroupSpec("recurrent", 4), 5)],
 )
 def test_whole_prompt_fits_if_later_chunks_release_the_hit(other, num_free):
-    """A hit of 8 of 16 tokens. Its window block and state are free again for the last chunk."""
+    """The hit covers 8 of 16 tokens. Its window block or state is released before the last chunk
+    needs the page.
+    """
     manager = manager_of(GroupSpec("full_attention", 4), other, num_blocks=num_free + 1)
     first, request = Request("a", range(8)), Request("b", range(16))
     manager.step(new=[first])
@@ -129,8 +132,8 @@ def test_whole_prompt_fits_if_later_chunks_release_the_hit(other, num_free):
 
 
 def test_state_continues_in_its_page_if_there_is_no_other():
-    """There are 3 pages for 2 blocks and a state, which is at the end of the first block and no longer
-    cached.
+    """The pool has 3 pages, for 2 blocks and one state. The state at the end of the first block is
+    updated in place and is no longer cached.
     """
     manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=4)
     request = Request("a", range(4))

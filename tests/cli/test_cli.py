@@ -36,7 +36,7 @@ def trace(tmp_path):
 
 
 def run_json(capsys, *argv) -> dict:
-    """Run a replay and return its JSON object, the only output on stdout."""
+    """Run a replay and return its JSON object. Nothing else may be printed to stdout."""
     assert main(["replay", *argv, "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -266,7 +266,8 @@ def test_requests_of_the_published_trace_verify_with_a_window(capsys, num_reques
 def test_invalid_groups_print_one_line(capsys, groups, says):
     error = error_of(capsys, "replay", "--groups", groups, "--json")
     assert error.startswith("kvcache: --groups has ") and says in error
-    own = re.sub(r"\btest_\w+, |, test_\w+", "", error)  # without kinds that other tests registered
+    # Ignore the kinds registered by other tests.
+    own = re.sub(r"\btest_\w+, |, test_\w+", "", error)
     assert len(own) < 400
 
 
@@ -471,8 +472,8 @@ def test_invalid_policies_and_host_tiers_print_one_line(capsys, argv, says):
 
 
 def write_nothing(verifier, span):
-    """Stand in for `KVVerifier.write`, but clear the pages, which may hold data of an earlier
-    replay.
+    """Replace `KVVerifier.write`: clear the pages instead, because they may contain data from an
+    earlier replay.
     """
     verifier.storage.pages.layer(0).zero_()
 
@@ -535,7 +536,9 @@ def test_doctor_lists_missing_packages(capsys, monkeypatch):
 
 
 def error_of(capsys, *argv, code=2) -> str:
-    """Return the single stderr line of a command that fails with this code and prints nothing else."""
+    """Run a command that must fail with this exit code and print a single line to stderr. Return
+    the line.
+    """
     assert main(list(argv)) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -663,7 +666,9 @@ def test_tables_fit_narrow_terminals(capsys, monkeypatch, trace, width):
         assert "…" not in out and max(map(len, out.splitlines())) <= int(width)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root can read all files"
+)
 def test_unreadable_trace_prints_one_line(capsys, trace):
     os.chmod(trace, 0)
     assert "expected a readable file" in error_of(capsys, "replay", trace, "--json")
@@ -763,7 +768,7 @@ def test_closed_or_full_stderr_affects_neither_stdout_nor_exit_code():
 
 
 def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of a command with shell redirection."""
+    """Run a command with shell redirection. Return its exit code, stdout and stderr."""
     command = shlex.join([sys.executable, "-m", "kvcache", *argv])
     done = subprocess.run(
         ["sh", "-c", f"{command} {redirection}"],
@@ -781,7 +786,7 @@ def test_progress_bar_appears_only_on_a_terminal_without_json(trace):
 
 
 def terminal_output(*argv) -> str:
-    """Return the stderr of a successful command on a terminal."""
+    """Run a command on a terminal. It must succeed. Return its stderr."""
     terminal, stderr = os.openpty()
     command = [sys.executable, "-m", "kvcache", *argv]
     environment = {**os.environ, "TERM": "xterm"}
@@ -803,17 +808,17 @@ def test_interrupt_exits_quietly(tmp_path):
     fifo = tmp_path / "endless.jsonl"
     os.mkfifo(fifo)
     process = spawn("replay", str(fifo), "--json")
-    with open(fifo, "w") as trace:  # returns once the reader has opened the fifo
+    with open(fifo, "w") as trace:  # opening the FIFO blocks until the reader has opened it
         trace.write(json.dumps(LINE) + "\n")
         trace.flush()
-        wait_until_asleep(process.pid)  # it has read the line and waits for more
+        wait_until_asleep(process.pid)  # the process has read the line and waits for more
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "")
 
 
 def wait_until_asleep(pid: int, timeout_s: float = 60.0) -> None:
-    """Wait until a process has used no CPU for half a second."""
+    """Wait until a process has used no CPU time for half a second."""
     deadline, last, quiet = time.monotonic() + timeout_s, None, 0
     while quiet < 10:
         assert time.monotonic() < deadline, f"process {pid} does not become idle"

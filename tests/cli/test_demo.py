@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers")  # skip before importing modules that need transformers
+# Skip the file before it imports modules that need transformers.
+pytest.importorskip("transformers")
 
 from kvcache.cli import main
 from tests.machinery.dense_models import dense
@@ -87,14 +88,14 @@ def test_progress_fits_the_terminal_and_prints_no_warning(width):
     try:
         while chunk := os.read(terminal, 1 << 16):
             chunks.append(chunk)
-    except OSError:  # the end of a terminal
+    except OSError:  # this process's end of the pseudoterminal
         pass
     os.close(terminal)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode(errors="replace"))
     frames = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     assert process.wait(60) == 0
     tasks = {"loading", "serving", "comparing"}
-    assert all(tasks & set(frame.split()[:2]) for frame in frames)  # no line is a warning
+    assert all(tasks & set(frame.split()[:2]) for frame in frames)  # no warning was printed
     assert any("loading bamba" in frame for frame in frames)
     assert max(map(len, frames)) <= int(width)
 

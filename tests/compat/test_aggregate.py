@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging the reports of all workers: known examples, and random steps compared with a model."""
+"""Merges the reports of all workers, for known examples and for random steps that are compared with
+a reference model.
+"""
 
 import copy
 import random
@@ -19,7 +21,7 @@ from tests.machinery.shared import sampled
 
 
 class Output(SimpleNamespace):
-    """An engine's output class."""
+    """The output class of an engine."""
 
 
 class EmptyOutput(Output):
@@ -43,7 +45,7 @@ class Stats:
 
 
 class OtherStats(Stats):
-    """Statistics that are modified in place and return nothing."""
+    """Statistics whose `aggregate` modifies them in place and returns None."""
 
     def aggregate(self, other):
         self.counts += other.counts
@@ -152,8 +154,8 @@ def test_expected_count_comes_from_the_connector_or_the_world_size(count, expect
 def test_changed_count_applies_to_requests_reported_afterwards_in_worker_order():
     aggregator = KVOutputAggregator(3)
     aggregator.aggregate([sending("old"), output(), output()])
-    # "early" is first reported before worker 1 changes the count. Worker 1 reports "late" after the
-    # change.
+    # Worker 0 reports "early" before worker 1 changes the count. Worker 1 reports "late" together
+    # with the change, which therefore applies to "late" only.
     outputs = [
         sending("early"),
         sending("late", expected_finished_count=2),
@@ -202,7 +204,9 @@ def test_statistics_are_summed_by_type():
 
 
 class MultiStats:
-    """Statistics by connector. Adopts the statistics of unknown connectors."""
+    """Statistics keyed by connector. `aggregate` adds the entries of connectors that it has not
+    seen yet without copying them.
+    """
 
     def __init__(self, **data):
         self.data = data
@@ -265,7 +269,9 @@ def removed(first):
 
 
 def test_cache_events_of_all_workers_are_combined_and_counted():
-    """Equal events are different objects, because each worker's events arrive through its own pipe."""
+    """Equal events are distinct objects, because each worker sends its events through a separate
+    pipe.
+    """
     own = [
         [stored(1), stored(2), removed(1), AllBlocksCleared()],
         KVCacheEvents([stored(2), removed(1), stored(3)]),
@@ -325,7 +331,7 @@ def test_missing_events_become_none():
 
 
 class CountedEvents:
-    """Events as in serving engines: a counter of events and a number of workers."""
+    """Events as represented in serving engines: a counter of events and the number of workers."""
 
     def __init__(self, *events):
         self.counter, self.workers = Counter(events), 1
@@ -380,7 +386,9 @@ def test_engine_reports_may_lack_fields():
 
 @dataclass
 class EngineReport:
-    """A report as in current engines: empty sets by default, and one additional attribute."""
+    """A report as in current engine versions: sets are empty by default, and there is one more
+    attribute.
+    """
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
@@ -410,8 +418,8 @@ def test_merged_report_has_engine_class_and_defaults():
     assert type(aggregator.aggregate(none).kv_connector_output) is KVConnectorOutput
     merged = aggregator.aggregate([engine(), engine()]).kv_connector_output
     assert merged == EngineReport(expected_finished_count=2) and merged.is_empty()
-    # As in the original, empty sets of ids become None, but invalid blocks and failures stay empty
-    # sets.
+    # As in the engine's aggregator, empty sets of finished ids become None, but empty sets of
+    # invalid blocks and failures remain sets.
     assert merged.finished_sending is None and merged.finished_recving is None
     assert merged.invalid_block_ids == set() and merged.failed_recving == set()
     merged.invalid_block_ids.add(3)
@@ -420,7 +428,9 @@ def test_merged_report_has_engine_class_and_defaults():
     none = [Output(kv_connector_output=None) for _ in range(2)]
     assert type(aggregator.aggregate(none).kv_connector_output) is EngineReport
     again = KVOutputAggregator(1).aggregate([Output(kv_connector_output=merged)])
-    assert again.kv_connector_output.invalid_block_ids == set(), "it can be merged once more"
+    assert again.kv_connector_output.invalid_block_ids == set(), (
+        "a merged report cannot be merged again"
+    )
 
 
 def test_failed_request_is_reported_after_all_workers_finish():
@@ -451,7 +461,8 @@ def test_late_failure_does_not_affect_reused_id():
             aggregator.begin_receiving("a")
         merged = aggregator.aggregate(copy.deepcopy(both)).kv_connector_output
         assert (merged.finished_recving, merged.failed_recving) == ({"a"}, want)
-    # A failure reported before all workers have finished belongs to the current use of the id.
+    # A failure that is reported before all workers have finished applies to the current use of the
+    # id.
     aggregator.begin_receiving("a")
     aggregator.aggregate(copy.deepcopy(late))
     assert aggregator.aggregate(both).kv_connector_output.failed_recving == {"a"}
@@ -571,14 +582,14 @@ class FrozenReport:
 
 @dataclass(slots=True)
 class OldReport:
-    """A report of an earlier engine version, with fewer attributes."""
+    """A report class from an earlier engine version, with fewer attributes."""
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
 
 
 class OwnReport:
-    """Not a dataclass; one attribute is a property."""
+    """A report class that is not a dataclass and has a property among its attributes."""
 
     def __init__(self, sending):
         self._sending = sending
@@ -642,7 +653,7 @@ def test_empty_output_of_output_rank_keeps_reports(empty):
     report = aggregator.aggregate(last).kv_connector_output
     assert report.finished_sending == {"a"} and report.invalid_block_ids == {5, 6}
     assert report.kv_connector_stats == Stats(bytes=3)
-    # The result is the same as if every worker had reported everything now.
+    # The result is the same as if every worker had made all of its reports in this step.
     assert report.kv_cache_events.get_number_of_workers() == 3
     assert report.kv_cache_events.get_common_events() == ["stored", "x"]
     assert report.expected_finished_count == 3
@@ -756,11 +767,13 @@ def test_expected_count_below_one_is_rejected(count):
 
 
 class Model:
-    """Remembers every report, and the pending parts that no output has returned."""
+    """The reference model: records every report and the pending results that no output has returned
+    yet.
+    """
 
     def __init__(self, expected):
         self.expected = expected
-        # id -> [number of reports wanted, reports so far]
+        # Maps each id to [number of reports expected, number of reports received].
         self.reports = {"sending": {}, "recving": {}}
         self.carry = {"sending": set(), "recving": set(), "invalid": set()}
         self.stats, self.events, self.loaded, self.failed = {}, {}, Counter(), set()
@@ -843,7 +856,7 @@ def random_report(rng, kind):
 
 
 def corrupted(outputs, rank, rng):
-    """Return the same outputs with one error."""
+    """Return the same outputs with one error inserted."""
     bad = copy.deepcopy(outputs)
     others = [worker for worker in range(len(bad)) if worker != rank]
     if others and bad[rank] is not None and rng.random() < 0.5:
@@ -899,7 +912,7 @@ def test_random_steps_match_the_model(seed):
                 assert own.kv_connector_output == given, "a worker's own report was changed"
 
 
-# The requests of a scheduler step.
+# Iterating over the requests of a scheduler step.
 
 
 def step_of(new, req_ids, new_block_ids, resumed):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-group manager: each rule of its documentation.
+"""Tests each documented rule of the manager of sequence groups.
 
-sequence_driver.py makes random calls.
+`sequence_driver.py` compares random calls with a reference model.
 """
 
 import collections
@@ -124,7 +124,7 @@ def test_invalid_types_are_reported(arguments, named):
 
 
 def test_can_allocate_keeps_the_watermark():
-    # 10 blocks, of which int(0.2 * 11) = 2 are kept free.
+    # The pool has 10 blocks, and the watermark keeps int(0.2 * 11) = 2 of them free.
     manager = make(num_gpu_blocks=11, watermark=0.2)
     assert manager.watermark_blocks == 2
     assert manager.can_allocate(Group("r", [seq(0, 32)])) == OK
@@ -146,7 +146,7 @@ def test_can_allocate_ignores_hits():
     manager.mark_blocks_as_computed(group, 12)
     again = Group("s", [seq("s", 12)])
     assert manager.can_allocate(again) == LATER
-    manager.allocate(again)  # takes one block in addition to its hits
+    manager.allocate(again)  # allocates one block in addition to its hits
     assert counts(manager)[0] == 0
 
 
@@ -308,10 +308,11 @@ def test_lookahead_slots_are_allocated_without_a_new_token():
 def test_can_append_slots_counts_every_written_block():
     manager = make(num_gpu_blocks=6)  # 5 blocks
     group = admitted(manager, 6, num_seqs=2)  # 2 blocks
-    assert manager.can_append_slots(group, 0)  # nothing to write
-    # Slots 6 and 7 are in one block, of which each sequence needs its own copy.
+    assert manager.can_append_slots(group, 0)  # no slot is written
+    # Slots 6 and 7 are in the same block, and each sequence needs its own copy of this block.
     assert manager.can_append_slots(group, 2)
-    assert not manager.can_append_slots(group, 3)  # two blocks each, 4 > 3
+    # Each sequence needs two blocks, but only three are free.
+    assert not manager.can_append_slots(group, 3)
     group.seqs[1].status = Status.FINISHED_STOPPED
     assert manager.can_append_slots(group, 3)
     group.seqs[0].tokens += [1] * 8
@@ -348,7 +349,7 @@ def test_invalid_appends_are_reported():
             call(short, 4)
     for nothing in (None, 0.0, ""):
         with pytest.raises(TypeError, match="num_lookahead_slots is "):
-            manager.append_slots(one, nothing)  # without new tokens as well
+            manager.append_slots(one, nothing)  # also rejected without new tokens
     one.tokens += [1]
     with pytest.raises(ValueError, match="num_lookahead_slots is -1"):
         manager.append_slots(one, -1)
@@ -410,7 +411,7 @@ def test_with_caching_only_new_token_ids_are_read():
 def test_append_beyond_max_model_len_does_not_fit():
     manager = make(max_model_len=8)
     assert manager.can_allocate(Group("s", [seq("s", 9)])) == NEVER
-    # Lookahead may exceed max_model_len.
+    # Lookahead slots may extend beyond max_model_len.
     assert manager.can_allocate(Group("s", [seq("s", 8)]), 4) == OK
     with pytest.raises(ValueError, match="max_model_len"):
         manager.allocate(Group("s", [seq("s", 9)]))
@@ -513,7 +514,8 @@ def test_calls_of_a_step_accept_keyword_arguments():
 
 
 def test_table_first_read_after_growth_has_all_blocks():
-    manager = make(num_gpu_blocks=400, num_cpu_blocks=400)  # most ids are no small integers
+    # Most block ids are beyond CPython's cached small integers.
+    manager = make(num_gpu_blocks=400, num_cpu_blocks=400)
     group = admitted(manager, 1200)
     one = group.seqs[0]
     one.tokens += [0] * 9
@@ -551,7 +553,7 @@ def test_block_table_is_a_single_list_updated_in_place(window):
     before = [*table]
     swapped_out(manager, group)
     manager.swap_in(group)
-    assert table == before  # the old list is unchanged, since there is a new one
+    assert table == before  # the old list is unchanged, because a new one was created
     assert manager.get_block_table(one) is not table
     manager.check_invariants()
 
@@ -571,7 +573,8 @@ def test_decode_step_of_all_groups_takes_one_call():
     assert tables == [[1, 5], [2, 6], [4]] and manager.get_block_table(child) == [2, 3]
     for group in groups:
         group.seqs[0].tokens += [7]
-    assert manager.append_group_slots(groups, 2) == (1, [])  # the second group touches four blocks
+    # The second group writes to four blocks.
+    assert manager.append_group_slots(groups, 2) == (1, [])
     assert counts(manager)[0] == 1 and manager.get_block_table(child) == [2, 3]
     assert [manager._num_new(group.seqs[0]) for group in groups] == [0, 1, 1]
     manager.check_invariants()
@@ -605,13 +608,16 @@ def test_decode_step_that_is_rejected_changes_nothing():
             manager.append_group_slots(groups, lookahead)
     assert [manager._num_new(each) for each in (one, other)] == [1, 1]
     other.tokens += [5] * 4
-    assert manager.append_group_slots(groups, 0) == (1, [])  # the other group exceeds max_model_len
+    # The other group would exceed max_model_len.
+    assert manager.append_group_slots(groups, 0) == (1, [])
     assert manager.append_group_slots([], 0) == (0, [])
     manager.check_invariants()
 
 
 def test_blocks_are_hashed_by_the_requested_algorithm():
-    """Hashes match other managers with the algorithm, and events name the algorithm."""
+    """Hashes match those of other managers that use the same algorithm, and events name the
+    algorithm.
+    """
     tokens = [*range(9)]
     for algorithm, num_bytes in (("sha256_cbor", 32), ("xxh3_128_cbor", 16)):
         manager = make(enable_caching=True, enable_events=True, hash_algorithm=algorithm)
@@ -824,7 +830,7 @@ def test_a_swap_out_that_does_not_fit_changes_nothing():
 
 
 def test_changed_watermark_applies_to_every_later_call():
-    # 8 blocks, 2 of them kept free.
+    # The pool has 8 blocks, and the watermark keeps 2 of them free.
     manager = make(num_gpu_blocks=9, num_cpu_blocks=9, watermark=0.25)
     group = Group("g", [seq("a", 28)])
     assert (manager.watermark_blocks, manager.can_allocate(group)) == (2, NEVER)
@@ -866,7 +872,7 @@ def test_sizes_of_a_manager_are_read_only(manager):
 
 
 def test_can_swap_in_counts_new_tokens_and_lookahead_and_keeps_the_watermark():
-    manager = make(num_gpu_blocks=7, watermark=0.3)  # 6 blocks, 2 of them kept free
+    manager = make(num_gpu_blocks=7, watermark=0.3)  # 6 blocks, of which 2 are kept free
     group = admitted(manager, 6)
     swapped_out(manager, group)
     answers = [manager.can_swap_in(group, n) for n in (0, 10, 11, 18, 19)]
@@ -888,10 +894,10 @@ def test_can_swap_in_counts_a_partial_last_block_once():
 def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
     """Return the result of can_swap_in, and whether swap_in and append_slots succeed.
 
-    None: not attempted.
+    A result of None means that the call was not attempted.
 
-    Each sequence gets `num_new` tokens before the swap, and the first gets half as many after it.
-    `num_held`: blocks held by other groups.
+    Every sequence grows by `num_new` tokens before the swap, and half of the sequences grow by
+    `num_new` more afterwards. Another group holds `num_held` blocks.
     """
     manager = make(8, 40, size, sliding_window=window)
     try:
@@ -994,7 +1000,8 @@ def test_sequence_holds_only_the_blocks_of_its_window(window):
     one = admitted(manager, 50).seqs[0]
     for _ in range(20):
         table = manager.get_block_table(one)
-        first = (len(one.tokens) - window + 1) // 4  # first block that the next token reads
+        # Column of the first block that the next token reads.
+        first = (len(one.tokens) - window + 1) // 4
         assert not any(table[: max(first - 1, 0)]) and all(table[first:])
         held = sum(map(bool, table))
         assert held <= window // 4 + 2 and counts(manager)[0] == 99 - held
@@ -1056,10 +1063,10 @@ def test_rejected_mark_changes_no_sequence():
 
 def test_prompt_that_fits_the_window_may_be_computed_in_chunks():
     manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=True)
-    group = admitted(manager, 10)  # the next tokens still read its first block
+    group = admitted(manager, 10)  # the next tokens still attend to its first block
     manager.mark_blocks_as_computed(group, 5)
     manager.mark_blocks_as_computed(group, 5)
-    again = admitted(manager, 15, "s")  # with a hit
+    again = admitted(manager, 15, "s")  # the prompt has a hit
     assert manager.get_num_cached_tokens(again.seqs[0]) == 8
     manager.mark_blocks_as_computed(again, 12)
     assert manager.get_num_cached_tokens(seq("t", 15)) == 12
@@ -1082,7 +1089,7 @@ def test_hit_with_a_window_holds_only_the_window_and_keeps_the_watermark(size):
         assert counts(manager)[0] >= 100 and manager.get_num_cached_tokens(other.seqs[0]) == asked
         num_hits += asked > 0
         manager.free(other.seqs[0])
-    assert num_hits > 1  # prompts that end shortly after the cached blocks
+    assert num_hits > 1  # the prompts end shortly after the cached blocks
 
 
 # Prefix caching --------------------------------------------------------------------------------------
@@ -1112,7 +1119,7 @@ def test_marks_include_cached_tokens_and_never_exceed_the_length():
     manager.mark_blocks_as_computed(admitted(manager, 9), 9)
     group = admitted(manager, 14, "s")
     assert manager.get_num_cached_tokens(group.seqs[0]) == 8
-    manager.mark_blocks_as_computed(group, 11)  # 8 of them were hits
+    manager.mark_blocks_as_computed(group, 11)  # of these 11 tokens, 8 were hits
     assert manager.get_num_cached_tokens(seq("t", 20)) == 8
     manager.mark_blocks_as_computed(group, 100)
     assert manager.get_num_cached_tokens(seq("t", 20)) == 12
@@ -1125,7 +1132,9 @@ def test_marks_include_cached_tokens_and_never_exceed_the_length():
 
 @pytest.mark.parametrize("num_accepted, lookahead", [(1, 0), (5, 0), (5, 6)])
 def test_mark_after_the_prompt_covers_all_tokens_accepted_by_a_step(num_accepted, lookahead):
-    """Engines report 1 token per decode step, regardless of the number of accepted drafts."""
+    """Engines report one computed token per decode step, regardless of the number of accepted
+    drafts.
+    """
     manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 8)
     manager.mark_blocks_as_computed(group, 5)
@@ -1135,7 +1144,7 @@ def test_mark_after_the_prompt_covers_all_tokens_accepted_by_a_step(num_accepted
         one.tokens += [*range(len(one.tokens), len(one.tokens) + num_accepted)]
         manager.append_slots(one, lookahead)
         manager.mark_blocks_as_computed(group, 1)
-        # All tokens but the newest, or all if marks and tokens agree.
+        # All tokens except the newest are computed, or all tokens if each step adds exactly one.
         num_computed = len(one.tokens) - (num_accepted > 1)
         assert manager.get_num_cached_tokens(seq("s", 60)) == num_computed // 4 * 4
 
@@ -1150,7 +1159,7 @@ def test_only_marked_tokens_count_before_the_end_of_the_prompt():
     child.tokens += [*range(20, 29)]
     manager.append_slots(child, 0)
     group.seqs.append(child)
-    # A child's prompt is its parent's, of which 19 tokens are marked.
+    # The child has the same prompt as its parent, and 19 of the prompt's tokens are marked.
     manager.mark_blocks_as_computed(group, 0)
     assert manager.get_num_cached_tokens(seq("s", 30)) == 16
     manager.mark_blocks_as_computed(group, 1)
@@ -1169,7 +1178,7 @@ def test_cached_tokens_include_own_tokens_once_the_prompt_is_computed():
     manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 9)
     manager.mark_blocks_as_computed(group, 5)
-    assert manager.get_num_cached_tokens(group.seqs[0]) == 0  # same as at allocation
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 0  # the same count as at allocation
     manager.mark_blocks_as_computed(group, 4)
     assert manager.get_num_cached_tokens(group.seqs[0]) == 8
     again = admitted(manager, 14, "s")
@@ -1192,9 +1201,10 @@ def test_swap_in_shares_blocks_still_cached_on_the_device():
     manager.mark_blocks_as_computed(group, 14)
     assert len(swapped_out(manager, group)) == 4
     assert manager.get_num_cached_tokens(group.seqs[0]) == 12
-    again = admitted(manager, 14, "s")  # holds the same three blocks and one more
+    again = admitted(manager, 14, "s")  # holds the three cached blocks and one more
     assert counts(manager)[0] == 3
-    # The call loads only a partial block, and takes two of the three free blocks.
+    # Only the partial block is loaded. Together with the lookahead slots, the group needs all three
+    # free blocks.
     assert manager.can_swap_in(group, 10) == OK
     pairs = manager.swap_in(group)
     assert len(pairs) == 1 and counts(manager) == (2, 10)
@@ -1210,7 +1220,7 @@ def test_evicted_blocks_return_and_are_hits_again():
     group = admitted(manager, 14)
     manager.mark_blocks_as_computed(group, 14)
     swapped_out(manager, group)
-    other = admitted(manager, 16, "o", first=50)  # takes two free blocks and two that were cached
+    other = admitted(manager, 16, "o", first=50)  # is allocated two free blocks and two cached ones
     assert manager.get_num_cached_tokens(group.seqs[0]) == 4
     manager.free(other.seqs[0])
     assert [page for page, _ in manager.swap_in(group)] == [2, 3, 4]
@@ -1270,7 +1280,7 @@ def test_extra_hash_is_optional_and_checked():
 
 
 def test_hashes_equal_those_of_the_request_manager():
-    """Two managers over one allocator compute the same chain with the same salt and seed."""
+    """With the same salt and seed, both kinds of managers compute the same hash chain."""
     manager = make(enable_caching=True, hash_seed="s")
     tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
     other = KVCacheManager(4, 10, 100, hash_seed="s")
@@ -1339,7 +1349,7 @@ def test_eviction_policy_can_be_selected():
     for group in groups:
         manager.free(group.seqs[0])
     admitted(manager, 9, "c", first=30)
-    # Only the blocks of the prompt that was released last are still cached.
+    # Only the blocks of the most recently released prompt are still cached.
     assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4
     assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 0
     options = {"protected_share": 0.5}
@@ -1454,7 +1464,7 @@ def test_random_calls_match_the_model(seed):
 
 
 class Calling(Seq):
-    """A sequence whose status calls the manager once, as a signal handler may do."""
+    """A sequence that calls the manager once when its status is read, as a signal handler might."""
 
     call = None
 
@@ -1538,7 +1548,7 @@ def test_append_slots_fails_if_get_len_changes_the_manager():
 
 
 class FreesWhenCollected:
-    """A part of a reference cycle. Its finalizer frees sequences while `is_armed` is set."""
+    """A member of a reference cycle whose finalizer frees sequences while `is_armed` is set."""
 
     is_armed = False
 
@@ -1552,7 +1562,7 @@ class FreesWhenCollected:
 
 @pytest.mark.parametrize("num_allocations", range(1, 30))
 def test_finalizers_do_not_run_within_a_decode_step(num_allocations):
-    # CPython before 3.12 collects garbage in the middle of an allocation.
+    # CPython before 3.12 may collect garbage during any object allocation.
     manager = make(40, enable_caching=True)
     parent = admitted(manager, 10).seqs[0]
     children = [child_of(manager, parent, i) for i in range(5)]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of another engine that hold a worker's KV, computed by brute force for all sizes."""
+"""The ranks of a remote engine that hold a worker's KV, compared with a brute-force computation for
+all sizes.
+"""
 
 import copy
 import itertools
@@ -33,9 +35,9 @@ def workers(tp_size, pp_size, heads, is_mla=False):
 
 
 def holding(heads, stages, pp_size, pp_rank, tp_size, tp_rank):
-    """Return the (head, stage) pairs of a rank.
+    """Return the set of (head, stage) pairs that a rank holds.
 
-    The model has as many stages as the longer pipeline.
+    The model is divided into as many stages as the longer of the two pipelines has.
     """
     per_rank = stages // pp_size
     own = range(pp_rank * per_rank, (pp_rank + 1) * per_rank)
@@ -58,7 +60,7 @@ def test_targets_hold_every_needed_head_once(tp_size, pp_size, heads):
                 assert global_rank == pp_rank * remote_tp + tp_rank
                 assert 0 <= pp_rank < remote_pp and 0 <= tp_rank < remote_tp
                 held = holding(heads, stages, remote_pp, pp_rank, remote_tp, tp_rank)
-                assert held & needed, "a target that nothing is read from"
+                assert held & needed, "nothing is read from a target"
                 read += held & needed
             assert len(read) == len(set(read)), "a head of a layer is read twice"
             assert set(read) == needed
@@ -93,17 +95,20 @@ def test_equal_engines_read_same_rank(heads):
 @pytest.mark.parametrize(
     ("local", "remote_tp", "remote_pp", "targets"),
     [
-        # More local ranks than remote ranks: several local ranks read from the same remote rank.
+        # There are more local than remote ranks, so several local ranks read from the same remote
+        # rank.
         ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 8}, 2, 1, [(1, 0, 1)]),
-        # Fewer local ranks: each reads from several remote ranks.
+        # There are fewer local than remote ranks, so each local rank reads from several remote
+        # ranks.
         ({"tp_rank": 1, "tp_size": 2, "total_num_kv_heads": 8}, 4, 1, [(2, 0, 2), (3, 0, 3)]),
-        # The remote side replicates: reads from one rank per head, not from all eight.
+        # The remote side replicates heads, so the local rank reads from one rank per head, not from
+        # all eight.
         ({"tp_rank": 0, "tp_size": 1, "total_num_kv_heads": 2}, 8, 1, [(0, 0, 0), (4, 0, 4)]),
-        # Both sides replicate: readers of a head use different replicas.
+        # Both sides replicate heads, so readers of the same head use different replicas.
         ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 2}, 8, 1, [(6, 0, 6)]),
-        # The local side replicates: each local rank reads one head.
+        # The local side replicates heads, so each local rank reads one head.
         ({"tp_rank": 5, "tp_size": 8, "total_num_kv_heads": 2}, 1, 1, [(0, 0, 0)]),
-        # Pipeline stages and global ranks.
+        # With pipeline stages, global ranks are numbered across all stages.
         (
             {"tp_rank": 0, "tp_size": 1, "pp_rank": 1, "pp_size": 2, "total_num_kv_heads": 2},
             2,
@@ -111,7 +116,7 @@ def test_equal_engines_read_same_rank(heads):
             [(4, 2, 0), (5, 2, 1), (6, 3, 0), (7, 3, 1)],
         ),
         ({"tp_rank": 1, "tp_size": 2, "pp_rank": 3, "pp_size": 4}, 1, 2, [(1, 1, 0)]),
-        # MLA: one rank has the complete KV, regardless of the number of heads.
+        # With MLA, one rank has the complete KV, regardless of the number of heads.
         (
             {"tp_rank": 1, "tp_size": 2, "total_num_kv_heads": 128, "is_mla": True},
             8,
@@ -205,7 +210,7 @@ def test_kv_cache_shape_is_classified_by_its_backend(
 
 
 class EngineBackend:
-    """A backend class like those of serving engines."""
+    """A backend class like those in serving engines."""
 
     stride_order = (1, 4, 0, 2, 3, 5)
 
@@ -355,7 +360,7 @@ def test_unknown_engine_error_lists_known_engines(ask):
         (lambda: topology(2, 2), "tp_rank is 2: expected 0 to 1"),
         (lambda: topology(-1, 2), "tp_rank is -1: expected 0 to 1"),
         (lambda: topology(0, 0), "tp_size is 0"),
-        (  # the error names the local size, not the remote engine's
+        (  # the error names the local size, not that of the remote engine
             lambda: topology(0, 3, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)}),
             "^total_num_kv_heads is 4, tp_size is 3",
         ),
@@ -458,7 +463,8 @@ def test_targets_and_readers_of_uneven_stages():
     assert sender.engine("local").world_size == 5 and sender.engine("local").tp_sizes == (1, 4)
     sender = with_stages(UNLIKE.stages, 1, 2, total_num_kv_heads=4)
     assert sender.get_reader_ranks(2) == [(1, 0, 1)]
-    # Assumes the layers of all stages, spread evenly over the other engine's pipeline ranks.
+    # If the other engine has no `stages`, its pipeline ranks are assumed to share the layers
+    # evenly.
     assert sender.get_reader_ranks(1, 2) == [(1, 1, 0)]
     assert asked[0].pp_ratio_from_engine_id("pre") == -2
     assert asked[0].is_kv_replicated("pre") is False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chats of the demo: tokens drawn at random, or English."""
+"""The chats of the demo, which consist of random tokens or English text."""
 
 import pytest
 

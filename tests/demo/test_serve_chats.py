@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats served by a tiny model, with every answer compared with `generate`."""
+"""Serves chats with a tiny model, and compares every answer with that of `generate`."""
 
 import io
 
 import pytest
 
-pytest.importorskip("transformers")  # skip before importing modules that need transformers
+# Skip the file before it imports modules that need transformers.
+pytest.importorskip("transformers")
 
 from kvcache.cli.models import load_model
 from kvcache.demo import (
@@ -65,7 +66,7 @@ def test_every_offered_model_matches_generate(name):
 def test_quantized_kv_is_compared_with_the_dense_cache():
     report = served(kv_cache_dtype="float8_e4m3fn", num_turns=1)
     plain = served(num_turns=1)
-    assert report.pool_bytes < plain.pool_bytes / 4  # from eight bytes to one
+    assert report.pool_bytes < plain.pool_bytes / 4  # one byte per value instead of eight
     assert report.dense_bytes == plain.dense_bytes
     assert report.identical_sequences < report.sequences
     assert report.agreeing_tokens < report.generated_tokens

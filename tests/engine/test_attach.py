@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attach` verifies that a model gives the same answers over a paged cache as by itself, or rejects
-the model.
+"""`attach` verifies that a model gives the same answers with a paged cache as with its own cache,
+and otherwise rejects the model.
 """
 
 import logging
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")  # skip before importing modules that need transformers
+# Skip the file before it imports modules that need transformers.
+pytest.importorskip("transformers")
 
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -29,7 +30,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def answers_of(model, lines, max_tokens=12):
-    """Return the model's own answer to each prompt."""
+    """Return the answer of the model's own `generate` to each prompt."""
     return [greedy(model, line, max_tokens) for line in lines]
 
 
@@ -39,9 +40,9 @@ def served(paged, lines, max_tokens=12, **options):
     return [each.samples[0].token_ids for each in found]
 
 
-# One model per mechanism: states with K and V, states without K and V, both in one module, learned
-# positions, positions counted by the cache, biases, local layers in float32, and K and V that are
-# attended to twice.
+# Each model covers one mechanism: states next to K and V, states without K and V, both in one
+# module, learned positions, positions counted by the cache, biases, local layers in float32, or K
+# and V that are attended to twice.
 @pytest.mark.parametrize(
     "model_type,is_batched",
     sampled(
@@ -147,7 +148,9 @@ def test_encoder_decoder_is_rejected():
 
 
 class TestRopeThatDependsOnTheLength:
-    """Requests may be as long as one set of RoPE factors covers. Longer requests are rejected."""
+    """Requests may be as long as the short RoPE factors allow. Longer requests are rejected,
+    because the factors would change during a request.
+    """
 
     @pytest.fixture
     def model(self):
@@ -181,7 +184,9 @@ class TestRopeThatDependsOnTheLength:
 
 
 class TestTrainingMode:
-    """Dropout would change the answers and the cached KV."""
+    """A model in training mode must not be served, because dropout would change the answers and the
+    cached KV.
+    """
 
     def test_model_in_training_mode_is_rejected(self):
         model = tiny_model("llama")
@@ -234,7 +239,7 @@ class TestTheCheckLeavesNoTrace:
 
 
 class TestDefectsAreNoticed:
-    """Plants a defect in the code that computes the batch. The check must detect it."""
+    """Each test plants a defect in the code that computes a batch, which the self-check must detect."""
 
     def test_missing_mask_is_detected(self, monkeypatch):
         parts_of = paged_attention.parts_of
@@ -270,7 +275,9 @@ class TestDefectsAreNoticed:
             check.compute_dense()
 
         class Wrong:
-            """Answers like the model, except for token 13 of request 0, which is far off."""
+            """Returns the model's own logits, except for token 13 of request 0, whose logits are
+            far off.
+            """
 
             def forward(self, batch):
                 dense = [
@@ -303,7 +310,9 @@ class TestDefectsAreNoticed:
 
 
 def test_unsupported_attention_is_served_request_by_request_without_the_check():
-    """The structural check still runs, because such a model is served request by request."""
+    """Only the numerical check is skipped: the structural check still applies to models that are
+    served request by request.
+    """
     paged = attach(tiny_architecture("gpt_neo"), "8MiB", max_model_len=96, check=False)
     assert paged.by_request and "do not attend through" in paged.why_by_request
     paged.detach()

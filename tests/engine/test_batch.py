@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch of a decode step that follows another one."""
+"""Updating the batch of a decode step for the next decode step."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_updated_batch_equals_a_new_batch(cache):
 
 
 def test_earlier_batch_keeps_its_inputs(cache):
-    """A GPU may still read the inputs of the earlier batch."""
+    """A GPU may still be reading the inputs of the earlier batch."""
     steps = steps_of(cache, 2)
     rows, starts, tokens = next(steps)
     batch = Batch(cache, rows, starts, tokens[:, None])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine over real models: answers equal those of the model's own dense cache under any
-schedule.
+"""The engine with real model architectures: under any schedule, answers equal those computed with
+the model's own dense cache.
 """
 
 import logging
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")  # skip before importing modules that need transformers
+# Skip the file before it imports modules that need transformers.
+pytest.importorskip("transformers")
 
 from kvcache import plan_cache
 from kvcache.allocator import check_invariants
@@ -36,14 +37,14 @@ from tests.machinery.engine_driver import EngineRun
 from tests.machinery.shared import sampled
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
-# Sequences per model. 200 take twenty minutes.
+# Number of sequences per model. With 200, the tests take twenty minutes.
 NUM_SEQUENCES = int(os.environ.get("KVCACHE_ENGINE_SEQUENCES", "6"))
 
 
 def tight(
     name, *, requests=1.7, host="8MiB", max_model_len=128, num_drafts=4, model=None, **options
 ):
-    """Attach a model with a pool for this many requests of the maximum length."""
+    """Attach a model with a pool that holds this many requests of maximum length."""
     model = model or dense(name)
     sizes = {"num_speculative_tokens": num_drafts}
     plan = plan_cache(
@@ -66,7 +67,7 @@ def tight(
 def paged(request):
     """Attach models for a test.
 
-    Each model is detached at the end, and its pool must be empty and intact.
+    After the test, each model is detached, and its pool must be empty and intact.
     """
     made = []
 
@@ -83,7 +84,7 @@ def paged(request):
 
 
 def prompts_of(seed, count, longest=70):
-    """Return prompts of which every third starts like an earlier one."""
+    """Return prompts, every third of which shares a prefix with an earlier one."""
     rng = np.random.default_rng(seed)
     prompts = []
     for i in range(count):
@@ -94,7 +95,7 @@ def prompts_of(seed, count, longest=70):
 
 
 def mostly_right(answers, rng):
-    """Return a drafter that knows the answers but gets every fifth token wrong."""
+    """Return a drafter that proposes the correct answers with every fifth token wrong."""
 
     def draft(request):
         tokens = request.token_ids.tolist()
@@ -111,8 +112,8 @@ def mostly_right(answers, rng):
 
 
 def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
-    """Serve every prompt by swap and by recompute, with and without drafts, and again from the
-    cache.
+    """Serve every prompt with each preemption mode, with and without drafts, and then again from
+    the cache.
     """
     model = dense(name)
     prompts = prompts_of(MODELS.index(name), count)
@@ -126,20 +127,20 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
             found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
             assert [each.samples[0].token_ids for each in found] == answers
         longest = max(range(count), key=lambda i: len(prompts[i]))
-        for _ in range(2):  # alone, so that nothing evicts it from the cache
+        for _ in range(2):  # served alone, so that no other prompt evicts it from the cache
             (found,) = engine.generate([prompts[longest]], SamplingParams(max_tokens=max_tokens))
             assert found.samples[0].token_ids == answers[longest]
         metrics = engine.metrics
         assert found.num_cached_tokens > 0 and metrics.cached_prompt_tokens > 0
         if preemption == "recompute":
             assert metrics.recomputed_sequences > 0 == metrics.swapped_out_sequences
-        elif not drafts:  # with drafts, the pages planned for them leave enough room
+        elif not drafts:  # the pages planned for drafts make swaps unnecessary
             assert metrics.swapped_out_sequences > 0 and metrics.swapped_in_pages > 0
         assert bool(drafts) == (metrics.accepted_drafts > 0)
         assert metrics.drafted_tokens > metrics.accepted_drafts or not drafts
 
 
-# The exhaustive variant below and the random runs cover the other models.
+# The other models are covered by the exhaustive variant below and by the random runs.
 @pytest.mark.parametrize("name", sampled(["gemma3", "llama", "bamba"]))
 def test_answers_equal_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)
@@ -156,7 +157,7 @@ def test_answers_equal_those_of_the_dense_cache(name, paged):
     ],
 )
 def test_answers_on_a_gpu_equal_those_of_the_dense_cache(name, preemption, is_own_stream, paged):
-    """On the default stream, and on a stream without synchronization with it."""
+    """Runs on the default stream, and on a stream that does not synchronize with it."""
     prompts = prompts_of(MODELS.index(name), 5)
     answers = [greedy(dense(name), prompt, 16) for prompt in prompts]
     model = tiny_model(name, dtype=torch.float64).to("cuda")
@@ -177,8 +178,8 @@ def test_answers_of_many_sequences_equal_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, NUM_SEQUENCES, paged)
 
 
-# In the first three runs, beams wait for each other or are recomputed after other beams have
-# finished.
+# In the runs with the first three seeds, beams wait for each other or are recomputed after other
+# beams have finished.
 @pytest.mark.parametrize("seed", [2867, 3006, 3338, *sampled([3, 0, 6, 1, 2, 4, 5, 7, 8])])
 def test_random_runs(seed):
     EngineRun(MODELS[seed % len(MODELS)], seed).run()
@@ -256,16 +257,17 @@ def test_samples_share_prompt_blocks_and_copy_blocks_on_write(paged):
     params = SamplingParams(max_tokens=4, n=4, temperature=1.0, seed=0)
     engine.generate([list(range(1, 41))], params)
     assert engine.metrics.forked_sequences == 3
-    # The block of tokens 32 to 39, copied for all samples but one.
+    # The block of tokens 32 to 39 is copied for all samples but one.
     assert engine.metrics.copied_pages == 3
     assert engine.metrics.computed_tokens == 40 + 4 * 3
 
 
-SOME = sampled(["llama", "gemma3", "deepseek_v3", "bamba"])  # each has a different kind of cache
+# Each model has a different kind of cache.
+SOME = sampled(["llama", "gemma3", "deepseek_v3", "bamba"])
 
 
 class TestDefectsAreNoticed:
-    """Breaks each part of the cache in turn. Answers must then differ."""
+    """Each test breaks one part of the cache and checks that the answers then differ."""
 
     def answers(self, name, break_it, drafter=None, **params):
         model, prompts = dense(name), prompts_of(3, 7)
@@ -312,8 +314,8 @@ class TestDefectsAreNoticed:
         def break_it(cache):
             cache.worker._copy = lambda moves: None
 
-        # Samples that draw the same tokens write the same KV, so a missing copy only shows through
-        # wrong drafts.
+        # Samples that draw the same tokens write the same KV, so a missing copy is only noticed
+        # after wrong drafts.
         drafter = mostly_right(
             [(p, greedy(dense(name), p, 30)) for p in prompts_of(3, 7)], np.random.default_rng(0)
         )
@@ -340,7 +342,7 @@ class TestDefectsAreNoticed:
 
 
 def test_prompts_of_one_token_start_from_an_empty_state(paged):
-    """Stale pages of earlier requests are not read."""
+    """Stale states of earlier requests must not be read."""
     engine = Engine(paged("bamba", requests=1.3))
     prompts = [*prompts_of(2, 4), [7], [9]]
     found = engine.generate(prompts, SamplingParams(max_tokens=6))
@@ -365,9 +367,10 @@ def test_aborted_beams_release_all_blocks(paged):
 
 
 class TestFlashInfer:
-    """Uses a stand-in for FlashInfer in float64.
+    """Uses a float64 stand-in for FlashInfer.
 
-    All answers equal the dense cache's, so pages, lengths and windows are correct.
+    Answers that equal those of the dense cache show that pages, lengths and windows are passed
+    correctly.
     """
 
     @pytest.fixture
@@ -381,7 +384,8 @@ class TestFlashInfer:
         "name,layers_served", sampled([("gemma3", 4), ("llama", 4), ("bamba", 2)])
     )
     def test_answers(self, name, layers_served, served, paged, monkeypatch):
-        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)  # allow the CPU
+        # Allow models on the CPU.
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
         self.check(name, layers_served, served, paged, dense(name))
 
     @pytest.mark.gpu
@@ -394,7 +398,7 @@ class TestFlashInfer:
         answers = [greedy(dense(name), prompt, 24) for prompt in prompts]
         attached = paged(name, requests=1.3, model=model, attention="flashinfer")
         kernels = attached._paged.kernels
-        # The self-check of `attach` runs the kernels as well.
+        # The self-check in `attach` also runs the kernels.
         assert sum(each.num_runs for each in served) > 0
         for each in served:
             each.num_runs = 0
@@ -411,7 +415,7 @@ class TestFlashInfer:
 
     def test_layers_unsupported_by_flashinfer_run_in_pytorch(self, served, paged, monkeypatch):
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
-        for name in ("deepseek_v3", "gpt_oss"):  # K wider than V; sinks
+        for name in ("deepseek_v3", "gpt_oss"):  # K is wider than V, and attention has sinks
             prompt = prompts_of(3, 1)[0]
             engine = Engine(paged(name, attention="flashinfer"))
             (found,) = engine.generate([prompt], SamplingParams(max_tokens=8))
@@ -422,7 +426,7 @@ class TestFlashInfer:
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
         prefill, decode = served
         engine = Engine(paged("llama", attention="flashinfer"))
-        prefill.num_runs = decode.num_runs = 0  # discards the runs of the self-check
+        prefill.num_runs = decode.num_runs = 0  # discards the calls made by the self-check
         prompts = prompts_of(2, 2)
         engine.generate(prompts, SamplingParams(max_tokens=1))
         num_prefills = prefill.num_runs
@@ -454,7 +458,9 @@ class TestFlashInfer:
 
 
 class TestLowPrecision:
-    """Logits are as close to dense attention as the same attention over dense tensors."""
+    """With bf16 or an fp8 cache, the error of the logits is about that of a dense cache of the same
+    precision.
+    """
 
     @torch.inference_mode()
     @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])

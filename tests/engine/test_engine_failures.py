@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that fails in a step fails alone. All others keep their tokens."""
+"""A failure in one request of a step ends only this request. All other requests keep their tokens."""
 
 import gc
 import itertools
@@ -38,7 +38,7 @@ def make_engine():
 
 
 class Others:
-    """Requests running with the failing request. Each must get the model's own tokens."""
+    """Requests that run next to the failing one. Each must generate the model's own tokens."""
 
     def __init__(self, engine):
         self.engine, self.got = engine, {}
@@ -46,7 +46,7 @@ class Others:
         self.generations = [engine.add(prompt, params) for prompt in PROMPTS]
 
     def run(self):
-        """Run the engine to its end. Return the deltas of the other requests."""
+        """Run the engine until it is idle. Return the deltas of all requests outside this group."""
         own = {generation.request_id: [] for generation in self.generations}
         deltas = []
         while self.engine.num_unfinished:
@@ -63,7 +63,7 @@ class Others:
 
 
 def spoil(engine, monkeypatch, prompt, spoiled):
-    """Modify this prompt's logits rows with `spoiled` from the second step on."""
+    """From the second step on, modify this prompt's rows of logits with `spoiled`."""
     forward = engine.model.forward
 
     def wrong(batch):
@@ -317,7 +317,7 @@ def test_rejected_requests_are_returned_even_if_the_model_fails(make_engine, mon
 
 
 class TestFreeCallbacks:
-    """`free` runs while the tokens of a whole batch are being taken."""
+    """The `free` callback of a request runs while the engine processes the tokens of a whole batch."""
 
     def run(self, engine, free):
         params = SamplingParams(max_tokens=4)

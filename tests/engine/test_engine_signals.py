@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signal handlers that raise while an engine works: no token is lost or duplicated, and nothing
-hangs.
+"""Signal handlers that raise while an engine is running: no token is lost or duplicated, and no
+call hangs.
 """
 
 import signal
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.mark.parametrize("name", sampled(["by swap", "plain", "by recompute", "with drafts"]))
 def test_signals_at_many_instants_lose_no_token(name):
-    # 61 and 997 are prime, so each step is interrupted at different lines.
+    # The strides 61 and 997 are prime, so that each step is interrupted at different lines.
     for first, stride in ((3, 61), (40, 61), (500, 997)):
         assert engines.check_each_instant(name, first, stride) > 3
 
@@ -158,8 +158,8 @@ class TestSignalHold:
         assert seen == [signal.default_int_handler]
 
     def test_replacement_handlers_of_interrupted_holds_do_not_accumulate(self):
-        """An interrupt while handlers are restored may leave stand-ins behind, which the next hold
-        unwraps.
+        """An interrupt while handlers are being restored may leave replacement handlers installed.
+        The next hold must unwrap them.
         """
         before = signal.signal(signal.SIGUSR1, engines._raise)
         try:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine with sources of external KV: answers remain the model's own, whatever the sources do."""
+"""The engine with sources of external KV: whatever the sources do, answers equal those of the model
+alone.
+"""
 
 import logging
 import threading
@@ -9,7 +11,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")  # skip before importing modules that need transformers
+# Skip the file before it imports modules that need transformers.
+pytest.importorskip("transformers")
 
 from kvcache import Request
 from kvcache.allocator import check_invariants
@@ -37,7 +40,7 @@ FOUR = SamplingParams(max_tokens=4)
 
 
 def an_engine(*make_sources, **options):
-    """Make an engine of the tiny llama, with sources made for its cache."""
+    """Create an engine with a tiny Llama model and with sources that are created for its cache."""
     sizes = {"max_model_len": 128, "max_num_batched_tokens": 64, "num_preallocate_tokens": 0}
     paged = attach(dense("llama", 2), "256KiB", enable_events=True, **sizes, **options)
     return Engine(paged, sources=[make(paged.cache) for make in make_sources])
@@ -53,7 +56,7 @@ def a_tier(store, **options):
 
 
 def answer(engine, prompt=LONG):
-    """Return the four tokens of an answer."""
+    """Generate an answer and return its four tokens."""
     (generation,) = engine.generate([prompt], FOUR)
     return generation.samples[0].token_ids
 
@@ -71,7 +74,7 @@ def settle(engine):
 
 @pytest.fixture
 def filled():
-    """A store with the blocks of a prompt, filled by an engine that has ended."""
+    """A store with the blocks of one prompt, filled by an engine that was closed afterwards."""
     store = MemoryStore()
     engine = an_engine(a_tier(store))
     assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
@@ -102,7 +105,7 @@ def test_tokens_of_a_failed_load_are_computed(filled, fault):
     def found(keys):
         answer = exists(keys)
         if fault == "slow":
-            tier._timeout_s = 0.1  # of the load alone
+            tier._timeout_s = 0.1  # applies to the load only, not to the lookup
         return answer
 
     def failing(keys, values):
@@ -121,7 +124,8 @@ def test_closing_an_engine_stores_queued_blocks():
     store = MemoryStore()
     put = store.put
     store.put = lambda keys, values: store.goes_on.wait(60) and put(keys, values)
-    engine = an_engine(a_tier(store, staging_bytes=1, timeout_s=60))  # one block at a time
+    # The store writes one block at a time.
+    engine = an_engine(a_tier(store, staging_bytes=1, timeout_s=60))
     answer(engine)
     assert len(store.values) < 93 // 16
     store.goes_on.set()
@@ -159,7 +163,9 @@ def test_random_runs_with_a_failing_store_give_the_models_answers(name, seed):
 
 
 class Scripted:
-    """A source that claims to have tokens of prompts starting with `only`, and never delivers them."""
+    """A source that claims to have tokens of prompts that start with `only`, but never delivers
+    them.
+    """
 
     name = "scripted"
 
@@ -218,10 +224,10 @@ def test_non_sources_and_two_stores_are_rejected():
 
 
 class HeldRank:
-    """A rank that reports each load as failed immediately, and as released only while `is_held` is
+    """A rank that reports each load as failed immediately, but as released only once `is_held` is
     False.
 
-    The bytes still arrive, as from a slow peer.
+    The bytes still arrive, as they would from a slow peer.
     """
 
     def __init__(self, rank):
@@ -246,7 +252,7 @@ class HeldRank:
 
 
 class WithOffer:
-    """A source that wraps a connector and takes the offers given with the prompts."""
+    """A source that wraps a connector and passes it the offer that belongs to each prompt."""
 
     def __init__(self, connector, offer):
         self._connector, self.offer = connector, offer
@@ -260,7 +266,7 @@ class WithOffer:
 
 
 class Pair:
-    """Two engines in this process: the first prefills, the second loads."""
+    """Two engines in this process: the first prefills, and the second loads the KV and decodes."""
 
     def __init__(self, stack):
         self.sender, self.receiver = an_engine(), an_engine()
@@ -287,7 +293,7 @@ class Pair:
         self.receiver = Engine(self.receiver.model, sources=[self.source])
 
     def held(self):
-        """Return the number of receiver blocks that are not free."""
+        """Return the number of the receiver's blocks that are not free."""
         pool = self.receiver.cache.manager.pool
         return pool.num_total - pool.num_free
 

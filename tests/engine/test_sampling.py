@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next token from logits: sampling, beams and drafts, without a model."""
+"""Choosing the next token from logits: sampling, beam search and drafts, tested without a model."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0, 2.5])
 
 
 def drawn(count=2_000, **options):
-    """Return the frequency of each drawn token."""
+    """Draw many tokens and return the frequency of each."""
     sampler = Sampler(SamplingParams(**({"temperature": 1.0, "seed": 1} | options)), 0)
     tokens = [sampler.token(LOGITS) for _ in range(count)]
     return np.bincount(tokens, minlength=len(LOGITS)) / count
@@ -31,7 +31,7 @@ class TestMostLikely:
     )
     def test_softmax_and_greedy_tokens_match_torch(self, dtype):
         logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(3)).to(dtype)
-        logits[2] = 1.5  # of equal logits, the first wins
+        logits[2] = 1.5  # among equal logits, the first is chosen
         largest, best = logits.max(-1)
         found = most_likely(logits)
         assert found[0].tolist() == best.tolist() and found[1].tolist() == largest.tolist()
@@ -66,7 +66,7 @@ class TestSampler:
         assert np.count_nonzero(drawn(top_k=100, temperature=9.0)) == 6
 
     def test_top_k_counts_equal_logits(self):
-        """Among equal logits, the first ones are kept, as in greedy sampling."""
+        """If logits are equal, those with the lowest token ids are kept, as in greedy sampling."""
         logits = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0, 3.0])
         for top_k in (1, 2, 3):
             sampler = Sampler(SamplingParams(temperature=1.0, seed=1, top_k=top_k), 0)
@@ -81,7 +81,7 @@ class TestSampler:
         assert len(drawn) == 7
 
     def test_top_p_keeps_the_fewest_tokens_that_reach_it(self):
-        weights = LOGITS.softmax(-1)  # tokens 1, 5 and 3 have 0.46, 0.28 and 0.17
+        weights = LOGITS.softmax(-1)  # tokens 1, 5 and 3 have probabilities 0.46, 0.28 and 0.17
         assert set(np.flatnonzero(drawn(top_p=0.4))) == {1}
         assert set(np.flatnonzero(drawn(top_p=float(weights[1]) + 0.01))) == {1, 5}
         assert set(np.flatnonzero(drawn(top_p=0.9))) == {1, 5, 3}
@@ -97,7 +97,7 @@ class TestSampler:
 
 
 class Line:
-    """A beam with its tokens after the prompt."""
+    """A beam, represented by its tokens after the prompt."""
 
     def __init__(self, *token_ids):
         self.token_ids = list(token_ids)
@@ -150,7 +150,7 @@ class TestNgramDrafter:
 
     @pytest.mark.parametrize("alphabet", [[1, 2], [0, 1, 256, 65_536, 16_777_216]])
     def test_ngram_drafter_matches_a_plain_search(self, alphabet):
-        """Includes tokens whose bytes also match across token boundaries."""
+        """Some tokens are chosen so that their bytes also match across token boundaries."""
         rng = np.random.default_rng(0)
         drafter = NgramDrafter(3, longest=3, shortest=1)
         num_found = 0

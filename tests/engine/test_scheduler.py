@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference scheduler alone: which sequences compute, wait or are preempted, without a model or
-KV.
-"""
+"""The reference scheduler, without a model or KV: which sequences compute, wait or are preempted."""
 
 import numpy as np
 import pytest
@@ -14,7 +12,9 @@ BLOCK = 16
 
 
 class Course:
-    """A scheduler whose steps all succeed, and whose sequences get every sampled token."""
+    """Runs a scheduler whose steps all succeed. After each step, every sequence receives its
+    sampled token.
+    """
 
     def __init__(self, num_blocks, budget=64, *, num_rows=8, host_blocks=0, preemption="swap"):
         options = {"num_host_blocks": host_blocks} if host_blocks else {}
@@ -41,7 +41,7 @@ class Course:
         return sequence
 
     def step(self):
-        """Return the number of tokens that each sequence computes in the next step."""
+        """Run the next step, and return the number of tokens that it computes for each sequence."""
         step = self.scheduler.schedule()
         self.scheduler.complete(step)
         for sequence, has_logits in zip(step.sequences, step.num_logits):
@@ -91,10 +91,10 @@ class TestBudget:
         one, other = course.add(3, max_tokens=7), course.add(3, max_tokens=100)
         course.step()
         one.drafts, other.drafts = [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]
-        # The first sequence is limited by its maximum of 7 tokens including the sampled one, and
-        # the other by the budget.
+        # The first sequence is limited by its maximum of 7 tokens, including the sampled one, and
+        # the second by the token budget.
         assert course.step() == {"r0": 3, "r1": 5}
-        assert (len(one.drafts), len(other.drafts)) == (0, 0)  # no drafts accepted
+        assert (len(one.drafts), len(other.drafts)) == (0, 0)  # no drafts were accepted
 
 
 class TestOrder:
@@ -123,7 +123,7 @@ class TestOrder:
         course.until(lambda: second.num_preemptions == 1)
         new = course.add(30, priority=0)
         course.scheduler.finish(first)
-        course.step()  # there is room for only one of them
+        course.step()  # there is space for only one of the two
         assert (second.state, new.state) == (State.RUNNING, State.WAITING)
 
 
@@ -132,7 +132,7 @@ class TestRows:
         course = Course(40, num_rows=3)
         parent, other = course.add(20, num_rows=2), course.add(20, num_rows=2)
         assert course.step() == {"r0": 20}
-        assert other.state is State.WAITING  # needs two rows, but one is left
+        assert other.state is State.WAITING  # needs two rows, but only one is free
         child = Sequence(Request("child", parent.request.token_ids[:20]), rank=(0, 0))
         assert course.scheduler.fork(parent, child)
         third = course.add(20)
@@ -148,7 +148,7 @@ class TestRows:
         assert not course.scheduler.fork(parent, child)
         assert child.state is State.WAITING
         course.scheduler.finish(parent)
-        assert course.step() == {"child": 5}  # after a cached block
+        assert course.step() == {"child": 5}  # the tokens after a cached block
         course.scheduler.finish(child)
         assert course.manager.pool.num_free == course.manager.pool.num_total
 
@@ -175,8 +175,8 @@ class TestPreemption:
         assert course.scheduler.num_recomputed == 1 and second.state is State.WAITING
 
     def test_sequences_of_better_rank_are_not_preempted(self):
-        """The sequence of the last rank waits for blocks itself, and no other sequence is preempted
-        for it.
+        """A sequence with the lowest-priority rank waits for blocks itself. No other sequence is
+        preempted for it.
         """
         course = Course(6, preemption="recompute")
         first, second = course.add(45), course.add(40, priority=1)
@@ -188,10 +188,10 @@ class TestPreemption:
         course = Course(7, preemption="recompute")
         first, second = course.add(31), course.add(90, priority=1)
         assert course.step() == {"r0": 31, "r1": 33}
-        assert course.step() == {"r0": 1}  # the second needs three blocks, but two are free
+        assert course.step() == {"r0": 1}  # "r1" needs three blocks, but only two are free
         new = course.add(1, priority=-1)
         assert course.step() == {"r0": 1} and new.state is State.WAITING
-        # It has the last rank, so no other sequence is preempted for it.
+        # The second sequence has the lowest priority, so no other sequence is preempted for it.
         assert second.state is State.RUNNING
         course.scheduler.finish(first)
         assert course.step() == {"r1": 57}
@@ -248,7 +248,9 @@ class TestErrors:
         assert sequence.state is State.FINISHED and course.scheduler.schedule() is None
 
     def test_rejected_accept_keeps_the_arrays_of_the_decode_step(self):
-        """Regression: found by the fuzzer. The arrays were dropped before the error."""
+        """Regression, found by the fuzzer: the step's arrays were dropped before the error was
+        raised.
+        """
         course = Course(8)
         sequence = course.add(5)
         course.step(), course.step()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache.engine` and `kvcache.server` reject invalid values by argument name, and nothing
-changes.
+"""`kvcache.engine` and `kvcache.server` reject invalid values with an error that names the
+argument, and leave their state unchanged.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from kvcache.server import ByteTexts, EngineLoop, Limits, Server, make_app
 from kvcache.server.engine_loop import EngineError
 from tests.machinery.dense_models import dense
 
-HUGE = 10**5_000  # more digits than Python converts
+HUGE = 10**5_000  # more digits than Python converts to text
 NUMBERS = [math.nan, math.inf, -math.inf, 1.5, -1, HUGE, -HUGE, "1", None, [], {}, True, object()]
 OBJECTS = [None, 0, 1.5, "a", [], {}, object(), HUGE, [HUGE]]
 NO_TEXTS = [value for value in OBJECTS if value != "a"]
@@ -35,7 +35,7 @@ LISTS = [None, 0, 1.5, math.nan, "a", [1.5], ["a"], [None], [[1]], {1: 2}, [HUGE
 
 
 class World:
-    """An engine, its parts, and the objects that they are called with."""
+    """An engine, its components, and the arguments for calling them."""
 
     def __init__(self):
         self.paged = attach(dense("llama", 2), "1MiB", max_model_len=64, max_num_seqs=4)
@@ -73,7 +73,8 @@ def world():
 
 
 REQUEST = Request("other", range(5))
-# For each call: the argument's name, the call with a value for it, and its invalid values.
+# Each entry has the name of an argument, a call that passes it a value, and the invalid values to
+# pass.
 CALLS = [
     *(
         (name, lambda w, v, name=name: SamplingParams(**{name: v}), NUMBERS)
@@ -162,7 +163,7 @@ CALLS = [
         for name in Limits.__dataclass_fields__
     ),
 ]
-# Values that are valid for one of the arguments.
+# Pairs of an argument and a value that is invalid for other arguments but valid for this one.
 RIGHT = {
     ("temperature", "1.5"),
     ("top_k", "None"),
@@ -186,7 +187,7 @@ RIGHT = {
 def is_right(name, value):
     try:
         return (name, repr(value)) in RIGHT
-    except ValueError:  # an integer with too many digits
+    except ValueError:  # an integer with too many digits to be converted to text
         return False
 
 
@@ -243,7 +244,7 @@ class TestLifeOfTheEngineLoop:
             loop.start()
 
     def test_every_request_submitted_around_a_stop_ends(self, loop):
-        """No request waits forever, whether it arrives before, during or after the stop."""
+        """No request waits forever, whether it is submitted before, during or after the stop."""
 
         async def serve_all():
             tasks = [asyncio.create_task(self.serve(loop, 40)) for _ in range(8)]

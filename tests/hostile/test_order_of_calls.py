@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls out of order, and use from several processes and threads, as specified in docs/order.md."""
+"""Calls that are out of order or that come from several processes and threads, as specified in
+docs/order.md.
+"""
 
 import os
 import pickle
@@ -154,7 +156,7 @@ def test_error_of_pickling_native_state_names_the_class(what, protocol):
 
 
 def in_child(work) -> str:
-    """Run `work` in a forked process. Return its result or its error."""
+    """Run `work` in a forked process, and return its result or error."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -260,9 +262,9 @@ def test_manager_belongs_to_the_thread_that_first_used_it(call):
 
 @pytest.fixture(scope="module")
 def prompt() -> np.ndarray:
-    """Return as many int32 token ids as this machine hashes in 0.3 s: 1 to 40 million."""
+    """Return as many int32 token ids as this machine can hash in 0.3 s, between 1 and 40 million."""
     million = np.arange(1_000_000, dtype=np.int32) % 1000
-    started = time.thread_time()  # other processes may take the core
+    started = time.thread_time()  # thread time, because other processes may use the core
     hash_blocks(million, 16)
     return np.tile(million, min(max(round(0.3 / (time.thread_time() - started)), 1), 40))
 
@@ -350,7 +352,7 @@ def test_a_signal_handler_cannot_change_the_arrays_of_a_step(prompt):
         plan = manager.step(rows, counts, new=[new])
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert (rows[0], counts[0]) == (5, 100)  # the step ran
+    assert (rows[0], counts[0]) == (5, 100)  # the step was executed
     assert plan.rows.tolist() == [0, 1]
     assert plan.num_tokens.tolist()[0] == 1
     check_invariants(manager)
@@ -367,7 +369,7 @@ def test_other_threads_run_while_a_prompt_is_hashed(prompt):
     hashing, most = long_prompt_manager(), 0
     thread = threading.Thread(target=count)
     thread.start()
-    for number in range(20):  # other processes may take the thread's core
+    for number in range(20):  # other processes may occupy the core of the thread
         before = counts[0]
         hashing.cache.hashes(Request(str(number), prompt))
         most = max(most, counts[0] - before)
@@ -383,6 +385,6 @@ def test_an_interrupt_by_another_thread_ends_hashing(prompt):
     timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        for number in range(100):  # the timer's thread may be late
+        for number in range(100):  # the timer's thread may start late
             manager.cache.hashes(Request(str(number), prompt))
     timer.join()

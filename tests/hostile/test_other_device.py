@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device that is neither CPU nor CUDA: every public name works there through torch copies, or is
-rejected.
+"""Tensors on a device that is neither CPU nor CUDA: every public name works there through torch
+copies, or rejects the device.
 """
 
 import importlib

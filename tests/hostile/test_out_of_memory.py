@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails an allocation in every public call.
+"""Makes memory allocations fail in every public call.
 
-The state must be unchanged, or the object must report that it is broken.
+The object's state must then be unchanged, or the object must report that it is broken.
 
 `python -m tests.machinery.out_of_memory` runs all cases and prints counts.
 """

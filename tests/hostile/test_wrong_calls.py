@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invalid and hostile arguments: random ones, and fixed cases for those that once caused a failure."""
+"""Calls with invalid and hostile arguments, both random ones and fixed ones that once caused a
+failure.
+"""
 
 import itertools
 import os
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("fastapi")  # `kvcache.server` needs it at import
+pytest.importorskip("fastapi")  # required to import `kvcache.server`
 
 import kvcache
 from kvcache import (
@@ -56,7 +58,7 @@ from tests.ops.test_kernels_under_asan import run_with_asan
 SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 
 
-# Modules in which the walk must find every public call. `make fuzz` runs all modules.
+# Modules whose public calls are fuzzed here. `make fuzz` covers all modules.
 MENDED = [
     *("kvcache.demo", "kvcache.sources.disaggregation", "kvcache.events", "kvcache.plugins"),
     *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache.replay"),
@@ -70,8 +72,8 @@ MENDED = [
 
 @pytest.mark.parametrize("name", walked())
 def test_each_public_call_accepts_its_valid_arguments(name):
-    """The fuzzer derives invalid arguments from valid ones, so it cannot test a call without valid
-    arguments.
+    """The fuzzer derives invalid arguments from valid ones, so it can only test calls whose valid
+    arguments are known.
     """
     right_call(name)
 
@@ -173,7 +175,7 @@ def test_ops_with_invalid_arguments_change_nothing():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.skipif(ASAN, reason="this is the run under sanitizers itself")
+@pytest.mark.skipif(ASAN, reason="already runs under sanitizers")
 @pytest.mark.exhaustive
 def test_ops_with_invalid_arguments_stay_inside_their_tensors():
     library = str(build_cpu_library(asan=True))
@@ -184,7 +186,7 @@ def test_ops_with_invalid_arguments_stay_inside_their_tensors():
     assert "20000 calls" in done.stdout
 
 
-# rejections that the walk asked for
+# Errors that the fuzzer found to be missing or unclear.
 
 
 def huge(dtype: type = np.int32) -> np.ndarray:
@@ -259,7 +261,7 @@ def test_failed_calls_of_serving_and_demo_change_nothing():
     scheduler.complete(scheduler.schedule())
     child = engine.Sequence(Request("b", range(50, 56)))
     with pytest.raises(ValueError):
-        scheduler.fork(parent, child)  # has other tokens
+        scheduler.fork(parent, child)  # the child's tokens differ from the parent's
     assert (parent.num_rows, child.has_begun, scheduler.num_unfinished) == (3, False, 1)
     chat = demo.Chat([[1], [2]], [3])
     for answers in ([], [[1.5]], 5):
@@ -302,7 +304,7 @@ def test_pages_with_more_bytes_than_int64_are_rejected(num_blocks, sizes, error,
 
 
 def token_io():
-    """Return memory with a key cache at its start, and the same amount of memory after it."""
+    """Return a buffer, a key cache at the start of this buffer, and tokens to write."""
     memory = torch.zeros(1 << 12, dtype=torch.uint8)
     cache = memory[:512].view(torch.bfloat16).view(4, 4, 2, 8)
     tokens = torch.ones(8, 2, 8, dtype=torch.bfloat16)
@@ -349,7 +351,7 @@ def test_offsets_and_ids_inside_permuted_layers_are_rejected():
     inside = memory[256:264].view(torch.int64)
     with pytest.raises(RuntimeError, match="cache shares memory with offsets"):
         ops.permute_blocks_(cache, inside, ids, 4, True)
-    behind = memory[1032:1040].view(torch.int32).view(1, 2)  # in the second layer
+    behind = memory[1032:1040].view(torch.int32).view(1, 2)  # shared with the second layer
     behind.copy_(ids)
     with pytest.raises(RuntimeError, match="cache at offset 1024 shares memory with indices"):
         ops.permute_blocks_(cache, torch.tensor([0, 1024]), behind, 4, True)
@@ -370,7 +372,9 @@ def test_regions_beyond_int64_are_rejected(region):
 
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_offsets_from_a_tensor_without_elements_are_rejected(side):
-    """From the fuzzer: torch has no address for it, and bytes were written starting at address 0."""
+    """Found by the fuzzer: an empty tensor has no address, so bytes were written starting at
+    address 0.
+    """
     memory = torch.zeros(256, dtype=torch.uint8)
     sides = {"src": memory, "dst": memory.clone(), side: memory.view(1, 256)[:0]}
     regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
@@ -381,12 +385,12 @@ def test_offsets_from_a_tensor_without_elements_are_rejected(side):
 @pytest.mark.parametrize(
     ("region", "is_refused"),
     [
-        ([100, 32, 0, 32, 32], True),  # from the fuzzer: `memcpy` with overlapping bytes
-        ([0, 32, 32, 32, 32], True),  # page i of one side is page i + 1 of the other
-        ([0, 16, 0, 16, 32], True),  # pages overlap each other
+        ([100, 32, 0, 32, 32], True),  # found by the fuzzer: `memcpy` with overlapping bytes
+        ([0, 32, 32, 32, 32], True),  # page i of one side is page i + 1 of the other side
+        ([0, 16, 0, 16, 32], True),  # consecutive pages overlap
         ([0, 32, 0, 64, 32], True),
         ([16, 64, 0, 64, 32], True),
-        ([0, 64, 32, 64, 32], False),  # the pages of the two sides alternate
+        ([0, 64, 32, 64, 32], False),  # pages of src and dst alternate in memory
         ([128, 64, 0, 64, 32], True),
         ([0, 32, 0, 32, 32], False),
         ([0, 32, 256, 32, 32], False),
@@ -423,7 +427,7 @@ def test_page_both_read_and_written_is_rejected_for_any_form_of_memory(src):
 
 
 def test_owners_other_than_a_list_or_tuple_are_rejected():
-    """From the fuzzer: torch never returns from an infinite iterator."""
+    """Found by the fuzzer: torch never returns if it is given an infinite iterator."""
     memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int32)
     regions = torch.tensor([[0, 32, 0, 32, 32]])
     with pytest.raises(TypeError, match=r"owners is .*: expected a list or tuple of tensors"):
@@ -482,7 +486,7 @@ def test_infinite_iterables_are_rejected():
 
 
 def test_errors_state_the_number_of_entries_of_nested_lists():
-    """From the fuzzer: numpy reads each sequence of a list to its end."""
+    """Found by the fuzzer: numpy reads every sequence inside a list to its end."""
     for values, inner in (
         ([ClaimsMany()], "[0]"),
         ([[1], ClaimsMany()], "[1]"),
@@ -539,7 +543,9 @@ def test_infinite_candidates_are_rejected():
     ],
 )
 def test_sizes_with_excessive_loops_are_rejected(make, sizes, message):
-    """From the fuzzer: 65,536 ranks took 12 s to plan, and 65,536 layers took 6 s to lay out."""
+    """Found by the fuzzer: planning for 65,536 ranks took 12 s, and laying out 65,536 layers took 6
+    s.
+    """
     heads = {"total_num_kv_heads": 1, "block_size": 1}
     needed = {
         CacheDescription: {"engine_id": "a", "num_layers": 2, "head_size": 1, **heads},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for NIXL's Python API, for tests with a simulated device, whose memory NIXL cannot
-reach, or on machines without NIXL. Agents in one process move bytes immediately and ignore streams,
-as RDMA does.
+"""A stand-in for NIXL's Python API, for machines without NIXL and for tests with a simulated
+device, whose memory NIXL cannot access. The agents of a process move bytes immediately and, like
+RDMA, ignore streams.
 
     with stand_in() as moved:  # import nixl._api finds it
         ...
@@ -24,7 +24,7 @@ import numpy as np
 _agents: dict[str, nixl_agent] = {}
 _moved: list[
     tuple[str, str, str, int]
-] = []  # operation, memory kinds of both sides, descriptor bytes
+] = []  # operation, memory kinds of both sides, bytes of the descriptor
 
 
 class nixl_thread_sync_t(enum.Enum):
@@ -39,9 +39,11 @@ class nixl_agent_config:
 
 
 class nixl_agent:
-    """An agent. Like NIXL, it rejects descriptors outside of memory registered under their kind."""
+    """An agent that, like those of NIXL, rejects descriptors outside the memory registered for
+    their kind.
+    """
 
-    refuses: str | None = None  # a kind of memory that cannot be registered
+    refuses: str | None = None  # kind of memory for which registration fails
 
     def __init__(self, name: str, config: nixl_agent_config) -> None:
         self.name = name
@@ -102,8 +104,8 @@ class nixl_agent:
 
 
 def _reached(address: int, kind: str) -> int:
-    """Return the address through which this process accesses the memory, including the simulated
-    device's.
+    """Return the address at which this process can access the memory, even if it belongs to the
+    simulated device.
     """
     if kind == "DRAM":
         return address
@@ -117,8 +119,8 @@ def _reached(address: int, kind: str) -> int:
 def stand_in() -> Iterator[list[tuple[str, str, str, int]]]:
     """Replace `nixl` with this module during the block.
 
-    Yields a list of the agents' transfers, with one entry per descriptor: operation, local and
-    remote memory kind, bytes.
+    Yields a list that grows with the agents' transfers, with one entry per descriptor: operation,
+    local memory kind, remote memory kind, and bytes.
     """
     package, api = types.ModuleType("nixl"), types.ModuleType("nixl._api")
     package._api = api

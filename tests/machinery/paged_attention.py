@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain PyTorch, over paged KV with the metadata of two backends, and over dense
-tokens.
-"""
+"""Attention in plain PyTorch, over paged KV with the metadata for two backends, and over dense tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ HEAD = 3
 def attend(queries, keys, values, window):
     """Return (outputs, log-sum-exp of the weights) for one request.
 
-    The queries are its last tokens.
+    The queries belong to the request's last tokens.
 
-    The query of key position p sees keys p - window + 1 to p, as with `window_size=(window - 1,
-    0)`, `causal=True`. Other keys are not read.
+    The query at position p attends to keys p - window + 1 to p, as with `window_size=(window - 1,
+    0)` and `causal=True`. Other keys are not read.
     """
     outputs = torch.zeros(len(queries), HEAD, dtype=torch.float64)
     weights = torch.full((len(queries),), -torch.inf, dtype=torch.float64)
@@ -39,7 +37,9 @@ def attend(queries, keys, values, window):
 
 
 def over_batch(queries, starts, keys_of, window, weights):
-    """Attend for every request, split by query_start_loc. The rest of the output is zero."""
+    """Compute attention for every request, whose queries are given by query_start_loc. The rest of
+    the output is zero.
+    """
     outputs = torch.zeros(len(queries), HEAD, dtype=torch.float64)
     sums = torch.full((len(queries),), -torch.inf, dtype=torch.float64)
     for i, (start, stop) in enumerate(itertools.pairwise(starts)):
@@ -59,7 +59,7 @@ def flash_attention(queries, cache, query_start_loc, group: GroupMetadata, weigh
 
 
 def flash_infer(queries, cache, query_start_loc, group: GroupMetadata, weights=False):
-    """Like a causal `BatchPrefillWithPagedKVCacheWrapper`. Reads only the KV in the page list."""
+    """Like a causal `BatchPrefillWithPagedKVCacheWrapper`, which reads only the KV in the page list."""
 
     def keys_of(i):
         start, stop = group.paged_kv_indptr[i : i + 2].tolist()
@@ -72,7 +72,7 @@ def flash_infer(queries, cache, query_start_loc, group: GroupMetadata, weights=F
 
 @dataclass
 class BatchOfTokens:
-    """Requests with K and V for every token, for several groups of one model."""
+    """Requests with K and V for every token, in several groups of one model."""
 
     block_sizes: list[int]
     windows: list[int | None]
@@ -110,7 +110,7 @@ class BatchOfTokens:
             return torch.randn(*shape, HEAD, generator=generator, dtype=torch.float64)
 
         self.queries = random(sum(self.query_lens))
-        # [group][request]: K and V of its tokens, [2, seq_len, HEAD].
+        # [group][request]: K and V of the request's tokens, [2, seq_len, HEAD].
         self.kv = [[random(2, length) for length in self.seq_lens] for _ in self.block_sizes]
 
     def dense_attention(self, group):
@@ -120,7 +120,7 @@ class BatchOfTokens:
         )
 
     def make_tables(self, rank=0):
-        """Return block tables with randomly ordered blocks and different ids per group."""
+        """Return block tables in which blocks are in random order and ids differ between groups."""
         cp = ContextParallel(dcp_world_size=self.world_size, dcp_rank=rank)
         tables = BlockTables(
             [
@@ -139,8 +139,8 @@ class BatchOfTokens:
         return tables
 
     def fill_caches(self, tables):
-        """Return per group [2, blocks, block size, HEAD] filled through the slot mapping, and NaN
-        elsewhere.
+        """Return [2, blocks, block size, HEAD] for each group, filled through the slot mapping and
+        NaN elsewhere.
         """
         rows = np.repeat(self.rows, self.seq_lens)
         positions = np.concatenate([np.arange(length) for length in self.seq_lens])
@@ -153,7 +153,7 @@ class BatchOfTokens:
             for i, window in [(i, self.windows[g]) for i in range(len(self.rows))]:
                 if (
                     window is not None
-                ):  # blocks that no query of this step sees may belong to another request
+                ):  # blocks to which no query of this step attends may belong to another request
                     first = self.seq_lens[i] - self.query_lens[i]
                     at = sum(self.seq_lens[:i])
                     hidden = max(0, first - window + 1) // block_size * block_size

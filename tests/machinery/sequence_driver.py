@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives `BlockSpaceManager` and its plain model through the same random calls, and fills the pages.
+"""Makes the same random calls to `BlockSpaceManager` and to its reference model, and simulates the
+pages.
 
 Block tables, pairs, counts and hits are compared after every call. A simulated engine represents a
-token's KV by everything it depends on and writes it to the page in the block table. It executes
-copies and swaps in call order, and reads back everything that a sequence would read. An error names
-its seed.
+token's KV by all of its inputs and writes it to the page in the block table. It executes copies and
+swaps in call order, and reads back everything that a sequence would read. The seed is added to any
+error as a note.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Seq:
         return len(self.tokens)
 
     def get_token_ids(self):
-        assert self.readable, "token ids are read without caching"
+        assert self.readable, "the manager reads token ids although caching is disabled"
         return self.tokens
 
     def extra_hash(self):
@@ -48,7 +49,7 @@ class Group:
         self.request_id = request_id
         self.seqs = seqs
         self.encoder = encoder
-        self.num_computed = 0  # prompt tokens, including the hit
+        self.num_computed = 0  # number of prompt tokens computed, including the hit
         self.num_prompt = 0
 
     def get_seqs(self):
@@ -70,9 +71,9 @@ class Group:
 
 
 class Pages:
-    """Simulated contents of the pages of both tiers.
+    """The simulated contents of the pages on both tiers.
 
-    Each slot stores everything that its KV depends on.
+    Each slot stores all inputs of its KV.
     """
 
     def __init__(self, block_size):
@@ -93,7 +94,7 @@ class Pages:
 
 
 def values_of(tokens, seed):
-    """Return a value per token that depends on the token, all previous tokens, and the seed."""
+    """Return, for each token, a value that depends on this token, all previous tokens, and the seed."""
     value, values = hash(seed), []
     for token in tokens:
         value = hash((value, token))
@@ -117,7 +118,7 @@ class Driver:
         self.size, self.window = options["block_size"], options["sliding_window"]
         self.has_host = options["num_cpu_blocks"] > 1
         self.manager = BlockSpaceManager(**options, enable_events=True)
-        # Hashes that are cached according to the events.
+        # The hashes that are cached, according to the events.
         self.findable = {"gpu": set(), "cpu": set()}
         self.model = ModelSpace(**options)
         self.pages = Pages(self.size)
@@ -206,7 +207,7 @@ class Driver:
         assert num_cached == self.model.sequences[first.seq_id].num_cached
         self.check_reads(group, first, num_cached, self.pages.gpu)
         if self.window is not None:
-            self.compute_prompt(group, group.num_prompt)  # without chunks
+            self.compute_prompt(group, group.num_prompt)  # the prompt is not computed in chunks
 
     # The engine ------------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class Driver:
             self.append_to(group, seq, lookahead, can_append)
 
     def append_to_groups(self, groups, lookahead):
-        """Append to as many groups as fit, with one call."""
+        """Append slots to as many groups as fit, in one call."""
         num_served, wanted, written = 0, [], []
         for group in groups:
             lengths = {seq.seq_id: len(seq.tokens) for seq in group.seqs}
@@ -353,7 +354,7 @@ class Driver:
         (self.running if group in self.running else self.swapped).remove(group)
 
     def preempt(self):
-        """Preempt by recomputation: the group waits again with its generated tokens."""
+        """Preempt a group by recomputation: it waits again, together with its generated tokens."""
         groups = [group for group in self.running if len(group.seqs) == 1]
         if not groups:
             return
@@ -390,7 +391,7 @@ class Driver:
         group, lookahead = self.random.choice(self.swapped), self.random.choice([0, 0, 7])
         keys = self.keys(group)
         if self.random.random() < 0.3:
-            group.seqs[0].tokens.append(1)  # sampled before the swap out
+            group.seqs[0].tokens.append(1)  # these tokens were sampled before the swap-out
         lengths = {seq.seq_id: len(seq.tokens) for seq in group.seqs}
         answer = self.manager.can_swap_in(group, lookahead)
         assert answer.name == self.model.can_swap_in(keys, lengths, lookahead)
@@ -543,7 +544,7 @@ class Driver:
 
 
 def drive(seed, num_operations=OPERATIONS_PER_SEED):
-    """Run one seed. An error names the seed so that it can be kept."""
+    """Run one seed. The seed is added to any error as a note, so that the case can be kept."""
     try:
         Driver(seed).run(num_operations)
     except BaseException as error:
@@ -552,7 +553,7 @@ def drive(seed, num_operations=OPERATIONS_PER_SEED):
 
 
 def soak(seconds, first_seed):
-    """Run consecutive seeds from `first_seed` until the time is up."""
+    """Run consecutive seeds, starting with `first_seed`, for this number of seconds."""
     seed, start = first_seed, time.monotonic()
     while time.monotonic() - start < seconds:
         drive(seed)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain model of the sequence-group manager: lists, dictionaries and loops, without hashes or
-arrays.
+"""A reference model of the sequence-group manager, written with lists, dictionaries and loops,
+without hashes or arrays.
 
-Content is identified by its tokens. The model predicts exact block ids, for allocations as well as
+Content is identified by its tokens. The model predicts the exact block ids of allocations and
 evictions.
 """
 
@@ -23,7 +23,7 @@ class ModelUse:
     """The values that rank a block for eviction."""
 
     time: float = 0
-    release: float = 0  # number of the release; accessed blocks rank before released ones
+    release: float = 0  # number of the release, by which blocks that were not accessed are ranked
     num_prefix_tokens: int = 0
     idle: int = 0
     is_accessed: bool = False
@@ -33,7 +33,7 @@ class ModelUse:
 
 
 class ModelPool:
-    """Blocks of one device. `content` maps a cached block to (extra, tokens of the prefix)."""
+    """The blocks of one device. `content` maps each cached block to (extra, tokens of the prefix)."""
 
     def __init__(self, num_blocks, block_size, is_chain):
         self.num_total = max(num_blocks - 1, 0)
@@ -41,7 +41,7 @@ class ModelPool:
         self.is_chain = is_chain  # whether a hit on a block requires a hit on its parent
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
-        self.cached_free = []  # in release order
+        self.cached_free = []  # ordered by release
         self.content = {}  # oldest first
         self.use = {block: ModelUse() for block in self.refs}
         self.clock, self.num_idle, self.release_time = 0, 0, 0
@@ -69,7 +69,7 @@ class ModelPool:
         return block
 
     def _is_needed(self, block):
-        """Whether the block is the only path to a cached child."""
+        """Whether the block has a cached child that can only be hit through it."""
         parents = [(extra, tokens[: -self.block_size]) for extra, tokens in self.content.values()]
         twins = [each for each in self.content.values() if each == self.content[block]]
         return self.is_chain and self.content[block] in parents and len(twins) == 1
@@ -124,10 +124,10 @@ class ModelSequence:
     extra: object = None
     caches: bool = False
     num_cached: int = 0
-    blocks: list[int] = field(default_factory=list)  # 0 for blocks that left the window
+    blocks: list[int] = field(default_factory=list)  # 0 in place of blocks that left the window
     num_published: int = 0
-    num_marked: int = 0  # tokens marked as computed, in total
-    num_kv: int = 0  # tokens known to have KV
+    num_marked: int = 0  # total number of tokens marked as computed
+    num_kv: int = 0  # number of tokens known to have KV
     num_prompt: int = 0
     skips: bool = False  # whether the prompt's leading blocks were never allocated
     on_host: bool = False
@@ -141,7 +141,9 @@ class ModelSequence:
 
 
 class ModelSpace:
-    """The manager's model. `sequences` may have any key and includes cross-attention tables."""
+    """The reference model of the manager. `sequences` may have keys of any type and includes
+    cross-attention tables.
+    """
 
     def __init__(
         self, block_size, num_gpu_blocks, num_cpu_blocks, watermark, sliding_window, enable_caching
@@ -159,7 +161,7 @@ class ModelSpace:
     # Queries ---------------------------------------------------------------------------------------
 
     def first_read(self, position):
-        """Return the first block that the token at this position reads."""
+        """Return the column of the first block that the token at this position reads."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.size
 
     def required(self, num_tokens, lookahead, num_encoder_tokens):
@@ -175,9 +177,9 @@ class ModelSpace:
         return OK if self.gpu.num_free() - required >= self.watermark else LATER
 
     def num_touched(self, lengths, lookahead):
-        """Return the number of blocks to write.
+        """Return the number of blocks to which the next step writes.
 
-        `lengths`: current number of tokens per sequence.
+        `lengths` contains the current number of tokens of each sequence.
         """
         touched = set()
         for key, length in lengths.items():
@@ -192,8 +194,8 @@ class ModelSpace:
         return len(self.moving(keys)) <= self.cpu.num_free()
 
     def can_swap_in(self, keys, lengths, lookahead):
-        """Determine the result by trying it on copies: in the current state, and with an otherwise
-        empty device.
+        """Determine the result by executing the swap on copies of the model, first in the current
+        state and then with an otherwise empty device.
         """
         if copy.deepcopy(self)._fits_back(keys, lengths, lookahead, self.watermark):
             return OK
@@ -204,7 +206,9 @@ class ModelSpace:
         return LATER if alone._fits_back(keys, lengths, lookahead, 0) else NEVER
 
     def _fits_back(self, keys, lengths, lookahead, watermark):
-        """Swap in and append. Return whether both fit while `watermark` blocks always stay free."""
+        """Swap in and append. Return whether both fit without ever leaving fewer than `watermark`
+        blocks free.
+        """
         self.gpu.least_free = self.gpu.num_free()
         if self.swap_in(keys) is None:
             return False
@@ -215,7 +219,7 @@ class ModelSpace:
         return self.gpu.least_free >= watermark
 
     def moving(self, keys):
-        """Return the blocks with KV of these sequences, without duplicates."""
+        """Return the blocks that contain KV of these sequences, without duplicates."""
         found = {}
         for key in keys:
             each = self.sequences[key]
@@ -226,11 +230,13 @@ class ModelSpace:
         return min(len(sequence.blocks), ceil_div(len(sequence.tokens), self.size))
 
     def hit_length(self, tokens, extra):
-        """Return the tokens of the longest cached prefix in whole blocks, shorter than the prompt."""
+        """Return the number of tokens in the longest cached prefix that consists of whole blocks
+        and is shorter than the prompt.
+        """
         for num_blocks in range((len(tokens) - 1) // self.size, 0, -1):
             first = self.first_read(num_blocks * self.size)
             if all(self._cached(tokens, extra, column) for column in range(first, num_blocks)):
-                # The sequence holds all blocks from here on. With a window, their number is
+                # The sequence will hold all blocks after the hit. With a window, their number is
                 # limited.
                 num_held = ceil_div(len(tokens), self.size) - first
                 fits = self.window is None or num_held <= self.window // self.size + 2
@@ -243,7 +249,7 @@ class ModelSpace:
     # State changes ---------------------------------------------------------------------------------
 
     def allocate(self, keys, tokens, extra, cross_key, num_encoder_tokens):
-        """Allocate a group and return whether it fits.
+        """Allocate a group, and return whether it fits.
 
         `cross_key` is None for a decoder-only model.
         """
@@ -275,7 +281,7 @@ class ModelSpace:
         first = self.first_read(num_hit)
         hits = [self._cached(tokens, extra, column) for column in range(first, num_hit_blocks)]
         num_blocks = ceil_div(len(tokens), self.size)
-        # A prompt without a hit is computed in one pass, so only its last window needs blocks.
+        # A prompt without a hit is computed in one step, so only its last window needs blocks.
         skipped = 0 if num_hit else self.first_read(len(tokens))
         num_new = num_blocks - max(skipped, num_hit_blocks)
         num_free = self.gpu.num_free() - sum(self.gpu.refs[block] == 0 for block in hits)
@@ -289,7 +295,7 @@ class ModelSpace:
         return sequence
 
     def append(self, key, tokens, lookahead):
-        """Append tokens. Return the pairs to copy, or None if they do not fit."""
+        """Append tokens. Return the pairs of blocks to copy, or None if the tokens do not fit."""
         if not tokens and not lookahead:
             return []
         each, size = self.sequences[key], self.size
@@ -325,7 +331,7 @@ class ModelSpace:
         self.sequences[child_key] = child
 
     def can_mark(self, keys, count):
-        """Whether no prompt computed in one pass would be marked partially."""
+        """Return whether these marks do not split a prompt that must be computed in one step."""
         found = [self.sequences[key] for key in keys]
         return not any(
             each.skips and min(each.num_marked + count, len(each.tokens)) < each.num_prompt
@@ -338,7 +344,8 @@ class ModelSpace:
         if not each.caches:
             return
         num_computed = each.num_marked
-        # After the prompt, all tokens but the newest are computed, regardless of the marks.
+        # Once the prompt is computed, all tokens except the newest count as computed, regardless of
+        # the marks.
         if num_computed >= each.num_prompt:
             num_computed = max(num_computed, len(each.tokens) - 1)
         each.num_kv = max(each.num_kv, num_computed)
@@ -380,7 +387,7 @@ class ModelSpace:
         return list(moved.items())
 
     def swap_in(self, keys):
-        # Device blocks with equal content; their host pages need not move.
+        # Device blocks have the same content as these host pages, which need not be swapped in.
         twins = self._cached_twins(keys)
         shared = {*twins.values()}
         num_taken = len(self.moving(keys)) - len(twins)
@@ -413,7 +420,9 @@ class ModelSpace:
         return [(page, block) for page, block in moved.items() if page not in twins]
 
     def _cached_twins(self, keys):
-        """Map leading host pages of computed tokens to cached device blocks with the same content."""
+        """Map the leading host pages with computed tokens to cached device blocks that have the
+        same content.
+        """
         twins = {}
         for each in [self.sequences[key] for key in keys]:
             if not each.caches:

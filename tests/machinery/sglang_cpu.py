@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of SGLang 0.5.23 that it has for GPUs only, in PyTorch."""
+"""PyTorch replacements for parts of SGLang 0.5.23 that only exist for GPUs."""
 
 import os
 import types
 
 
 def register() -> None:
-    """Add what HiCache needs on a CPU, in each process of an engine with KVCACHE_TESTS_HICACHE."""
+    """In each process of an engine, add the parts that HiCache needs on a CPU if
+    KVCACHE_TESTS_HICACHE is set.
+    """
     if os.environ.get("KVCACHE_TESTS_HICACHE"):
         add_hicache_copies()
 
 
 def add_hicache_copies() -> None:
-    """Add HiCache's copies of the layout `layer_first` with `hicache_io_backend="direct"`.
+    """Add HiCache's copy function for the layout `layer_first` with `hicache_io_backend="direct"`.
 
     Host memory is not pinned.
     """
@@ -27,10 +29,11 @@ def add_hicache_copies() -> None:
 
 
 def read_windows_from_their_pool() -> None:
-    """Let the backend `torch_native` read the KV of windows from the slots to which it writes it.
+    """Patch the backend `torch_native` to read the KV of window layers from the slots to which it
+    writes them.
 
-    With a separate pool for windows, the original writes to the slots of that pool and reads from those
-    of full attention.
+    If windows have a separate pool, the original backend writes to the slots of that pool but reads
+    from the slots of the full-attention pool.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 

@@ -22,11 +22,13 @@ ENGINES = {
     "windows": {"family": "mellum", "max_total_tokens": 640},
 }
 LLAMA = ("roomy", "tight", "tokens")
-DEFECTS = {}  # by name: (function, engines)
+DEFECTS = {}  # name -> (function, engines)
 
 
 def defect(*engines):
-    """Register a function that plants a defect in a `Run`. Its docstring describes the defect."""
+    """Register a function that plants a defect in a `Run`. The function's docstring describes the
+    defect.
+    """
 
     def add(plant):
         DEFECTS[plant.__name__] = plant, engines or LLAMA
@@ -43,10 +45,10 @@ def allocator_of(run):
 
 
 def release(run, slots):
-    """Give slots back to the allocator."""
+    """Return slots to the allocator."""
     allocator = allocator_of(run)
     allocator.free_segment(slots.long(), start_pos=0)
-    if allocator.page_size > 1:  # so that they are the next ones
+    if allocator.page_size > 1:  # otherwise, make them the next slots to be allocated
         return
     allocator.free_pages = allocator.free_pages.roll(len(slots))
 
@@ -65,14 +67,14 @@ def free_of_running(run, select):
 
 @defect()
 def first_page_of_a_running_request_is_freed(run):
-    """The first page of a running request is given back."""
+    """The first page of a running request is freed."""
     size = allocator_of(run).page_size
     free_of_running(run, lambda run, request: run.slots(request, 0, size))
 
 
 @defect()
 def last_page_of_a_running_request_is_freed(run):
-    """The page that a running request fills is given back."""
+    """The page that a running request is filling is freed."""
     size = allocator_of(run).page_size
 
     def last(run, request):
@@ -103,7 +105,7 @@ def page_is_allocated_twice(run):
 
 @defect()
 def allocator_is_cleared_without_the_tree(run):
-    """The allocator takes all pages back, and the radix cache keeps its nodes."""
+    """The allocator frees all pages, but the radix cache keeps its nodes."""
 
     def process(original, *arguments, **options):
         if run.now(15):
@@ -126,7 +128,7 @@ def slot_of_another_request_in_a_row(run):
         requests = run.running
         if len(requests) > 1 and len(requests[0].output_ids) > 3 and run.now(8):
             size = allocator_of(run).page_size
-            # A request's own page, which no prefix hit shares with the other.
+            # Use a page of the request that the other request does not share through a prefix hit.
             first, second = (run.slots(each) for each in requests[:2])
             first[-size - 1 :][:1] = second[-size - 1 :][:1]
             first[32 : 32 + size] = second[32 : 32 + size]
@@ -138,19 +140,19 @@ def slot_of_another_request_in_a_row(run):
 
 @defect()
 def slots_are_off_by_one(run):
-    """The new tokens of a step are written one slot too far."""
+    """The KV of a step's new tokens is written one slot too far."""
     change_decode(run, lambda batch: setattr(batch, "out_cache_loc", batch.out_cache_loc + 1))
 
 
 @defect()
 def sequence_lengths_are_too_large_by_one(run):
-    """A step reads one token more than there is."""
+    """A step reads one token more than exists."""
     change_decode(run, lambda batch: setattr(batch, "seq_lens", batch.seq_lens + 1))
 
 
 @defect()
 def rows_of_a_batch_are_exchanged(run):
-    """The row indices of a batch are reversed, and its requests are not."""
+    """The row indices of a batch are reversed, but its requests are not."""
     change_decode(
         run, lambda batch: setattr(batch, "req_pool_indices", batch.req_pool_indices.flip(0))
     )
@@ -186,7 +188,7 @@ def new_slots_are_not_written_to_the_row(run):
 
 @defect("tight")
 def sequence_lengths_do_not_grow(run):
-    """A step reuses the sequence lengths of the step before."""
+    """A step reuses the sequence lengths of the previous step."""
     change_decode(run, lambda batch: setattr(batch, "seq_lens", batch.seq_lens - 1))
 
 
@@ -195,7 +197,7 @@ def sequence_lengths_do_not_grow(run):
 
 @defect()
 def prefix_hit_of_other_tokens(run):
-    """The lookup of a prefix finds that of another request."""
+    """A prefix lookup returns the prefix of another request."""
     tree, keys = run.scheduler.tree_cache, {}
 
     def match(original, parameters):
@@ -216,7 +218,7 @@ def prefix_hit_of_other_tokens(run):
 
 @defect()
 def wrong_values_are_inserted(run):
-    """The tree gets the slots of a request in another order."""
+    """The slots of a request are inserted into the tree in the wrong order."""
     size = allocator_of(run).page_size
 
     def insert(original, parameters):
@@ -230,7 +232,7 @@ def wrong_values_are_inserted(run):
 
 @defect()
 def shared_prefix_is_freed(run):
-    """A request that ends frees the prefix that belongs to the tree."""
+    """A request that finishes frees the prefix, which belongs to the tree."""
 
     def free(original, kv, ranges, **options):
         if ranges[0][0] and run.now(1):
@@ -314,7 +316,7 @@ def retraction_keeps_the_computed_tokens(run):
 
 @defect()
 def chunk_starts_too_late(run):
-    """The second chunk of a prompt skips tokens."""
+    """The second chunk of a prompt omits tokens."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     size = allocator_of(run).page_size
@@ -343,7 +345,7 @@ def window_is_left_too_early(run):
 
     def evict(original, batch, request, length, **options):
         original(batch, request, length + 64, **options)
-        # The tree protects other slots.
+        # Other slots are protected by the tree.
         if (mapping[run.slots(request, length - 60, length).long()] == 0).any():
             run.planted()
 
@@ -352,7 +354,7 @@ def window_is_left_too_early(run):
 
 @defect("windows")
 def slots_of_the_window_are_exchanged(run):
-    """Two pages of a request have each other's slots in the pool of windows."""
+    """The window pool's slots of two pages of a request are exchanged."""
     mapping = allocator_of(run).full_to_swa_index_mapping
 
     def next_batch(original, *arguments, **options):
@@ -373,7 +375,7 @@ def slots_of_the_window_are_exchanged(run):
 
 @defect("hicache")
 def pages_are_loaded_in_another_order(run):
-    """Pages of the host are copied to each other's device pages."""
+    """In a load, the host pages are copied to the wrong device pages, in another order."""
     controller = run.scheduler.tree_cache.cache_controller
 
     def load(original, host_indices, *arguments, **options):
@@ -387,7 +389,7 @@ def pages_are_loaded_in_another_order(run):
 
 @defect("hicache")
 def load_is_not_queued(run):
-    """A hit on the host gets device pages, to which nothing is copied."""
+    """Device pages are allocated for a hit on the host, but nothing is copied to them."""
     controller = run.scheduler.tree_cache.cache_controller
 
     def load(original, *arguments, **options):
@@ -402,7 +404,7 @@ def load_is_not_queued(run):
 
 @defect("hicache")
 def pages_are_stored_in_another_order(run):
-    """Device pages are copied to each other's pages of the host."""
+    """In a store, the device pages are copied to the wrong host pages, in another order."""
     controller = run.scheduler.tree_cache.cache_controller
 
     def write(original, device_indices, *arguments, **options):
@@ -415,17 +417,17 @@ def pages_are_stored_in_another_order(run):
 
 
 def find_all(engine):
-    """Run each defect of an engine under the sanitizer in another process.
+    """Run an engine with each of its defects under the sanitizer, in another process.
 
     Returns:
-        For each defect, its name, "planted_at", "found_at", "kind", "engine" and "slots_read". The
-        first entry has no name: it is the run without a defect.
+        An entry for each defect with its "name", "planted_at", "found_at", "kind", "engine" and
+        "slots_read". The name of the first entry, for the run without a defect, is empty.
     """
     return in_a_process("tests.machinery.sglang_defects", engine)
 
 
 def _said(result):
-    """Return what SGLang did: it answered, or it failed after the step in which it last computed."""
+    """Return whether SGLang answered, or the last step that it computed before it failed."""
     error = result["error"]
     return "answered" if error is None else f"step {result['failed_at']}: {error}"
 

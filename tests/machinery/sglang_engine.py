@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an SGLang scheduler with a tiny model in one process, on a CPU.
 
-A scheduler takes long to start. `Scheduler.run` therefore forks: each run begins in the same state.
+Because a scheduler takes long to start, `Scheduler.run` forks a process for each run, so that every
+run begins in the same state.
 
 `python -m tests.machinery.sglang_engine OPTIONS WORKS` prints the results as JSON in its last line.
 """
@@ -17,11 +18,12 @@ import traceback
 from array import array
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-# Reserve few tokens for answers, so that requests have to be retracted.
+# Reserve only few tokens for answers, so that requests have to be retracted.
 os.environ.setdefault("SGLANG_INIT_NEW_TOKEN_RATIO", "0.01")
 os.environ.setdefault("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "1")
 os.environ.setdefault("SGLANG_RETRACT_DECODE_STEPS", "1")
-os.environ.setdefault("SGLANG_SWA_EVICTION_INTERVAL", "16")  # so that short requests leave slots
+# Evict often, so that even short requests free slots outside their windows.
+os.environ.setdefault("SGLANG_SWA_EVICTION_INTERVAL", "16")
 
 from tests.machinery.sglang_cpu import add_hicache_copies, read_windows_from_their_pool
 from tests.machinery.shared import REPO
@@ -47,7 +49,7 @@ OPTIONS = {
 
 
 def write_model(family):
-    """Write a Llama or Mellum with random weights. Return its folder."""
+    """Write a Llama or Mellum model with random weights, and return its folder."""
     import torch
     import transformers
 
@@ -63,10 +65,10 @@ def write_model(family):
 
 
 class Scheduler:
-    """A scheduler of SGLang, without the processes around it.
+    """An SGLang scheduler without the other processes of an engine.
 
     Args:
-        family: "llama", or "mellum", which has sliding windows.
+        family: "llama", or "mellum", which has sliding-window layers.
         options: Arguments of SGLang's `ServerArgs`.
     """
 
@@ -97,10 +99,10 @@ class Scheduler:
 
         Args:
             work: Arguments of `Work`.
-            plant: Function of a `Run` that changes SGLang's code.
+            plant: Function that takes a `Run` and changes SGLang's code.
 
         Returns:
-            What `Run.results` returns.
+            The result of `Run.results`.
         """
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "results.json")
@@ -125,10 +127,11 @@ class Work:
         seed: Seed of all choices.
         chats: Number of chats. Half of them begin with the same 40 tokens.
         turns: Number of rounds.
-        at_once: Chats that get a turn in each round.
-        new_tokens: Tokens to generate per turn.
-        aborts: Whether one request of each round is aborted.
-        keys: Whether chats have different extra keys, and all begin with the same tokens.
+        at_once: Number of chats that have a turn in each round.
+        new_tokens: Number of tokens to generate per turn.
+        aborts: Whether one request in each round is aborted.
+        keys: Whether chats have different extra keys. In this case, all chats begin with the same
+            tokens.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class Work:
         return [self.random.randrange(3, 250) for _ in range(count)]
 
     def round(self):
-        """Return (chat, tokens) of the next requests, or None."""
+        """Return (chat, tokens) for each of the next requests, or None at the end."""
         self.turns -= 1
         if self.turns < 0:
             return None
@@ -158,7 +161,7 @@ class Work:
 
 
 class Run:
-    """One run of a scheduler. Requests arrive one per iteration of its loop."""
+    """One run of a scheduler. In each iteration of the scheduler's loop, one request arrives."""
 
     def __init__(self, scheduler, work, plant):
         self.scheduler, self.work = scheduler.inner, work
@@ -184,12 +187,12 @@ class Run:
             self.error = f"{type(failure).__name__}: {lines[0][:100]} ({frame.name})"
 
     def planted(self):
-        """Note that a defect has taken effect."""
+        """Record that the planted defect has taken effect."""
         if self.planted_at is None:
             self.planted_at = self.scheduler.forward_ct
 
     def now(self, count):
-        """Return whether this is the call with this number or a later one, once."""
+        """Return whether the defect should act now: in call number `count` or later, and only once."""
         self.num_calls += 1
         return self.num_calls >= count and self.planted_at is None
 
@@ -211,7 +214,7 @@ class Run:
 
     @property
     def running(self):
-        """Requests that decode."""
+        """The requests that are being decoded."""
         return self.scheduler.running_batch.reqs if self.scheduler.running_batch else []
 
     def slots(self, request, start=0, stop=None):
@@ -262,7 +265,7 @@ class Run:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        # With `ignore_eos`, SGLang would reserve all of them.
+        # With `ignore_eos`, SGLang would reserve slots for all tokens to be generated.
         sampling = SamplingParams(max_new_tokens=self.work.new_tokens, temperature=0)
         sampling.normalize(None)
         return TokenizedGenerateReqInput(
@@ -298,12 +301,12 @@ class Run:
 
 
 def _is_aborted(request):
-    """Return whether a request was aborted. Those that still wait are dropped without a reason."""
+    """Return whether a request was aborted. Waiting requests are dropped without a finish reason."""
     return not request.finished() or type(request.finished_reason).__name__ == "FINISH_ABORT"
 
 
 def in_a_process(module, *arguments, **settings):
-    """Run a module under the sanitizer, which logs what it finds. Return the JSON of its last line."""
+    """Run a module with the sanitizer enabled. Return the JSON in the last line of its output."""
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     settings = {**os.environ, "KVCACHE_SANITIZE": "1", **settings}
     done = subprocess.run(command, cwd=REPO, env=settings, capture_output=True, text=True)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests of `kvcache.plugins.sglang_sanitizer` in SGLang's environment (`make test-sglang`).
+"""Runs the tests of the SGLang plug-ins in a separate environment with SGLang (`make test-sglang`).
 
     python -m tests.machinery.sglang_environment [-m MODULE] [ARGUMENT ...]
 
-The environment is created once, which takes some minutes and 3 GB. It has the Python files of SGLang's
-build for CUDA, which runs on a CPU with `SGLANG_USE_CPU_ENGINE=1` and the stand-ins of
-`tests/machinery/sglang_stubs`. If it cannot be installed, the script prints the reason and exits
-successfully. kvcache comes from the checkout, built by `make setup` for the same Python. ARGUMENTs go to
-pytest, or to the module that runs instead.
+The environment is created once, which takes some minutes and 3 GB. It contains the Python files of
+SGLang's build for CUDA, which runs on a CPU with `SGLANG_USE_CPU_ENGINE=1` and the stand-ins in
+`tests/machinery/sglang_stubs`. If SGLang cannot be installed, the script prints the reason and
+exits successfully. kvcache is used from the checkout, as built by `make setup` for the same Python.
+ARGUMENTs are passed to pytest, or to MODULE if it runs instead.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from tests.machinery.engine_environment import EngineEnvironment, Unavailable, test_files
 from tests.machinery.shared import REPO
 
-VERSION = "0.5.23"  # the tests run on this version only, because they use SGLang's internals
+VERSION = "0.5.23"  # the tests use SGLang's internals and therefore only run with this version
 FOLDERS = Path(os.environ.get("KVCACHE_SGLANG_VENVS") or "~/.cache/kvcache/sglang").expanduser()
 TESTS = test_files("plugins/sglang/test_*.py")
 STUBS = REPO / "tests" / "machinery" / "sglang_stubs"
-# Requirements of SGLang to skip. torch is installed separately; CUDA and most multimodal parts are
-# not needed.
+# Requirements of SGLang that are not installed. torch is installed separately, and CUDA and most
+# multimodal packages are not needed.
 LEFT_OUT = {
     *("torch", "torchaudio", "torchcodec", "torchvision", "torch_memory_saver", "timm", "av"),
     *("cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels", "quack-kernels"),
@@ -34,8 +34,8 @@ LEFT_OUT = {
     *("datasets", "decord2", "deepseek-recipe", "py-spy"),
 }
 CPU = "[sglang.srt.plugins]\nkvcache_tests = tests.machinery.sglang_cpu:register\n"
-NIXL = "nixl==1.5.1", "nixl-cu13==1.5.1"  # for stores on a disk
-TORCHVISION = "torchvision==0.28.0"  # its requirements name the CUDA build of torch
+NIXL = "nixl==1.5.1", "nixl-cu13==1.5.1"  # needed for stores on a disk
+TORCHVISION = "torchvision==0.28.0"  # its requirements include the CUDA build of torch
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def _install() -> EngineEnvironment:
     if not environment.is_complete:
         environment.create(f"SGLang {VERSION}")
         environment.pip("--no-deps", f"sglang=={VERSION}", TORCHVISION)
-        environment.pip("dill")  # SGLang imports it without requiring it
+        environment.pip("dill")  # SGLang imports this package without requiring it
         environment.pip(*NIXL)
         environment.add_requirements("sglang", LEFT_OUT)
     environment.add_entry_points(CPU)

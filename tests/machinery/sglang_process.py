@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang engine with all of its processes, which exchanges KV with other engines.
+"""An SGLang engine with all of its processes that exchanges KV with other engines.
 
 `python -m tests.machinery.sglang_process OPTIONS` reads commands and writes responses.
 """
@@ -23,8 +23,8 @@ OPTIONS = {
 class SGLangEngine(EngineInProcess):
     """An engine in a separate process.
 
-    `options` are those of SGLang's `Engine`, and `extra` those of the exchange. With None, the plug-in
-    does nothing.
+    `options` are passed to SGLang's `Engine`, and `extra` to the exchange. If `extra` is None, the
+    plug-in does nothing.
     """
 
     def __init__(self, folder, *, extra=None, environment=None, python=sys.executable, **options):
@@ -40,15 +40,17 @@ class SGLangEngine(EngineInProcess):
         super().__init__(command, environment)
 
     def run(self, prompts, max_tokens=16, offers=None, ask=False, timeout_s=DEADLINE_S):
-        """Return {tokens, cached, storage, offer} of each prompt."""
+        """Return {tokens, cached, storage, offer} for each prompt."""
         return self.ask("run", prompts, max_tokens, offers or [None] * len(prompts), ask)
 
     def prefill(self, prompts):
-        """Prefill the prompts. Return the offer of each, or None."""
+        """Prefill the prompts. Return an offer or None for each."""
         return [each["offer"] for each in self.run(prompts, 1, ask=True)]
 
     def decode(self, prompts, offers, max_tokens=16):
-        """Decode the prompts. Return (tokens of each prompt, number of prompt tokens computed)."""
+        """Decode the prompts. Return (generated tokens of each prompt, number of prompt tokens
+        computed).
+        """
         found = self.run(prompts, max_tokens, offers)
         computed = sum(len(prompt) - each["cached"] for prompt, each in zip(prompts, found))
         return [each["tokens"] for each in found], computed

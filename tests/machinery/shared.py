@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for several tests: files outside the project, samples of values, and managers."""
+"""Helpers used by several tests: files outside the project, samples of values, and managers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SHARED = REPO.parent / "shared"
 
 
 def shared_file(name: str) -> Path:
-    """Return the path of a file in `../shared`. Skips the test if it is missing."""
+    """Return the path of a file in `../shared`, or skip the test if the file is missing."""
     path = SHARED / name
     if not path.exists():
-        pytest.skip(f"{name} is not there: no folder 'shared' with it beside the project")
+        pytest.skip(f"{name} is missing: it belongs in a folder 'shared' next to the project")
     return path
 
 
 def sampled(values, num_first: int = 1) -> list:
     """Return values for `parametrize`, as tuples for several names.
 
-    All but the first are marked exhaustive.
+    All values except the first are marked exhaustive.
     """
     each = [value if isinstance(value, tuple) else (value,) for value in values]
     rest = [pytest.param(*value, marks=pytest.mark.exhaustive) for value in each[num_first:]]
@@ -32,7 +32,7 @@ def sampled(values, num_first: int = 1) -> list:
 
 
 def spread(values, num: int) -> list:
-    """Like `sampled`, but selects `num` evenly spaced values."""
+    """Like `sampled`, but leave `num` evenly spaced values unmarked."""
     values = list(values)
     first = [values[i * len(values) // num] for i in range(num)]
     return sampled([*first, *(value for value in values if value not in first)], num)
@@ -41,6 +41,6 @@ def spread(values, num: int) -> list:
 def manager_of(
     *groups: GroupSpec, num_blocks: int = 41, max_model_len: int = 64, **options
 ) -> KVCacheManager:
-    """Return a manager of these groups, by default without preallocated slots."""
+    """Return a manager for these groups, by default without preallocation."""
     options = {"num_preallocate_tokens": 0, **options}
     return KVCacheManager.for_groups(groups, num_blocks, max_model_len, **options)

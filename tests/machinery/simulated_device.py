@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device that runs streams in any order that events allow, so that missing synchronization
-corrupts bytes.
+"""A simulated device that runs the work of streams in any order that events permit, so that missing
+synchronization leads to wrong bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 
 
 class Event:
-    """An event, which happens when its stream reaches it."""
+    """An event, which completes when its stream reaches it."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -20,7 +20,9 @@ class Event:
 
 
 class SimulatedStreams:
-    """`worker.swap.streams` for tests. `advance` executes work in a random legal order."""
+    """A replacement for `worker.swap.streams` in tests. `advance` executes work in a random legal
+    order.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -61,7 +63,9 @@ class SimulatedStreams:
         stream.append(("wait", event))
 
     def advance(self, most: int | None = None) -> int:
-        """Execute up to `most` items (None: all). Return how many are still waiting or queued."""
+        """Execute up to `most` items, or all if None. Return the number of items that are still
+        waiting or queued.
+        """
         done = 0
         while most is None or done < most:
             ready = [stream for stream in self._streams if stream and self._is_ready(stream[0])]

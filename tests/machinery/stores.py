@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An in-memory store with injected faults, and an engine with real pages that uses a tier over it."""
+"""An in-memory store with injected faults, and an engine with real pages that uses such a store
+through a tier.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ FAULTS = ("missing", "corrupt", "short", "other", "raises", "slow", "full")
 
 
 class MemoryStore(BlockStore):
-    """An LRU store in a dictionary. `fault` returns the kind of the next fault.
+    """A dictionary-based LRU store. `fault` returns the kind of the next fault.
 
     A slow call takes `slow_s` seconds, or less if `goes_on` is set.
     """
@@ -62,7 +64,7 @@ class MemoryStore(BlockStore):
 
     def get(self, keys, values):
         fault, sizes = self._begin(), []
-        if fault == "missing":  # evicted after the lookup
+        if fault == "missing":  # the value is evicted after the lookup
             self.remove(keys)
         for key, value in zip(keys, values):
             kept = self.values.get(key)
@@ -96,11 +98,12 @@ class MemoryStore(BlockStore):
 
 
 class StoreUser:
-    """An engine that loads prefixes from the store and computes the rest.
+    """An engine that loads prefixes from the store and computes the remaining tokens.
 
-    Every token it reads is checked.
+    Every token that is read is checked.
 
-    At most `concurrency` rows run at a time. Each step is computed and reported before the next.
+    At most `concurrency` rows run at a time. Each step is computed and reported before the next one
+    is planned.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class StoreUser:
                     self.finish(each)
 
     def step(self, chunk=32):
-        """Handle completed loads, and then run a step with all rows and the first waiting request."""
+        """Process completed loads, and then run a step with all rows and the first waiting request."""
         for received in self.tier.poll():
             running = self.receiving.pop(received.request.request_id)
             running.num_computed = running.num_hit = received.num_computed_tokens
@@ -199,7 +202,7 @@ class StoreUser:
         self.manager.report(report)
         self.tier.save(report)
         self.events += self.tier.drain_events()
-        if stuck and not served:  # restarts after other requests have finished
+        if stuck and not served:  # the stuck request restarts once other requests have finished
             self.manager.free(stuck[0].request)
             self.running.pop(stuck[0].request.request_id)
             self.waiting.append(Running(stuck[0].item, stuck[0].request, 0))
@@ -218,7 +221,7 @@ class StoreUser:
             assert count == 0, first
 
     def finish(self, running):
-        """Check everything that the request holds once more, and free the request."""
+        """Check all KV that the request holds once more, and free the request."""
         self.check(self.verifier.check, [self.span(running, running.num_computed)])
         self.manager.free(running.request)
         del self.running[running.request.request_id]
@@ -230,7 +233,7 @@ class StoreUser:
         del self.receiving[running.request.request_id]
 
     def restart(self, affected):
-        """Record the earlier tokens from which rows continue."""
+        """Record the earlier positions from which rows continue."""
         for name, start in affected.items():
             if name in self.running:
                 self.running[name].num_computed = self.running[name].num_hit = start
@@ -250,7 +253,7 @@ class StoreUser:
         self.events += self.tier.drain_events()
 
     def end(self):
-        """End all requests and check that nothing is left of them."""
+        """End all requests, and check that nothing remains of them."""
         for each in [*self.receiving.values()]:
             self.cancel(each)
         for each in [*self.running.values()]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets environment variables that the ops read at each call, for the duration of a `with` block."""
+"""Context managers that set environment variables, which the ops read in each call."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ def switched(name: str, on: bool):
 
 
 def ids_from(where: str):
-    """Choose where ids appear to lie.
+    """Choose the memory in which ids appear to be.
 
-    The emulator's "device" memory is host memory, so this makes kernels treat ids as device ids.
+    Because the emulator's "device" memory is host memory, this is needed to make kernels treat ids
+    as device ids.
     """
     return switched("KVCACHE_EMUL_DEVICE_IDS", where == "device")
 
 
 def bulk_copies():
-    """Make the kernel between device and host use bulk copies where possible."""
+    """Make the kernel that copies between device and host use bulk copies where possible."""
     return switched("KVCACHE_BULK_COPIES", True)
 
 
 def parameters(small: bool):
-    """Limit kernel parameters to 4 KiB, as with older drivers, or allow the full size."""
+    """Limit the kernel parameters to 4 KiB, as with older drivers, or permit the full size."""
     return switched("KVCACHE_SMALL_PARAMETERS", small)

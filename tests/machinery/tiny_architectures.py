@@ -11,8 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 160
-# (pattern, value): a configuration field gets the value of the first pattern that matches its whole
-# name. Fields that are None by default stay None, because other fields determine them.
+# (pattern, value): a configuration field is set to the value of the first pattern that matches its
+# whole name. Fields whose default is None stay None, because they are derived from other fields.
 _SIZES = [
     (re.compile(pattern), value)
     for pattern, value in [
@@ -60,7 +60,7 @@ _SIZES = [
         (r"is_decoder", True),
     ]
 ]  # fmt: skip
-# Values that cannot be derived from patterns.
+# Values that no pattern determines.
 _LOCAL, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _OWN: dict[str, dict[str, object]] = {
     "bailing_hybrid": {"layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]},
@@ -131,7 +131,7 @@ def architectures() -> tuple[str, ...]:
 
 
 def tiny_config(model_type: str, **fields: object) -> PreTrainedConfig:
-    """Return the configuration of a model type with every field shrunk, including
+    """Return the configuration of a model type with reduced sizes in all fields, including those of
     sub-configurations.
     """
     return CONFIG_MAPPING[model_type](**(_shrunk(CONFIG_MAPPING[model_type]) | fields))
@@ -163,8 +163,8 @@ def _shrunk(config_class: type[PreTrainedConfig]) -> dict[str, object]:
 def tiny_architecture(model_type: str, *, seed: int = 0, **fields: object) -> PreTrainedModel:
     """Return a tiny model in float64, or in float32 if it supports no other dtype.
 
-    In float64, rounding cannot decide between two nearly tied tokens. Weights depend only on
-    `seed`. `fields` overrides fields of the configuration.
+    In float64, two tokens are practically never so close that rounding decides between them. The
+    weights depend only on `seed`. `fields` overrides fields of the configuration.
     """
     dtype = torch.float32 if model_type in _FLOAT32 else torch.float64
     config = tiny_config(model_type, **fields)
@@ -181,14 +181,16 @@ def tiny_architecture(model_type: str, *, seed: int = 0, **fields: object) -> Pr
 
 
 def _widen(model: PreTrainedModel) -> None:
-    """Widen the weights. With the usual initialization, answers hardly depend on the prompt."""
+    """Widen the distribution of the weights, because with the usual initialization, answers hardly
+    depend on the prompt.
+    """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for parameter in model.parameters():
         if not parameter.is_floating_point():
             continue
         if parameter.ndim >= 2:
             parameter.data.normal_(0, 1.0 if id(parameter) in embeddings else 0.2)
-        else:  # biases and scales; some are 0 by default, which would hide their effect
+        else:  # biases and scales, some of which are 0 by default, which would hide their effect
             parameter.data += 0.1 * torch.randn_like(parameter)
     for name in ("forced_eos_token_id", "forced_bos_token_id"):
         setattr(model.generation_config, name, None)

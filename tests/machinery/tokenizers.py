@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer of bytes with a chat template, built without files."""
+"""A byte tokenizer with a chat template, built without files."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

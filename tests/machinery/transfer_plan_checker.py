@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes a transfer plan on fake memories and checks the location of every element.
+"""Executes transfer plans on fake memories and checks the location of every element.
 
-Shares no code with the plan. Locations are defined here again, as array shapes instead of offsets.
-Every element is a number that encodes its token, layer, K, V or scales, head and position in the
-row. Elements have four bytes, so a wrong byte is a wrong number.
+The checker shares no code with the plans. It defines locations independently, by array shapes
+instead of offsets. The value of every element encodes its token, layer, part (K, V or scales), head
+and position in the row. Elements have four bytes, so a wrong byte results in a wrong number.
 """
 
 import itertools
@@ -13,17 +13,18 @@ import numpy as np
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
-ELEMENT = 4  # bytes; descriptions use float32
+ELEMENT = 4  # bytes per element; descriptions use float32
 PARTS = 3  # K, V, scales
-GROUPS, SPARE = 2, 2  # SPARE: pages that must not be touched, including the null block
+# SPARE is the number of pages that must not be touched, including the null block
+GROUPS, SPARE = 2, 2
 
 
-# Memory orders for NHD. For HND, head and token are exchanged.
+# The memory orders for NHD. For HND, head and token are exchanged.
 ORDERS = {
     "apart": ("kv", "block", "token", "head", "element"),
     "blocks_first": ("block", "kv", "token", "head", "element"),
     "block_major": ("block", "layer", "kv", "token", "head", "element"),
-    "side by side": ("block", "token", "head", "element"),  # V of a head follows its K
+    "side by side": ("block", "token", "head", "element"),  # the V of each head follows its K
     "tokens first": ("block", "token", "kv", "head", "element"),
     "heads first": ("block", "head", "layer", "kv", "token", "element"),
     "kv, heads, layers": ("block", "kv", "head", "layer", "token", "element"),
@@ -45,7 +46,9 @@ def order_of(layout="NHD", packing="apart"):
 
 
 def has_heads_outside(packing):
-    """Whether heads are outside of blocks. The tokens then have only one possible order."""
+    """Return whether the heads dimension precedes the blocks dimension. In this case, NHD and HND
+    are identical.
+    """
     order = ORDERS[packing]
     return order.index("head") < order.index("block")
 
@@ -58,7 +61,7 @@ def of(**values):
 def cache(**changes):
     """Return a small description: one rank, 2 layers, 4 heads, blocks of 4.
 
-    `layout` and `packing` are names.
+    `layout` and `packing` select a memory order by name.
     """
     named = {name: changes.pop(name) for name in ("layout", "packing") if name in changes}
     changes = {"memory_order": order_of(**named), **changes}
@@ -73,7 +76,8 @@ def cache(**changes):
     return CacheDescription(**{**values, **changes})
 
 
-# Changes of local and remote with respect to `cache()`, at least one per kind of group.
+# Pairs of changes to `cache()` for the local and the remote side, with at least one per kind of
+# group.
 DIFFERENT = [
     (of(), of()),
     (of(block_size=8), of(block_size=2)),
@@ -92,11 +96,11 @@ DIFFERENT = [
 
 
 class Wrong(Exception):
-    """The plan is wrong. The message describes the error."""
+    """Raised if a plan is wrong. The message describes the error."""
 
 
 def tokens_of_pages(cache, num_pages):
-    """Return [cp_world_size, num_pages, block_size] with the token in each slot."""
+    """Return the token in each slot, as [cp_world_size, num_pages, block_size]."""
     n, interleave = cache.cp_world_size, cache.cp_interleave
     virtual = cache.block_size * n
     position = np.arange(num_pages * virtual)
@@ -108,14 +112,14 @@ def tokens_of_pages(cache, num_pages):
 
 
 def held(total, size, rank):
-    """Return the heads or layers (out of `total`) that rank `rank` of `size` ranks holds."""
+    """Return which of `total` heads or layers are held by rank number `rank` of `size` ranks."""
     if size > total:
         return [rank * total // size]
     return [i for i in range(total) if i * size // total == rank]
 
 
 def stages_of(cache):
-    """Return (layers, tp_size) of each pipeline stage."""
+    """Return (layers, tp_size) for each pipeline stage."""
     if cache.stages is None:
         layers = [held(cache.num_layers, cache.pp_size, r) for r in range(cache.pp_size)]
         return [(each, cache.tp_size) for each in layers]
@@ -124,7 +128,7 @@ def stages_of(cache):
 
 
 def ranks_of(cache):
-    """Return (cp_rank, pp_rank, tp_rank) of all ranks, [world_size] each."""
+    """Return cp_rank, pp_rank and tp_rank of all ranks, each as [world_size]."""
     table = [
         (cp, pp, tp)
         for cp in range(cache.cp_world_size)
@@ -135,12 +139,13 @@ def ranks_of(cache):
 
 
 class Memory:
-    """The memory of some ranks of a pipeline stage: elements[n, place], -1 without a token."""
+    """The memory of n ranks of a pipeline stage. `elements` is [n, positions], with -1 where there
+    is no token.
+    """
 
     def __init__(self, cache, ranks, ids, pool):
-        """ranks: [n], ascending.
-
-        ids: [n, pages], ids of the request's pages in a pool of `pool` pages.
+        """Lay out the request's pages. `ranks` is [n], ascending. `ids` is [n, pages], the ids of
+        the request's pages in a pool of `pool` pages.
         """
         cp, pp, tp = (of_all[ranks] for of_all in ranks_of(cache))
         self.cache, self.pool, self.ranks = cache, pool, ranks
@@ -167,7 +172,7 @@ class Memory:
         self.elements, lengths = self.laid_out(parts)
         self.region_length = np.array(lengths)
         self.region_start = np.cumsum(lengths) - lengths
-        # Positions of a page's K and V elements: [layer, page, ...], in memory order.
+        # The positions of the elements of each part: [layer, page, ...], in memory order.
         shapes = [part.shape[1:] for part in parts]
         numbers = np.split(
             np.arange(sum(map(np.prod, shapes))), np.cumsum([*map(np.prod, shapes)])[:-1]
@@ -180,9 +185,9 @@ class Memory:
         ]
 
     def laid_out(self, parts):
-        """Lay out K (and V, and scales), given as [rank, layer, block, token, head, element].
+        """Lay out K, and V and scales if present, given as [rank, layer, block, token, head, element].
 
-        Returns the memory of each rank and the region lengths.
+        Returns the memory of each rank and the lengths of the regions.
         """
         *parts, scales = parts if self.has_scales else [*parts, None]
         order = list(self.cache.memory_order)
@@ -207,14 +212,14 @@ class Memory:
         memory = np.concatenate(rows, axis=-1).reshape(len(parts[0]), -1)
         if scales is None:
             return memory, lengths
-        if "kv" in outer:  # scales have their own regions
+        if "kv" in outer:  # scales have separate regions
             return (
                 np.concatenate([memory, scales.reshape(len(scales), -1)], axis=1),
                 [*lengths, *[scales[0].size // self.layers] * self.layers],
             )
         until = (
             max(order.index("block"), order.index("layer")) + 1
-        )  # scales follow K and V of a layer's page
+        )  # in each page of a layer, scales follow K and V
         prefix = [scales.shape[axes[role]] for role in order[:until]]
         behind = scales.transpose(0, *(axes[role] for role in order[:until]), 3, 4, 5)
         both = [memory.reshape(len(memory), *prefix, -1), behind.reshape(len(memory), *prefix, -1)]
@@ -239,11 +244,11 @@ class Memory:
         return np.repeat(start - (np.cumsum(count) - count), count) + np.arange(count.sum())
 
     def part(self, elements, layer, part):
-        """Return [pool, elements of a page] for one part (K, V or scales) of a layer."""
+        """Return one part (K, V or scales) of a layer as [pool, elements of a page]."""
         return elements[self.places[part][layer]]
 
     def permute(self, elements, ids, remote_block_size, remote_layout):
-        """Permute bytes from the remote order to the local order, like `permute_received_blocks`."""
+        """Permute elements from the remote order to the local order, like `permute_received_blocks`."""
         for layer in range(self.layers):
             for number, size in enumerate(self.sizes[: len(self.sizes) - self.has_scales]):
                 places = self.places[number][layer][ids.ravel()]
@@ -261,7 +266,7 @@ class Memory:
 
 
 def check_listed(plan, got, mine, theirs):
-    """Check that `fragments` gives the same bytes for all these pages as `apply`."""
+    """Check that, for all these pages, `fragments` describes the same bytes as `apply`."""
     f = plan.fragments
     if len(f.length) == 0 or len(got.length) == 0:
         if len(f.length) or len(got.length):
@@ -296,8 +301,8 @@ def check_listed(plan, got, mine, theirs):
 
 
 def some_ids(rng, groups, per_group):
-    """Return int32[groups, per_group] ids from a pool with spare pages: consecutive, descending or
-    random.
+    """Return ids as int32[groups, per_group] from a pool with spare pages, in ascending, descending
+    or random order.
     """
     count = groups * per_group
     ids = np.arange(1, count + SPARE)
@@ -314,8 +319,8 @@ def some_ids(rng, groups, per_group):
 def check(local, remote, local_rank, *, allow_permutation=True, seed=0, tokens=None, change=None):
     """Raise Wrong unless executing the plan puts every element in its correct location.
 
-    tokens: (first, last) of a single partial group, else whole groups. change: plants a defect in
-    the plan.
+    If `tokens` is given, the plan is for a single partial group with these tokens (first, last).
+    `change` plants a defect in the plan.
     """
     plan = plan_transfer(local, remote, local_rank, allow_permutation=allow_permutation)
     if not allow_permutation and plan.permutation is not None:
@@ -326,7 +331,7 @@ def check(local, remote, local_rank, *, allow_permutation=True, seed=0, tokens=N
 
 
 def carry_out(plan, seed=0, tokens=None):
-    """Execute a plan and check the result, as `check` does."""
+    """Execute a plan and check the result like `check`."""
     rng = np.random.default_rng(seed)
     local, remote, local_rank = plan.local, plan.remote, plan.local_rank
     groups = GROUPS if tokens is None else 1

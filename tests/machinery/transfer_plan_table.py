@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.machinery.transfer_plan_table` executes and checks all combinations of transfer plans.
+"""`python -m tests.machinery.transfer_plan_table` checks the transfer plans of all combinations.
 
-Prints the number of right, wrong and refused combinations by their differences. A combination
-consists of two descriptions, a local rank, and whether a permutation is allowed. There are two
-products:
+Prints how many combinations are right, wrong and refused, grouped by the differences between the
+two sides. A combination consists of two descriptions, a local rank, and whether a permutation is
+allowed. Combinations are enumerated as two products:
 
-- parallel: every TP, PP and context-parallel size of both sides and every number of heads,
-  including MLA. `--draws` random page layouts are checked per combination. `--all-ranks` checks
-  every local rank instead of a random one.
-- pages: every layout, packing, block size and interleave of both sides, and several head sizes, with
-  and without permutation, for each of a list of parallel sizes. Local ranks alternate.
+- parallel: all TP, PP and context-parallel sizes of both sides and all numbers of heads, including
+  MLA. For each of these, `--draws` random page layouts are checked. `--all-ranks` checks every
+  local rank instead of a random one.
+- pages: all layouts, packings, block sizes and interleaves of both sides, and several head sizes,
+  with and without a permutation, for each of the parallel sizes in a list. Local ranks alternate.
 
-The product of both has 6 * 10^8 combinations, times the local ranks. `--random N` checks N of them,
-drawn with `--seed`. In one of eight, the two sides may have different heads, which must be refused.
+The product of both has 6 * 10^8 combinations, times the number of local ranks. `--random N` checks
+N of them, drawn with `--seed`. In one of eight, the two sides may have different numbers of heads,
+which must be refused.
 """
 
 import argparse
@@ -34,8 +35,8 @@ HEADS = (*SIZES, "mla")
 LAYOUTS = ("NHD", "HND")
 BLOCK_SIZES = (2, 4, 8)
 V_HEAD_SIZES = (2, 1, 0)
-# (tp, pp, cp) of both sides and the number of heads, with at least one entry per kind of
-# difference.
+# (tp, pp, cp) of the local and of the remote side, and the number of heads, with at least one entry
+# per kind of difference.
 PARALLEL = (
     ((1, 1, 1), (1, 1, 1), 2),
     ((2, 1, 1), (1, 1, 1), 4),
@@ -50,7 +51,9 @@ PARALLEL = (
 
 
 class Combination(NamedTuple):
-    """A combination to check. Its block sizes and interleaves may be invalid for a description."""
+    """A combination to check. Its block sizes and interleaves may be invalid, in which case it must
+    be refused.
+    """
 
     local: tuple[int, int, int]  # tp, pp, cp
     remote: tuple[int, int, int]
@@ -60,7 +63,7 @@ class Combination(NamedTuple):
     remote_page: tuple[str, str, int, int]
     v_head_size: int
     allow_permutation: bool
-    rank: int  # local rank, modulo the world size
+    rank: int  # local rank, taken modulo the world size
     seed: int
 
 
@@ -84,7 +87,9 @@ def describe(parallel, heads, page, v_head_size, num_layers=8) -> CacheDescripti
 
 
 def must_refuse(one: Combination) -> bool:
-    """Whether the plan must be rejected: a side is invalid, or the sides hold different KV."""
+    """Return whether the plan must be rejected because one side is invalid or the two sides hold
+    different KV.
+    """
     pages = one.local_page, one.remote_page
     tears = any(block_size % interleave for _, _, block_size, interleave in pages)
     return tears or one.heads != one.remote_heads
@@ -130,7 +135,8 @@ def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Itera
             rng = np.random.default_rng([seed, number, draw])
             pages = draw_page(rng), draw_page(rng)
             v_head_size = V_HEAD_SIZES[rng.integers(3)]
-            # Three of four plans have a permutation, because plans without one rarely have errors.
+            # Three of four combinations allow a permutation, because plans without one rarely have
+            # errors.
             permute = bool(rng.integers(4))
             ranks = range(np.prod(local)) if all_ranks else [int(rng.integers(np.prod(local)))]
             for rank in ranks:
@@ -140,7 +146,7 @@ def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Itera
 
 
 def page_product(parallel=PARALLEL, block_sizes=BLOCK_SIZES) -> Iterator[Combination]:
-    """Yield every pair of pages for each of the parallel sizes."""
+    """Yield all pairs of page layouts for each of the parallel sizes."""
     pages = list(itertools.product(LAYOUTS, PACKINGS, block_sizes, SIZES))
     for local, remote, heads in parallel:
         # With one context-parallel rank, the interleave has no effect.
@@ -156,7 +162,7 @@ def page_product(parallel=PARALLEL, block_sizes=BLOCK_SIZES) -> Iterator[Combina
 
 
 def random_product(count: int, seed: int) -> Iterator[Combination]:
-    """Draw combinations from the product of both."""
+    """Draw combinations from the product of both products."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         sizes = [SIZES[i] for i in rng.integers(4, size=6)]
@@ -193,8 +199,15 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", choices=("parallel", "pages", "random"))
-    parser.add_argument("--draws", type=int, default=1, help="pages per parallel combination")
-    parser.add_argument("--all-ranks", action="store_true", help="each local rank, not one drawn")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=1,
+        help="number of page layouts per combination of parallel sizes",
+    )
+    parser.add_argument(
+        "--all-ranks", action="store_true", help="check every local rank instead of a random one"
+    )
     parser.add_argument("--random", type=int, default=20_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer in a separate process, for `test_transports.py`.
 
-It registers memory with a known pattern, reports its metadata, and executes commands. `lie` names
-one protocol violation, and `delay` names a step that takes longer.
+The peer registers memory with a known pattern, reports its metadata, and executes commands. `lie`
+names a protocol violation that it commits, and `delay` a step that takes longer.
 """
 
 import ctypes
@@ -26,16 +26,16 @@ _CLONE_NEWNET = 0x40000000
 
 
 def pattern(seed: int) -> np.ndarray:
-    """Return uint8[POOL_BYTES], determined by the seed."""
+    """Return uint8[POOL_BYTES] that depends only on the seed."""
     return np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
 
 
 class Peer(Forked):
-    """A peer process, controlled by a test.
+    """A peer process that is controlled by a test.
 
     Args:
         name: Name of the transport.
-        agent: The peer's name for other agents.
+        agent: The name under which other agents know the peer.
         options: Options of `serve`.
     """
 
@@ -45,10 +45,10 @@ class Peer(Forked):
 
 
 def tell_lies(how: str) -> None:
-    """Violate the protocol in one way."""
+    """Patch the transport to violate the protocol in this way."""
     if how == "version":
         handshake.TRANSPORT_VERSION += 1
-    if how == "corrupt":  # after computing the digest
+    if how == "corrupt":  # changes the bytes after their digest was computed
         real = lane.digest_of
 
         def changed(piece: torch.Tensor) -> str:
@@ -78,7 +78,7 @@ def tell_lies(how: str) -> None:
 
 
 def take_longer(what: str) -> None:
-    """Make a step take half a second longer."""
+    """Patch the transport so that this step takes half a second longer."""
     if what == "open":
         real = connection.Connection.open
 
@@ -115,12 +115,13 @@ def attempt(
 
 
 def enter(namespace: str) -> None:
-    """Open all later sockets in this network namespace."""
+    """Make this process open all later sockets in this network namespace."""
     with open(f"/run/netns/{namespace}") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
-        # UCX looks for network devices in /sys, which shows the namespace in which it was mounted.
+        # UCX looks for network devices in /sys, which shows the devices of the namespace in which
+        # it was mounted.
         if libc.unshare(_CLONE_NEWNS) != 0:
             raise OSError(ctypes.get_errno(), "unshare of the mounts")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -170,7 +171,7 @@ def serve(
                     time.sleep(0.01)
                     found += transport.notifications()
                 answer(found=[(peer, message.decode()) for peer, message in found])
-            case "busy":  # occupies the interpreter's main thread until a byte is written to
+            case "busy":  # keeps the interpreter's main thread busy until this byte is written
                 at, end = command["byte"], time.monotonic() + command["seconds"]
                 was = pool[at]
                 answer(begun=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats of several turns with a tiny model in vLLM, on a device pool that holds only a few of them.
+"""Multi-turn chats with a tiny model in vLLM, whose device pool can hold only a few of the chats.
 
 `python -m tests.machinery.vllm_chats '[{"model": FOLDER, ...}, ...]'` prints the results as JSON in its
 last line.
@@ -28,11 +28,12 @@ SWAPS = ("swap_in", "swap_out")
 def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options):
     """Run the chats in another process.
 
-    Return answers, hit tokens by turn, CPU seconds and metrics.
+    Return the answers, the hit tokens per turn, the CPU seconds and the metrics.
 
-    `tier`: options of the host tier, or None without a tier. `num_blocks`, `num_chats`,
-    `num_turns`, `prompt_tokens`, `turn_tokens`, `max_tokens`: sizes. `fail_every`: number of
-    swaps that succeed between two failures; 0: none fails. `scheduler_cls`: replaces vLLM's scheduler.
+    `tier` contains the options of the host tier, or is None if there is no tier. `num_blocks`,
+    `num_chats`, `num_turns`, `prompt_tokens`, `turn_tokens` and `max_tokens` are sizes.
+    `fail_every` is the number of successful swaps between two failures, or 0 for no failures.
+    `scheduler_cls` replaces vLLM's scheduler.
     """
     options |= {"model": model, "tier": tier, "connector": connector}
     [found] = chats_each([options], python)
@@ -42,7 +43,9 @@ def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options)
 
 
 def chats_each(variants, python=sys.executable):
-    """Run `chats` for several options in turn, in one process. `error` is set for failed ones."""
+    """Run `chats` with each of these sets of options in turn, in one process. Results of failed
+    runs contain `error`.
+    """
     done = subprocess.run(
         [python, "-m", __name__, json.dumps(variants)],
         capture_output=True,
@@ -158,9 +161,9 @@ def run(
 
 
 def fail_some(fail_every):
-    """Make a swap fail at its start after every `fail_every` swaps that succeed.
+    """After every `fail_every` successful swaps, make the next swap fail when it starts.
 
-    Return a list that grows with each failure.
+    Return a list to which each failure is appended.
     """
     from kvcache.worker.swap.engine import SwapEngine
 

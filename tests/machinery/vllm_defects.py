@@ -13,12 +13,12 @@ import subprocess
 import sys
 import tempfile
 
-from tests.machinery import vllm_schedulers  # noqa: F401  settings of the environment
+from tests.machinery import vllm_schedulers  # noqa: F401  sets environment variables
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_models import ENGINES, OPTIONS, make_room, write_config
 from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
 
-DEFECTS = {}  # by name: (function, models)
+DEFECTS = {}  # name -> (function, models)
 ALL = ("llama", "gemma3", "granite4")
 TIER = {
     "kv_transfer_config": {
@@ -30,7 +30,9 @@ TIER = {
 
 
 def defect(*models):
-    """Register a function that plants a defect in an `Engine`. Its docstring describes the defect."""
+    """Register a function that plants a defect in an `Engine`. The function's docstring describes
+    the defect.
+    """
 
     def add(plant):
         DEFECTS[plant.__name__] = plant, models or ALL
@@ -88,7 +90,7 @@ def hit_blocks_are_not_referenced(engine):
 
 @defect("llama", "gemma3")
 def block_is_allocated_twice(engine):
-    """Two requests get the same new block."""
+    """The same new block is allocated to two requests."""
 
     def get(original, count):
         blocks = original(count)
@@ -108,7 +110,7 @@ def block_is_allocated_twice(engine):
 
 @defect("llama")
 def hash_without_the_prefix(engine):
-    """A block's hash covers only its own tokens and no earlier ones."""
+    """A block's hash covers only the block's own tokens and no earlier ones."""
     from vllm.v1.core import kv_cache_utils
 
     def block_hash(original, function, parent, tokens, extra_keys=None):
@@ -135,7 +137,7 @@ def hash_of_another_request(engine):
 
 @defect("llama")
 def hit_with_a_block_of_other_tokens(engine):
-    """The second block of a prefix hit is another block."""
+    """The second block of a prefix hit is replaced by another block."""
 
     def find(original, *arguments):
         found = original(*arguments)
@@ -175,7 +177,9 @@ def blocks_are_cached_before_they_are_computed(engine):
 
 @defect("gemma3")
 def window_hit_without_all_of_its_blocks(engine):
-    """A prefix hit of a window group needs one block instead of all blocks of the window."""
+    """A prefix hit in a sliding-window group requires only one block instead of all blocks of the
+    window.
+    """
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
     def contiguous(original, *arguments, **options):
@@ -187,7 +191,7 @@ def window_hit_without_all_of_its_blocks(engine):
 
 @defect("gemma3")
 def hit_blocks_of_another_group(engine):
-    """The window group gets the blocks that the full group has hit."""
+    """The sliding-window group receives the hit blocks of the full-attention group."""
 
     def blocks(original, *arguments, **options):
         found, count = original(*arguments, **options)[:2]
@@ -253,7 +257,7 @@ def state_is_copied_from_another_block(engine):
 
 @defect("granite4")
 def state_index_outlives_a_preemption(engine):
-    """A resumed request continues in the block of its state before the preemption."""
+    """A resumed request continues in the block that held its state before the preemption."""
     from vllm.v1.worker import mamba_utils
 
     kept = {}
@@ -375,7 +379,7 @@ def blocks_in_use_are_zeroed(engine):
 
 @defect("llama", "gemma3")
 def copy_into_a_block_in_use(engine):
-    """A copy-on-write goes to a block of another running request."""
+    """The destination of a copy-on-write is a block of another running request."""
 
     def schedule(original, *arguments):
         output = original(*arguments)
@@ -391,7 +395,7 @@ def copy_into_a_block_in_use(engine):
 
 @defect("llama drafts")
 def rejected_drafts_count_as_tokens(engine):
-    """After a rejected draft, the worker receives a number of computed tokens that is one too high."""
+    """After a rejected draft, the number of computed tokens sent to the worker is one too high."""
 
     def schedule(original, *arguments):
         output = original(*arguments)
@@ -427,7 +431,7 @@ def wrong_block_in_a_row(engine):
 
 @defect("llama", "gemma3")
 def blocks_are_appended_to_another_row(engine):
-    """A new block goes to the row of another request."""
+    """A new block is appended to the row of another request."""
 
     def append(original, blocks, row):
         if row > 0 and any(blocks) and engine.now(5):
@@ -440,7 +444,7 @@ def blocks_are_appended_to_another_row(engine):
 
 @defect()
 def row_is_not_moved(engine):
-    """A request that moves to another row of the batch leaves its blocks behind."""
+    """If a request moves to another row of the batch, its block table entries are not moved."""
 
     def move(original, src, dst):
         engine.planted()
@@ -450,7 +454,7 @@ def row_is_not_moved(engine):
 
 @defect("llama")
 def row_is_moved_to_another_place(engine):
-    """A request that moves within the batch gets the row after its own."""
+    """If a request moves within the batch, its block table row is exchanged with the next one."""
 
     def move(original, src, dst):
         original(src, dst)
@@ -463,7 +467,7 @@ def row_is_moved_to_another_place(engine):
 
 @defect("llama", "gemma3")
 def table_is_not_committed(engine):
-    """Kernels get the block table of the previous step."""
+    """The block table of the previous step is passed to kernels."""
     table = engine.tables[engine.slot_group]
     copy = {}
 
@@ -484,7 +488,7 @@ def table_is_not_committed(engine):
 
 @defect("llama", "gemma3")
 def null_entry_in_a_row(engine):
-    """An entry of the block table is the null block."""
+    """An entry of the block table is replaced by the null block."""
 
     def get(original, count):
         table = original(count)
@@ -498,7 +502,7 @@ def null_entry_in_a_row(engine):
 
 @defect("llama", "gemma3")
 def slots_off_by_one(engine):
-    """The slot mapping belongs to the next positions."""
+    """The slot mapping is computed for the next positions."""
 
     def compute(original, num_reqs, starts, positions):
         original(num_reqs, starts, positions)
@@ -525,7 +529,7 @@ def slots_of_the_step_before(engine):
 
 @defect("llama", "gemma3")
 def slots_of_another_row(engine):
-    """The first two rows of the batch write to each other's slots."""
+    """The slots of the first two rows of the batch are exchanged."""
 
     def compute(original, num_reqs, starts, positions):
         original(num_reqs, starts, positions)
@@ -555,7 +559,7 @@ def change_lengths(engine, by):
             engine.planted()
         return result
 
-    # The sanitizer's hook runs outside of this function, so it observes what the kernel gets.
+    # The sanitizer's hook runs around this function, so it observes what is passed to the kernel.
     engine.wrap_inner(engine.runner, "_build_attention_metadata", build)
 
 
@@ -588,7 +592,7 @@ def groups_get_the_same_table(engine):
 
 @defect("llama", "gemma3")
 def request_stays_in_the_batch(engine):
-    """A request that was preempted keeps its place, and its row, when it is resumed."""
+    """A preempted request keeps its place in the batch and its row when it is resumed."""
 
     def states(original, output):
         cached = output.scheduled_cached_reqs
@@ -617,7 +621,7 @@ def blocks_are_loaded_in_another_order(engine):
 
 @defect("llama tier")
 def block_of_other_content_is_loaded(engine):
-    """One block of a load comes from another host page."""
+    """One block of a load is read from another host page."""
     change_pairs(engine, is_load=True, change=lambda pairs: [*pairs[:-1, 1], pairs[0, 1]])
 
 
@@ -644,7 +648,7 @@ def change_pairs(engine, is_load, change):
 
 
 class Engine:
-    """An engine of vLLM with the sanitizer, in which defects can be planted and removed."""
+    """A vLLM engine with the sanitizer, in which defects can be planted and removed."""
 
     def __init__(self, model, engine):
         self.model, self.engine = model, engine
@@ -696,12 +700,14 @@ class Engine:
         self.sanitizer.counts.clear()
 
     def held(self, request):
-        """Return the blocks of a request in a group with slots, without null blocks."""
+        """Return a request's blocks in the group that has slots, without null blocks."""
         manager = self.manager.coordinator.single_type_managers[self.slot_group]
         return [each for each in manager.req_to_blocks[request.request_id] if not each.is_null]
 
     def now(self, count, condition=True):
-        """Whether this is at least the `count`-th call of this defect, which has not acted yet."""
+        """Return whether the defect should act now: in call number `count` or later, if it has not
+        acted yet.
+        """
         return bool(condition) and self._plants == 0 and next(self._calls) >= count
 
     def planted(self):
@@ -710,7 +716,7 @@ class Engine:
             self.step_of_plant = self.sanitizer.step
 
     def wrap(self, target, name, function, is_static=False):
-        """Replace a method by a function whose first argument is the method."""
+        """Replace a method with a function that receives the original method as its first argument."""
         original = getattr(target, name)
         had = name in vars(target)
         before = vars(target).get(name)
@@ -723,7 +729,7 @@ class Engine:
         self._undo.append(lambda: setattr(target, name, before) if had else delattr(target, name))
 
     def wrap_inner(self, target, name, function):
-        """Like `wrap`, but below the hook of the sanitizer."""
+        """Like `wrap`, but inside the sanitizer's hook."""
         hook = getattr(target, name)
         cell = next(
             cell
@@ -747,8 +753,8 @@ class Engine:
         plant(self)
         failure = None
         try:
-            self.run(3 if "stored" in name else seed)  # tiers do not store blocks again
-        except Exception as error:  # the engine itself may detect the defect
+            self.run(3 if "stored" in name else seed)  # a tier does not store the same blocks again
+        except Exception as error:  # the engine itself may fail because of the defect
             failure = f"{type(error).__name__}: {str(error)[:80]}"
         for undo in reversed(self._undo):
             undo()
@@ -774,7 +780,7 @@ class Engine:
         return found
 
     def _is_broken(self):
-        """Run requests without a defect. There must be no report."""
+        """Run requests without a defect. The sanitizer must report nothing."""
         try:
             self.run(7)
         except Exception as error:
@@ -795,7 +801,7 @@ class Engine:
         ]
         prompts.append(
             heads[0][32:160]
-        )  # its first block has the tokens of another prompt's second block
+        )  # the first block has the same tokens as another prompt's second block
         sampling = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, detokenize=False)
         self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
@@ -803,7 +809,7 @@ class Engine:
 
 
 def find_all(model, engine):
-    """Return the findings for each defect of a model, from a separate process."""
+    """In a separate process, collect the findings for each defect of a model."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, model, engine],
         capture_output=True,
@@ -817,7 +823,7 @@ def find_all(model, engine):
 
 
 def run(model, engine, names=None):
-    """Return the findings for each defect of a model. Without a defect, there must be none."""
+    """Return the findings for each defect of a model. Without a defect, there must be no findings."""
     fill_at_random()
     without_checkpoints()
     one = Engine(model, engine)

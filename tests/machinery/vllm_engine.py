@@ -23,8 +23,8 @@ MODULE = "kvcache.plugins.vllm.disaggregation"
 class Engine(EngineInProcess):
     """An engine in a separate process.
 
-    `options` are those of vLLM's `LLM`, and `extra` those of the connector. `python` is the
-    interpreter of vLLM's environment.
+    `options` are passed to vLLM's `LLM`, and `extra` to the connector. `python` is the interpreter
+    of the environment with vLLM.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Engine(EngineInProcess):
         )
 
     def prefill(self, prompts):
-        """Prefill the prompts. Return the kv_transfer_params of each."""
+        """Prefill the prompts. Return the kv_transfer_params for each."""
         return [
             each[1] for each in self.run(prompts, 1, [{"do_remote_decode": True}] * len(prompts))
         ]
 
     def decode(self, prompts, offers, max_tokens=16):
-        """Decode the prompts. Return (tokens of each prompt, number of computed tokens)."""
+        """Decode the prompts. Return (generated tokens of each prompt, number of computed tokens)."""
         self.ask("scheduled")
         tokens = [each[0] for each in self.run(prompts, max_tokens, offers)]
         return tokens, self.ask("scheduled")
@@ -121,7 +121,7 @@ def main():
         before = counts.get("tokens", 0)
         outputs = engine.step()
         if counts.get("tokens", 0) == before:
-            time.sleep(0.001)  # as vLLM's engine does while it only waits
+            time.sleep(0.001)  # as vLLM's engine does while it has no other work
         for output in outputs:
             if output.finished:
                 tokens = list(output.outputs[0].token_ids)
@@ -132,7 +132,7 @@ def main():
 
 
 def count_scheduled(scheduler):
-    """Count the tokens of all steps from now on."""
+    """From now on, count the tokens of all steps."""
     counts, schedule = {}, scheduler.schedule
 
     def counted(*arguments, **options):

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests of `kvcache.plugins.vllm` in a separate virtual environment (`make test-vllm`).
+"""Runs the tests of `kvcache.plugins.vllm` in a separate environment with vLLM (`make test-vllm`).
 
     python -m tests.machinery.vllm_environment [--vllm 0.32.0] [-m MODULE] [ARGUMENT ...]
 
-`--vllm newest` selects the newest version on PyPI; if it cannot be found or installed, the script fails.
-The environment is created once, which takes some minutes. It has vLLM's build for CPUs if there is
-one for this version. Otherwise it has the Python files of vLLM's build for CUDA, whose operators are
-replaced by PyTorch (`tests.machinery.vllm_platform`). If neither can be installed, the script prints
-the reason and exits successfully. kvcache comes from the checkout, built by `make setup` for the same
-Python. ARGUMENTs go to pytest, or to the module that runs instead.
+`--vllm newest` selects the newest version on PyPI; if it cannot be found or installed, the script
+fails. The environment is created once, which takes some minutes. It contains vLLM's build for CPUs
+if there is one for this version. Otherwise, it contains the Python files of vLLM's build for CUDA,
+whose operators are replaced by PyTorch implementations (`tests.machinery.vllm_platform`). If
+neither can be installed, the script prints the reason and exits successfully. kvcache is used from
+the checkout, as built by `make setup` for the same Python. ARGUMENTs are passed to pytest, or to
+MODULE if it runs instead.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from pathlib import Path
 
 from tests.machinery.engine_environment import EngineEnvironment, Unavailable, call, test_files
 
-NEWEST = "0.33.0"  # newest version that the tests cover
+NEWEST = "0.33.0"  # the newest version covered by the tests
 FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
 TESTS = test_files("plugins/vllm/test_*.py", "server/test_load_generator.py")
-# Requirements of vLLM to skip. torch is installed separately, and the tests do not need the others.
+# Requirements of vLLM that are not installed. torch is installed separately, and the tests do not
+# need the others.
 LEFT_OUT = {
     *("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless"),
     *("flashinfer-python", "apache-tvm-ffi", "tilelang", "nvidia-cudnn-frontend", "nvtx"),
@@ -49,13 +51,13 @@ def main() -> int:
         print(f"SKIPPED: tests with vLLM: {missing}")
         return 0
     settings = {}
-    if options.module == "pytest":  # the engines of all tests are checked
+    if options.module == "pytest":  # check the engines of all tests
         settings["KVCACHE_SANITIZE"] = os.environ.get("KVCACHE_SANITIZE", "stop")
     return environment.run(options.module, arguments, TESTS, settings)
 
 
 def newest_on_pypi() -> str:
-    """Return the newest version of vLLM on the configured package index, without pre-releases.
+    """Return the newest version of vLLM on the configured package index, excluding pre-releases.
 
     Raises Unavailable if there is none.
     """
@@ -67,7 +69,7 @@ def newest_on_pypi() -> str:
 
 def _install(vllm_version: str) -> EngineEnvironment:
     """Install this version of vLLM if necessary."""
-    # Another stamp makes an environment that exists be created again.
+    # If the stamp changes, an existing environment is created again.
     environment = EngineEnvironment(FOLDERS / vllm_version, ".complete-2")
     if not environment.is_complete:
         environment.create(f"vLLM {vllm_version}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of two engines in which every element encodes its token, layer and head."""
+"""Caches of two engines in which the value of every element encodes its token, layer and head."""
 
 import ctypes
 import random
@@ -12,7 +12,9 @@ from kvcache.sources.disaggregation.layout import VEC
 
 
 class Side:
-    """An engine's caches of one group: per rank and layer, [pages, heads, tokens, content]."""
+    """An engine's caches for one group: per rank and layer, a tensor [pages, heads, tokens,
+    content].
+    """
 
     def __init__(self, shape, block_size, tp_size, *, order="HND", interior=VEC, pages_per_block=1):
         self.num_layers, self.heads, self.head_size = shape
@@ -41,11 +43,13 @@ class Side:
         )
 
     def head_of(self, rank, head):
-        """Return the global index of a rank's local head."""
+        """Return the global index of a local head of a rank."""
         return rank * self.heads // self.tp_size + head
 
     def pieces(self, rank, block):
-        """Yield (layer, head, part, [tokens, head size] view) for K and V of each head of a block."""
+        """Yield (layer, page, head, part, view) for K and V of each head of a block. Views are
+        [tokens, head size].
+        """
         for layer, cache in enumerate(self.caches[rank]):
             for page in range(self.pages_per_block):
                 for head in range(self.own):
@@ -59,7 +63,7 @@ class Side:
                         yield layer, page, self.head_of(rank, head), part, view
 
     def expected(self, layer, head, part, tokens):
-        """Return the expected elements of these tokens."""
+        """Return the expected values for these tokens."""
         base = ((layer * self.heads + head) * 2 + part) * 1000.0
         return base + tokens[:, None] + torch.arange(self.head_size) / 64
 
@@ -88,7 +92,9 @@ def read_all(local, remote, local_blocks, remote_blocks):
 
 
 def check_blocks(local, local_blocks, remote_blocks, remote_size):
-    """Check that elements of tokens on both sides are correct and that all others are unchanged."""
+    """Check that the values of tokens that exist on both sides are correct and that all others are
+    unchanged.
+    """
     has = {
         number * remote_size + token
         for number, block in enumerate(remote_blocks)
@@ -110,15 +116,15 @@ def check_blocks(local, local_blocks, remote_blocks, remote_size):
 
 
 def some_blocks(rng, num_tokens, block_size, first_token=0):
-    """Return a request's block ids in random order. Blocks before a token are 0."""
+    """Return a request's block ids in random order. Blocks before `first_token` are 0."""
     count = -(-num_tokens // block_size)
     ids = rng.sample(range(1, 16), count)
     return [0 if i < first_token // block_size else ids[i] for i in range(count)]
 
 
 def random_case(seed, local_size, remote_size, local_tp, remote_tp, heads):
-    """Make two sides with blocks, the remote blocks filled, with or without null blocks before a
-    window.
+    """Make two sides and their blocks, with or without null blocks before a window. The remote
+    blocks are filled.
     """
     rng = random.Random(seed)
     print(f"seed {seed}")

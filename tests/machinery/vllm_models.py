@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tiny models in vLLM with several schedulers in one process and records the results of
+"""Runs tiny models in vLLM with several schedulers in one process, and records the results of their
 requests.
 
 `python -m tests.machinery.vllm_models '{"model": FOLDER, ...}'` prints the results as JSON in its last
@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from kvcache.allocator import check_invariants
-from tests.machinery import vllm_schedulers  # noqa: F401  settings of the environment
+from tests.machinery import vllm_schedulers  # noqa: F401  sets environment variables
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_schedulers import TINY, TINY_LLAMA
 from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
@@ -54,7 +54,7 @@ MODELS = {
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
         "attention_multiplier": 0.17,
     },
-    # Layers with and without windows alternate; logits are capped.
+    # Layers with and without windows alternate, and logits are soft-capped.
     "gemma2": {
         **{**TINY, "num_hidden_layers": 4, "tie_word_embeddings": True},
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
@@ -62,7 +62,7 @@ MODELS = {
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2},
     },
-    # Each head has a sink, a logit that only takes weight.
+    # Each head has an attention sink, a logit that takes part in the softmax but has no value.
     "gpt_oss": {
         **{**TINY, "num_hidden_layers": 4, "tie_word_embeddings": False},
         **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
@@ -88,8 +88,8 @@ MODELS = {
         **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0},
     },
 }
-FEW = 12  # number of requests in a tight pool, for models that run only a few
-# Options of vLLM's `LLM`. Each pool holds at most 3 requests of a batch of 16.
+FEW = 12  # number of requests in a tight pool for models that run only few requests
+# Options of vLLM's `LLM`. Each pool can hold at most 3 of the 16 requests in a batch.
 OPTIONS = {
     "llama": {"num_gpu_blocks_override": 40},
     "qwen3": {"num_gpu_blocks_override": 40},
@@ -120,12 +120,13 @@ ENGINES = {
     "vllm drafts": {"async_scheduling": False, **DRAFTS},
     "ours drafts": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler", **DRAFTS},
 }
-# State in which each of eight consecutive requests is aborted.
+# The states in which eight consecutive requests are aborted; None means that a request is not
+# aborted.
 ABORTED_AS = ("waiting", "prompt", "running", *["preempted"] * 4, None)
 
 
 def write_config(folder, name):
-    """Create a folder with a tiny model's configuration. Return its path."""
+    """Create a folder with the configuration of a tiny model, and return its path."""
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
     return str(folder)
 
@@ -133,8 +134,8 @@ def write_config(folder, name):
 def behaviours(model, engines, *, is_short=False, **options):
     """Run the requests in a separate process.
 
-    Return the results by engine. `options` are those of vLLM's `LLM`. With `is_short`, only a few
-    requests run, in the roomy and the tight pool.
+    Return the results, keyed by engine. `options` are passed to vLLM's `LLM`. With `is_short`, only
+    a few requests run, in the large and the tight pool.
     """
     done = subprocess.run(
         [
@@ -154,7 +155,7 @@ def behaviours(model, engines, *, is_short=False, **options):
 
 
 def run(model, engines, options, is_short=False):
-    """Run the requests in this process and return the results by engine."""
+    """Run the requests in this process, and return the results, keyed by engine."""
     from vllm import LLM
 
     fill_at_random()
@@ -181,15 +182,16 @@ def make_room():
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.triton_utils import dispatcher
 
-    ensure_kv_transfer_shutdown()  # for an engine that failed at its start
-    # Fails when called a second time in a process.
+    ensure_kv_transfer_shutdown()  # needed if an engine failed while starting
+    # The original function fails if it is called a second time in a process.
     dispatcher.register_kernels = lambda kernels: None
-    gc.collect()  # otherwise, the next engine's process groups would end with the old engine
+    # otherwise, destroying the old engine later would also destroy the next engine's process groups
+    gc.collect()
     cleanup_dist_env_and_memory()
 
 
 class Requests:
-    """Requests that are the same for every engine."""
+    """Generates the same requests for every engine."""
 
     def __init__(self, llm):
         self.llm, self.engine = llm, llm.llm_engine
@@ -220,7 +222,7 @@ class Requests:
         return found
 
     def told(self, work):
-        """Run `work`. Return its result and the changes of vLLM's counters."""
+        """Run `work`. Return its result and the changes in vLLM's counters."""
         before = self.counters()
         answers = work()
         return {
@@ -250,7 +252,7 @@ class Requests:
         return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
     def roomy(self, rng):
-        """Run few short requests twice, with hits the second time.
+        """Run a few short requests twice. The second time, they have hits.
 
         Two of them differ only in their first half.
         """
@@ -261,8 +263,8 @@ class Requests:
     def samples(self, rng):
         """Draw several samples of each prompt.
 
-        vLLM's CPU build cannot sample with a seed if a prompt is split, so all prompts fit into a
-        step and into the pool.
+        vLLM's CPU build cannot sample with a seed if a prompt is computed in chunks, so all prompts
+        fit into a step and into the pool.
         """
         requests = [(tokens(rng, rng.randrange(8, 20)), 60) for _ in range(2)]
         return self.told(lambda: self.generate(requests, n=3, temperature=1.0, seed=7))
@@ -270,7 +272,7 @@ class Requests:
     def aborts(self, requests):
         """Abort some requests as soon as they are in a given state.
 
-        Returns the tokens of all requests and the number of aborted ones per state.
+        Return the tokens of all requests, and the number of aborted requests per state.
         """
         counts = {}
 
@@ -286,8 +288,8 @@ class Requests:
         return {"requests": self.steps(requests, abort), "aborted": counts}
 
     def resets(self, requests):
-        """Reset the cache while requests run, with and without preempting them, and after they have
-        ended.
+        """Reset the cache while requests are running, with and without preempting them, and after
+        they have finished.
         """
         answers = []
 
@@ -303,9 +305,9 @@ class Requests:
         return found
 
     def steps(self, requests, between):
-        """Run requests step by step and return their tokens.
+        """Run requests step by step, and return their tokens.
 
-        `between` is called with each step's number.
+        `between` is called before each step with the number of the step.
         """
         self.first = next(self.numbers)
         self.last = [{"tokens": [], "ended": None} for _ in requests]
@@ -323,7 +325,7 @@ class Requests:
                     entry["tokens"] = list(output.outputs[0].token_ids)
                     entry["ended"] = "finished" if output.finished else None
             step += 1
-        while self.scheduler.has_requests():  # steps of aborted requests that are still in flight
+        while self.scheduler.has_requests():  # steps in flight whose requests were all aborted
             self.engine.engine_core.get_output()
         return self.last
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what two of vLLM's schedulers return and keep. Block ids are compared by their number."""
+"""Compares the outputs and the states of two vLLM schedulers. Of block ids, only the number is
+compared.
+"""
 
 import dataclasses
 
 # Fields whose values depend on the clock or on the manager.
 _DIFFERENT = {"timestamp", "num_kv_fetch_reqs_by_stage", "kv_cache_usage"}
-# Attributes that are compared elsewhere, or that kvcache's schedulers set.
+# Attributes that are compared elsewhere, or that only kvcache's schedulers set.
 _UNCOMPARED = {"block_hashes", "mamba_has_prefill_checkpoint_blocks"}
 _SIMPLE = (bool, int, str, type(None))
 
@@ -24,7 +26,7 @@ def compare_scheduled(theirs, ours):
 
 
 def _fields(record, blocks):
-    """Return a record's fields, and the number of its blocks instead of their ids."""
+    """Return a record's fields, with block ids replaced by their number."""
     found = {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
     found[blocks] = _lengths(found[blocks])
     return found
@@ -35,9 +37,10 @@ def _lengths(ids):
 
 
 def compare_outputs(theirs, ours, *, are_dense=True):
-    """Compare the `EngineCoreOutputs` of two schedulers, by client.
+    """Compare the `EngineCoreOutputs` of two schedulers, separately for each client.
 
-    are_dense: all groups have full attention. Otherwise, estimates of cached tokens differ.
+    `are_dense` states that all groups have full attention. Otherwise, the estimates of cached
+    tokens differ.
     """
     skipped = _DIFFERENT if are_dense else {*_DIFFERENT, "num_cache_creation_tokens"}
     assert list(theirs) == list(ours), "outputs of different clients"
@@ -49,7 +52,9 @@ def compare_outputs(theirs, ours, *, are_dense=True):
 
 
 def _plain(value, skipped):
-    """Return a value as containers that compare by value, without times and managers' counts."""
+    """Convert a value to containers that are compared by value, without times and the managers'
+    counts.
+    """
     if isinstance(value, (list, tuple)):
         return [_plain(each, skipped) for each in value]
     if hasattr(value, "tolist"):
@@ -82,7 +87,9 @@ def _compare_attributes(one, other, owner):
 
 
 def _simple(value):
-    """Return an attribute in a comparable form: numbers, texts, and requests by their ids."""
+    """Return an attribute in a comparable form. Numbers and texts are kept, and requests are
+    replaced by their ids.
+    """
     if hasattr(value, "request_id"):
         return value.request_id
     if isinstance(value, (list, tuple, set, frozenset)) or hasattr(value, "popleft"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published configurations of ten models: the fields that determine their KV cache."""
+"""The fields that determine the KV cache, from the published configurations of ten models."""
 
 _LLAMA_LIKE = {"num_attention_heads": 32, "num_hidden_layers": 32, "rms_norm_eps": 1e-5}
 

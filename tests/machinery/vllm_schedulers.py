@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares vLLM's own scheduler with its own cache manager and with kvcache's, without a model."""
+"""Compares vLLM's scheduler with its own cache manager and the same scheduler with kvcache's,
+without running a model.
+"""
 
 import collections
 import contextlib
@@ -45,11 +47,11 @@ from kvcache.plugins.vllm.compatibility import check_version
 from tests.machinery.vllm_outputs import compare_outputs, compare_scheduled, compare_states
 
 BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request
-NUM_DRAFTS = 7  # most drafts per request and step
+NUM_DRAFTS = 7  # maximum number of drafts per request and step
 MOST_ENCODER_TOKENS = 100_000
-IMAGES = {"cat": 16, "dog": 40, "dot": 1}  # tokens of each image
+IMAGES = {"cat": 16, "dog": 40, "dot": 1}  # number of tokens of each image
 IS_032 = check_version().startswith("0.32")
-# vLLM 0.33 has hashes that cover tokens after their block, and no Mamba mode "all".
+# vLLM 0.33 supports hashes that cover tokens after their block, and has no Mamba mode "all".
 HAS_LOOKAHEAD = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 MAMBA_MODES = ("align", "all") if IS_032 else ("align",)
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -98,7 +100,7 @@ PAIRS = {
 
 
 def engine_config(model, *, is_async=False, events=False, **options):
-    """Return vLLM's configuration for a model's folder."""
+    """Return vLLM's configuration for the model in a folder."""
     if events:
         options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     arguments = {
@@ -116,8 +118,9 @@ def make_scheduler(
 ):
     """Make a scheduler for groups of these kinds. `num_blocks` includes the null block.
 
-    With `slots`, the configuration looks like that of a drafter (EAGLE, MTP) that writes to so many slots
-    after a step's tokens, and whose KV at a block's last position depends on `lookahead` later tokens.
+    If `slots` is given, the configuration resembles that of a drafter (EAGLE, MTP) that writes to
+    this number of slots after a step's tokens. The drafter's KV at a block's last position depends
+    on `lookahead` later tokens.
     """
     config.parallel_config.decode_context_parallel_size = context_parallel_size
     config.cache_config.num_gpu_blocks = num_blocks
@@ -151,7 +154,7 @@ def with_drafter(slots, lookahead):
     values = {}
     if slots:
         values["num_lookahead_tokens"] = slots
-        # kvcache's manager rejects drafters of several modules, which read more.
+        # kvcache's manager rejects drafters with several modules, which read more tokens.
         values["num_prefill_lookahead_tokens"] = 1
     if lookahead:
         values["num_hash_lookahead_tokens"] = lookahead
@@ -170,7 +173,7 @@ def block_hasher(name="sha256_cbor", size=BLOCK, *, ours=False, lookahead=0):
 
 
 def make_request(number, token_ids, hasher, max_tokens, **options):
-    """Make a request that generates `max_tokens` tokens."""
+    """Create a request that generates `max_tokens` tokens."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     params.update_from_generation_config({}, None)
     return Request(
@@ -191,7 +194,7 @@ def image(identifier, offset, length):
 
 
 def image_at(request, position):
-    """Return the image at a token and the token's place in it, or None."""
+    """Return (image, position in the image) for a token, or None if it is not part of an image."""
     for each in request.mm_features:
         place = position - each.mm_position.offset
         if 0 <= place < each.mm_position.length:
@@ -208,7 +211,7 @@ def answer(scheduler, scheduled):
         tokens = [(request.num_tokens * 7919 + len(request_id)) % 500 + 3] if is_done else []
         drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
         if is_done and drafts:
-            if drafts[0] < 0:  # only the worker knows them
+            if drafts[0] < 0:  # only the worker knows these drafts
                 drafts = [(request.num_tokens * 13 + i) % 500 + 3 for i in range(len(drafts))]
             tokens = drafts[: request.num_tokens * 31 % (len(drafts) + 1)] + tokens
         sampled.append(tokens)
@@ -220,12 +223,14 @@ def answer(scheduler, scheduled):
 
 
 class Contents:
-    """Tracks what a model would have written to each slot, and checks what it reads.
+    """Tracks what a model would have written to each slot, and checks everything that the model
+    would read.
 
-    The KV of a token depends on all tokens up to it, so a slot's content is their digest. If a
-    token is not known yet, the slot stores the request and position, which are resolved later.
+    A token's KV depends on this token and all tokens before it, so a slot's content is represented
+    by their digest. If a token is not known yet, the slot stores the request and the position, from
+    which the digest is computed later.
 
-    With `lookahead`, KV also depends on this number of tokens after its own, like a drafter's.
+    With `lookahead`, KV also depends on this number of later tokens, like that of a drafter.
     """
 
     def __init__(self, scheduler, lookahead=0):
@@ -239,7 +244,7 @@ class Contents:
         self.checkpoints = 0  # number of checkpoints inside chunks
 
     def apply(self, scheduled):
-        """Check a step by executing it like a worker."""
+        """Execute a step like a worker, and check what it reads."""
         for new in scheduled.scheduled_new_reqs:
             self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
         cached = scheduled.scheduled_cached_reqs
@@ -253,17 +258,18 @@ class Contents:
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests[request_id] = self.scheduler.requests[request_id]
             drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
-            stop = request.num_computed_tokens  # the scheduler has already counted the step
+            # The scheduler has already counted this step's tokens.
+            stop = request.num_computed_tokens
             spans.append((request, stop - count, stop, drafts))
         new = {request.req_id for request in scheduled.scheduled_new_reqs} | cached.resumed_req_ids
-        given = set()  # blocks cleared or overwritten by copies at the start of the step
+        given = set()  # blocks that are cleared or overwritten by copies at the start of the step
         for each in scheduled.scheduled_new_reqs:
             own = zip(each.block_ids, self.specs)
             given.update(*(ids[each.num_computed_tokens // self.size :] for ids, _ in own))
         for request_id, ids in zip(cached.req_ids, cached.new_block_ids):
             if request_id not in new:
                 given.update(*(ids or ()))
-        for request, start, stop, _ in spans:  # states are also copied at the start
+        for request, start, stop, _ in spans:  # states are also copied at the start of the step
             self.read_states(request, start, stop, given)
         for request, start, stop, drafts in spans:
             self.write(request, start, stop, drafts)
@@ -275,7 +281,7 @@ class Contents:
         tokens, digests = self.digests.setdefault(request.request_id, ([], []))
         now = request._all_token_ids
         while tokens and (len(tokens) > len(now) or tokens[-1] != now[len(tokens) - 1]):
-            tokens.pop(), digests.pop()  # a session drops its last tokens
+            tokens.pop(), digests.pop()  # a session may drop its last tokens
         for token in request._all_token_ids[len(tokens) :]:
             item = image_at(request, len(tokens))
             tokens.append(token)
@@ -290,7 +296,9 @@ class Contents:
         return found
 
     def digest_of_kv(self, request, position, drafts=()):
-        """Return the digest of a token's KV. A drafter runs once the accepted tokens are known."""
+        """Return the digest of a token's KV. It includes accepted tokens, because a drafter runs
+        once these are known.
+        """
         if self.lookahead:
             return self.digest(request, position + self.lookahead)
         return self.digest(request, position, drafts)
@@ -319,7 +327,7 @@ class Contents:
                 assert block not in given, "a page is allocated from which a state is still copied"
 
     def resolved(self, content):
-        """Return a digest, including that of a token that was unknown when it was written."""
+        """Return the digest stored in a slot, even if the token was unknown when its KV was written."""
         if isinstance(content, tuple):
             writer, at = content
             return self.digest(self.requests[writer], at)
@@ -340,9 +348,9 @@ class Contents:
             self.slots[slot] = self.digest_of_kv(request, position, drafts)
 
     def write_checkpoints(self, request, start, stop):
-        """Write the states inside a chunk.
+        """Write the states at positions inside a chunk.
 
-        The worker determines their location by its own rules.
+        The worker determines itself where these states are written.
         """
         for group, table in enumerate(self.tables[request.request_id]):
             spec = self.specs[group]
@@ -376,19 +384,20 @@ class Contents:
 
     @staticmethod
     def first_read(spec, start):
-        """Return the first token that is read when the token at `start` is computed."""
+        """Return the position of the first token that is read when the token at `start` is computed."""
         if chunk := getattr(spec, "attention_chunk_size", None):
             return start // chunk * chunk
         window = getattr(spec, "sliding_window", None)
         return max(start - window + 1, 0) if window else 0
 
 
-# Values of prefix_cache_retention_interval: dense, vLLM's default, and one longer than the windows.
+# Values of prefix_cache_retention_interval: None caches all blocks, 0 is vLLM's default, and 160
+# exceeds the windows.
 RETENTIONS = (None, 0, 160)
 
 
 class SideBySide:
-    """Both schedulers under one random workload. Every decision of each step is compared."""
+    """Runs both schedulers with the same random workload, and compares all decisions in every step."""
 
     def __init__(
         self,
@@ -412,7 +421,7 @@ class SideBySide:
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
         self.drafts, self.images, self.resets, self.priorities = drafts, images, resets, priorities
-        # request id -> number, for sessions that take more parts
+        # Request id -> number, for sessions that receive more parts.
         self.sessions = {} if sessions else None
         size = BLOCK * context_parallel_size
         self.hashers = [
@@ -426,8 +435,8 @@ class SideBySide:
             )
             for cls in PAIRS[self.is_async]
         ]
-        # After a session drops a token, its KV depends on this token, as its hashes do. Drafters of
-        # several modules compute their last tokens again.
+        # After a session has dropped a token, its KV still depends on that token, and so do its
+        # hashes. Drafters with several modules recompute their last tokens.
         read = lookahead if lookahead == 1 and not sessions else 0
         self.contents = [Contents(scheduler, read) for scheduler in self.pair]
         self.is_dense = all(type(spec) is FullAttentionSpec for spec in self.contents[0].specs)
@@ -441,7 +450,7 @@ class SideBySide:
         ]
         for number, scheduler in enumerate(self.pair):
             self._keep_events(number, scheduler)
-            # With a drafter, an asynchronous scheduler plans drafts that it does not know.
+            # With a drafter, an asynchronous scheduler plans for drafts that it does not know.
             has_drafter = drafts or ((slots or lookahead) and not self.is_async)
             scheduler.num_spec_tokens = NUM_DRAFTS if has_drafter else 0
             if self.is_async and drafts:
@@ -459,16 +468,16 @@ class SideBySide:
         while any(scheduler.requests for scheduler in self.pair):
             self._step()
             left = [sorted(scheduler.requests) for scheduler in self.pair]
-            assert self.counts["steps"] < most_steps, f"requests that do not end: {left}"
+            assert self.counts["steps"] < most_steps, f"requests do not end: {left}"
         for scheduler in self.pair:
             assert scheduler.kv_cache_manager.usage < 1e-9, "blocks are still held"
         live = [{key for key, count in each.items() if count > 0} for each in self.live]
-        # If drafts are accepted in a request's last step, only kvcache and vLLM 0.33 cache their
-        # blocks.
+        # If drafts are accepted in a request's last step, only kvcache and vLLM 0.33 cache the
+        # blocks of these drafts.
         is_same = live[0] <= live[1] if self.drafts and IS_032 else live[0] == live[1]
         assert not self.exact or is_same, "events report different blocks"
-        # If there are null blocks in between, vLLM's events contain tokens that belong to none of
-        # their hashes.
+        # If there are null blocks between cached blocks, vLLM's events also contain tokens that
+        # belong to none of the events' hashes.
         if self.exact and self.is_dense and not (self.drafts and IS_032):
             assert self.told[0] == self.told[1], "events describe blocks differently"
         assert self.pair[0].reset_prefix_cache() and self.pair[1].reset_prefix_cache()
@@ -491,7 +500,7 @@ class SideBySide:
 
     @staticmethod
     def _blocks_told(event):
-        """Yield everything that an event says about each block it stores."""
+        """Yield all properties that an event reports for each block it stores."""
         if type(event).__name__ != "BlockStored":
             return
         size, parent = event.block_size, event.parent_block_hash
@@ -543,7 +552,9 @@ class SideBySide:
         self.counts["aborts"] += 1
 
     def _some_images(self, num_tokens):
-        """Return images at random places of a prompt, often the same for the same place."""
+        """Return images at random positions in a prompt. Images at the same position are often the
+        same.
+        """
         found, first = [], self.rng.choice([0, 16, 20])
         while len(found) < 3:
             name = self.rng.choice(sorted(IMAGES))
@@ -562,7 +573,7 @@ class SideBySide:
             )
 
     def _add_parts(self, share):
-        """Add parts to sessions, or end them."""
+        """Add parts to sessions, or end sessions."""
         rng = self.rng
         for request_id, number in list((self.sessions or {}).items()):
             request = self.pair[0].requests.get(request_id)
@@ -579,10 +590,10 @@ class SideBySide:
                 self.counts["parts"] += 1
 
     def _reset(self):
-        """Reset the prefix cache, sometimes with all running requests."""
+        """Reset the prefix cache, sometimes together with all running requests."""
         if self.rng.random() < 0.03:
-            # Sessions that wait for input keep their blocks, so resetting running requests fails with
-            # either manager.
+            # Sessions that wait for input keep their blocks, so with either manager, a reset with
+            # running requests would fail.
             with_running = self.rng.random() < 0.5 and self.sessions is None
             done = [scheduler.reset_prefix_cache(with_running) for scheduler in self.pair]
             assert done[0] == done[1] or not self.exact, "only one cache was reset"
@@ -615,10 +626,10 @@ class SideBySide:
         self._abort_stuck_session(theirs)
 
     def _abort_stuck_session(self, scheduled):
-        """Abort a session if sessions hold all blocks and each of them waits for another one.
+        """Abort a session if sessions hold all blocks while waiting for each other.
 
-        vLLM preempts only running requests. Sessions between two parts are not running, so no request
-        could ever be scheduled again.
+        vLLM preempts only running requests. Sessions are not running between two parts, so no
+        request could ever be scheduled again.
         """
         theirs = self.pair[0]
         if self.sessions is None or scheduled.num_scheduled_tokens or theirs.running:
@@ -656,24 +667,26 @@ class SideBySide:
                 [[block_id == 0 for block_id in group] for group in each.block_ids]
                 for each in (one, other)
             ]
-            assert nulls[0] == nulls[1], "other blocks are null"
+            assert nulls[0] == nulls[1], "different blocks are null"
             self.counts["hit tokens"] += one.num_computed_tokens
         self.counts["preemptions"] += len(theirs.preempted_req_ids or ())
         if self.is_async and not self.is_dense:
-            # vLLM keeps states and blocks outside a window until the step's output has arrived.
+            # vLLM keeps old states and the blocks that left a window until the step's output has
+            # arrived.
             return
         if not theirs.num_scheduled_tokens and self.pair[0].running:
-            return  # paused: kvcache has already allocated the blocks of the next step
+            # The step is empty, and kvcache has already allocated the blocks for the next step.
+            return
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
-        assert abs(usages[0] - usages[1]) < 1e-9, "the pools have different usage"
+        assert abs(usages[0] - usages[1]) < 1e-9, "the usage of the pools differs"
 
 
-# Kinds of groups, blocks, and whether decisions are equal.
+# (kinds of groups, number of blocks, whether all decisions must be equal)
 MIXES = [
     *((("full",), num_blocks, True) for num_blocks in (40, 90, 300)),
     (("window", "full"), 3_000, True),
-    # vLLM waits for a state that another request recomputes. A state whose tokens arrive late becomes a
-    # hit a few steps later than with vLLM's manager.
+    # vLLM waits for a state that another request recomputes. With kvcache, a state whose tokens
+    # arrive late can be hit a few steps later than with vLLM's manager.
     (("mamba align", "full"), 3_000, False),
     *((groups, 150, False) for groups in (("window", "full"), ("mamba align", "full"))),
 ]
@@ -686,24 +699,26 @@ def random_sides(seed, folder):
     is_async, has_room = bool(seed // len(MIXES) % 2), num_blocks > 1_000
     has_states = any(kind.startswith("mamba") for kind in groups)
     options = {name: rng.random() < 0.25 for name in ("images", "resets", "priorities")}
-    # Models with states have no drafts.
+    # Models with recurrent states have no drafts.
     options["drafts"] = not has_states and rng.random() < 0.25
     options["sessions"] = not options["priorities"] and rng.random() < 0.25
     if not has_states and rng.random() < 0.3:
         options["slots"] = NUM_DRAFTS
         options["lookahead"] = rng.choice([0, 1, 1, 3]) if HAS_LOOKAHEAD else 0
     if options["sessions"] and not has_room and groups == ("window", "full"):
-        # With vLLM's own manager, sessions that wait for input hold all blocks for which others wait.
+        # With vLLM's own manager, sessions that wait for input may hold all the blocks for which
+        # other requests wait.
         options["sessions"] = False
     if options["sessions"] and not has_room and (is_async or options.get("slots")):
         options["sessions"] = False  # see `test_decisions_are_the_same_with_sessions`
     if options["drafts"] and IS_032:
-        # vLLM 0.32 does not take back accepted drafts after a session's last token.
+        # vLLM 0.32 does not discard drafts that were accepted after a session's last token.
         options["sessions"] = False
     if options["drafts"] and not has_room and IS_032:
         is_exact = False  # see `test_decisions_are_the_same_with_drafts_in_a_tight_pool`
     if groups != ("full",) and not options["sessions"]:
-        # In a session, vLLM keeps the end of each part of the prompt, and kvcache that of the first.
+        # In a session, vLLM retains the window at the end of each part of the prompt, and kvcache
+        # only that of the first part.
         options["retention"] = rng.choice(RETENTIONS)
     policy = {"scheduling_policy": "priority"} if options["priorities"] else {}
     config = engine_config(folder, is_async=is_async, events=rng.random() < 0.5, **policy)
@@ -717,7 +732,8 @@ def main():
 
     `python -m tests.machinery.vllm_environment -m tests.machinery.vllm_schedulers REQUESTS [SEED]`
 
-    Pool sizes, kinds of groups and options alternate. Decisions are compared where they must be equal.
+    Pool sizes, kinds of groups and options alternate. Decisions are compared wherever they must be
+    equal.
     """
     import json
     import sys

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for the few vLLM names that the worker side of the integration uses, for machines
-without vLLM.
+"""Stand-ins, for machines without vLLM, for the few vLLM names that the worker side of the
+integration uses.
 
     with stand_in():
         from kvcache.plugins.vllm.offloading.host_worker import HostWorker
 
-Modules are imported individually, because the packages' `__init__` would import the complete
+Modules are imported individually, because each package's `__init__` would import the complete
 integration.
 """
 
@@ -67,8 +67,8 @@ class _Named(type):
 
 
 class _Module(ModuleType):
-    """A module in which every other name is an empty class for inheritance or annotations, with
-    names as attributes.
+    """A module with the given attributes. Every other name is an empty class that can be used for
+    inheritance and annotations and that has names as attributes.
     """
 
     def __getattr__(self, name: str) -> object:
@@ -108,8 +108,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Replace vLLM's modules by stand-ins during the block, and import the integration's modules
-    anew.
+    """During the block, replace vLLM's modules with stand-ins, and import the integration's modules
+    again.
     """
     kept = {
         name: sys.modules.pop(name)

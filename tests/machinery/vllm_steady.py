@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both schedulers in long decodes, with everything in between that steady steps must leave to vLLM."""
+"""Runs both schedulers on long decodes, interrupted by everything that steady steps must leave to
+vLLM.
+"""
 
 import collections
 import types
 
 import numpy as np
 
-from tests.machinery.vllm_schedulers import (  # its settings of the environment come first
+from tests.machinery.vllm_schedulers import (  # sets environment variables for later imports
     SideBySide,
     answer,
 )
@@ -30,9 +32,9 @@ class Grammar:
 
 
 class SteadySides(SideBySide):
-    """`SideBySide` with few arrivals, long answers, and stops of all kinds.
+    """`SideBySide` with few arrivals, long answers, and all kinds of stop conditions.
 
-    share: share of steps in which requests arrive, or something unusual happens.
+    `share` is the fraction of steps in which requests arrive or something unusual happens.
     """
 
     def __init__(self, *args, share=0.06, is_second_runner=False, **options):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes vLLM's processes sleep while they wait for each other.
 
-Applies to every process that imports this module.
+This applies to every process that imports this module.
 
-By default, they call `sched_yield` in a loop. Two workers of a tensor-parallel engine thereby
-occupied both cores of a machine for up to 20 s (Linux 6.18). No other process ran, so transfers
-missed their deadlines.
+By default, they call `sched_yield` in a loop. In this way, the two workers of a tensor-parallel
+engine occupied both cores of a machine for up to 20 s (Linux 6.18). No other process could run
+meanwhile, so transfers missed their deadlines.
 """
 
 from vllm.distributed import utils
@@ -16,5 +16,5 @@ utils.USE_SCHED_YIELD = False
 class Extension:
     """A vLLM worker extension.
 
-    Its name in `worker_extension_cls` makes a worker import this module.
+    If `worker_extension_cls` contains the name of this class, each worker imports this module.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes random weights of a tiny Llama to files, because vLLM's `dummy` weights differ from rank
-to rank.
+"""Writes random weights of a tiny Llama model to files, because vLLM's `dummy` weights differ
+between ranks.
 """
 
 import json
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 
 def write_llama(folder, config, seed=0):
-    """Write a model with a configuration and random weights to a folder that vLLM can load."""
+    """Write the configuration and random weights of a model to a folder that vLLM can load."""
     generator = torch.Generator().manual_seed(seed)
     hidden, heads = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * heads, config["num_key_value_heads"] * heads
@@ -45,7 +45,7 @@ def write_llama(folder, config, seed=0):
 
 
 def write_tokenizer(folder, vocab_size):
-    """Write a tokenizer with a token per byte, and additional tokens that no text contains."""
+    """Write a tokenizer with a token per byte and additional tokens that occur in no text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -59,7 +59,9 @@ def write_tokenizer(folder, vocab_size):
 
 
 def fill_at_random():
-    """Make vLLM's `dummy` weights large enough that answers depend on more than the last token."""
+    """Patch vLLM to use `dummy` weights that are large enough for answers to depend on more than
+    the last token.
+    """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = _fill
@@ -73,7 +75,7 @@ def _fill(loader, model, model_config):
         values = torch.randn(tensor.shape, generator=generator)
         if name.endswith(".A"):  # decay rate of states
             values = -0.2 - 0.3 * values.abs()
-        elif tensor.ndim < 2:  # norms
+        elif tensor.ndim < 2:  # weights of norms
             values = 1 + 0.1 * values
         elif "embed" not in name:
             values *= 0.2
@@ -85,8 +87,8 @@ def _fill(loader, model, model_config):
 def without_checkpoints():
     """Disable Mamba 2 states inside a prompt's chunk.
 
-    vLLM's CPU kernels fail with them (`IndexError` in `mamba_mixer2.py`, "index 3 is out of bounds
-    for dimension 0 with size 2").
+    With these states, vLLM's CPU kernels fail (`IndexError` in `mamba_mixer2.py`, "index 3 is out
+    of bounds for dimension 0 with size 2").
     """
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs wheels into fresh virtual environments, and uses them there (`make test-wheel`).
+"""Installs wheels into fresh virtual environments, and tests them there (`make test-wheel`).
 
     python -m tests.machinery.wheel_check [--torch VERSION ...] [--python PROGRAM ...] [WHEEL ...]
 
-The default is each wheel in dist/, with torch 2.13.0. `tests.machinery.wheel_user` runs in each
-environment, with no compiler on its PATH. With `--torch none`, the wheel is installed without torch,
-and only the control plane is used. $PIP_TORCH_ARGS is passed to pip when it installs torch. Prints a
-table. The exit code is 1 if a wheel fails, or if no installed Python matches it.
+By default, all wheels in dist/ are tested with torch 2.13.0. `tests.machinery.wheel_user` runs in
+each environment without a compiler on the PATH. With `--torch none`, the wheel is installed without
+torch, and only the control plane is used. $PIP_TORCH_ARGS is passed to pip when torch is installed.
+The results are printed as a table. The exit code is 1 if a wheel fails or if no installed Python
+matches a wheel.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CUDA = "kvcache/libkvcache_cuda.so"
 
 
 class Failed(Exception):
-    """A wheel cannot be installed or used. The message gives the reason in one line."""
+    """Raised if a wheel cannot be installed or used. The message states the reason in one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(wheel: Path, torch: str, pythons: Sequence[str]) -> dict[str, str]:
-    """Return the row of a wheel in an environment with this version of torch."""
+    """Test a wheel with this version of torch, and return the table row with the result."""
     with zipfile.ZipFile(wheel) as archive:
         has_cuda = CUDA in archive.namelist()
     row = {"wheel": wheel.name, "MB": f"{wheel.stat().st_size / 1e6:.1f}", "torch": torch}
@@ -64,7 +65,7 @@ def check(wheel: Path, torch: str, pythons: Sequence[str]) -> dict[str, str]:
 
 
 def python_of(wheel: Path, pythons: Sequence[str] = ()) -> str:
-    """Return a Python for which the wheel is built: one of `pythons`, or pyenv's or the PATH's.
+    """Return a Python for which the wheel was built, from `pythons`, pyenv or the PATH.
 
     Raises Failed if there is none.
     """
@@ -82,7 +83,7 @@ def python_of(wheel: Path, pythons: Sequence[str] = ()) -> str:
 
 
 def use(wheel: Path, torch: str, python: str) -> dict[str, str]:
-    """Install the wheel into a new environment, and return what its user prints.
+    """Install the wheel into a new environment, and return the output of `wheel_user`.
 
     Raises Failed if a step fails.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uses an installed wheel as its users do, without a compiler. Prints the result as JSON.
+"""Uses an installed wheel as its users would, without a compiler, and prints the result as JSON.
 
     python -I tests/machinery/wheel_user.py
 
-Run by `tests.machinery.wheel_check`, and by cibuildwheel in its containers. Does not import the checkout.
-Without torch, only the control plane is used; without the packages of the extra `serve`, no model is
-served.
+This script is run by `tests.machinery.wheel_check`, and by cibuildwheel in its containers. It does
+not import the checkout. Without torch, it only uses the control plane, and without the packages of
+the extra `serve`, it serves no model.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ import urllib.request
 from importlib.metadata import version
 from pathlib import Path
 
-# The hashes of two blocks of 16 tokens, computed with hashlib and cbor2.
+# The expected hashes of two blocks of 16 tokens, computed with hashlib and cbor2.
 HASHES = [
     "dc918a88b139e5afe60b88eda27508d4aee16c10fdc354791efea06206ac0749",
     "c300ec275d7bf08af8fc63e76cdc0086911bbc7091e03c5cf892553bef84ef0c",

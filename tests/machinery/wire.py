@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two network namespaces, connected by a wire that drops, delays, repeats, corrupts and cuts
-packets.
+"""Two network namespaces, connected by a wire that can drop, delay, repeat and corrupt packets, and
+that can be cut.
 
-Each namespace has a TUN device, and a thread forwards the packets between the two. The namespaces
-have no other connection. Needs root, `ip` (iproute2) and /dev/net/tun.
+Each namespace has a TUN device, and a thread forwards packets between the two devices. The
+namespaces have no other connection. The wire requires root, `ip` (iproute2) and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _numbers = itertools.count()
 class Faults:
     """Faults of the wire.
 
-    loss, repeat, flip: fraction of packets. delay_s: (minimum, maximum); different delays reorder
-    packets.
+    `loss`, `repeat` and `flip` are fractions of packets. `delay_s` is (minimum, maximum). Packets
+    with different delays are reordered.
     """
 
     loss: float = 0.0
@@ -44,7 +44,7 @@ class Faults:
 
 
 class Wire:
-    """The wire. `faults` may be changed at any time. addresses: of both ends."""
+    """The wire. `addresses` are those of the two ends. `faults` may be changed at any time."""
 
     addresses = ("10.77.0.1", "10.77.0.2")
 
@@ -66,7 +66,8 @@ class Wire:
             for i, (name, device) in enumerate(zip(self.namespaces, self.devices)):
                 end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._ends.append(end)
-                passing = f"{device}p{os.getpid()}"[:15]  # temporary name in this namespace
+                # Temporary name of the device in this namespace.
+                passing = f"{device}p{os.getpid()}"[:15]
                 request = struct.pack("16sH22x", passing.encode(), _IFF_TUN | _IFF_NO_PI)
                 fcntl.ioctl(end, _TUNSETIFF, request)
                 _ip("link", "set", passing, "netns", name, "name", device)
@@ -98,7 +99,8 @@ class Wire:
             now = time.monotonic()
             while under_way and under_way[0][0] <= now:
                 _, _, end, packet = heapq.heappop(under_way)
-                with contextlib.suppress(OSError):  # the device is full or down
+                # The device's queue is full, or the device is down.
+                with contextlib.suppress(OSError):
                     os.write(self._ends[end], packet)
             left = max(under_way[0][0] - now, 0.0) if under_way else None
             ready, _, _ = select.select([*self._ends, self._wake[0]], [], [], left)
@@ -113,7 +115,9 @@ class Wire:
                         )
 
     def _fate(self, packet: bytes) -> Iterator[tuple[float, bytes]]:
-        """Yield (arrival time, packet) for each delivery of a packet: none, one or several."""
+        """Yield (arrival time, packet) for each delivery of a packet, which is delivered any number
+        of times.
+        """
         faults, draw = self.faults, self._random.random
         self.num_packets += 1
         if faults.is_cut or draw() < faults.loss:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build at first use, in an unpacked source distribution without built libraries."""
+"""The build at first use, in an unpacked source distribution that has no built libraries."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from benchmarks.gpu.jit_and_replay import jit_check
 from kvcache.native import build, jit
 from tests.machinery.shared import REPO, sampled
 
-# Compiler stand-ins. The first returns this checkout's libraries instead of linking, which takes
-# only seconds. The second compiles without optimization.
+# Two compiler stand-ins. The first copies this checkout's libraries instead of compiling and
+# linking, which takes only seconds. The second compiles without optimization.
 COPIES = f"""#!/bin/sh
 for word in "$@"; do
   case "$before" in -o) out=$word ;; -MF) dependencies=$word ;; esac
@@ -44,7 +44,7 @@ print("works")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the checkout like a source distribution, in which nothing has been built."""
+    """A copy of the checkout that resembles a source distribution, in which nothing has been built."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("sdist")
     skip = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__")
@@ -72,7 +72,7 @@ def environment_for(checkout, compiler="copies", **changes):
     variables = {**os.environ, "PYTHONPATH": str(checkout)}
     variables.pop("KVCACHE_JIT", None)
     variables["KVCACHE_JIT_DIR"] = str(checkout / "jit" / compiler)
-    # With arguments, as in "ccache g++ -m64".
+    # CXX contains a launcher and arguments, as in "ccache g++ -m64".
     variables["CXX"] = f"env {checkout / compiler / 'g++'} -pipe"
     return {**variables, **changes}
 
@@ -94,9 +94,7 @@ def compiler(request):
 
 @pytest.fixture(scope="module")
 def built(checkout, compiler):
-    """Return the results and output of two processes that used the package for the first time
-    simultaneously.
-    """
+    """Let two processes use the package for the first time at once. Return their results and output."""
     both = [
         subprocess.Popen(
             [sys.executable, "-c", USE],
@@ -138,7 +136,7 @@ def test_wheel_of_a_source_distribution_works_and_contains_the_sources(checkout,
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
         file.extractall(tmp_path / "installed")
-    for path in (REPO / "csrc").rglob("*.[hc]*"):  # sources that are needed to build at first use
+    for path in (REPO / "csrc").rglob("*.[hc]*"):  # sources needed for a build at first use
         if "tests" not in path.parts:
             assert f"kvcache/{path.relative_to(REPO)}" in names
     changes = {"PYTHONPATH": str(tmp_path / "installed"), "KVCACHE_JIT_DIR": str(tmp_path / "jit")}
@@ -242,11 +240,14 @@ def test_compiler_error_is_shown(checkout, tmp_path):
     assert "building kvcache._core failed" in done.stderr and "broken.cpp" in done.stderr
 
 
-# --- requirements of a build, tested in this process ----------------------------------------------
+# --- requirements for a build, tested in this process
+# ----------------------------------------------
 
 
 def refused(monkeypatch, tmp_path) -> str:
-    """Return the message of a core build that must fail without announcing a build."""
+    """Build the core module, which must fail before the build is announced. Return the error
+    message.
+    """
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
     monkeypatch.setattr(jit, "_say_building", lambda *_: pytest.fail("announced a build"))
     with pytest.raises(jit.BuildError) as error:
@@ -358,5 +359,5 @@ def test_cuda_library_is_linked_from_the_toolkit_not_from_torchs_cuda_home(
     jit.build_ops("libkvcache_cuda")
     assert homes == [str(toolkit)]
     folder = Path(flags[-1].removeprefix("-L"))
-    assert (folder / "libcudart.so").exists()  # torch adds -lcudart
+    assert (folder / "libcudart.so").exists()  # torch adds -lcudart itself
     assert (folder == toolkit / "lib64") if in_toolkit else folder.parent == tmp_path

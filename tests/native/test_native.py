@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of native libraries, messages about missing ones, and rebuilds by make."""
+"""Selection of native libraries, messages about missing libraries, and rebuilds by make."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.machinery.shared import REPO
 
 # --- a CUDA build of torch without a CUDA library -------------------------------------------------
 
-# With a device, uses real CUDA tensors. Otherwise, calls the functions that the dispatcher would
-# call.
+# If there is a CUDA device, the program uses real CUDA tensors. Otherwise, it calls the functions
+# that the dispatcher would select for CUDA tensors.
 USE_WITHOUT_CUDA_LIBRARY = """
 import torch
 torch.version.cuda = torch.version.cuda or "13.0"
@@ -93,7 +93,7 @@ def test_cuda_torch_without_the_cuda_library_has_cpu_ops_and_reports_the_reason(
     torch = pytest.importorskip("torch")
     program = USE_WITHOUT_CUDA_LIBRARY.format(setup=setup, has_device=torch.cuda.is_available())
     variables = {**os.environ, "PYTHONPATH": str(package), "KVCACHE_JIT_DIR": str(package / "jit")}
-    variables["COLUMNS"] = "500"  # keeps the doctor's output lines unwrapped
+    variables["COLUMNS"] = "500"  # prevents the doctor from wrapping its output lines
     variables.pop("KVCACHE_JIT", None)
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=package, env=variables, capture_output=True, text=True
@@ -136,7 +136,7 @@ NOW = 1_700_000_000
 
 @pytest.fixture
 def made(tmp_path):
-    """A checkout that make considers fully built."""
+    """A checkout that make considers to be fully built."""
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(REPO / name, tmp_path)
     skip = shutil.ignore_patterns("*.so", "__pycache__")
@@ -187,13 +187,13 @@ def test_make_rebuilds_after_clean(made):
     subprocess.run(["make", "clean"], cwd=made, check=True, capture_output=True)
     assert not (made / "kvcache" / "libkvcache_cpu.so").exists()
     assert would_build(made)
-    assert (made / ".venv" / ".deps").exists()  # torch is not downloaded again
+    assert (made / ".venv" / ".deps").exists()  # torch must not be downloaded again
 
 
 # --- steps of CI ----------------------------------------------------------------------------------
 
-# In the order of their output. gpu-rehearsal starts two steps earlier. LAST_BESIDE maps a
-# background step to the last step that runs concurrently with it.
+# The steps are listed in the order of their output, although gpu-rehearsal starts two steps
+# earlier. LAST_BESIDE maps each background step to the last step that runs concurrently with it.
 STEPS = (
     *("setup", "lint", "test-vllm", "sanitize", "sanitize-thread", "gpu-less", "gpu-rehearsal"),
     *("docs", "demo", "test-wheel", "fuzz", "bench", "test", "test-real", "test-exhaustive"),
@@ -202,7 +202,7 @@ LAST_BESIDE = {"test-vllm": "gpu-less", "gpu-rehearsal": "bench"}
 
 
 def run_ci(tmp_path, failing: str) -> tuple[int, str]:
-    """Run .ci/run with a `make` that only prints its target. Return exit code and output."""
+    """Run .ci/run with a `make` that only prints its target. Return the exit code and the output."""
     make = tmp_path / "make"
     make.write_text(f'#!/bin/sh\necho "ran $1"\n[ "$1" != "{failing}" ]\n')
     make.chmod(0o755)
@@ -221,7 +221,7 @@ def test_ci_runs_every_step_and_prints_its_duration(tmp_path):
     code, out = run_ci(tmp_path, failing="nothing")
     assert code == 0
     assert [step for step in STEPS if f"ran {step}\n" in out] == list(STEPS)
-    # Plus the CUDA check, which is reported even if it is skipped.
+    # One more line reports the CUDA check, even if it is skipped.
     assert out.count("== took ") == len(STEPS) + 1
     assert "== all passed in " in out
 
@@ -239,7 +239,7 @@ def test_ci_stops_at_the_failing_step(tmp_path, step):
 def test_pull_requests_never_run_on_the_gpu_runner():
     path = REPO / ".github" / "workflows" / "ci.yml"
     if not path.exists():
-        pytest.skip("no workflow here: a source distribution")
+        pytest.skip("a source distribution contains no workflows")
     gpu_job = path.read_text().partition("\n  gpu:\n")[2]
     assert "runs-on: [self-hosted, gpu]" in gpu_job
     assert "\n    if: github.event_name != 'pull_request'\n" in gpu_job
@@ -249,9 +249,9 @@ def test_pull_requests_never_run_on_the_gpu_runner():
     ("compiled", "driver", "problem"),
     [
         (13000, 13000, None),
-        (13010, 13000, None),  # same major version
+        (13010, 13000, None),  # both have the same major version
         (12080, 13000, None),
-        (13000, 0, None),  # no driver, which torch reports
+        (13000, 0, None),  # there is no driver, which torch itself reports
         (
             13000,
             12040,

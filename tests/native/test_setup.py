@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A build that cannot succeed ends with one line that says what to do."""
+"""A build that cannot succeed ends with a one-line message that says what to do."""
 
 import importlib.machinery
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.machinery.shared import REPO
 
-# Runs setup.py after a statement that hides a requirement.
+# Runs setup.py after a statement that makes a requirement appear to be missing.
 PROGRAM = """
 import importlib.util, os, runpy, sys
 {without}

@@ -22,7 +22,7 @@ UNTOUCHED = -5
 
 
 def local_positions(seq_len, block_size, world, rank, interleave):
-    """Positions with KV on this rank, in column order."""
+    """Return the positions whose KV this rank holds, in column order."""
     span = block_size * world
     return [p for p in range(seq_len) if p % span // interleave % world == rank]
 
@@ -47,7 +47,7 @@ def reference_request(fields, row_ids, query_len, seq_len):
 
 
 def reference(call):
-    """Compute every output as documented, entry by entry."""
+    """Compute every output entry by entry, as documented."""
     out = {name: call[name].clone() for name in OUTPUTS if call[name] is not None}
     groups, num_rows = call["groups"].tolist(), call["num_rows"]
     requests = list(
@@ -94,7 +94,7 @@ def reference(call):
 def outputs(num_groups, num_out, capacity, all_columns, slack=0):
     """Return output tensors filled with a value that no kernel writes.
 
-    Groups are `slack` entries apart.
+    The outputs of consecutive groups are `slack` entries apart.
     """
 
     def per_group(n):
@@ -174,7 +174,7 @@ def calls(draw):
 
 
 def put(call, device):
-    """Move the call to a device: outputs keep their strides, and groups stay on the CPU."""
+    """Move the arguments to a device. Outputs keep their strides, and groups stay on the CPU."""
 
     def moved(tensor):
         if tensor.is_contiguous():
@@ -199,7 +199,7 @@ def check(backend, call):
 
 
 def large(num_requests, columns=3, block_size=4):
-    """Return arguments with more requests than threads per block or tiles per grid."""
+    """Return arguments with more requests than a block has threads or a grid has tiles."""
     generator = torch.Generator().manual_seed(num_requests)
     num_rows = 7
     lens = torch.randint(0, columns * block_size + 1, (num_requests,), generator=generator)
@@ -240,7 +240,7 @@ def test_row_longer_than_one_pass_of_a_thread_block_is_copied(backend):
 
 @each_backend
 def test_many_requests_exceed_the_largest_tiles(backend):
-    """At most 255 requests fit a thread block, so the grid grows beyond 128 blocks."""
+    """A thread block handles at most 255 requests, so the grid has more than 128 blocks."""
     check(backend, large(33_000, columns=1))
 
 
@@ -278,9 +278,8 @@ def test_rank_lengths_add_up_and_fit_their_pages(world, block_size):
 
 
 def arguments(backend, **changes):
-    """Return arguments for requests in rows 1 and 0 and for padding.
-
-    Each row has two blocks of 4 tokens.
+    """Return arguments for one request in row 1, one in row 0, and padding. Each row has two blocks
+    of 4 tokens.
     """
     call = {
         "tables": backend.tensor([3, 4, 5, 6], dtype=INT32),
@@ -425,14 +424,16 @@ def test_unchecked_invalid_request_becomes_padding(backend, message, monkeypatch
     assert call["seqused_k"][0, wrong] == 0
     written = 1 if call["max_num_tokens"] == 4 else 2
     assert call["block_tables"].view(3, 2)[wrong, :written].tolist() == [0] * written
-    # The other request is still served.
+    # The other request's metadata is still written.
     if "rows" not in changes and "max_num_tokens" not in changes:
         assert call["seqused_k"][0, 1 - wrong] > 0
 
 
 @each_backend
 def test_page_count_beyond_int32_is_rejected(backend):
-    """Without a page list, whose size is limited. 2^11 requests with 2^20 pages share one row."""
+    """All 2^11 requests use the same row of 2^20 pages. No page list is written, because its size
+    is limited.
+    """
     n, columns = 2**11, 2**20
     call = put(
         {
@@ -477,7 +478,9 @@ def test_overlapping_outputs_are_rejected(backend):
 @given(length=st.integers(0, 2**31 - 1), window=st.sampled_from([0, 1, 4096, 2**31 - 1]))
 @example(length=2**31 - 1, window=1)
 def test_largest_positions_do_not_overflow(backend, length, window):
-    """One column has 2^31 - 1 tokens, and pages are outside a window near the last position."""
+    """Columns hold 2^30 tokens each, so positions reach 2^31 - 2. With a window, pages near the
+    last position are hidden.
+    """
     call = arguments(backend, groups=torch.tensor([[0, 2, 2**30, 1, 0, 1, window, 0]]))
     call["seq_lens"], call["query_lens"] = ints(backend, length, 0), ints(backend, 0, 0)
     call["max_num_tokens"] = 2**31 - 1
@@ -489,7 +492,7 @@ def test_largest_positions_do_not_overflow(backend, length, window):
     assert call["paged_kv_indptr"].tolist() == [[0, pages, pages, pages]]
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("left_out", [(), OUTPUTS[2:3], OUTPUTS[3:], OUTPUTS[2:]])
 def test_opcheck(backend, left_out):
@@ -506,9 +509,9 @@ def test_tensors_on_two_devices_are_rejected(backend):
 
 @pytest.mark.gpu
 def test_captured_launch_uses_changed_inputs():
-    """Capture once, and then change the inputs in place.
+    """The launch is captured once, and its inputs are then changed in place.
 
-    Rows, lengths, tables and the number of requests change in the same tensors.
+    Replays use the new rows, lengths, tables and number of requests from the same tensors.
     """
     call = put(large(40, columns=9), "cuda")
     torch.ops.kvcache.attention_metadata(**call)

@@ -13,9 +13,9 @@ from tests.machinery.switches import bulk_copies, ids_from, parameters
 
 @dataclass
 class Side:
-    """Memory of pages.
+    """The source or destination of a copy: memory that contains pages.
 
-    The fragment (region, page) starts at offsets[region] + page * strides[region].
+    A page's fragment in a region starts at offsets[region] + page * strides[region].
     """
 
     memory: torch.Tensor  # uint8[n]
@@ -29,7 +29,7 @@ class Side:
 
 
 def make_side(draw, sizes, generator):
-    """Return regions that are separate or packed, with gaps, in any order, without overlap."""
+    """Draw a side with non-overlapping regions, separate or interleaved, with gaps and in any order."""
     num_blocks = draw(st.integers(1, 9))
     gap = draw(st.sampled_from([0, 0, 1, 16]))
     order = draw(st.permutations(range(len(sizes))))
@@ -50,7 +50,8 @@ def make_side(draw, sizes, generator):
 
 @st.composite
 def cases(draw):
-    # Sizes of whole vectors, of no whole vector, and larger than a warp copies at a time (4 KiB).
+    # Some sizes are multiples of the vector width, some are not, and some exceed what a warp copies
+    # at a time (4 KiB).
     sizes = draw(st.lists(st.sampled_from([0, 1, 6, 16, 48, 4096, 5008]), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     src = make_side(draw, sizes, generator)
@@ -62,7 +63,7 @@ def cases(draw):
         targets = destinations[: draw(st.integers(0, dst.num_blocks))]
         free = [page for page in range(src.num_blocks) if not within or page not in targets]
         sources = [draw(st.sampled_from([-1, *free])) for _ in targets]
-    else:  # a run whose middle may be cleared
+    else:  # a run of consecutive pages, some of which may be cleared
         n = draw(st.integers(0, min(src.num_blocks, dst.num_blocks) // (2 if within else 1)))
         sources = [page if draw(st.integers(0, 5)) else -1 for page in range(n)]
         targets = [page + dst.num_blocks - n for page in range(n)]
@@ -73,7 +74,7 @@ def cases(draw):
 
 
 def reference(sizes, src, dst, within, pairs):
-    """Return the expected content of dst's memory."""
+    """Return the expected content of the destination memory."""
     after = dst.memory.clone()
     for source, target in pairs.tolist():
         for r, size in enumerate(sizes):
@@ -88,7 +89,7 @@ def table(sizes, src, dst):
 
 
 def run(backend, case, where="host", **options):
-    """Return the memory of dst and of src after the op."""
+    """Run the op. Return the memory of dst and src afterwards."""
     sizes, src, dst, within, pairs = case
     there = dst.memory.to(backend.device, copy=True)
     here = None if within else src.memory.to(backend.device, copy=True)
@@ -161,7 +162,7 @@ def check_mixed(backend, name, where):
     sizes, num_blocks = MIXED[name], 5
     generator = torch.Generator().manual_seed(2)
     offsets, end = [], 0
-    for size in sizes:  # each region starts at a multiple of 16
+    for size in sizes:  # each region starts at a multiple of 16 bytes
         offsets.append(end)
         end += -(-size * num_blocks // 16) * 16
     memory = torch.randint(1, 256, (end,), generator=generator).to(torch.uint8)
@@ -206,7 +207,9 @@ WIDE = {
 @pytest.mark.parametrize("num_thread_blocks", [0, 1, 3])
 @pytest.mark.parametrize("name", WIDE)
 def test_bulk_copies_move_the_same_bytes_as_the_kernel(backend, name, num_thread_blocks):
-    """Emulated, so all memory is host memory; `test_swap.py` covers bulk copies on a device."""
+    """Bulk copies are emulated, so all memory is host memory. `test_swap.py` covers bulk copies on
+    a device.
+    """
     sizes, num_blocks = WIDE[name], 23
     generator = torch.Generator().manual_seed(len(sizes))
     offsets = [sum(sizes[:i]) * num_blocks for i in range(len(sizes))]
@@ -220,8 +223,8 @@ def test_bulk_copies_move_the_same_bytes_as_the_kernel(backend, name, num_thread
         assert torch.equal(found, reference(*case))
 
 
-# (pages, pairs, regions) below and above the capacity of one launch, for parameters of 32 KiB and 4
-# KiB.
+# Numbers of (pages, pairs, regions) below and above the capacity of one launch, with kernel
+# parameters of 32 KiB and of 4 KiB.
 MANY = {
     "more pairs than the small parameters hold": (700, 600, 3),
     "more pairs than the large parameters hold": (5000, 4500, 1),
@@ -274,7 +277,9 @@ def test_copies_exceeding_the_small_parameters_are_split(backend, name):
 
 @each_backend
 def test_large_copies_bypass_caches_and_stay_in_bounds(backend):
-    """Odd addresses, and sizes that exceed one thread's share and are streamed on the CPU."""
+    """Addresses are odd, and sizes exceed one thread's share. On the CPU, they are copied with
+    streaming stores.
+    """
     size, num_blocks = 70_001, 64
     if backend.name == "emulated":
         size, num_blocks = 7_001, 8
@@ -390,7 +395,7 @@ def test_checked_mode_validates_device_ids(backend, pairs, message, monkeypatch)
     assert (call["dst"] == 200).all()
     monkeypatch.delenv("KVCACHE_CHECKED")
     with ids_from("device"):
-        backend.ops.copy_blocks(**call)  # skips out-of-range pages
+        backend.ops.copy_blocks(**call)  # skips pairs with out-of-range pages
     assert call["dst"][32:48].tolist() == list(range(16, 32)) and (call["dst"][:32] == 200).all()
 
 
@@ -465,7 +470,7 @@ def test_empty_copies_do_nothing(backend):
         assert (call["dst"] == 200).all()
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("within", [False, True])
 def test_opcheck(backend, within):
@@ -475,7 +480,7 @@ def test_opcheck(backend, within):
     torch.library.opcheck(torch.ops.kvcache.copy_blocks.default, (), call)
 
 
-@pytest.mark.skipif(ASAN, reason="compiling is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="this tests the op, not the kernel")
 @each_real_backend
 def test_compiled_function_copies_pages(backend):
     call = arguments(backend)
@@ -492,7 +497,8 @@ def test_compiled_function_copies_pages(backend):
 @each_backend
 def test_clearing_consecutive_pages_keeps_the_gaps(backend):
     dst = torch.full((6 * 64,), 7, dtype=torch.uint8, device=backend.device)
-    # Fragments occupy the first 32 of every 64 bytes. The other 32 bytes must never be cleared.
+    # Each fragment occupies the first 32 bytes of every 64. The remaining 32 bytes must not be
+    # cleared.
     regions = torch.tensor([[0, 0, 0, 64, 32]])
     pairs = torch.tensor([[-1, 1], [-1, 2], [-1, 3]], dtype=torch.int32)
     backend.ops.copy_blocks(None, dst, regions, pairs, 0, 6, 0, 0, 0)

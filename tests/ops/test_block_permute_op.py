@@ -18,7 +18,9 @@ VIEWS = ["plain", "layers in a block", "some heads", "half of each row"]
 
 @dataclass(frozen=True)
 class Case:
-    """Layers that are views of one tensor with random bytes, and the blocks received into them."""
+    """Layers that are views of one tensor with random bytes, and a description of the blocks
+    received into them.
+    """
 
     dtype: torch.dtype
     local: str  # NHD or HND
@@ -69,7 +71,9 @@ class Case:
 
 
 def reference(case, cache, indices):
-    """Collect the bytes of a group, view them in the remote layout, and write them back."""
+    """Permute each group of blocks: view its bytes in the remote layout, and write them back in the
+    local layout.
+    """
     for group in indices.tolist():
         blocks = cache[group]
         rows = blocks.transpose(1, 2) if case.local == "HND" else blocks
@@ -143,10 +147,11 @@ def test_every_pair_of_layouts_in_every_view(backend, view, local, remote, remot
     )
 
 
-# (block size, heads, head size, remote block size), local and remote layout, in bf16. Each case is
-# named after the kernel path that it covers. The kernel processes rows in slices of 128 bytes if
-# they fit into 64 KiB of shared memory, or into the shared memory of a thread block cluster.
-# Without clusters, it uses slices of 64 bytes if they fit into 96 KiB.
+# Each case has (block size, heads, head size, remote block size), the local layout and the remote
+# layout, and uses bf16. It is named after the kernel path that it covers. The kernel processes rows
+# in slices of 128 bytes if a block's slices fit into 64 KiB of shared memory or into the shared
+# memory of a thread block cluster. Without clusters, it uses slices of 64 bytes if these fit into
+# 96 KiB.
 SHAPES = {
     "one slice of shared memory": ((16, 8, 128, 16), "NHD", "HND"),
     "several slices": ((32, 8, 136, 32), "HND", "NHD"),
@@ -181,7 +186,7 @@ def test_blocks_of_every_size_are_permuted(backend, name, where):
 @each_device_backend
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_of_every_size_are_permuted_without_clusters(backend, name, monkeypatch):
-    """Devices before sm_90 have no clusters."""
+    """Devices older than sm_90 do not support clusters."""
     monkeypatch.setenv("KVCACHE_CLUSTERS", "0")
     check_shape(backend, name, "host")
 
@@ -211,14 +216,15 @@ def test_permutations_exceeding_one_launch_are_split(backend, remote_block_size,
 @each_backend
 @pytest.mark.parametrize("local", ["NHD", "HND"])
 def test_round_trip_changes_nothing(backend, local):
-    # The two sides have exchanged layouts, so both hold the same bytes.
+    # The layouts of the two sides are swapped on the way back, so the original bytes must be
+    # restored.
     remote = {"NHD": "HND", "HND": "NHD"}[local]
     there = Case(torch.bfloat16, local, "plain", 2, 9, 8, 3, 20, 4, remote)
     raw, shape = there.memory()
     got = raw.clone().to(backend.device)
     permute(backend, there.layers(got, shape), there.indices(), there)
     assert not torch.equal(got.cpu(), raw)
-    # Permuting back: the remote blocks now have 8 tokens, and each fills two local blocks.
+    # On the way back, the remote blocks have 8 tokens, and each fills two local blocks.
     back = Case(torch.bfloat16, remote, "plain", 2, 18, 4, 3, 20, 8, local)
     first = there.indices() * 2
     ids = torch.cat([first, first + 1], 1)
@@ -323,7 +329,7 @@ def test_layer_outside_its_owner_is_rejected(backend):
     other = torch.zeros_like(call["cache"])
     call["offsets"] = torch.tensor([other.data_ptr() - call["cache"].data_ptr()])
     refused(backend, call, "offsets has -?[0-9]+: expected a layer in the memory of cache")
-    call["owners"] = [other[1:]]  # counts with its whole memory
+    call["owners"] = [other[1:]]  # the owner's whole memory is considered
     backend.ops.permute_blocks_(**call)
     call["offsets"] += 4
     refused(backend, call, "offsets has -?[0-9]+: expected a layer in the memory of cache")
@@ -359,7 +365,7 @@ def test_checked_mode_validates_device_ids(backend, ids, message, monkeypatch):
     "case",
     [
         Case(torch.float32, "HND", "plain", 1, 7, 2, 3, 5, 4, "HND"),
-        # Too many rows for shared memory.
+        # The blocks have too many rows for shared memory.
         Case(torch.float32, "NHD", "plain", 1, 7, 256, 30, 4, 512, "HND"),
     ],
     ids=["few rows", "many rows"],
@@ -421,7 +427,7 @@ def test_captured_graph_keeps_its_host_ids():
     assert torch.equal(got.cpu(), want)
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_opcheck(backend, where):

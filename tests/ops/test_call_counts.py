@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the CUDA runtime calls of each path: copies, queries and waits.
+"""Counts the CUDA runtime calls that each path makes: launches, copies, queries and waits.
 
-Performance regressions show as numbers.
+A performance regression is visible as a changed count.
 
-The counts are exact, so any increase or decrease is detected. They need the CUDA runtime without a
-GPU, which counts calls.
+The expected counts are exact, so any increase or decrease is detected. Counting requires the CUDA
+runtime without a GPU.
 """
 
 import numpy as np
@@ -17,14 +17,16 @@ from tests.machinery.gpu_less import counts
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not counts.is_available(), reason="only the runtime without a GPU counts"),
+    pytest.mark.skipif(
+        not counts.is_available(), reason="only the runtime without a GPU counts calls"
+    ),
 ]
-PAIRS = np.stack([np.arange(1, 61, 2), np.arange(2, 62, 2)], 1)  # 30 pages, no two adjacent
+PAIRS = np.stack([np.arange(1, 61, 2), np.arange(2, 62, 2)], 1)  # 30 pages, no two of them adjacent
 REGIONS = 4
 
 
 def cost(call):
-    """Return the nonzero counts of the second of two calls on a side stream."""
+    """Make the call twice on a side stream, and return the nonzero counts of the second call."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -45,7 +47,7 @@ def pools():
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        # The first call queried the location of the host memory and of each region.
+        # The first call has already queried the location of the host memory and of each region.
         ("kernel", {"launches": 1, "capture_queries": 4}),
         (
             "copy_engine",
@@ -72,8 +74,8 @@ def test_call_counts_of_a_swap(method, direction, expected):
     pages, host = pools()
     swap = SwapEngine(pages, host, method=method)
     start = swap.swap_out if direction == "out" else swap.swap_in
-    # No single copies, no copies of pageable memory, no work on the legacy stream, and no host
-    # wait. One job is in flight, and the call queries whether it has finished.
+    # The call makes no individual copies, no copies of pageable memory, no use of the legacy
+    # stream, and no host wait. One job is in flight, and the call queries whether it has finished.
     assert cost(lambda: start(PAIRS)) == {**expected, "event_queries": 1}
 
 
@@ -106,7 +108,7 @@ def test_call_counts_of_a_page_copy_by_the_copy_engine(singly):
     expected = {"copies": pieces} if singly else {"batches": 1, "batched_copies": pieces}
     expected |= (
         {} if singly else {"capture_queries": 1, "device_queries": 1}
-    )  # queries whether batches are available
+    )  # the first call queries whether batched copies are available
     assert cost(lambda: page_copy.copy(PAIRS, engine=engine)) == expected
 
 

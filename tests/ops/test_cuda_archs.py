@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that the CUDA library is compiled for, depending on the toolkit."""
+"""The architectures for which the CUDA library is compiled, depending on the toolkit."""
 
 import platform
 import subprocess
@@ -16,7 +16,7 @@ CUDA_12_6 = ("50", "52", "60", "70", "75", "80", "86", "87", "89", "90")
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """Make a toolkit whose nvcc reports these architectures."""
+    """Create a fake toolkit whose nvcc reports these architectures."""
 
     def make(archs):
         nvcc = tmp_path / "bin" / "nvcc"
@@ -55,7 +55,7 @@ def test_cmake_uses_the_same_architectures(toolkit):
 def test_library_is_compiled_for_the_devices_present(toolkit):
     toolkit(CUDA_12_6)
     assert build.cuda_archs(["89", "90"]) == ["89", "90"]
-    assert build.cuda_archs(["103"]) == ["90"]  # runs from its PTX
+    assert build.cuda_archs(["103"]) == ["90"]  # newer devices compile the PTX at load time
     with pytest.raises(
         RuntimeError, match=r"compiles for 50, .* 90: expected one of 37; set CUDA_H"
     ):
@@ -120,7 +120,9 @@ RUNTIMES = {
 
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_runtime_is_linked_from_the_toolkit(tmp_path, name):
-    """Checked with the real linker: `main` calls a function that only that library defines."""
+    """Uses the real linker: `main` calls a function that is defined only in the fake runtime
+    library.
+    """
     home, scratch = tmp_path / "cuda", tmp_path / "scratch"
     code, expected = tmp_path / "runtime.c", home / RUNTIMES[name][0]
     code.write_text("int cudaFake(void) { return 7; }\n")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact fp8 conversions in C++ programs that share the kernels' headers, with more values than
-tensor tests can cover.
+"""Checks that fp8 conversions are exact, in C++ programs that include the kernels' headers and test
+more values than tensor tests could.
 
-Each program takes seconds. With KVCACHE_EXHAUSTIVE=1, it takes minutes for billions of quotients
-and hundreds of millions of floats.
+Each program takes seconds. With KVCACHE_EXHAUSTIVE=1, it tests billions of quotients and hundreds
+of millions of floats, which takes minutes.
 """
 
 import os
@@ -19,7 +19,8 @@ SOURCES = REPO / "csrc" / "tests" / "exact"
 
 
 def run(tmp_path, program, *arguments, include=()):
-    # -mfma: the processor's instruction. Calls of fma would take most of the time.
+    # With -mfma, the compiler uses the processor's FMA instruction. Otherwise, calls of fma() would
+    # take most of the time.
     flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-w"]
     if "fma" in _flags_of_the_processor():
         flags.append("-mfma")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every kernel test emulated, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""Runs all kernel tests on the emulator under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os
 import subprocess
@@ -19,7 +19,8 @@ def run_plainly(*command):
 
 
 def run_with_asan(*command):
-    # Includes libstdc++, because ASan cannot hook `throw` if libstdc++ is loaded later.
+    # libstdc++ is preloaded as well, because ASan cannot intercept `throw` if libstdc++ is loaded
+    # later.
     runtime = " ".join(
         subprocess.run(
             [build.cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
@@ -29,7 +30,7 @@ def run_with_asan(*command):
     environment = {
         **os.environ,
         "LD_PRELOAD": runtime,
-        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter leaks
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter itself leaks memory
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "KVCACHE_TEST_ASAN": "1",
         "HYPOTHESIS_PROFILE": "ci",  # more examples run without sanitizers
@@ -39,11 +40,11 @@ def run_with_asan(*command):
     )
 
 
-under_sanitizers = pytest.mark.skipif(ASAN, reason="this is the run under sanitizers itself")
+under_sanitizers = pytest.mark.skipif(ASAN, reason="already runs under sanitizers")
 
 
 @under_sanitizers
-@pytest.mark.exhaustive  # like everything that builds the emulator with sanitizers
+@pytest.mark.exhaustive  # as for all tests that build the emulator with sanitizers
 @pytest.mark.parametrize(
     ("call", "report"),
     [

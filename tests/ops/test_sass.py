@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of machine code and the expectations, on handwritten snippets."""
+"""Tests the machine code parser and the checks of expectations on handwritten snippets."""
 
 from dataclasses import replace
 
@@ -11,7 +11,9 @@ from benchmarks.sass_expectations import Expectation, failures
 
 
 def listing(*lines, symbol="copy"):
-    """Format lines like cuobjdump -sass: one instruction per 16 bytes, with its encoding."""
+    """Format instructions like the output of cuobjdump -sass, with 16 bytes per instruction and
+    with its encoding.
+    """
     text = ["\tcode for sm_90", f"\t\tFunction : {symbol}", '\t.headerflags\t@"EF_CUDA_SM90"']
     for i, line in enumerate(lines):
         predicate, opcode = line.split(" ", 1) if line.startswith("@") else ("", line)
@@ -71,13 +73,13 @@ def test_kernel_without_resources_is_reported():
     [
         (TWO_LOADS_THEN_STORES, {16: 2}),
         (ONE_AFTER_THE_OTHER, {16: 1}),
-        # A use of any register of a vector waits for its load.
+        # Using any register of a vector waits for the vector's load.
         (["LDG.E.128 R4, [R2.64]", "IADD3 R9, R6, R1, RZ", "LDG.E.128 R12, [R2.64]"], {16: 1}),
-        # The register after the vector does not belong to it.
+        # The register after a vector is not part of the vector.
         (["LDG.E.128 R4, [R2.64]", "IADD3 R9, R8, R1, RZ", "LDG.E.128 R12, [R2.64]"], {16: 2}),
-        # Overwriting the register waits as well.
+        # Overwriting a register also waits for its load.
         (["LDG.E R4, [R2.64]", "MOV R4, RZ", "LDG.E R5, [R2.64]"], {4: 1}),
-        # A use completes all loads before it, and none after it.
+        # Using a loaded register completes all loads up to that load, but no later load.
         (
             ["LDG.E R4, [R2.64]", "LDG.E R5, [R2.64]", "MOV R9, R4", "LDG.E R6, [R2.64]"]
             + ["LDG.E R7, [R2.64]"],
@@ -87,7 +89,8 @@ def test_kernel_without_resources_is_reported():
             ["LDG.E R4, [R2.64]", "LDG.E R5, [R2.64]", "MOV R9, R5", "LDG.E R6, [R2.64]"],
             {4: 2},
         ),
-        # By width: ids, bytes and data.
+        # Loads are counted separately by width, because ids, bytes and data are loaded with
+        # different widths.
         (["LDG.E R4, [R2.64]", "LDG.E.U8 R5, [R2.64]", "LDG.E.64 R6, [R2.64]"], {1: 1, 4: 1, 8: 1}),
         # Execution does not continue after an unconditional exit.
         (["LDG.E R4, [R2.64]", "EXIT", "LDG.E R5, [R2.64]"], {4: 1}),
@@ -113,7 +116,7 @@ def test_data_loads_are_those_with_the_most_bytes_in_flight():
 def test_instructions_of_one_loop_that_loads_and_stores():
     f = figures(
         "MOV R1, c[0x0][0x28]",
-        "LDG.E R20, [R2.64]",  # 0x10, start of the loop
+        "LDG.E R20, [R2.64]",  # 0x10, the start of the loop
         "LDG.E.128 R4, [R2.64]",
         "LDG.E.128 R8, [R2.64]",
         "STG.E.128 [R12.64], R4",

@@ -14,7 +14,9 @@ FIELDS = ("offset", "columns", "block_size", "world", "rank", "interleave", "win
 
 
 def reference_slot(row_ids, position, block_size, world, rank, interleave):
-    """Return the slot of a position by the documented formula; -1 on all other ranks."""
+    """Return the slot of a position according to the documented formula, or -1 if another rank
+    holds the position.
+    """
     virtual = block_size * world
     offset = position % virtual
     if (offset // interleave) % world != rank:
@@ -88,7 +90,7 @@ def test_slots_of_random_groups_by_request_and_by_token(backend, dtype, case):
 @each_backend
 @pytest.mark.parametrize("num_requests", [1, 1023, 1024, 1025, 5000])
 def test_requests_of_tokens_are_found_among_many(backend, num_requests):
-    """Some requests are empty. A thread block holds 1,024 entries of query_start_loc."""
+    """Some requests have no tokens. A thread block stores 1,024 entries of query_start_loc."""
     generator = torch.Generator().manual_seed(num_requests)
     lengths = torch.randint(0, 3, (num_requests,), generator=generator)
     lengths[0], lengths[-1] = 2, 2
@@ -109,13 +111,13 @@ def test_requests_of_tokens_are_found_among_many(backend, num_requests):
 
 @each_backend
 def test_tokens_after_the_last_request_get_no_slot(backend):
-    """As in a captured graph, the buffer has more positions than the requests have tokens."""
+    """As in a captured graph, the buffer is longer than the total number of the requests' tokens."""
     call = arguments(backend, positions=backend.tensor([0, 5, 3, 7]))
     call["rows"] = backend.tensor([0, 1, -1], dtype=INT32)
     call["query_start_loc"] = backend.tensor([0, 1, 2, 3], dtype=INT32)
     backend.ops.slot_mapping(**call)
     assert call["out"].tolist() == [[12, 25, -1, -1]]
-    call["rows"] = backend.tensor([0, 1], dtype=INT32)  # the last request has tokens
+    call["rows"] = backend.tensor([0, 1], dtype=INT32)  # now, the last request has tokens
     call["query_start_loc"] = backend.tensor([0, 1, 2], dtype=INT32)
     backend.ops.slot_mapping(**call)
     assert call["out"].tolist() == [[12, 25, -1, -1]]
@@ -145,7 +147,7 @@ def test_every_token_has_one_rank_and_a_unique_slot(world, block_size):
 @each_backend
 @given(st.integers(1, 2**31 - 1), st.lists(st.integers(0, 2**31 - 2), min_size=1, max_size=20))
 def test_division_is_exact_for_every_block_size(backend, block_size, positions):
-    """Covers division by multiplication, with positions up to 2^31 - 1."""
+    """Positions up to 2^31 - 1 cover the division, which is implemented as a multiplication."""
     columns = max(positions) // block_size + 1
     if columns > 100_000 or columns * block_size > 2**31 - 1:
         positions = [p % block_size for p in positions]
@@ -268,9 +270,8 @@ def test_value_out_of_range_writes_nothing(backend, message, monkeypatch):
 
 @each_backend
 def test_invalid_table_entry_gives_no_slot(backend):
-    """The entry is written directly, because the classes reject negative ids.
-
-    It must never give a slot of another block.
+    """The entry is written directly, because the classes reject negative ids. It must never produce
+    a slot of another block.
     """
     call = arguments(backend, tables=backend.tensor([3, 4, 5, -1], dtype=INT32))
     for position in (4, 5, 6, 7):
@@ -292,7 +293,7 @@ def test_unchecked_values_out_of_range_get_no_slot(backend, monkeypatch):
         assert call["out"].tolist() == [[-1, -1, -1, -1]]
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("start", [None, START])
 def test_opcheck(backend, start):

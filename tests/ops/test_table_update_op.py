@@ -14,7 +14,7 @@ INT32 = torch.int32
 
 @st.composite
 def updates(draw):
-    """Return (tables, updates, expected tables)."""
+    """Draw (tables, updates, expected tables)."""
     size = draw(st.integers(1, 600))
     tables = torch.arange(size, dtype=INT32)
     segments, values, after = [], [], tables.clone()
@@ -43,7 +43,7 @@ def test_segments_are_written_only_at_their_destinations(backend, case):
 @pytest.mark.parametrize("longest", [1, 4, 5, 150])
 @pytest.mark.parametrize("num_segments", [31, 700, 1100])
 def test_many_segments_of_any_length_in_one_call(backend, num_segments, longest):
-    """The launch has fewer warps than segments, which are of mixed lengths."""
+    """The launch has fewer warps than segments, and the segments have mixed lengths."""
     generator = torch.Generator().manual_seed(num_segments + longest)
     lengths = torch.randint(0, longest + 1, (num_segments,), generator=generator)
     gaps = torch.randint(0, 3, (num_segments,), generator=generator)
@@ -67,10 +67,10 @@ def test_many_segments_of_any_length_in_one_call(backend, num_segments, longest)
 BAD_UPDATES = {
     r"updates\[0\], the number of segments, is negative": [[-1], [2, 0, 1, 4, 9], [2**31 - 1, 0]],
     "segment 0 of updates lies outside": [
-        [1, 4, 2, 4, 9, 9],  # past the end of the tables
+        [1, 4, 2, 4, 9, 9],  # extends past the end of the tables
         [1, -1, 1, 4, 9],
         [1, 0, -1, 4, 9],
-        [1, 0, 1, 5, 9],  # values past the end of the buffer
+        [1, 0, 1, 5, 9],  # has values past the end of the buffer
         [1, 0, 1, -1, 9],
         [1, 2**31 - 1, 2**31 - 1, 4, 9],
     ],
@@ -119,7 +119,8 @@ def gathers(draw):
         offset += num_rows * columns
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     n = draw(st.integers(0, num_rows))
-    # Addresses aligned to one, two or four ids, equally or differently.
+    # Offsets make the addresses aligned to one, two or four ids, equally or differently on both
+    # sides.
     in_tables, in_out = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     return {
         "tables": torch.randint(1, 999, (in_tables + offset,), generator=generator).to(INT32)[
@@ -135,7 +136,7 @@ def gathers(draw):
 
 
 def to_device(tensor, device):
-    """Move a call and keep the alignment to four ids, which `.to` would improve."""
+    """Move a tensor without changing its alignment relative to four ids, which `.to` would improve."""
     if device == "cpu":
         return tensor
     skipped = tensor.storage_offset()
@@ -226,7 +227,7 @@ def test_unchecked_index_out_of_range_gives_a_null_row(backend, monkeypatch):
     assert call["out"].tolist() == [0] * 4
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 def test_opcheck(backend):
     call = gather_arguments(backend)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token I/O between fp8 caches and wider tokens, compared with PyTorch's conversions on the CPU."""
+"""Token I/O between fp8 caches and tokens of a wider dtype, compared with PyTorch's conversions on
+the CPU.
+"""
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ def dequantize(x, scale, dtype):
 
 
 def same(got, want):
-    """Compare bit patterns. All NaNs are equal."""
+    """Compare bit patterns, with all NaNs considered equal."""
     got, numbers = got.cpu(), ~want.isnan()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
     got_bits, want_bits = (x.contiguous().view(integers)[numbers] for x in (got, want))
@@ -72,7 +74,7 @@ def cases(draw):
 
 
 def broadcast(scale):
-    """Convert [..., 1 or heads] to a factor of [..., n, heads, head_size]."""
+    """Reshape scales [..., 1 or heads] so that they broadcast to tokens [..., n, heads, head_size]."""
     return scale[..., None, :, None]
 
 
@@ -112,13 +114,14 @@ def test_fp8_is_multiplied_by_its_scale_and_rounded_to_the_tokens_dtype(backend,
 def all_patterns(dtype):
     """Return every 16-bit pattern.
 
-    For float32, return random patterns and all patterns near an fp8 step.
+    For float32, return random patterns and all patterns near the rounding boundaries of fp8.
     """
     if dtype != torch.float32:
         return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     generator = torch.Generator().manual_seed(0)
     anything = torch.randint(-(2**31), 2**31, (2**14,), generator=generator).to(torch.int32)
-    halves = torch.arange(2**12).to(torch.int32) << 20  # exponent and 3 bits of the mantissa
+    # The sign, the exponent and 3 bits of the mantissa.
+    halves = torch.arange(2**12).to(torch.int32) << 20
     around = torch.cat([halves + d for d in (-1, 0, 1, 2**19 - 1, 2**19, 2**19 + 1)])
     return torch.cat([anything, around]).to(torch.int32).view(torch.float32)
 
@@ -144,8 +147,8 @@ def test_every_bit_pattern_converts_like_pytorch(backend, fp8, dtype, scale):
     assert same(got, quantize(patterns, torch.tensor([scale]), fp8))
 
 
-# Zero, both signs, subnormal, tiny, huge and non-finite values, and a mantissa of all ones, for
-# which a quotient is closest to the midpoint between two codes.
+# The scales include zero, both signs, subnormal, tiny, huge and non-finite values, and a mantissa
+# of all ones, with which quotients come closest to the midpoint between two codes.
 UNUSUAL_SCALES = [
     0.0, -0.0, -0.37, 1e-45, 1e-39, 1.2e-38, 1e-25, 1e25, 3e38, -1e-41,
     float("inf"), float("-inf"), float("nan"), 2 - 2**-23, (2 - 2**-23) * 2**-10, 2.0**80, 2.0**-80,

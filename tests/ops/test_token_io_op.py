@@ -21,7 +21,7 @@ LAYOUTS = ["NHD", "HND"]
 
 
 def random_tensor(shape, dtype, generator):
-    """Return random bytes, so that every bit pattern occurs (including NaN and fp8)."""
+    """Return a tensor of random bytes, so that all bit patterns may occur, including NaN."""
     size = torch.empty(0, dtype=dtype).element_size()
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), generator=generator)
     return raw.to(torch.uint8).view(dtype) if shape[-1] else torch.empty(shape, dtype=dtype)
@@ -32,7 +32,9 @@ def bits(tensor):
 
 
 def make_cache(shape, dtype, layout, generator):
-    """Make a cache [..., num_blocks, block_size, heads, head_size], with layers inside the blocks."""
+    """Make a cache [..., num_blocks, block_size, heads, head_size] in which each block contains all
+    layers.
+    """
     *layers, num_blocks, block_size, heads, head_size = shape
     order = (block_size, heads) if layout == "NHD" else (heads, block_size)
     cache = random_tensor((num_blocks, *layers, *order, head_size), dtype, generator)
@@ -41,7 +43,7 @@ def make_cache(shape, dtype, layout, generator):
 
 
 def to_device(tensor, device):
-    """Keep strides, which `.to` does only for dense tensors."""
+    """Move a tensor and keep its strides, which `.to` does only for dense tensors."""
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return moved.copy_(tensor)
 
@@ -50,7 +52,7 @@ def reference_write(tokens, cache, slots):
     cache = cache.clone()
     block_size = cache.shape[-3]
     for i, slot in enumerate(slots.tolist()):
-        if slot >= block_size:  # neither -1 nor in the null block
+        if slot >= block_size:  # neither -1 nor a slot of the null block
             cache[..., slot // block_size, slot % block_size, :, :] = tokens[..., i, :, :]
     return cache
 
@@ -59,7 +61,7 @@ def reference_gather(cache, slots):
     block_size = cache.shape[-3]
     tokens = cache.new_zeros((*cache.shape[:-4], len(slots), *cache.shape[-2:]))
     for i, slot in enumerate(slots.tolist()):
-        if slot >= block_size:  # neither -1 nor in the null block
+        if slot >= block_size:  # neither -1 nor a slot of the null block
             tokens[..., i, :, :] = cache[..., slot // block_size, slot % block_size, :, :]
     return tokens
 
@@ -79,7 +81,7 @@ def cases(draw):
     num_tokens = draw(st.integers(0, min(num_slots, 24)))
     slots = torch.randperm(num_slots, generator=generator)[:num_tokens]
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
-    if draw(st.booleans()):  # HND: heads outside of tokens
+    if draw(st.booleans()):  # in HND, the heads dimension precedes the tokens dimension
         shapes = [(*layers, heads, num_tokens, size) for size in (head_size, v_head_size)]
         key, value = (random_tensor(s, dtype, generator).transpose(-3, -2) for s in shapes)
         caches = [
@@ -87,7 +89,7 @@ def cases(draw):
             for size in (head_size, v_head_size)
         ]
         return key, value, *caches, slots
-    # Tokens as a slice of wider rows, as from a fused QKV projection.
+    # The tokens are a slice of wider rows, like those of a fused QKV projection.
     wide = heads * (head_size + v_head_size) + draw(st.integers(0, 3))
     rows = random_tensor((*layers, num_tokens, max(wide, 1)), dtype, generator)
     key = rows[..., : heads * head_size].unflatten(-1, (heads, head_size))
@@ -259,7 +261,7 @@ def halves(shape, k_place, v_place):
 
 EVERY = slice(None)
 LINE = torch.arange(160.0)
-# Both halves have the shape [2, 5, 2, 4].
+# The two halves have the shape [2, 5, 2, 4].
 APART = {
     "halves of a tensor": halves((2, 2, 5, 2, 4), 0, 1),
     "halves of each block": halves((2, 2, 5, 2, 4), (EVERY, 0), (EVERY, 1)),
@@ -311,15 +313,14 @@ def test_caches_sharing_an_element_are_rejected(backend, name):
     with pytest.raises(RuntimeError, match="value_cache shares memory with key_cache: expected"):
         backend.ops.write_kv(*tokens, key_cache, value_cache, slots)
     assert torch.equal(key_cache, before)
-    backend.ops.gather_kv(key_cache, value_cache, slots, *tokens)  # reading is harmless
+    # Reading overlapping caches is harmless.
+    backend.ops.gather_kv(key_cache, value_cache, slots, *tokens)
     assert torch.equal(tokens[0], reference_gather(key_cache, slots))
 
 
 @pytest.mark.parametrize(("key_at", "value_at"), [(0, 63), (64, 1), (64, 127), (65, 2)])
 def test_caches_sharing_a_byte_are_rejected(key_at, value_at):
-    """The elements are at odd addresses, so the last byte of one cache may be the first byte of the
-    other.
-    """
+    """Elements are at odd addresses, so the last byte of one cache may be the first byte of the other."""
     memory = bytearray(256)
     caches = [
         torch.frombuffer(memory, dtype=torch.float16, count=32, offset=at).view(4, 2, 1, 4)
@@ -343,7 +344,7 @@ def test_tokens_sharing_an_element_are_rejected(backend):
 
 @st.composite
 def views_of_one_tensor(draw):
-    """Draw two caches as (shape, strides, offset), each without overlapping elements."""
+    """Draw two caches as (shape, strides, offset). Elements within each cache do not overlap."""
     num_blocks, block_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     views = []
     for _ in "kv":
@@ -373,7 +374,9 @@ def test_cache_overlap_test_is_exact(backend, views):
 
 
 def mla_caches(dtype, latent, rope, device):
-    """Return the two parts of a cache [3, 4, latent + rope] as key_cache and value_cache."""
+    """Return a cache [3, 4, latent + rope] and its two parts, to be passed as key_cache and
+    value_cache.
+    """
     cache = torch.zeros(3, 4, latent + rope, dtype=torch.float32, device=device).to(dtype)
     return cache, cache[:, :, None, :latent], cache[:, :, None, latent:]
 
@@ -526,7 +529,7 @@ def test_inputs_are_unchanged(backend, op, outputs, form):
     assert changed == outputs
 
 
-@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("form", sampled(sorted(FORMS)))
 @pytest.mark.parametrize("op", ["write_kv", "gather_kv"])
@@ -540,7 +543,7 @@ def test_opcheck(backend, op, form):
     )
 
 
-@pytest.mark.skipif(ASAN, reason="this is about the op, not the kernel")
+@pytest.mark.skipif(ASAN, reason="this tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("form", sampled(sorted(FORMS)))
 def test_compiled_code_equals_eager_code(backend, form):

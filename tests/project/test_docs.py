@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the code in README and docs/.
 
-Checks that the reference has every public name and that links have targets.
+Also checks that the reference lists every public name and that the targets of links exist.
 """
 
 import importlib
@@ -40,9 +40,9 @@ WITH_CODE = [page for page in PAGES if code_of(page).strip()]
 
 
 def run_page(page, tmp_path) -> tuple[int, str]:
-    """Run a page in a separate process, since it may register kinds and layouts.
+    """Run a page's code in a separate process, because it may register kinds and layouts.
 
-    Return exit code and stderr.
+    Return the exit code and stderr.
     """
     return run_code(code_of(page), tmp_path / "stderr")
 
@@ -67,7 +67,7 @@ def test_error_in_a_page_names_its_line(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_table_has_a_header(page):
-    """A blank line ends a table, so the rows after it would become text."""
+    """A blank line ends a table, so any rows after it would be rendered as text."""
     before, *lines = ["", *page.read_text().splitlines(), ""]
     for line, behind in itertools.pairwise(lines):
         if line.startswith("|") and not before.startswith("|"):
@@ -76,13 +76,15 @@ def test_each_table_has_a_header(page):
 
 
 def referenced() -> set[str]:
-    """Return the last components of the names that the reference documents."""
+    """Return the last component of every name that the reference documents."""
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     return {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
 
 
 def public_packages() -> list[str]:
-    """Return the packages with public names. Plug-ins are entry points, not calls."""
+    """Return the packages with public names. Plug-ins are excluded, because they are used through
+    entry points.
+    """
     found = ["kvcache"]
     for each in pkgutil.walk_packages(kvcache.__path__, "kvcache."):
         if each.ispkg and not each.name.startswith(("kvcache.plugins", "kvcache.csrc")):
@@ -153,7 +155,9 @@ def test_pictures_have_alternative_texts_and_are_shown():
 
 
 def test_pages_contain_no_ascii_drawings():
-    """A screen reader and a narrow screen cannot show them: `docs/images` has pictures."""
+    """ASCII drawings are unusable with screen readers and on narrow screens, so the pages use the
+    pictures in `docs/images`.
+    """
     for page in sorted(DOCS.rglob("*.md")):
         assert not re.search(r"\+--|--\+|^ {3,}\S.* --+> ", page.read_text(), re.M), page.name
 

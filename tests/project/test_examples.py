@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the examples in examples/ and in docstrings."""
+"""Runs the examples in `examples/` and in docstrings."""
 
 import doctest
 import importlib
@@ -47,7 +47,7 @@ DOCUMENTED = [
 ]
 
 
-# Servers, which run elsewhere: prefill_decode_proxy.py in tests/plugins/vllm/test_vllm_docs.py.
+# Servers are tested elsewhere: prefill_decode_proxy.py in tests/plugins/vllm/test_vllm_docs.py.
 SERVERS = {"prefill_decode_proxy.py"}
 EXAMPLES = [path for path in sorted((REPO / "examples").glob("*.py")) if path.name not in SERVERS]
 

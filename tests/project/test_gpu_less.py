@@ -15,7 +15,7 @@ from tests.machinery.gpu_less import __main__ as gpu_less
 from tests.machinery.gpu_less import build
 
 ON_IT = "KVCACHE_GPULESS_RUNTIME" in os.environ
-on_it = pytest.mark.skipif(not ON_IT, reason="about the runtime without a GPU: `make gpu-less`")
+on_it = pytest.mark.skipif(not ON_IT, reason="needs the runtime without a GPU: `make gpu-less`")
 
 
 @pytest.mark.parametrize(("command", "status"), [("test", 0), ("build", 0), ("run", 2)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu` without a GPU: stages that fail, hang, die or print garbage, and machines with missing
+"""`make gpu` without a GPU: stages that fail, hang, crash or print garbage, and machines that lack
 tools.
 """
 
@@ -48,7 +48,7 @@ def stage(name, code, limit_s=30.0, **options):
 
 
 class Runner:
-    """A run of fake stages, with its output and the files it left."""
+    """A run of fake stages, with its output and the files that it writes."""
 
     def __init__(self, folder, total_s=120.0):
         self.printed = []
@@ -94,8 +94,8 @@ def test_rows_and_findings_are_kept_and_reported(runner):
     ],
 )
 def test_failed_stage_keeps_its_output_and_the_next_stage_runs(runner, code, status):
-    # An interpreter may take a second to start on a busy machine. Only the sleeping stage must
-    # reach its limit.
+    # On a busy machine, an interpreter may take a second to start. Only the stage that sleeps may
+    # reach its time limit.
     limit_s = 1.0 if "sleep" in code else 30.0
     bad = f"print('{{\"case\": 3}}', flush=True); print('in the log', flush=True); {code}"
     if "sleep" in code:
@@ -131,7 +131,7 @@ def alive(marker):
     return found
 
 
-# A process in its own session whose parent has ended no longer belongs to any stage.
+# A process in its own session whose parent has exited can no longer be attributed to a stage.
 @pytest.mark.parametrize(
     ("new_session", "ends"), sampled([(True, False), (False, False), (False, True)])
 )
@@ -205,7 +205,7 @@ def test_stages_leave_few_files_with_plain_names(runner, number):
     sections = [stage(each.name, GOOD, log=each.log) for each in of_run(number)]
     assert runner.all(*sections)
     names = sorted(path.name for path in runner.report.folder.iterdir())
-    assert len(names) + 1 <= 8  # plus the calibration
+    assert len(names) + 1 <= 8  # the calibration adds one more file
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
 
 
@@ -280,7 +280,7 @@ def test_commit_is_read_without_git(no_programs, monkeypatch, tmp_path):
 def test_driver_version_is_read_without_nvidia_smi(no_programs, monkeypatch, tmp_path):
     version = tmp_path / "version"
     monkeypatch.setattr(machine, "_DRIVER_FILE", version)
-    assert machine.driver()  # available without nvidia-smi and without the version file
+    assert machine.driver()  # read without nvidia-smi and without the version file
     version.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.4  Tue Sep\nGCC: 12.2\n"
     )
@@ -355,7 +355,7 @@ def test_carried_libraries_that_do_not_load_are_rebuilt(carrying, monkeypatch, c
     assert {path.read_text() for path in package.glob("*.so")} == {"built"}
     rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
     assert "no_such_function" in next(row["failed"] for row in rows if "failed" in row)
-    assert any("libraries" in row for row in rows)  # then the other stages run
+    assert any("libraries" in row for row in rows)  # the other stages run afterwards
 
 
 def test_carried_libraries_that_load_are_used_and_nothing_is_built(carrying, monkeypatch):
@@ -440,7 +440,7 @@ def gpu(*arguments, **environment):
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks nothing")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks none of the tools")
 def test_make_gpu_lists_missing_tools_and_leaves_no_files(tmp_path):
     done = gpu("--results", str(tmp_path))
     assert done.returncode == 1
@@ -463,7 +463,8 @@ def test_list_names_every_stage_in_its_order(capsys):
 def test_only_option_includes_the_build_and_rejects_unknown_stages(capsys):
     assert [each.name for each in command.chosen(FIRST, ["bus"])] == ["build", "bus"]
     assert [each.name for each in command.chosen(SECOND, ["gloo"])] == ["build", "gloo"]
-    assert command.chosen(FIRST, ["facts"]) == []  # the facts stage ran before and needs no build
+    # The facts stage runs before the build and does not need it.
+    assert command.chosen(FIRST, ["facts"]) == []
     assert [each.name for each in command.chosen(FIRST, ["build"])] == ["build"]
     for number in (FIRST, SECOND):
         assert command.chosen(number, None) == of_run(number)[1:]
@@ -519,7 +520,9 @@ def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
 
 @pytest.mark.parametrize(("number", "name"), [(FIRST, "jit-and-replay"), (SECOND, "flashinfer")])
 def test_last_stage_has_time_if_all_others_use_their_limits(number, name):
-    """With carried libraries, which take about 20 s to load."""
+    """Assumes that the libraries were built elsewhere, so that the build stage only takes about 20
+    s to load them.
+    """
     *others, last = (each.name for each in of_run(number))
     assert last == name
     worst = sum(limit_of(name) for name in others if name != "build") + 20
@@ -591,7 +594,7 @@ def test_repeated_swap_measurement_replaces_the_first_one():
 
 @pytest.fixture
 def fake_bench(monkeypatch):
-    """Replace the measurements by calls that only record their names."""
+    """Replace the measurements with functions that only record their names."""
     bandwidth, calls = swaps.bandwidth, []
 
     def device_rates(device, num_bytes, calibration=None, patterns=(), **_):
@@ -636,7 +639,8 @@ def test_device_pool_is_not_limited_by_host_memory(monkeypatch, capsys):
     monkeypatch.setattr(sizes, "available_host_bytes", lambda: 10 << 30)
     assert sizes.pool_bytes(16 << 30, on_host=False) == 16 << 30
     assert capsys.readouterr().out == ""
-    assert sizes.pool_bytes(16 << 30) == 4 << 30  # with a host pool of the same size
+    # In addition, a host pool of the same size is needed.
+    assert sizes.pool_bytes(16 << 30) == 4 << 30
     assert "too little memory" in capsys.readouterr().out
     assert sizes.pool_bytes(64 << 30, on_host=False) == 28 << 30
 
@@ -712,7 +716,7 @@ def test_file_whose_tests_are_all_skipped_is_a_failure(
 
 
 def test_swap_tests_are_limited_by_steps_instead_of_seconds(tmp_path):
-    """14 cases of 3 s each would take most of a file's time limit."""
+    """With 3 s each, the 14 cases would take most of the file's time limit."""
     body = "import os; assert os.environ['KVCACHE_TEST_SWAP_STEPS'] == '60'"
     assert kernel_tests.tested(pytest_file(tmp_path, body), 60)["passed"] == 1
 
@@ -720,7 +724,7 @@ def test_swap_tests_are_limited_by_steps_instead_of_seconds(tmp_path):
 def test_file_that_times_out_keeps_its_counts(tmp_path, monkeypatch, capsys):
     slow = "import time; time.sleep(600)"
     file = pytest_file(tmp_path, "pass", "pass", "assert False", SKIP, "pass", slow)
-    for limit_s in (8, 60):  # a busy machine may need longer until the slow test
+    for limit_s in (8, 60):  # a busy machine may take longer to reach the slow test
         monkeypatch.setattr(say, "_num_failed", 0)
         found = kernel_tests.tested(file, limit_s)
         if found["passed"] == 3:
@@ -764,7 +768,7 @@ def test_files_with_gpu_tests_are_found():
     names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
     assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
     assert "test_hashing.py" not in names
-    # Skipped as a whole on a GPU. These belong to the second run.
+    # The tests of these files are all skipped on a GPU, or test stages of the second run.
     left_out = {"test_gpu_less.py", "test_call_counts.py", "test_gpu_second_run.py"}
     files = {path.name for path in (REPO / "tests").rglob("test_*.py")}
     assert not left_out & set(names) and left_out <= files
@@ -785,7 +789,7 @@ def test_ncu_table_is_parsed():
 
 
 def written_bytes(case, size):
-    """Return the number of bytes that a case's ops changed in their tensors."""
+    """Return the number of bytes that the ops of a case change in their tensors."""
     found = 0
 
     class Watched(TorchDispatchMode):
@@ -806,16 +810,18 @@ def written_bytes(case, size):
 
 @pytest.mark.parametrize("name", counters.KERNELS)
 def test_counter_cases_move_far_more_bytes_than_the_l2_cache(name):
-    """25 to 64 MB would stay in a 50 MB L2 cache, so DRAM counters would be meaningless."""
+    """With only 25 to 64 MB, most accesses would hit a 50 MB L2 cache, and DRAM counters would be
+    meaningless.
+    """
     per_size = op_cases.TOUCHED[name]
     assert op_cases.size_for(name, counters.NUM_BYTES) * per_size >= 512 << 20
-    # Half of the touched bytes are written, or a quarter when bf16 becomes fp8 and one slot in
-    # seven is padding.
+    # Half of the touched bytes are written, or about a quarter if bf16 is converted to fp8 and one
+    # slot in seven is padding.
     assert written_bytes(op_cases.CASES[name], 8) / (8 * per_size) > 0.25
 
 
 def test_large_cases_are_generated_on_the_device(monkeypatch):
-    """Drawing large cases on the CPU would take longer than the stage's limit."""
+    """Generating large cases on the CPU would exceed the stage's time limit."""
     drawn = []
     monkeypatch.setattr(op_cases, "_seeded", lambda device: drawn.append(device))
     for size, device in ((1, "cpu"), (op_cases.MOST_COMPARED + 1, "meta")):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of `make gpu SECOND=1` with stand-ins for NIXL and FlashInfer, and with planted
-defects.
-"""
+"""The stages of `make gpu SECOND=1`, with stand-ins for NIXL and FlashInfer and with planted defects."""
 
 import contextlib
 import json
@@ -42,7 +40,7 @@ def no_failures(monkeypatch):
 
 
 def told(capsys):
-    """Return the lines of the protocol."""
+    """Return the lines of a stage's output that follow the protocol."""
     return [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
 
 
@@ -73,22 +71,23 @@ def test_costs_are_computed_from_profiler_records():
     assert costs.of_records(names) == {
         "launches": 1, "copies": 2, "fills": 1, "pageable_copies": 1,
     }  # fmt: skip
-    assert costs.of_records([]) == {}  # without a profiler, nothing is known
+    assert costs.of_records([]) == {}  # without a profiler, the costs are unknown
 
 
 # Transfers --------------------------------------------------------------------------------------------
 
 
 class ThreadAsProcess:
-    """Replaces a process of a pair, because the stand-in's agents only reach each other within one
-    process.
+    """A thread that replaces one process of a pair, because the stand-in's agents can only reach
+    each other within one process.
     """
 
     pid = 0
 
     def __init__(self, target, args, daemon):
         def run():
-            with contextlib.suppress(OSError, EOFError):  # the pair has closed its pipes
+            # The parent may already have closed the pipes.
+            with contextlib.suppress(OSError, EOFError):
                 target(*args)
 
         self._thread = threading.Thread(target=run, daemon=daemon)
@@ -100,7 +99,7 @@ class ThreadAsProcess:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Make pairs of threads that transfer few bytes."""
+    """Use threads instead of processes, and transfer only few bytes."""
     context = SimpleNamespace(Pipe=Pipe, Process=ThreadAsProcess)
     monkeypatch.setattr(transports, "get_context", lambda _: context)
     close = transports.Pair.close
@@ -119,7 +118,7 @@ def small(monkeypatch):
 
 
 needs_stand_in = pytest.mark.skipif(
-    not counts.is_available(), reason="the stand-in reaches simulated memory alone"
+    not counts.is_available(), reason="the stand-in can only access simulated memory"
 )
 
 
@@ -144,7 +143,7 @@ def test_device_memory_over_nixl_directly_and_packed(small, capsys):
 def test_wrong_bytes_over_nixl_are_detected_and_not_timed(small, monkeypatch, capsys):
     copy = nixl_stand_in.ctypes.memmove
 
-    def shifted(to, source, size):  # the last byte of each descriptor is not moved
+    def shifted(to, source, size):  # the last byte of each descriptor is not transferred
         copy(to, source, size - (size == 16 << 10))
 
     monkeypatch.setattr(nixl_stand_in.ctypes, "memmove", shifted)
@@ -230,7 +229,7 @@ def end_early(monkeypatch):
     permute = fetching.Fetch._permute
 
     def slow(*args):
-        hold(2.0)  # longer than the steps in flight take on a busy machine
+        hold(2.0)  # longer than the steps in flight, even on a busy machine
         memory_permute(*args)
 
     def begin(fetch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports go downwards only. A package may import only the layers below it."""
+"""Checks that imports only go downwards: a package may import only the layers below it."""
 
 import ast
 import subprocess
@@ -12,7 +12,7 @@ from tests.machinery.shared import REPO
 
 PACKAGE = REPO / "kvcache"
 
-# From the inside out. A ring may import only itself and the earlier rings.
+# Listed from the inside out. A ring may import only from itself and from earlier rings.
 RINGS = {
     "ground": {
         *("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
@@ -36,7 +36,7 @@ RINGS = {
 }
 GROUND = RINGS["ground"]
 
-# Package -> packages that it may import in addition to itself and the ground ring.
+# Maps each package to the packages that it may import in addition to itself and the ground ring.
 MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.checks": set(),
@@ -137,7 +137,7 @@ TORCH_FREE = {
     "kvcache.placement",
     "kvcache.cli",
 }
-# Torch-free modules in packages that otherwise need torch.
+# Modules that do not need torch, in packages that otherwise do.
 TORCH_FREE_MODULES = {
     "kvcache.sources",
     "kvcache.sources.base",
@@ -192,9 +192,7 @@ def is_torch_free(module: str) -> bool:
 
 
 def imports_of(path: Path):
-    """Yield (module, whether imported at import time) for every import, including imports in
-    functions.
-    """
+    """Yield (module, is_at_import_time) for every import in a file, even inside functions."""
     tree = ast.parse(path.read_text())
     parents = {c: node for node in ast.walk(tree) for c in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
@@ -217,7 +215,7 @@ def imports_of(path: Path):
 
 
 def imported_modules(path: Path):
-    """Return every module that a file imports, including imports in functions and for type
+    """Return every module that a file imports, including imports inside functions and for type
     checkers.
     """
     for node in ast.walk(ast.parse(path.read_text())):
@@ -263,7 +261,7 @@ def test_imports_contain_no_cycles():
     while free := [m for m, targets in imported.items() if not targets & imported.keys()]:
         for module in free:
             del imported[module]
-    assert not imported, f"circle among {sorted(imported)}"
+    assert not imported, f"import cycle among {sorted(imported)}"
 
 
 def test_no_two_classes_share_a_name():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that describe the package agree with each other, and wheels are checked."""
+"""Checks that the files that describe the package are consistent, and tests the check of wheels."""
 
 import ast
 import re
@@ -39,12 +39,12 @@ def test_wheels_are_built_and_tested_for_the_pythons_of_the_classifiers():
     built = PROJECT["tool"]["cibuildwheel"]["build"]
     assert built == [f"cp{version.replace('.', '')}-*" for version in versions]
     if not RELEASE.exists():
-        pytest.skip("no workflow here: a source distribution")
+        pytest.skip("a source distribution contains no workflows")
     tested = ", ".join(f'"{version}"' for version in versions)
     assert f"python: [{tested}]" in RELEASE.read_text()
 
 
-# Names that `typing` has since 3.11 or later.
+# Names that were added to `typing` in Python 3.11 or later.
 NEW_IN_TYPING = {
     *("LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack"),
     *("assert_never", "assert_type", "dataclass_transform", "override", "reveal_type", "ReadOnly"),
@@ -53,7 +53,7 @@ NEW_IN_TYPING = {
 
 
 def test_imports_exist_in_python_3_10():
-    """The tests run with a newer Python."""
+    """This is checked statically, because the tests run with a newer Python."""
     for path in sorted((REPO / "kvcache").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
             if isinstance(node, ast.ImportFrom) and node.module == "typing":
@@ -65,7 +65,7 @@ def test_imports_exist_in_python_3_10():
 
 def test_release_is_published_only_after_its_tests():
     if not RELEASE.exists():
-        pytest.skip("no workflow here: a source distribution")
+        pytest.skip("a source distribution contains no workflows")
     publish = RELEASE.read_text().partition("\n  publish:\n")[2]
     assert "needs: [sdist, wheels, test]" in publish
     assert "if: startsWith(github.ref, 'refs/tags/')" in publish
@@ -113,5 +113,5 @@ def test_every_source_file_states_its_license():
     sources = [p for p in sources if REPO / "kvcache" / "csrc" not in p.parents]
     assert len(sources) > 800
     for path in sources:
-        lines = path.read_text().splitlines()[:2]  # the first may be a shebang
+        lines = path.read_text().splitlines()[:2]  # the first line may be a shebang
         assert not lines or any(LICENSE.fullmatch(line) for line in lines), path.relative_to(REPO)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the listed defects and mutants match the code, so that they can always be planted."""
+"""Checks that the listed defects and mutants match the current code, so that they can be planted."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public types: the checker's findings in callers' files, and stubs that match the code."""
+"""Public types: the type checker's findings in example callers, and stubs that match the code."""
 
 import ast
 import importlib
@@ -26,9 +26,9 @@ STUBS = sorted(PACKAGE.rglob("*.pyi"))
     ids=["without torch", "with torch"],
 )
 def found(request):
-    """Return the output lines of `mypy --strict` for both callers.
+    """Return the lines that `mypy --strict` prints for both example callers.
 
-    With `without_torch.ini`, tensors have type Any.
+    With `without_torch.ini`, tensors have the type Any.
     """
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
@@ -58,9 +58,9 @@ def test_common_mistakes_are_detected_by_the_type_checker(found):
 
 
 def signature_of(function):
-    """Return each parameter's name, whether it is keyword-only, and whether it has a default.
+    """Return (name, is keyword-only, has a default) for each parameter.
 
-    Native functions are parsed from their docstring.
+    The parameters of native functions are parsed from the docstring.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -77,7 +77,7 @@ def signature_of(function):
 
 
 def arguments_of(node):
-    """Return the same properties for a definition in a stub."""
+    """Return the same tuples for a definition in a stub."""
     plain = [*node.args.posonlyargs, *node.args.args]
     without = len(plain) - len(node.args.defaults)
     found = [(each.arg, False, i >= without) for i, each in enumerate(plain)]
@@ -127,8 +127,8 @@ def test_type_checker_resolves_every_public_name(module):
     assert names == set(module.__all__)
 
 
-# Every engine author reads about each member, so members that do not concern rows belong to
-# `manager.cache` or `manager.pool`.
+# Every author of an engine has to read about each of these members. Members that do not concern
+# rows therefore belong to `manager.cache` or `manager.pool`.
 MEMBERS_OF_MANAGER = [
     "for_groups",
     "groups",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of eviction policies with each other and with the optimum."""
+"""Comparisons of eviction policies with each other and with the offline optimum."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from kvcache.replay import Comparison, Replayer, WorkloadRequest, chat_workload,
 
 
 def prompts(*tokens):
-    """Return requests with these tokens, one token per block."""
+    """Return requests with these prompts, in blocks of one token."""
     none = np.empty(0, np.int64)
     return [
         WorkloadRequest(i, 0, np.array(each, np.int32), 0, none) for i, each in enumerate(tokens)
@@ -20,7 +20,7 @@ def prompts(*tokens):
 
 
 def best_of_all(chains, capacity, holds_running=False):
-    """Return the most hits over all choices of the content to keep after each request."""
+    """Return the maximum number of hits over all choices of which blocks to keep after each request."""
     best = {frozenset(): 0}
     for chain in chains:
         keys = [tuple(chain[: k + 1]) for k in range(len(chain))]

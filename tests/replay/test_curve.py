@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit rate curves from a sample of the blocks, compared with complete replays."""
+"""Hit rate curves computed from a sample of the blocks, compared with complete replays."""
 
 import gzip
 import json
@@ -32,7 +32,9 @@ def request(index, tokens, arrival_ms=0):
 
 
 def random_workload(seed, num=120):
-    """Prompts that are continued, repeated, forked or cut at any token, some of at most one block."""
+    """Generate prompts that continue, repeat, fork or truncate earlier ones at any token, some of
+    them at most one block long.
+    """
     rng = np.random.default_rng(seed)
     prompts, requests = [[7] * 9], []
     for i in range(num):
@@ -41,14 +43,14 @@ def random_workload(seed, num=120):
         if kind == 0:
             tokens = rng.integers(0, 50, rng.integers(1, 3 * BLOCK)).tolist()
         elif kind == 1:
-            tokens = list(before)  # the same prompt again; its last token is computed again
+            tokens = list(before)  # repeats a prompt, whose last token is computed again
         else:
             kept = len(before) if kind == 2 else rng.integers(1, len(before) + 1)
             tokens = before[:kept] + rng.integers(0, 50, rng.integers(0, 20)).tolist()
         if rng.integers(3) == 0:
             tokens = (tokens + [1] * BLOCK)[
                 : max(len(tokens) // BLOCK, 1) * BLOCK
-            ]  # full blocks only
+            ]  # make the prompt consist of full blocks
         tokens = tokens[:80]
         prompts.append(tokens)
         requests.append(request(i, tokens, arrival_ms=int(1000 * i + rng.integers(900))))
@@ -102,7 +104,7 @@ def test_rate_halves_until_the_sample_is_small_enough(monkeypatch):
     few = sampling.sampled(requests, 16, None)
     assert few.rate in (1 / 4, 1 / 8) and len(few.keys) <= len(whole.keys) // 3
     assert few.num_requests == whole.num_requests and few.num_blocks == whole.num_blocks
-    # The sample equals that of a run that started with this rate.
+    # The sample is the same as if sampling had started at this rate.
     other = sampling.sampled(requests, 16, few.rate)
     for name in ("keys", "columns", "starts", "num_tokens", "start_ms", "end_ms"):
         assert np.array_equal(getattr(few, name), getattr(other, name)), name

@@ -20,7 +20,8 @@ from kvcache.replay.content import prefix_keys
 from kvcache.replay.groups import parse_groups
 from tests.machinery.shared import sampled
 
-SERVICE = Service(prefill_speed=1_000, decode_speed=100)  # 1 ms and 10 ms per token
+# 1 ms per prompt token and 10 ms per answer token
+SERVICE = Service(prefill_speed=1_000, decode_speed=100)
 
 
 def request(index, arrival_ms, first, num_tokens, answer):
@@ -29,7 +30,7 @@ def request(index, arrival_ms, first, num_tokens, answer):
 
 
 def replayed(requests, prefill=100, decode=100, lease_s=60.0, concurrency=10, **options):
-    # Loading a token takes one millisecond.
+    # With these options, loading a token takes one millisecond.
     between = Disaggregation(prefill, lease_s=lease_s, bytes_per_token=1e6, gb_per_s=1.0)
     options = {"block_size": 4} if "groups" not in options else options
     replayer = DisaggregatedReplayer(
@@ -53,7 +54,7 @@ def test_prompt_is_computed_once_and_loaded():
     )
     assert (report.prefill_computed_tokens, report.decode_computed_tokens) == (40, 1)
     assert report.peak_leased_blocks == 10
-    # 40 ms of prefill, 40 ms of loading, and one computed token precede the answer.
+    # The first token follows 40 ms of prefill, 40 ms of loading, and 1 ms to compute one token.
     assert report.mean_ms_to_first_token == 81
     assert report.duration_s == pytest.approx(0.281)
 
@@ -76,7 +77,7 @@ def test_decode_side_recomputes_after_lease_expiry():
 
 
 def test_blocks_under_lease_fill_the_prefill_pool():
-    """The decode side runs one request at a time, so later prompts stay under lease."""
+    """The decode side runs one request at a time, so the blocks of later prompts stay leased."""
     requests = [request(i, 0, 100 * i, 40, 100) for i in range(4)]
     report = replayed(requests, prefill=21, concurrency=1)
     assert report.prefill_full_requests == 1

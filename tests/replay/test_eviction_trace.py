@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hits of the learning policy on the conversation trace and on modified versions of it."""
+"""Hits of the learned policy on the conversation trace, on the agent trace, and on perturbed traces."""
 
 import dataclasses
 import functools
@@ -13,7 +13,8 @@ from kvcache.replay import optimum, read_mooncake
 from tests.machinery.shared import sampled, shared_file
 
 TRACE, AGENTS = "traces/mooncake_conversation.jsonl", "traces/agents_claude_code.jsonl.gz"
-# Capacity in blocks of 512 tokens -> (minimum number of hit blocks, hits of the offline optimum).
+# Maps the capacity in 512-token blocks to (minimum number of hit blocks, number with the offline
+# optimum).
 LEAST = {
     1_000: (21_500, 54_977),
     3_000: (37_400, 84_879),
@@ -26,14 +27,16 @@ LEAST = {
 
 @pytest.fixture(scope="module")
 def conversations():
-    no_content = np.empty(0, np.int64)  # only verification needs the content
+    no_content = np.empty(0, np.int64)  # the content is only needed for verification
     path = shared_file(TRACE)
     return [dataclasses.replace(each, content=no_content) for each in read_mooncake(path)]
 
 
 @pytest.fixture(scope="module")
 def on_two_tiers(conversations):
-    """Replay with the given options, once per combination. Returns the report."""
+    """Return a function that replays the trace with the given options, caches the report, and
+    returns it.
+    """
     return functools.cache(lambda count, *options: replayed(conversations[:count], *options))
 
 
@@ -49,14 +52,14 @@ def test_learned_hits_on_the_conversation_trace_exceed_the_minimum(conversations
     ("capacity", "least"), [(500, 0.34), (1_000, 0.47), (2_000, 0.685), (3_000, 0.81)]
 )
 def test_learned_hit_rate_on_the_agent_trace_exceeds_the_minimum(capacity, least):
-    """LRU has 0.303, 0.431, 0.655 and 0.804."""
+    """The hit rates of LRU are 0.303, 0.431, 0.655 and 0.804."""
     requests = [*read_mooncake(shared_file(AGENTS))]
     assert replayed(requests, capacity, "learned").token_hit_rate > least
 
 
 @pytest.mark.exhaustive
 def test_learned_hits_on_two_tiers_exceed_the_minimum(on_two_tiers):
-    """Exceeds the best of the other policy pairs in docs/eviction.md."""
+    """The minimum is the best result among the other pairs of policies in docs/eviction.md."""
     report = on_two_tiers(None, 1_000, "learned", 10_000, "learned", "back")
     assert 67_237 < report.hit_tokens // 512 < 105_592
 
@@ -66,7 +69,9 @@ def test_learned_hits_on_two_tiers_exceed_the_minimum(on_two_tiers):
     sampled([(2_500, 500, 3_000, 30_000), (None, 1_000, 10_000, 50_000)]),
 )
 def test_learned_writes_fewer_bytes_per_host_hit(on_two_tiers, count, device, host, num_declined):
-    """Compared with writing every evicted block, under the same policies and under LRU."""
+    """Compares selective writes with writes of every evicted block, both under the same policies
+    and under LRU.
+    """
     back, plain, learned = (
         on_two_tiers(count, device, policy, host, policy, host_write)
         for policy, host_write in (("learned", "back"), ("lru", "back"), ("learned", "learned"))
@@ -94,7 +99,9 @@ def test_learned_is_within_one_percent_of_lru_on_perturbed_traces(form, tmp_path
 
 @pytest.mark.exhaustive
 def test_learned_hits_with_small_blocks_exceed_the_minimum(conversations):
-    """The first 2,000 requests in blocks of 16 tokens, with the same pool sizes in tokens."""
+    """Uses the first 2,000 requests in blocks of 16 tokens, and pools that hold the same numbers of
+    tokens.
+    """
     for capacity in [*LEAST][::2]:
         hits = [
             replayed(conversations[:2_000], 32 * capacity, policy, block_size=16).hit_tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays with several cache groups: bytewise verification, and the errors that it catches."""
+"""Replays with several cache groups: bytewise verification, and the errors that it detects."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
 
 
 def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Replayer:
-    """Make a replayer of `groups`, which use command-line syntax with blocks of 4 tokens by
-    default.
+    """Make a replayer with `groups`, given in command-line syntax with a default block size of 4
+    tokens.
 
-    `verified`: groups to verify instead.
+    If `verified` is given, the verifier uses these groups instead.
     """
     specs = parse_groups(groups, 4) if isinstance(groups, str) else groups
     verifier = KVVerifier(
@@ -82,7 +82,7 @@ def test_chats_verify_and_have_hits(groups, hash_block_size, chunk_tokens, concu
     assert report.verified_tokens == report.prompt_tokens > 40_000
     assert report.evicted_blocks > 0 == report.rejected_requests
     assert [group["kind"] for group in report.groups] == [spec.kind for spec in specs]
-    if chunk_tokens or "recurrent" not in groups:  # a state is kept only where a step ended
+    if chunk_tokens or "recurrent" not in groups:  # states are only kept at the ends of steps
         assert report.token_hit_rate > 0.2
         hits = [group["hit_blocks"] > 0 for group in report.groups]
         assert hits == [spec.cached for spec in specs]
@@ -91,7 +91,9 @@ def test_chats_verify_and_have_hits(groups, hash_block_size, chunk_tokens, concu
 
 @pytest.mark.parametrize(("cached", "hits"), [(0, True), (1, False)])
 def test_circular_windows_verify(cached, hits):
-    """Each prompt holds few blocks regardless of its length. The group takes no part in hits."""
+    """Each prompt holds few blocks in the circular group, regardless of its length. If the group is
+    not cached, it does not affect hits.
+    """
     groups = f"full_attention,circular_window:window=50:buffer=150:block_size=8:cached={cached}"
     specs = parse_groups(groups, 16)
     replayer = hybrid(specs, 801, 4, chunk_tokens=100)
@@ -107,7 +109,7 @@ def test_circular_windows_verify(cached, hits):
 
 
 def test_too_small_circular_buffer_is_detected():
-    """The manager has slots for 8 tokens, while the verified kind reads 8 tokens and writes 8."""
+    """The buffer has 16 slots, but a chunk of 16 tokens also reads the 11 tokens before it."""
     buffers = [f"circular_window:window={window}:buffer=16" for window in (1, 12)]
     replayer = hybrid(buffers[0], 33, chunk_tokens=16, verified=buffers[1])
     report = replayer.run(as_workload([range(40)]))
@@ -128,8 +130,9 @@ def test_hits_inside_blocks_are_found_and_copied():
 
 
 def test_unneeded_partial_blocks_before_a_hit_are_not_published():
-    # A new chunk reads nothing of the previous chunk. Its first token therefore makes the three
-    # tokens before it a hit, although no step computed them and no block holds them.
+    # A chunk attends to nothing in the previous chunk. A request whose next token starts a chunk
+    # therefore hits the three tokens before it, although no step computed them and no block holds
+    # them.
     prompts = as_workload([[0, 1, 1, 1], [0, 1]])
     replayer = hybrid("chunked_local:chunk_size=3:block_size=6", 8, hash_block_size=1)
     report = replayer.run(prompts)
@@ -189,7 +192,7 @@ def test_correct_hybrid_cache_verifies(
     assert report.requests == len(workload)
     if report.rejected_requests == 0:
         assert report.prompt_tokens == sum(item.num_tokens for item in workload)
-    assert replayer.manager.pool.num_free == capacity  # all requests were freed
+    assert replayer.manager.pool.num_free == capacity  # all requests have been freed
     check_invariants(replayer.manager)
 
 
@@ -220,7 +223,7 @@ def test_windows_slide_within_a_prompt_only_in_chunks():
     whole = hybrid("sliding_window:window=8", 101).run(prompt)
     chunked = hybrid("sliding_window:window=8", 101, chunk_tokens=16).run(prompt)
     assert (whole.peak_used_blocks, chunked.peak_used_blocks) == (50, 6)
-    # The prompt is much longer than the pool, so tables have more columns than the pool has blocks.
+    # The prompt is much longer than the pool, so tables have more columns than there are blocks.
     narrow = hybrid("sliding_window:window=8", 9, chunk_tokens=16).run(prompt)
     assert (narrow.rejected_requests, narrow.mismatches, narrow.verified_tokens) == (0, 0, 200)
 
@@ -254,14 +257,14 @@ def test_chunks_end_where_states_can_be_stored(chunk_tokens):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=chunk_tokens)
     report = replayer.run(as_workload([[*shared, 50], [*shared, 60]]))
     assert (report.hit_tokens, report.mismatches) == (48, 0)
-    assert report.groups[1]["hit_blocks"] == 6  # one of them is a state
+    assert report.groups[1]["hit_blocks"] == 6  # one of these pages holds a state
 
 
 @pytest.mark.parametrize(
     ("groups", "hash_block_size", "num_shared", "hits"),
     [
-        # The second prompt's first chunk ends with the shared prefix, so the third prompt hits all
-        # of it.
+        # The second prompt's first chunk ends at the end of the shared prefix, so the third prompt
+        # hits the whole prefix.
         ("full_attention:block_size=2048,recurrent:block_size=512", 16, 1_100, 1_024 + 1_088),
         ("full_attention:block_size=544,recurrent:block_size=544", 16, 1_250, 1_088 + 1_248),
     ],
@@ -286,7 +289,7 @@ def test_block_dropped_too_early_from_a_window_is_detected():
     )
     report = replayer.run(prompts)
     found = report.mismatched_requests[0]
-    assert found == Mismatch(0, 0, 0, 0, group=1)  # the null block is read instead
+    assert found == Mismatch(0, 0, 0, 0, group=1)  # the null block would be read instead
     named = "request 0, token 0: wrong KV in block 0 (block column 0, group 1)"
     assert str(found) == named
     assert len(report.mismatched_requests) == 2
@@ -355,7 +358,7 @@ def test_overwritten_kept_state_is_detected(monkeypatch, defect):
 
 def test_uncleared_state_is_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65)
-    replayer.verifier.storage.pages.layer(0)[1:] = 7  # stale data
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # fill the pages with stale data
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
     report = replayer.run(as_workload([range(30)]))
     (found,) = report.mismatched_requests
@@ -367,7 +370,7 @@ def test_uncleared_tokens_before_a_hit_are_detected(monkeypatch):
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
     replayer = hybrid(groups, 33)
-    replayer.verifier.storage.pages.layer(0)[1:] = 7  # stale data
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # fill the pages with stale data
     report = replayer.run(prompts)
     assert (report.hit_tokens, report.mismatches) == (6, 0)
     replayer = hybrid(groups, 33)
@@ -379,7 +382,7 @@ def test_uncleared_tokens_before_a_hit_are_detected(monkeypatch):
 
 @register("test_segments")
 class Segments(AttentionKind):
-    """A token reads its own segment of 8 tokens, and `lookback` tokens before the segment."""
+    """Each token attends to its own segment of 8 tokens and to `lookback` segments before it."""
 
     def __init__(self, *, lookback):
         super().__init__()
@@ -399,7 +402,9 @@ def test_blocks_read_by_custom_kind_are_kept(lookback, is_right):
 
 @register("test_goes_back")
 class GoesBack(AttentionKind):
-    """From token `at` on, reads 16 more tokens that the manager has already dropped."""
+    """From token `at` on, this kind also reads 16 earlier tokens, which the manager has already
+    dropped.
+    """
 
     def __init__(self, *, at):
         super().__init__()
@@ -409,7 +414,7 @@ class GoesBack(AttentionKind):
         return max(num_computed_tokens - (24 if num_computed_tokens >= self.at else 8), 0)
 
 
-@pytest.mark.parametrize("at", [32, 35])  # at the start of a chunk, and inside a chunk
+@pytest.mark.parametrize("at", [32, 35])  # positions at the start of a chunk and inside a chunk
 def test_decreasing_first_needed_token_is_reported(at):
     replayer = hybrid(f"test_goes_back:at={at}", 65, chunk_tokens=8)
     says = rf"^GoesBack.first_needed_token\({at}\) is {at - 24}: expected {at - 9} or more, the"
@@ -419,7 +424,7 @@ def test_decreasing_first_needed_token_is_reported(at):
 
 @register("test_claims_less")
 class ClaimsLess(AttentionKind):
-    """Reads 20 tokens but plans for 16."""
+    """This kind reads 20 tokens but plans for only 16."""
 
     def first_needed_token(self, num_computed_tokens):
         return max(num_computed_tokens - 20, 0)
@@ -510,8 +515,8 @@ def test_group_options_are_parsed():
 @pytest.mark.parametrize(
     ("groups", "num_blocks", "interval", "least"),
     [
-        # Hits of `lru`: 1.0. Without classes for windows and states, `learned` had 0.84, 0.84, 0.95
-        # and 1.06 times as many, in this order.
+        # `least` is relative to the hits of `lru`. Without separate classes for windows and states,
+        # `learned` had 0.84, 0.84, 0.95 and 1.06 times as many hits, in this order.
         (3 * ["sliding_window:window=64"], 800, 0, 1.0),
         (3 * ["sliding_window:window=64"], 400, None, 2.5),
         (["recurrent"], 800, None, 0.99),
@@ -534,7 +539,7 @@ def test_learned_keeps_windows_and_states_with_their_chains(groups, num_blocks, 
 
 
 def test_caching_all_states_with_learned_costs_few_hits():
-    """States at the ends of chunks are evicted first, so that caching them costs few hits."""
+    """States at the ends of chunks are evicted first, so caching them costs only few hits."""
     hits = []
     for interval in (None, 0):
         replayer = Replayer(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of a step that are reported after its rows have released the computed blocks."""
+"""Failures of a step that are reported only after its rows have released the computed blocks."""
 
 import pytest
 
@@ -11,7 +11,9 @@ DRAFTS = GroupSpec("recurrent", 4, {"num_speculative_blocks": 3})
 
 
 def cached(manager):
-    """Return the cached full-attention pages for tokens 0 to 19."""
+    """Return the cached full-attention pages for tokens 0 to 19, or -1 for each block that is not
+    cached.
+    """
     return manager.cache.find(manager.cache.hashes(Request("probe", range(20))), 0).device.tolist()
 
 
@@ -21,11 +23,13 @@ def fail(manager, page, step_id=0):
 
 @pytest.mark.parametrize("fence_frees", [False, True])
 def test_aborted_tokens_are_not_hits_of_their_row(fence_frees):
-    """The abort restarts the row from its own blocks, whose state came from the failed page."""
+    """The abort makes the row restart from its own blocks, whose state was copied from the failed
+    page.
+    """
     manager, request = manager_of(FULL, STATE, fence_frees=fence_frees), Request("a", range(20))
     manager.step(new=[Admit(request, num_tokens=3)])
     page = int(manager.block_ids(request, 1)[0])
-    manager.step([0], [5])  # copies the state
+    manager.step([0], [5])  # the step copies the state
     plan = manager.step([0], [1])
     assert manager.report(StepReport(plan.step_id, completed=False)) == {"a": 8}
     assert fail(manager, page) == {"a": 0}
@@ -34,7 +38,9 @@ def test_aborted_tokens_are_not_hits_of_their_row(fence_frees):
 
 @pytest.mark.parametrize("how", ["free", "take_cached"])
 def test_abort_affects_rows_that_released_blocks(how):
-    """Step 2 fills the page with step 1's tokens and is aborted. The failure belongs to step 1."""
+    """Step 2 fills the page that step 1 began to write, and is aborted. The page's failure is
+    reported for an earlier step.
+    """
     request = Request("a", range(26))
     manager = manager_of(GroupSpec("full_attention", 8), STATE, hash_block_size=4)
     manager.step(new=[Admit(request, num_tokens=8)])
@@ -50,7 +56,7 @@ def test_abort_affects_rows_that_released_blocks(how):
         assert manager.take_cached(request) == 24
     manager.report(StepReport(plan.step_id, completed=False))
     probe = manager.cache.hashes(Request("probe", range(20)))
-    assert manager.cache.find(probe, 1).device[2] > 0  # the state after 12 tokens
+    assert manager.cache.find(probe, 1).device[2] > 0  # this is the state after 12 tokens
     fail(manager, page)
     assert manager.cache.find(probe, 1).device[2] == -1
 
@@ -88,7 +94,9 @@ def test_invalid_blocks_leave_the_cache_after_swapping_back(state, comes_back):
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("draft", [0, 1, 2, 3])
 def test_failed_draft_page_is_found_after_its_row_is_freed(settled, draft):
-    """States after 9, 10, 11 and 12 tokens, all accepted. The request is freed before or after."""
+    """There are states after 9, 10, 11 and 12 tokens, and all drafts are accepted. The request is
+    freed before or after the next step.
+    """
     manager, request = manager_of(FULL, DRAFTS), Request("a", range(8))
     manager.step(new=[request])
     plan = manager.step([0], [4], token_ids=[8])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay: trace readers, content keys, exact hits, and the errors that verification catches."""
+"""Replays: trace readers, content keys, exact hits, and the errors that verification detects."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_trace_line_becomes_a_request(tmp_path):
 def test_malformed_line_is_reported(tmp_path, line, says):
     path = write_trace(tmp_path, GOOD, "", line)
     reader = read_mooncake(path)
-    next(reader)  # the lines before it are valid and are served first
+    next(reader)  # the lines before the malformed one are valid and are served first
     with pytest.raises(TraceError) as error:
         next(reader)
     assert f"{path}, line 3: " in str(error.value)
@@ -105,7 +105,7 @@ def test_invalid_utf8_is_reported(tmp_path):
 
 
 def assert_keys_stand_for_prefixes(requests) -> None:
-    """Check that keys identify prefixes, over all tokens of all requests."""
+    """Check, over all tokens of all requests, that keys identify prefixes."""
     prefix_of, key_of = {}, {}
     for request in requests:
         for i, key in enumerate(request.content.tolist()):
@@ -115,7 +115,8 @@ def assert_keys_stand_for_prefixes(requests) -> None:
 
 
 def test_trace_keys_identify_prefixes(tmp_path):
-    # 1, 128001 and 256001 start with the same token, as do 5 and 128005.
+    # The blocks with ids 1, 128001 and 256001 start with the same token, as do those with ids 5 and
+    # 128005.
     prompts = [([0, 1], 514), ([0, 128_001], 520), ([0, 256_001], 513), ([0], 512), ([0, 1], 1024)]
     prompts += [([128_005, 3], 600), ([128_005], 70), ([5], 70), ([0, 128_002, 6], 1026)]
     lines = [{**GOOD, "input_length": n, "hash_ids": ids} for ids, n in prompts]
@@ -163,14 +164,15 @@ def test_chats_arrive_in_order_and_interleaved():
     assert [r.index for r in requests] == list(range(200))
     arrivals = [r.arrival_ms for r in requests]
     assert arrivals == sorted(arrivals)
-    last_of: dict[int, int] = {}  # last content key of a prompt -> its request
+    last_of: dict[int, int] = {}  # last content key of each prompt -> request
     gaps = []
     for request in requests:
         earlier = [last_of[key] for key in request.content.tolist() if key in last_of]
         gaps += [request.index - max(earlier)] if earlier else []
         last_of[int(request.content[-1])] = request.index
     assert len(gaps) > 100  # most turns continue an earlier prompt
-    assert sum(gap > 1 for gap in gaps) > 0.8 * len(gaps)  # usually with other prompts in between
+    # usually, other prompts arrive in between
+    assert sum(gap > 1 for gap in gaps) > 0.8 * len(gaps)
 
 
 def test_prompt_is_history_plus_new_message():
@@ -208,14 +210,15 @@ def test_invalid_chat_shape_is_rejected(shape, says):
 
 @dataclass
 class ReferenceCache:
-    """Implements the rules of traces/README.md with dictionaries, without shared code."""
+    """Implements the rules of traces/README.md with dictionaries, sharing no code with the replayer."""
 
     block_size: int
     capacity: int
     uncached_free: deque = field(default_factory=deque)
     cached_free: OrderedDict = field(default_factory=OrderedDict)  # least recently released first
-    prefix_of: dict = field(default_factory=dict)  # cached block -> tokens up to its end
-    # tokens up to a block's end -> blocks, oldest first
+    # Cached block -> all tokens up to the end of the block.
+    prefix_of: dict = field(default_factory=dict)
+    # All tokens up to the end of a block -> blocks with this prefix, oldest first.
     blocks_of: dict = field(default_factory=dict)
     references: dict = field(default_factory=dict)
     hits: int = 0
@@ -270,7 +273,7 @@ class ReferenceCache:
 
 
 def reference_replay(cache: ReferenceCache, workload, concurrency: int) -> int:
-    """Replay with the reference and return the number of rejected requests."""
+    """Replay on the reference cache, and return the number of rejected requests."""
     running, rejected = deque(), 0
     for item in workload:
         tokens = tuple(item.token_ids.tolist())
@@ -295,7 +298,7 @@ def as_workload(prompts) -> list[WorkloadRequest]:
 
 @st.composite
 def workloads(draw):
-    """Prompts of two token values. Each may continue part of an earlier one."""
+    """Draw prompts with only two token values, each of which may continue part of an earlier prompt."""
     prompts = []
     for _ in range(draw(st.integers(1, 25))):
         head = draw(st.sampled_from(prompts)) if prompts and draw(st.booleans()) else []
@@ -326,7 +329,7 @@ def test_hits_equal_the_reference_cache(workload, block_size, capacity, concurre
             (10_000, 62_001, 0.2192),
             (50_000, 102_723, 0.3632),
             (100_000, 104_926, 0.3710),
-            (182_790, 105_592, 0.3734),  # capacity for every distinct block of the trace
+            (182_790, 105_592, 0.3734),  # enough capacity for every distinct block of the trace
         ]
     ),
 )
@@ -351,7 +354,7 @@ def test_oversized_requests_are_rejected_and_others_served():
 
 
 def test_oldest_request_finishes_to_free_space():
-    prompts = [[i] * 8 for i in range(6)]  # two blocks each; the pool has four
+    prompts = [[i] * 8 for i in range(6)]  # each prompt needs two blocks, and the pool has four
     report = Replayer(block_size=4, num_blocks=5, concurrency=6).run(as_workload(prompts))
     assert (report.rejected_requests, report.peak_used_blocks) == (0, 4)
     assert report.evicted_blocks == 8
@@ -416,7 +419,7 @@ def test_the_published_trace_verifies():
 
 
 def plant_in_step(monkeypatch, manager, change) -> None:
-    """Let `change(plan, number)` modify every plan that the manager returns."""
+    """Call `change(plan, number)` to modify every plan that the manager returns."""
     step, number = manager.step, itertools.count()
 
     def changed(*args, **kwargs):
@@ -437,8 +440,8 @@ def test_hit_on_tokens_never_computed_is_detected(monkeypatch):
 
     plant_in_step(monkeypatch, replayer.manager, claim_eight_tokens)
     report = replayer.run(prompts)
-    # The first request wrote blocks 1 to 3. The partial block 3 is reused first, and 4 and 5 were
-    # unused.
+    # The first request wrote blocks 1 to 3. The second is allocated the partial block 3 and the
+    # unused blocks 4 and 5.
     (mismatch,) = report.mismatched_requests
     assert (mismatch.request, mismatch.token, mismatch.block_column) == (1, 0, 0)
     assert report.mismatches == 8
@@ -476,7 +479,8 @@ def test_two_tokens_in_one_slot_are_detected(monkeypatch):
 
     monkeypatch.setattr(table, "compute_slot_mapping", collide)
     report = replayer.run(as_workload([range(10)]))
-    # Token 5 was never written to its slot. Token 6 is lost too if it was written first.
+    # Token 5 was not written to its own slot. If token 6 was written before token 5, it was
+    # overwritten.
     assert report.mismatched_requests == [Mismatch(0, 5, 1, 2)]
     assert report.mismatches in (1, 2)
 
@@ -493,8 +497,8 @@ def test_block_reused_while_held_is_detected(monkeypatch):
 
     plant_in_step(monkeypatch, replayer.manager, hand_out_again)
     report = replayer.run(as_workload([range(0, 10), range(100, 110), range(200, 210)]))
-    # The thief writes to its own table's blocks, so both reads of the block that the manager
-    # allocated fail. The victim is read again before it is freed.
+    # The thief writes to the blocks in its table, so both of its reads of the block that the
+    # manager allocated fail. The victim's block is read again before the victim is freed.
     thief, victim = report.mismatched_requests
     assert (thief.request, thief.token, thief.block_column) == (1, 0, 0)
     assert victim == Mismatch(0, 4, 1, first_blocks[1])

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays with eviction policies and a host tier: exact hits, verified swaps, and detected errors."""
+"""Replays with eviction policies and a host tier: exact hits, verified swaps, and errors that must
+be detected.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def tiered(
 ) -> Replayer:  # fmt: skip
     """Make a replayer.
 
-    `specs` are groups, or the block size of full attention. Policies use command-line syntax.
+    `specs` contains groups, or is the block size of a single full-attention group. Policies are
+    given in command-line syntax.
     """
     if host_write.startswith("learned"):
         host_eviction = "learned"
@@ -60,7 +63,8 @@ def assert_right(replayer, report) -> None:
     assert report.mismatches == 0, report.mismatched_requests
     assert report.verified_tokens == report.prompt_tokens
     assert report.host_hit_tokens <= report.hit_tokens
-    assert manager.pool.num_free == manager.pool.num_total  # all requests were freed, on both tiers
+    # All requests have been freed on both tiers.
+    assert manager.pool.num_free == manager.pool.num_total
     assert manager.host_pool.num_free == manager.host_pool.num_total
     assert manager.pool.num_loading == 0
     check_invariants(manager)
@@ -214,7 +218,7 @@ def test_chats_verify_through_a_host(
     report = replayer.run(chat_workload(50, 2))
     assert_right(replayer, report)
     assert report.prompt_tokens > 30_000
-    # A state is kept only where a step ended.
+    # States are only kept at the ends of steps.
     if ("recurrent" not in groups or chunk_tokens) and host_write in ("back", "through"):
         assert report.loaded_blocks > 50
 
@@ -256,7 +260,8 @@ def test_the_published_trace_verifies_through_a_host():
 
 # --- planted defects ------------------------------------------------------------------------------
 
-# The pool has six blocks. The first prompt's two blocks are written to the host and hit there.
+# The pool has six blocks. The first prompt's two blocks are offloaded to the host, and the last
+# prompt hits them there.
 LEFT = as_workload([*(range(first, first + 9) for first in (0, 100, 200, 300)), [*range(8), 50]])
 
 
@@ -283,7 +288,7 @@ def test_offloaded_blocks_are_hit_on_the_host():
 @pytest.mark.parametrize("defect", [without_loads, without_writes, loads_exchanged])
 def test_wrong_swaps_are_detected(monkeypatch, defect):
     replayer = tiered(4, 7, 9)
-    replayer.verifier.worker.host.memory.fill_(255)  # overwrites data of an earlier test
+    replayer.verifier.worker.host.memory.fill_(255)  # overwrites data from an earlier test
     plant_in_step(monkeypatch, replayer.manager, defect)
     report = replayer.run(LEFT)
     assert report.mismatches == 8
@@ -292,8 +297,8 @@ def test_wrong_swaps_are_detected(monkeypatch, defect):
 
 
 def prompts_that_use_every_section(rng):
-    """Prompts that share prefixes in a small pool, so that states and blocks move to the host and
-    back.
+    """Generate prompts that share prefixes. In a small pool, their states and blocks move to the
+    host and back.
     """
     for i in range(120):
         first, length = int(rng.integers(6)) * 1000, int(rng.integers(8, 40))
@@ -303,16 +308,16 @@ def prompts_that_use_every_section(rng):
 PAGE_SECTIONS = ("swap_out", "copy", "zero", "swap_in")
 
 
-# `make test` runs the order of Worker.start and one order that reads pages too late.
+# `make test` covers the order used by Worker.start and one order that reads pages too late.
 ORDERS = [PAGE_SECTIONS, ("copy", "swap_out", "zero", "swap_in")]
 ORDERS += [each for each in itertools.permutations(PAGE_SECTIONS) if each not in ORDERS]
 
 
 @pytest.mark.parametrize("order", sampled([(order,) for order in ORDERS], 2))
 def test_wrong_order_of_plan_sections_is_detected(monkeypatch, order):
-    """Swap-outs must be read first, so every other order is detected.
+    """Swap-outs must be read first, so every order in which they are not must be detected.
 
-    The other sections of a plan use different pages, so their order does not matter.
+    The other sections use disjoint pages, so their order does not matter.
     """
     sections = {name: getattr(Worker, f"_{name}") for name in PAGE_SECTIONS}
     waiting = {}

@@ -14,7 +14,8 @@ from kvcache.replay.traces.fields import TraceError
 from kvcache.replay.verifier import KVVerifier
 from tests.machinery.shared import sampled
 
-SERVICE = Service(prefill_speed=1_000, decode_speed=100)  # 1 ms and 10 ms per token
+# 1 ms per prompt token and 10 ms per answer token
+SERVICE = Service(prefill_speed=1_000, decode_speed=100)
 
 
 def request(index, arrival_ms, first, num_tokens, answer):
@@ -30,7 +31,8 @@ def replayed(requests, num_blocks=100, concurrency=10, **options):
 
 
 def test_prefill_is_serial_and_decode_is_concurrent():
-    # First tokens after 40, 80 and 100 ms. Requests end after 240, 130 and 400 ms.
+    # The first tokens follow after 40, 80 and 100 ms, and the requests end after 240, 130 and 400
+    # ms.
     requests = [request(0, 0, 0, 40, 20), request(1, 0, 100, 40, 5), request(2, 10, 200, 20, 30)]
     report = replayed(requests)
     assert (report.service, report.concurrency) == ("1000,100", 10)
@@ -49,8 +51,8 @@ def test_hit_tokens_are_not_computed():
 
 
 def test_request_that_does_not_fit_waits_for_the_next_end():
-    # 12 blocks. The second request arrives at 50 ms and waits for blocks that the first holds until
-    # 240 ms.
+    # The pool has 12 blocks. The second request arrives at 50 ms and waits for blocks that the
+    # first request holds until 240 ms.
     requests = [request(0, 0, 0, 40, 20), request(1, 50, 100, 40, 0)]
     report = replayed(requests, num_blocks=13)
     assert (report.peak_running, report.rejected_requests) == (1, 0)
@@ -64,8 +66,8 @@ def test_request_that_does_not_fit_waits_for_the_next_end():
 
 def test_request_that_ends_first_frees_space():
     requests = [
-        request(0, 0, 0, 20, 100),  # ends after 1,020 ms
-        request(1, 0, 100, 20, 10),  # ends after 140 ms
+        request(0, 0, 0, 20, 100),  # this request ends after 1,020 ms
+        request(1, 0, 100, 20, 10),  # this request ends after 140 ms
         request(2, 100, 200, 20, 0),
     ]
     report = replayed(requests, num_blocks=11)
@@ -78,7 +80,7 @@ def test_prompt_that_never_fits_is_rejected_immediately():
     requests = [request(0, 0, 0, 8, 100), request(1, 0, 100, 400, 0), request(2, 5, 200, 8, 0)]
     report = replayed(requests, num_blocks=11)
     assert (report.rejected_requests, report.requests) == (1, 3)
-    # The third waits for the first one's prefill.
+    # The third request waits until the first one's prefill has finished.
     assert report.mean_ms_to_first_token == (8 + 11) / 2
 
 
@@ -90,7 +92,7 @@ def test_held_blocks_reduce_hits():
     timed = Replayer(**sizes, concurrency=200, service=slow).run(requests)
     assert timed.rejected_requests == 0 and timed.peak_running > 5
     assert timed.hit_tokens < 0.99 * alone.hit_tokens
-    assert timed.mean_ms_to_first_token > 10_000  # requests wait for blocks
+    assert timed.mean_ms_to_first_token > 10_000  # requests have to wait for blocks
     assert timed.prompt_tokens == alone.prompt_tokens
 
 

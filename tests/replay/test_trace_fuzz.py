@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged and hostile traces cause one-line errors that name the location, and never a traceback."""
+"""Damaged and hostile traces cause one-line errors that name the file and line, but never a
+traceback.
+"""
 
 import gzip
 import json
@@ -67,7 +69,7 @@ def text_of(line):
 
 
 def mutated(rng, form):
-    """Return a trace in the given format, damaged in one or two places."""
+    """Return a trace in the given format that is damaged in one or two places."""
     line = LINES[form]
     if isinstance(line, dict) and rng.random() < 0.5:
         line = dict(line)
@@ -102,7 +104,7 @@ def mutated(rng, form):
 
 
 def check_read(path, form):
-    """Read a trace. An error must name file and line."""
+    """Read a trace. Any error must name the file and the line."""
     started = time.process_time()
     try:
         for request in read_trace(path, form):
@@ -146,7 +148,7 @@ def test_damaged_traces_are_read_or_reported(tmp_path):
     ],
 )
 def test_hostile_line_is_reported(tmp_path, form, line, says):
-    """Cases that the fuzzer found."""
+    """These cases were found by the fuzzer."""
     path = tmp_path / "trace"
     path.write_text(f"\n{text_of(line)}\n")
     with pytest.raises(TraceError) as error:

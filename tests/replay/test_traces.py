@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace readers: format detection, format names and malformed lines."""
+"""Readers of traces: detection of the format, names of formats, and malformed lines."""
 
 import gzip
 import json
@@ -93,10 +93,11 @@ def test_log_token_ids_are_the_prompt(tmp_path):
 
 
 def test_equal_prefixes_hit_and_partial_blocks_do_not(tmp_path):
-    rest = {**BAILIAN, "hash_ids": [3, 4]}  # 8 more tokens without hash ids
+    rest = {**BAILIAN, "hash_ids": [3, 4]}  # the last 8 tokens have no hash id
     requests = list(read_trace(written(tmp_path, BAILIAN, rest, rest, {**BAILIAN, "chat_id": 8})))
     assert optimum(requests, 16, 100) == 3 * 32 / 160
-    assert optimum(requests, 8, 100) == (32 + 32 + 40) / 160  # the hits of the first request again
+    # The same hits as those of the first request.
+    assert optimum(requests, 8, 100) == (32 + 32 + 40) / 160
     texts = [{"prompt": "a b c d"}, {"prompt": "a b c e"}, {"prompt": "a  b\nc d"}]
     assert optimum(list(read_trace(written(tmp_path, *texts))), 1, 100) == (3 + 4) / 12
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events in the form that routers read, including blocks on the host, and a reader's view."""
+"""Events in the format that routers read, including those of host blocks, and a reader's view."""
 
 from itertools import pairwise
 
@@ -44,7 +44,7 @@ def through_bytes(events):
 
 
 class Reader:
-    """An event translator and the view that it feeds."""
+    """An event translator and a view that is updated with the translated events."""
 
     def __init__(self, seed=SEED):
         self.translator = EventTranslator(seed)
@@ -100,7 +100,7 @@ def test_events_are_arrays_of_the_fields_in_order_in_the_older_encoding():
         [stored, ["BlockRemoved", [7], "CPU", 1], ["AllBlocksCleared"]],
         3,
     ]
-    event.session_id = None  # not part of this encoding
+    event.session_id = None  # this field is not part of the encoding
     assert decode_batch(payload) == batch
 
 
@@ -221,7 +221,7 @@ def test_extra_keys_are_untagged_one_entry_per_block():
     embeds = np.arange(12, dtype=np.float32).reshape(4, 3)
     manager.step(new=[Request("e", range(5), prompt_embeds=embeds)])
     (event,) = Reader().take(manager)
-    assert [len(key) for key in event.extra_keys[0]] == [32, 32]  # one per hash block
+    assert [len(key) for key in event.extra_keys[0]] == [32, 32]  # one entry per hash block
 
 
 def test_attention_kinds_have_the_names_that_routers_use():
@@ -262,7 +262,7 @@ def test_events_of_host_blocks_have_parents_and_tokens():
     done(manager, manager.step())
     events = [event for event in reader.take(manager) if event.medium == "CPU"]
     hashes = [wire_hash(each.tobytes()) for each in manager.cache.hashes(request)]
-    # In token order, although the manager writes tails first.
+    # The hashes are in token order, although the manager writes the last blocks first.
     assert [event.block_hashes for event in events] == [hashes]
     (event,) = events
     assert event.parent_block_hash is None and event.token_ids == [*range(12)]
@@ -322,7 +322,7 @@ def test_single_medium_is_cleared_by_removed_events():
 
 
 def test_host_blocks_have_no_tokens_if_their_events_were_dropped():
-    """vLLM publishes such events for its own host tier."""
+    """vLLM publishes such events, without tokens, for its own host tier."""
     translator = EventTranslator(SEED)
     on_host = BlockStored(digests(2, 1), None, np.array([], np.int32), 4, 0, "cpu")
     (event,) = through_bytes(translator.translate([AllBlocksCleared("gpu", 5), on_host])[1:])
@@ -348,12 +348,14 @@ def test_parents_are_reported_before_children():
 
 
 class Watched(Driver):
-    """After each operation, the view must equal the pools, and a snapshot must equal the view."""
+    """Checks after each operation that the view equals the pools' contents, and that a snapshot
+    equals the view.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
         self.reader = Reader()
-        self.said = {}  # contents of blocks according to the manager's device events
+        self.said = {}  # contents of blocks, according to the manager's events about device blocks
         self.num_on_host = self.num_held = 0
 
     def compare(self):
@@ -369,7 +371,7 @@ class Watched(Driver):
         assert shown(view) == cached(self.manager) - held
         assert held <= cached(self.manager)
         known = {(number, each) for number, group in groups for each in group._blocks}
-        # Blocks removed from all places are forgotten.
+        # The translator forgets blocks that were removed from all media.
         assert known == {(group, each) for _, group, each in shown(view) | held}
         self.check(view)
         if self.choose.chance(10):
@@ -394,7 +396,7 @@ class Watched(Driver):
                 self.num_on_host += medium == "CPU"
 
 
-SEEDS_PER_TEST = len(MIXES)  # each mix once
+SEEDS_PER_TEST = len(MIXES)  # covers every mix of groups once
 
 
 @pytest.mark.parametrize("first", sampled(range(0, 20 * SEEDS_PER_TEST, SEEDS_PER_TEST)))

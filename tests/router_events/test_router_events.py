@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events over sockets: publishing, replay, allowed clients, and readers."""
+"""Events over sockets: publishing, replay, access control, and readers."""
 
 import itertools
 import os
@@ -45,8 +45,8 @@ from tests.machinery.cache_user import CacheUser, shown
 from tests.machinery.shared import sampled
 
 LOCAL = "tcp://127.0.0.1:0"
-# Each test process uses its own loopback address, so that another one does not take a port between
-# two binds.
+# Each test process uses a separate loopback address, so that no other process can take a port
+# between two binds.
 OWN = f"tcp://127.1.{os.getpid() >> 8 & 255}.{os.getpid() & 255}:0"
 DEADLINE_S = 60
 
@@ -64,7 +64,9 @@ def follow(reader, condition):
 
 
 def tokens_event(first, num_blocks=1, group=0):
-    """Return an event for blocks of 4 tokens, with consecutive numbers from `first` as hashes."""
+    """Return an event for blocks of 4 tokens whose hashes are consecutive numbers, starting with
+    `first`.
+    """
     hashes = np.array([[0] * 24 + [*struct.pack(">Q", first + i)] for i in range(num_blocks)])
     tokens = np.arange(4 * num_blocks, dtype=np.int32)
     return BlockStored(hashes.astype(np.uint8), bytes(32), tokens, 4, group)
@@ -90,10 +92,10 @@ def publish(publisher, count, first=0):
 
 
 def subscribed(reader, publisher):
-    """Publish until the reader receives it, because a subscription takes effect some time after
-    `connect`.
+    """Publish until the reader receives a batch, because a subscription takes effect some time
+    after `connect`.
 
-    The reader's view is then exact and empty. Return the number of the next batch.
+    Afterwards, the reader's view is exact and empty. Return the number of the next batch.
     """
     num_published = publisher.counts.batches
 
@@ -145,7 +147,8 @@ def test_messages_have_three_frames_and_are_numbered_from_0(context, publisher):
     reader.connect(publisher.endpoint)
     before = time.time()
     num_published = 0
-    while num_published < 3 or not reader.poll(20):  # a subscription takes effect after `connect`
+    # A subscription takes effect some time after `connect`.
+    while num_published < 3 or not reader.poll(20):
         publisher.publish([tokens_event(num_published)])
         num_published += 1
     next_seq = None
@@ -207,7 +210,8 @@ def test_close_with_an_invalid_timeout_leaves_the_publisher_open(context, timeou
 def test_close_accepts_any_finite_timeout(context, timeout_s):
     publisher = EventPublisher(LOCAL, LOCAL, context=context)
     publisher.close(timeout_s)
-    if timeout_s < DEADLINE_S:  # `close` waits a second longer, which may be too short
+    # `close` only waits until a second after the timeout, so the thread may still be running
+    if timeout_s < DEADLINE_S:
         publisher._thread.join(DEADLINE_S)
     assert not publisher._thread.is_alive()
     assert publisher._wake.fileno() == publisher._woken.fileno() == -1
@@ -298,7 +302,8 @@ def test_failed_bind_releases_all_resources(context):
             OSError, match=r"replay_endpoint is .*[Aa]ddress already in use"
         ) as told:
             EventPublisher(place, first.endpoint, context=context)
-        # The traceback keeps the failed publisher alive, so it was closed explicitly.
+        # The traceback keeps the failed publisher alive, so this shows that the constructor closed
+        # it explicitly.
         assert told.traceback
         with at(place, None, context):
             pass
@@ -339,7 +344,9 @@ def test_wrong_arguments_are_named(context, options, error, message):
     ],
 )
 def test_malformed_event_does_not_end_the_publisher_thread(publisher, field, value):
-    """From the fuzzer: the publisher's thread failed on the event and published nothing afterwards."""
+    """Found by the fuzzer: the publisher's thread failed on such an event and published nothing
+    afterwards.
+    """
     with pytest.raises((TypeError, ValueError), match=rf"events\[1\]\.{field} "):
         publisher.publish([tokens_event(0), replace(tokens_event(1), **{field: value})])
     publish(publisher, 1)
@@ -347,7 +354,7 @@ def test_malformed_event_does_not_end_the_publisher_thread(publisher, field, val
 
 
 def test_poll_accepts_any_finite_timeout(context, publisher):
-    """From the fuzzer: ZMQ counts milliseconds in 32 bits."""
+    """Found by the fuzzer: ZMQ counts milliseconds in 32 bits."""
     with reader_of(publisher, context) as reader:
         subscribed(reader, publisher)
         for timeout_s in (2**40, 1e300):
@@ -356,7 +363,7 @@ def test_poll_accepts_any_finite_timeout(context, publisher):
 
 
 def test_invalid_queries_of_a_view_are_reported():
-    """From the fuzzer: some of these calls never returned."""
+    """Found by the fuzzer: some of these calls never returned."""
     view = CacheView()
     for ask, name in (
         (lambda: view.num_leading([1], mediums=itertools.repeat("GPU")), "mediums"),
@@ -440,7 +447,7 @@ def test_oversized_request_closes_only_its_own_connection(context, publisher):
     other = Asker(context, publisher)
     other.ask(b"", encode_sequence(1))
     assert len(other.answers()) == 1
-    # ZMQ discarded them before they reached the publisher.
+    # ZMQ discarded the oversized requests before they reached the publisher.
     assert publisher.counts.refused_requests == 0
 
 
@@ -470,7 +477,8 @@ def test_stalled_reader_does_not_block_others(context):
         asker.ask(b"", encode_sequence(0))
         assert [number for _, number, _ in asker.answers()] == [*range(3000)]
         publish(publisher, 1, first=3000)
-        assert [number for _, number, _ in idle.answers()] == [*range(3000)]  # late but complete
+        # The replay is late but complete.
+        assert [number for _, number, _ in idle.answers()] == [*range(3000)]
 
 
 def test_disconnected_reader_is_dropped(context):
@@ -494,7 +502,7 @@ def large_batches(publisher, count):
 
 
 def idle_readers(context, publisher, count):
-    """Open readers that request everything and read nothing."""
+    """Open readers that request a replay of everything but never read."""
     readers = [Asker(context, publisher) for _ in range(count)]
     for each in readers:
         each.socket.rcvhwm, each.socket.rcvbuf = 1, 4096
@@ -557,11 +565,12 @@ def test_reader_that_stalls_for_long_is_dropped(context, monkeypatch):
         readers = idle_readers(context, publisher, 3)
         wait_for(lambda: publisher.counts.given_up_replays == 3)
         assert not publisher._server.is_busy
-        monkeypatch.setattr(replay_server, "SLOW_SECONDS", DEADLINE_S)  # serve the next reader
+        # Do not drop the next reader.
+        monkeypatch.setattr(replay_server, "SLOW_SECONDS", DEADLINE_S)
         asker = Asker(context, publisher)
         asker.ask(b"", encode_sequence(0))
         assert len(asker.answers()) == 60
-        # Including closed connections.
+        # This includes connections that have been closed.
         wait_for(lambda: not any(publisher._server.held_bytes.values()))
         assert len(readers) == 3
 
@@ -596,7 +605,7 @@ def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context, encodin
         assert sorted(h for e in events[1:] for h in e.block_hashes) == [*range(10)]
         asker.ask(b"", encode_sequence(0))
         asker.answers()
-        assert publisher.counts.snapshots == 1  # one snapshot serves all current requests
+        assert publisher.counts.snapshots == 1  # one snapshot serves all pending requests
         asker.ask(b"", encode_sequence(7))
         assert [number for _, number, _ in asker.answers()] == [7, 8, 9]
 
@@ -605,7 +614,7 @@ def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context, encodin
 
 
 class Lossy(EventSubscriber):
-    """Drops some of the received messages."""
+    """A subscriber that drops some of the messages it receives."""
 
     loss = 0.0
     rng = random.Random(0)
@@ -636,7 +645,7 @@ def test_late_reader_receives_the_whole_cache(context, encoding):
 
 def test_lost_messages_are_detected_and_replayed(context, publisher):
     with reader_of(publisher, context, Lossy) as reader:
-        assert reader.catch_up()  # nothing to catch up with
+        assert reader.catch_up()  # there is nothing to catch up with
         first = subscribed(reader, publisher)
         before = reader.counts
         publish(publisher, 1, first)
@@ -702,8 +711,8 @@ def test_without_replay_a_restarted_publisher_is_followed(context):
         follow(reader, lambda: reader.next_seq == num_before)
         first.close()
         with restarted(first, context) as second:
-            follow(reader, lambda: not reader.is_exact)  # reconnected
-            # Numbers below `num_before` reveal the restart; later ones would not.
+            follow(reader, lambda: not reader.is_exact)  # the reader has reconnected
+            # Only sequence numbers below `num_before` reveal the restart.
             while not reader.poll(0.5):
                 second.publish([tokens_event(50)])
             assert reader.view.hashes() == {50}
@@ -742,7 +751,7 @@ def test_other_topics_and_malformed_messages_are_ignored(context):
 
 
 def test_endless_messages_do_not_block_a_poll(context, monkeypatch):
-    """One poll takes a bounded number of messages, and the next poll continues."""
+    """Each poll processes a bounded number of messages, and the next poll continues after them."""
     monkeypatch.setattr(subscriber, "_MOST_MESSAGES", 4)
     stranger = context.socket(zmq.PUB)
     stranger.bind("inproc://stranger")
@@ -790,7 +799,8 @@ def test_slow_replay_does_not_block_a_poll(context):
                 assert time.monotonic() - start < 15
                 return reader.next_seq > before
 
-            wait_for(has_more)  # a poll gets nothing if nothing is sent in its half second
+            # A poll returns nothing if no message arrives within its half second.
+            wait_for(has_more)
     is_over.set()
     thread.join()
     publisher.close()
@@ -812,7 +822,7 @@ def test_request_to_a_silent_publisher_is_retried(context, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(subscriber, "time", SimpleNamespace(monotonic=lambda: now))
             assert not reader.catch_up() and not reader.is_exact and len(reader.view) == 0
-            reader.poll()  # does not send another request immediately
+            reader.poll()  # must not send another request immediately
             assert len(asked) == 1
         reader._replay_endpoint = publisher.replay_endpoint
         follow(reader, lambda: reader.is_exact)
@@ -827,7 +837,7 @@ def restarted(publisher, context, **options):
 
 
 def at(endpoint, replay_endpoint, context, **options):
-    """Start a publisher at endpoints that were just closed.
+    """Start a publisher at endpoints that have just been closed.
 
     Retries until ZMQ's thread has released them.
     """
@@ -844,7 +854,7 @@ def test_messages_of_an_earlier_publisher_are_not_attributed_to_the_next(context
     first = EventPublisher(OWN, OWN, context=context)
     with reader_of(first, context) as reader:
         publish(first, 6, subscribed(reader, first))
-        wait_for(lambda: reader._socket.poll(10))  # the messages are queued and unread
+        wait_for(lambda: reader._socket.poll(10))  # the messages are queued but have not been read
         time.sleep(0.1)
         with restarted(first, context) as second:
             for i in range(8):
@@ -860,8 +870,8 @@ def test_messages_of_an_earlier_publisher_are_not_attributed_to_the_next(context
 @pytest.mark.parametrize("num_after", [0, 3, 7, 8, 20])
 @pytest.mark.parametrize("polls", [False, True])
 def test_restarted_publisher_is_followed(context, num_before, num_after, polls):
-    """The new publisher has sent fewer batches, as many, or more, so sequence numbers alone do not
-    reveal the restart.
+    """The new publisher sends fewer batches than the old one, as many, or more, so sequence numbers
+    alone do not always reveal the restart.
     """
     first = EventPublisher(OWN, OWN, context=context)
     with reader_of(first, context) as reader:
@@ -872,7 +882,7 @@ def test_restarted_publisher_is_followed(context, num_before, num_after, polls):
                 second.publish([tokens_event(100 + i)])
             wait_for(lambda: second.counts.batches == num_after)
             expected = {*range(100, 100 + num_after)}
-            if polls:  # otherwise, the new connection alone reveals the restart
+            if polls:  # otherwise, only the new connection reveals the restart
                 follow(reader, lambda: reader.view.hashes() == expected)
             assert reader.catch_up() and reader.view.hashes() == expected
             assert reader.next_seq == num_after and reader.counts.restarts >= 1
@@ -881,7 +891,7 @@ def test_restarted_publisher_is_followed(context, num_before, num_after, polls):
 
 
 class RandomCourse:
-    """Random work with lost messages, changing readers, and restarted publishers."""
+    """Runs random operations with lost messages, changing readers and restarted publishers."""
 
     def __init__(self, seed, context):
         self.rng, self.context = random.Random(seed), context
@@ -889,7 +899,7 @@ class RandomCourse:
             "buffer_steps": self.rng.choice([1, 5, 40, 10_000]),
             "topic": self.rng.choice(["", "kv@a@b"]),
         }
-        self.totals = np.zeros(4, int)  # batches, gaps, restarts, snapshots
+        self.totals = np.zeros(4, int)  # numbers of batches, gaps, restarts, snapshots
         self.publisher = EventPublisher(OWN, OWN, context=context, **self.options)
         self.user, self.num_published = CacheUser(self.rng), 0
         self.new_reader()

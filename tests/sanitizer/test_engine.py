@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer in the engine: correct runs have no reports, and planted defects are found."""
+"""The sanitizer in the engine: correct runs cause no reports, and planted defects are reported."""
 
 import dataclasses
 import os
@@ -51,7 +51,7 @@ def engine_of(name="llama", *, pages=40, host_pages=0, **options) -> Engine:
 
 
 def serve(engine, num_tokens=8, **params):
-    """Serve four prompts, two with the same first tokens, and return the kinds of the reports."""
+    """Serve four prompts, two of which share a prefix, and return the kinds of the reports."""
     prompts = [[*range(20)], [*range(16), 40, 41], [*range(50, 63)], [*range(70, 81)]]
     engine.generate(prompts, SamplingParams(max_tokens=num_tokens, **params))
     engine.generate(prompts[::-1], SamplingParams(max_tokens=num_tokens))
@@ -67,7 +67,7 @@ def test_workload_without_planted_defects_has_no_reports(name):
 
 
 def change_plan(engine, change):
-    """Let `change(plan)` return other fields of each plan that the worker applies."""
+    """Replace the fields that `change(plan)` returns in each plan that the worker applies."""
     apply = engine.cache.worker.apply
 
     def changed(plan):
@@ -83,7 +83,7 @@ def change_plan(engine, change):
 
 
 def names_two(engine) -> bool:
-    """Return whether a report names the reader and another request that wrote."""
+    """Return whether some report names both the reading request and another request that wrote."""
     return any(
         report.writer not in (None, report.request)
         or any(other in report.found for other in ("'request", "holders"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each kind of finding, planted by hand in otherwise correct calls."""
+"""Each kind of finding, caused deliberately by otherwise correct calls."""
 
 import json
 
@@ -16,7 +16,9 @@ def sanitizer_of(*groups, **options) -> Sanitizer:
 
 
 def write(sanitizer, name, tokens, blocks, start=0, group=0):
-    """Observe the tokens of a request from `start` on, and write them to its blocks."""
+    """Observe a request's tokens from `start` on, and observe that their KV is written to its
+    blocks.
+    """
     if sanitizer.num_tokens(name) < start:
         sanitizer.observe_request(name, tokens[:start])
     elif sanitizer.num_tokens(name) < 0:
@@ -42,7 +44,7 @@ def test_correct_reads_are_not_reported():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [1, 2, 3, 4, 5], [3, 1])
     read(sanitizer, "a", 5, [3, 1])
-    write(sanitizer, "b", [1, 2, 3, 4, 6], [3, 2], start=4)  # hits block 3
+    write(sanitizer, "b", [1, 2, 3, 4, 6], [3, 2], start=4)  # the request hits block 3
     read(sanitizer, "b", 5, [3, 2], start=4)
     assert not sanitizer.reports and sanitizer.slots_read == 10
 
@@ -146,7 +148,7 @@ def test_overwritten_shared_block_is_reported():
     for name in "ab":
         sanitizer.observe_allocation(name, [1])
     write(sanitizer, "a", [1, 2, 3], [1])
-    write(sanitizer, "b", [1, 2, 3], [1], start=2)  # the same content is harmless
+    write(sanitizer, "b", [1, 2, 3], [1], start=2)  # overwriting with equal content is harmless
     sanitizer.observe_step()
     sanitizer.reports.clear()
     write(sanitizer, "b", [1, 2, 9], [1], start=2)
@@ -201,7 +203,8 @@ def test_rejected_drafts_are_not_content():
     sanitizer = sanitizer_of()
     write(sanitizer, "a", [1, 2, 3, 4], [1])
     read(sanitizer, "a", 4, [1])
-    sanitizer.observe_tokens(["a"], [2], [1], [9])  # 3 and 4 were rejected; 9 is not written
+    # Tokens 3 and 4 were rejected, and token 9 is not written.
+    sanitizer.observe_tokens(["a"], [2], [1], [9])
     read(sanitizer, "a", 3, [1], start=2)
     assert only(sanitizer, ReportKind.WRONG_CONTENT).position == 2
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that queries of a group read are those of the attention kinds of `kvcache.kinds`."""
+"""The tokens that a group's queries read according to the sanitizer match the attention kinds in
+`kvcache.kinds`.
+"""
 
 import sys
 
@@ -14,7 +16,7 @@ KINDS = _KINDS | {"cross_attention": "cross"}
 
 
 def options_of(name, rng) -> tuple[dict[str, int], dict[str, int]]:
-    """Return random options of a kind and of its group."""
+    """Return random options for a kind and for the sanitizer's group of this kind."""
     size = int(rng.integers(1, 100))
     if name == "sliding_window":
         return {"window": size}, {"window": size}
@@ -37,7 +39,7 @@ def test_first_needed_token_equals_that_of_the_kind(name):
 
 
 def test_every_built_in_kind_is_compared():
-    # Examples in docstrings register kinds as well.
+    # Docstring examples may have registered additional kinds.
     built_in = {
         each
         for each in kind_names()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls, compared with a model that keeps a tuple of tokens per slot in a dict."""
+"""Random calls, compared with a reference model that maps each slot to a tuple of tokens."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ READS = ("wrong-content", "read-before-written", "wrong-state")
 
 
 class Model:
-    """A brute-force sanitizer."""
+    """A brute-force implementation of the sanitizer."""
 
     def __init__(self):
         self.slots = {}  # (block, offset) -> (group, prefix)

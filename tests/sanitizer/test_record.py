@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records: replays find what the engine found, and damaged files give one error."""
+"""Records of calls: replaying them gives the same findings as in the engine, and damaged files give
+a one-line error.
+"""
 
 import zlib
 
@@ -15,7 +17,7 @@ GROUPS = [SanitizedGroup("full", 4), SanitizedGroup("state", 4)]
 
 
 def recorded(path, **options) -> Sanitizer:
-    """Record calls of every kind, with findings."""
+    """Record calls of every kind, some of which cause findings."""
     options = {"num_host_blocks": 4, "log": lambda report: None, "record": path} | options
     sanitizer = Sanitizer(GROUPS, 16, **options)
     tokens = [5, 1_000_003, 7, 8, 9, 10]
@@ -87,7 +89,7 @@ def test_cut_off_record_keeps_what_was_found(tmp_path, monkeypatch):
 
 
 def repacked(data: bytes, change) -> bytes:
-    """Return a record whose calls `change` has altered, with correct CRCs."""
+    """Return a record whose calls were altered by `change`, with correct CRCs."""
     out, data = data[: record_module.HEADER.size], data[record_module.HEADER.size :]
     while data:
         kind, length, _ = record_module.CHUNK.unpack(data[: record_module.CHUNK.size])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer of a server: its reports over HTTP, in the metrics and in the log."""
+"""The sanitizer in a server: its reports over HTTP, in the metrics and in the log."""
 
 import logging
 
@@ -19,7 +19,8 @@ def test_server_exposes_reports_over_http_and_metrics(monkeypatch, caplog):
         answer = HTTP.get(f"{served.url}/kvcache/sanitizer").json()
         assert answer["mode"] == "report" and answer["reports"] == [] and answer["slots_read"]
         pages, tables = served.engine.cache.pages, served.engine.cache.tables
-        # The wrong slots leave others unwritten, and memory that was never written may hold NaN.
+        # With shifted slots, some slots are never written, and uninitialized memory may contain
+        # NaN.
         pages.zero(np.arange(pages.num_blocks))
         compute = tables.compute_slot_mapping
 

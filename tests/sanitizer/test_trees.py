@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees, compared with a model that keeps a tuple of tokens per slot in a dict."""
+"""Draft trees, compared with a reference model that maps each slot to a tuple of tokens."""
 
 from itertools import chain
 
@@ -91,7 +91,7 @@ def test_random_trees_match_a_dict_of_slots(seed, tmp_path):
                 src = [slot_of(g, table, start + node) for node in nodes]
                 dst = [slot_of(g, table, start + i) for i in range(len(nodes))]
                 if rng.random() < 0.05:
-                    src, dst = src[:-1], dst[:-1]  # the last accepted token is not moved
+                    src, dst = src[:-1], dst[:-1]  # the KV of the last accepted token is not moved
                 sanitizer.observe_slot_copy(g, src, dst)
                 before = dict(slots)
                 slots |= {(g, to): before[g, at] for at, to in zip(src, dst)}
@@ -101,7 +101,7 @@ def test_random_trees_match_a_dict_of_slots(seed, tmp_path):
 
 
 def sanitizer_with_tree() -> Sanitizer:
-    """Observe a step of request "a" with two roots and a child of the second."""
+    """Observe a step of request "a" whose draft tree has two roots, the second of which has a child."""
     sanitizer = Sanitizer(GROUPS, 64, log=lambda report: None)
     sanitizer.observe_request("a", [7])
     sanitizer.observe_tokens(["a"], [1], [3], [8, 9, 10], parents=[-1, -1, 1])
@@ -137,7 +137,8 @@ def test_tokens_of_a_tree_must_be_set_again_once_they_are_accepted():
     assert sanitizer.num_tokens("a") == 4
     with pytest.raises(ValueError, match=r"starts\[0\] is 3: expected at most 2, the known tokens"):
         sanitizer.observe_tokens(["a"], [3], [1], [11])
-    sanitizer.observe_tokens(["a"], [2], [1], [11])  # the first root was accepted, and is in place
+    # The first root was accepted and is already in the right slot.
+    sanitizer.observe_tokens(["a"], [2], [1], [11])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `kvcache serve` process under random requests, and under hostile clients next to honest
-ones.
-"""
+"""A `kvcache serve` process with random requests, and with hostile clients alongside honest ones."""
 
 import pytest
 

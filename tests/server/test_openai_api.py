@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients, routers and load generators expect of an OpenAI server, and of vLLM's."""
+"""The behavior that clients, routers and load generators expect from OpenAI-compatible servers,
+including vLLM's.
+"""
 
 import json
 import math
@@ -49,7 +51,7 @@ def post(served, path, body):
 
 
 def dense_logprobs(prompt, num_tokens):
-    """Return the tokens of a greedy answer, and the log probabilities at each of them."""
+    """Return the tokens of a greedy answer, and the log probabilities at each of its positions."""
     prompt = ByteTexts().encode(prompt)
     tokens = greedy(dense("llama"), prompt, num_tokens)
     return tokens, logits_of(dense("llama"), prompt, tokens).log_softmax(-1)

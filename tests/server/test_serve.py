@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server: OpenAI's client, disconnecting clients, a failing model, and the page in a browser."""
+"""The server with OpenAI's client, with clients that disconnect, with a failing model, and with its
+page in a browser.
+"""
 
 import asyncio
 import inspect
@@ -36,13 +38,13 @@ from tests.machinery.dense_models import dense, greedy
 from tests.machinery.http.process import ServeProcess, ask
 
 NUMBERS = itertools.count()
-# The default client would load the certificates for each request.
+# The default client would load the TLS certificates for each request.
 HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
 GREETING = "Hello, what a fine day it is today, is it not?"
 
 
 class Served:
-    """A server in a thread, with its engine and clients."""
+    """A server that runs in a thread, with its engine and clients."""
 
     def __init__(self, port, loop):
         self.loop, self.engine, self.url = loop, loop.engine, f"http://127.0.0.1:{port}"
@@ -51,8 +53,8 @@ class Served:
         self.forward = self.engine.model.forward
         self.num_failures = 0
         self.engine.model.forward = self._forward
-        # Holds the engine before each step where this is true of the state, until a request is
-        # added or ends. The state that clients see is then up to date.
+        # If this function returns True for the state before a step, the engine pauses until a
+        # request is added or ends. Meanwhile, the state that clients see is up to date.
         self.hold = None
         self.may_go_on = lambda: not loop._inbox.empty()
         self._engine_step, self.engine.step = self.engine.step, self._step
@@ -82,12 +84,12 @@ class Served:
             time.sleep(0.02)
 
     def wait_until_empty(self):
-        """Wait until there are no requests and no held pages."""
+        """Wait until no request is left and no page is held."""
         self.wait_until(lambda state: state["num_sequences"] == 0)
         self.wait_until(lambda s: s["pool"]["held"] == s["pool"]["held_cached"] == 0)
         told = queue.SimpleQueue()
 
-        def look(engine):  # runs in the engine's thread
+        def look(engine):  # called in the engine's thread
             manager = engine.cache.manager
             try:
                 check_invariants(manager)
@@ -140,7 +142,7 @@ def shared_server():
 
 @pytest.fixture
 def served(shared_server):
-    """The server shared by all tests. Each test must leave it without requests."""
+    """The server shared by all tests. After each test, it must have no requests left."""
     yield shared_server
     shared_server.slow_seconds = shared_server.num_failures = 0
     shared_server.hold = None
@@ -183,7 +185,7 @@ class TestCompletions:
         assert reasons[-1] == "length" and not any(reasons[:-1])
         assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == 12
         assert len({each.id for each in pieces}) == 1
-        assert len(pieces) > 5  # streamed token by token instead of all at the end
+        assert len(pieces) > 5  # the answer is streamed token by token rather than all at once
 
     def test_choices_of_several_prompts_and_samples_are_in_order(self, served):
         prompts = ["ab", [99, 100, 101], "ef"]
@@ -222,7 +224,7 @@ class TestCompletions:
         forward, steps = served.forward, itertools.count()
 
         def slower(batch):
-            if next(steps) > 30:  # the stop is late
+            if next(steps) > 30:  # the stop text appears late in the answer
                 time.sleep(0.3)
             return forward(batch)
 
@@ -279,7 +281,9 @@ class TestChat:
         assert text == dense_answer(self.AS_TEXT, 9)
 
     def test_answer_can_be_sent_back_as_a_message(self, served):
-        """As clients send it back: the object itself, or all its fields including nulls."""
+        """The message is sent as clients do: as the object itself, or as all of its fields
+        including nulls.
+        """
         message = self.ask(served, max_tokens=9).choices[0].message
         texts = set()
         for each in (message, message.model_dump()):
@@ -337,7 +341,7 @@ class TestChat:
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
 )
 def test_errors_of_invalid_requests_state_the_expected_value(served, asked, status, expected):
-    # Sent directly, because the client rejects some of these itself.
+    # The bodies are sent without OpenAI's client, because it would reject some of them itself.
     asked = dict(asked)
     body = {"model": "llama", "prompt": "x", "max_tokens": 12} | asked.pop("extra_body", {}) | asked
     before = served.state()["metrics"]["requests"]
@@ -372,15 +376,15 @@ def test_error_shows_a_body_that_is_not_an_object(served):
 
 
 class TestClientsThatGoAway:
-    """In every phase, the request must end and the pool must become empty."""
+    """In whichever phase a client disconnects, its request must end, and the pool must become empty."""
 
     def leave(self, served, phase, **asked):
         """Send a request, and disconnect as soon as `phase` appears in the server's state.
 
-        The phase lasts until then.
+        The engine is held in this phase until the disconnect.
         """
         served.hold = phase
-        prompt = f"{next(NUMBERS):<150}"  # a prompt without cached blocks
+        prompt = f"{next(NUMBERS):<150}"  # none of the prompt's blocks are cached
         body = {"model": "llama", "temperature": 0, "prompt": prompt, "max_tokens": 100} | asked
 
         async def ask():
@@ -417,7 +421,7 @@ class TestClientsThatGoAway:
     @pytest.mark.parametrize("is_stream", [False, True])
     @pytest.mark.parametrize("phase", ["waiting", "swapped"])
     def test_disconnecting_while_the_pool_is_full_frees_all_blocks(self, served, phase, is_stream):
-        """The prompts and their answers exceed the pool."""
+        """Together, the prompts and their answers exceed the pool."""
         served.slow_seconds = 0.01
         prompts = [chr(97 + i) * 100 for i in range(9)]
         self.leave(served, self.PHASES[phase], prompt=prompts, max_tokens=150, stream=is_stream)
@@ -434,7 +438,9 @@ class TestClientsThatGoAway:
         assert answers == [dense_answer(GREETING, 60)]
 
     def test_request_cancelled_before_the_engine_receives_it_is_dropped(self, served):
-        """The request arrives while a step is computed, and is cancelled before the step ends."""
+        """The request arrives while a step is being computed, and is cancelled before that step
+        ends.
+        """
         served.slow_seconds = 0.3
         served.hold = lambda state: state["num_sequences"] == 1
         first = threading.Thread(target=lambda: served.complete(max_tokens=3))
@@ -489,7 +495,7 @@ class TestFailures:
                 raise RuntimeError("no state")
 
             monkeypatch.setattr("kvcache.server.engine_loop.snapshot", broken)
-            for _ in range(2):  # the request that triggers the failure, and the next one
+            for _ in range(2):  # the request that triggers the failure and the one after it
                 with pytest.raises(openai.InternalServerError, match="no state"):
                     for _ in range(20):
                         served.complete(max_tokens=100)
@@ -534,7 +540,7 @@ class TestEvents:
         with serving(publisher=publisher, enable_events=True) as served:
             places = publisher.endpoint, publisher.replay_endpoint
             with EventSubscriber(*places, topic="kv@a@llama") as reader:
-                for i in range(12):  # more than the pool holds
+                for i in range(12):  # more blocks than the pool has
                     served.complete(prompt=chr(97 + i) * 200, max_tokens=5)
                 served.wait_until_empty()
                 told = queue.SimpleQueue()
@@ -590,7 +596,7 @@ class TestAnswerText:
 
 
 class TestTokenizers:
-    """Tokenizers of checkpoints."""
+    """Tokenizers like those of published checkpoints."""
 
     WORDS = ("<unk>", "<eos>", "<end>", "it", "'", "s", "do", "n't", ".", "here")
 
@@ -694,7 +700,7 @@ def test_nvtx_needs_a_cuda_build_of_torch(capsys):
     import torch
 
     if torch.version.cuda is not None:
-        pytest.skip("this torch has NVTX")
+        pytest.skip("this build of torch includes NVTX")
     assert main(["serve", "llama", "--trace", "nvtx"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvcache: --trace nvtx: NVTX functions not installed")
@@ -721,7 +727,7 @@ def test_invalid_checkpoint_folder_is_rejected(tmp_path, capsys):
 
 
 class TestProcess:
-    """What a server's process writes to stderr."""
+    """The log that a server process writes to stderr."""
 
     def test_log_has_a_line_per_request_and_none_per_probe(self):
         with ServeProcess("--log-level", "info") as server:

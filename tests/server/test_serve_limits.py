@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejected requests, time limits for clients, and shutdown of the server."""
+"""Rejected requests, time limits for clients, and server shutdown."""
 
 import asyncio
 import json
@@ -39,7 +39,9 @@ def served():
 
 @pytest.fixture(scope="module")
 def impatient():
-    """A server that soon gives up slow clients. A busy machine makes each client a slow one."""
+    """A server that disconnects slow clients after short timeouts. On a busy machine, any client
+    may be too slow for it.
+    """
     limits = Limits(request_seconds=0.6, stall_seconds=0.6, keep_alive_seconds=30)
     with serving(limits=limits) as running:
         yield running
@@ -356,7 +358,9 @@ class TestAnswers:
 
     def test_request_with_many_prompts_does_not_delay_others(self, served):
         forward, may_go_on = served.forward, served.may_go_on
-        steps = []  # whether each step had the short request, whose prompt is the longest
+        # For each step, whether the batch has the other request, which is recognized by its longer
+        # prompt.
+        steps = []
 
         def logged(batch):
             steps.append(any(length > 40 for length in batch.seq_lens))
@@ -365,7 +369,8 @@ class TestAnswers:
         asked = {"prompt": [[i, 1] for i in range(24)], "max_tokens": 30}
         many = threading.Thread(target=lambda: post(served, **asked))
         served.forward = logged
-        # Hold the many prompts in the midst, until the other request has a row.
+        # Pause the engine while it serves the many prompts, until the other request has been
+        # admitted.
         served.hold = lambda _: len(steps) == 10
         served.may_go_on = lambda: served.admission._num_requests == 2
         try:
@@ -384,12 +389,12 @@ class TestAnswers:
 def connected(served):
     port = int(served.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.settimeout(25)  # shorter than any limit by default
+        connection.settimeout(25)  # shorter than any of the default limits
         yield connection
 
 
 def rest_of(connection):
-    """Receive until the server closes the connection."""
+    """Receive until the server closes the connection, and return the data."""
     data = b""
     try:
         while piece := connection.recv(65536):
@@ -469,7 +474,7 @@ class TestSlowClients:
                 own = silent[-1].getsockname()
                 awaited(lambda own=own: own in [each.client for each in list(running.connections)])
             silent[0].settimeout(30)
-            assert rest_of(silent[0]) == b""  # the server is full
+            assert rest_of(silent[0]) == b""  # the server has reached its limit of connections
             assert post(running).status_code == 200
             for each in silent:
                 each.close()
@@ -526,7 +531,7 @@ class TestShutdown:
             running.slow_seconds, answers = 0.02, []
             threads = [
                 threading.Thread(target=lambda: answers.append(post(running, max_tokens=200)))
-                for _ in range(3)  # one runs, two wait
+                for _ in range(3)  # one request runs, and two wait
             ]
             running.hold = lambda state: state["num_sequences"] == 1
             for thread in threads:
@@ -567,11 +572,11 @@ class TestShutdown:
             time.sleep(0.2)
             started = time.monotonic()
             running.stop()
-            assert time.monotonic() - started < 20  # a request may take 30 s
+            assert time.monotonic() - started < 20  # a client may take 30 s to send a request
 
 
 class TestAdmission:
-    """Admission to four rows."""
+    """Admission of requests to a limited number of rows."""
 
     def run(self, course):
         async def main():
@@ -623,7 +628,7 @@ class TestAdmission:
             await asyncio.gather(*tasks)
             assert len(log) == 5
             async with admission.rows(16, is_first=True, priority=0):
-                pass  # all rows have been released
+                pass  # all rows are free again
 
         self.run(course)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache serve` with sources of external KV. Each server is a separate process."""
+"""`kvcache serve` with sources of external KV. Each server runs in a separate process."""
 
 import importlib.util
 import json
@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("transformers")  # skip before importing modules that need transformers
+# Skip the file before it imports modules that need transformers.
+pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
 from tests.machinery.http.process import ServeProcess, ask
@@ -22,7 +23,7 @@ PROMPT = [(7 * i) % 251 + 1 for i in range(200)]
 
 
 def answer(server, prompt=PROMPT, **fields):
-    """Return (text, number of cached prompt tokens) for a greedy answer of twelve tokens."""
+    """Generate a greedy answer of twelve tokens. Return (text, number of cached prompt tokens)."""
     body = {"model": "llama", "prompt": prompt, "max_tokens": 12, "temperature": 0, **fields}
     reply = ask(server.port, "POST", "/v1/completions", body)
     assert reply.status == 200, reply
@@ -31,7 +32,7 @@ def answer(server, prompt=PROMPT, **fields):
 
 
 def counts(server, name):
-    """Return the counters of a server's source."""
+    """Return the counters of one of a server's sources."""
     (source,) = [each for each in server.state()["sources"] if each["name"] == name]
     return source["counts"]
 
@@ -41,7 +42,7 @@ def num_computed(server):
 
 
 def wait_for_counts(server, name, **wanted):
-    """Wait until a source has these counters. `/state` may lag behind the answer by a step."""
+    """Wait until a source has these counters. `/state` may lag a step behind the answer."""
     wait_until(lambda: counts(server, name).items() >= wanted.items())
 
 
@@ -54,7 +55,7 @@ def wait_until(condition, seconds=60):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The answer of a server without sources."""
+    """Return the answer of a server without sources."""
     with ServeProcess() as server:
         assert server.state()["sources"] == []
         assert b"kvcache_source" not in ask(server.port, "GET", "/metrics").body
@@ -70,7 +71,7 @@ def test_restarted_server_loads_blocks_stored_by_the_earlier_one(alone, tmp_path
     options = ("--store", str(tmp_path / "kv"), "--store-capacity", "64MiB")
     with ServeProcess(*options) as server:
         assert answer(server) == (alone, 0)
-        if end == signal.SIGKILL:  # a server that ends normally stores pending blocks first
+        if end == signal.SIGKILL:  # a server that shuts down normally stores pending blocks first
             wait_until(lambda: counts(server, "store")["stored_blocks"] == 211 // 16)
         server.send_signal(end)
         wait_until(lambda: not server.is_running)
@@ -86,7 +87,7 @@ def test_restarted_server_loads_blocks_stored_by_the_earlier_one(alone, tmp_path
 @needs_nixl
 def test_unusable_store_does_not_stop_the_server(alone, tmp_path):
     options = ("--store", str(tmp_path / "kv"))
-    # Only one server can use a folder.
+    # A folder can be used by only one server.
     with ServeProcess(*options) as first, ServeProcess(*options) as second:
         assert answer(first) == answer(second) == (alone, 0)
         wait_until(lambda: counts(second, "store")["errors"] > 0)
@@ -108,7 +109,7 @@ def test_capacity_without_a_store_is_rejected():
 
 
 def behind(prefill, *options):
-    """Return a server whose prompts another server prefills."""
+    """Return a server whose prompts are prefilled by another server."""
     return ServeProcess("--prefill-from", f"127.0.0.1:{prefill.port}", *options)
 
 
@@ -122,7 +123,8 @@ def test_prompt_is_prefilled_by_another_server(alone):
         assert (
             'kvcache_source_loaded_tokens_total{model_name="llama",source="prefill"} 199.0' in text
         )
-        assert answer(server) == (alone, 192)  # the server's own cache has nearly the whole prompt
+        # Nearly the whole prompt is in the server's own cache.
+        assert answer(server) == (alone, 192)
         wait_for_counts(server, "prefill", asked_requests=1)
         for each in (prefill, server):
             each.wait_until_empty()
@@ -145,7 +147,8 @@ def test_prompts_are_computed_if_the_prefill_server_is_too_slow(alone):
             wait_for_counts(server, "prefill", unanswered_requests=1)
         finally:
             prefill.send_signal(signal.SIGCONT)
-        # The prompt it has computed meanwhile is never loaded, so its lease expires.
+        # The prefill server has computed the prompt meanwhile, but the KV is never loaded, so the
+        # lease expires.
         prefill.wait_until_empty()
         server.wait_until_empty()
 
@@ -172,7 +175,7 @@ def test_requests_survive_the_end_of_the_prefill_server(number):
     prompts = [[i + 1, *PROMPT] for i in range(16)]
     with ServeProcess() as server:
         wanted = [answer(server, prompt)[0] for prompt in prompts]
-    # A server that was killed refuses connections at once.
+    # Connections to a killed server are refused immediately.
     timeout = "30" if number == signal.SIGKILL else "1"
     with (
         ServeProcess("--prefill") as prefill,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode in two engines: correct bytes, rejections, faults, and no leaks."""
+"""Prefill and decode in two engines: correct bytes, rejections, faults, and the absence of leaks."""
 
 import base64
 import importlib.util
@@ -48,7 +48,7 @@ def tokens_of(rng, count):
 
 @pytest.fixture
 def engines():
-    """Make engines in this process, and close them at the end."""
+    """Create engines in this process, and close them after the test."""
     with ExitStack() as stack:
 
         def make(engine_id, **options):
@@ -65,9 +65,9 @@ def send(sender, name, tokens, **options):
 
 
 def check_load(receiver, request, offer, end):
-    """Load a request and check the received bytes.
+    """Load the KV of a request and check the received bytes.
 
-    Then compute the request to its end and free it.
+    Then compute the remaining tokens and free the request.
     """
     assert receiver.admit(request, offer)
     loaded = receiver.loaded(request)
@@ -118,7 +118,7 @@ def test_transfers_between_different_engines(pair, kinds, engines):
             Engine(f"d{there}", kinds=kinds, **SIDES[there]) as receiver,
         ):
             shared = tokens_of(rng, rng.randint(1, 200))
-            # With a common prefix, the receiver has hits before the loaded tokens.
+            # The requests share a prefix, so the receiver has hits before the loaded tokens.
             for number in range(3):
                 tokens = [*shared, *tokens_of(rng, rng.randint(1, 100))]
                 offer = send(sender, f"r{number}", tokens)
@@ -139,9 +139,9 @@ def test_loaded_blocks_are_hits_for_later_requests(engines):
 
 
 def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
-    """The sender's window holds the last 48 tokens in blocks of 16.
+    """The sender's window covers the last 48 tokens, in blocks of 16.
 
-    The receiver's blocks have 64 tokens.
+    The receiver's blocks have 64 tokens, so the first block that it receives is only filled partially.
     """
     sender, receiver = engines("p", kinds=HYBRID), engines("d", block=64, kinds=HYBRID)
     tokens = list(range(150))
@@ -152,7 +152,7 @@ def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
     window = sender.kinds.index("window")
     assert offer["blocks"][window][:6] == [0] * 6 and all(offer["blocks"][window][6:])
     check_load(receiver, Request("a", [*tokens, 7]), offer, 150)
-    # Tokens 64 to 95 are missing, but a hit of 128 tokens would read token 81 and later.
+    # Tokens 64 to 95 are missing, but a hit of 128 tokens would read tokens 81 and later.
     assert receiver.manager.cache.find_prefix(Request("b", tokens[:140])).num_tokens == 0
     assert sender.drained() and receiver.drained()
 
@@ -165,7 +165,7 @@ def test_nothing_is_read_if_the_receiver_has_all_blocks(engines):
     receiver.manager.free(own)
     offer = send(sender, "a", tokens)
     assert not receiver.admit(Request("a", [*tokens, 1]), offer)
-    assert sender.drained()  # the sender was notified that nothing is read
+    assert sender.drained()  # the sender was notified that nothing will be read
 
 
 # Rejections --------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def layout(**changes):
 
 
 class NoRank:
-    """A rank that records its steps and returns the results set by the test."""
+    """A rank that records its steps and returns the results that the test sets."""
 
     def __init__(self, layouts):
         self.handshake = RankHandshake(layouts, RankAddress("gloo", "bQ==", ((4096, 8192),), 64))
@@ -271,7 +271,7 @@ def test_changed_offer_is_rejected_in_one_line_and_nothing_moves(path, value, me
 
 
 def leaves(values, path=()):
-    """Return the paths of all scalar values."""
+    """Return the paths of all scalar values in a nested structure."""
     if isinstance(values, dict | list) and values:
         for key, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from leaves(value, (*path, key))
@@ -280,7 +280,9 @@ def leaves(values, path=()):
 
 
 def test_any_changed_value_of_an_offer_is_detected():
-    """Any changed value is detected, including a block, address or slot of another request."""
+    """A change of any value is detected, even if the new value is a block, address or slot of
+    another request.
+    """
     for path in [*leaves(an_offer())]:
         offer = at = an_offer()
         for key in path[:-1]:
@@ -308,7 +310,7 @@ def test_match_without_an_offer_uses_the_last_offer():
     request = Request("r", range(71))
     assert receiver.match(request) == 0
     assert receiver.match(request, an_offer()) == receiver.match(request) == 70
-    assert receiver.match(Request("r", range(71))) == 0  # another request with the same id
+    assert receiver.match(Request("r", range(71))) == 0  # this is another request with the same id
     receiver.cancel(request)
     assert receiver.match(request) == 0 and len(rank.steps[-1].unread) == 1
 
@@ -521,7 +523,7 @@ def test_pages_still_written_by_a_transport_are_quarantined():
     (loaded,) = receiver.poll()
     assert (loaded.num_computed_tokens, loaded.error) == (None, "why")
     assert manager.pool.num_free == 5 and receiver.num_loading_requests == 1
-    manager.step(new=[request])  # computed in other blocks
+    manager.step(new=[request])  # the request is computed in different blocks
     assert not held & set(manager.block_ids(request).tolist())
     with pytest.raises(ValueError, match="an earlier load may still write to"):
         receiver.match(request, an_offer())
@@ -542,7 +544,8 @@ def test_failure_of_one_rank_cancels_the_others():
     ranks[0].results = Results(failed={"r": "why"}, released={"r"})
     assert [each.num_computed_tokens for each in receiver.poll()] == [None]
     assert all(rank.steps[-1] == Step(cancels={"r"}) for rank in ranks)
-    ranks[1].results = Results(received={"r"})  # finished before it received the cancellation
+    # This rank finished before it received the cancellation.
+    ranks[1].results = Results(received={"r"})
     assert receiver.poll() == [] and manager.pool.num_free == 49
 
 
@@ -554,7 +557,7 @@ def test_unresponsive_rank_does_not_block_its_request():
     now[0] = 60.0
     (loaded,) = receiver.poll()
     assert loaded.num_computed_tokens is None and "did not answer in time" in loaded.error
-    # Kept forever, since the rank may still write to these blocks.
+    # The blocks are kept forever, because the rank may still write to them.
     assert manager.pool.num_kept == 5
 
 
@@ -588,7 +591,7 @@ def test_returning_request_is_matched_again():
         receiver.match(other, offer)
     assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
     rank.steps.clear()
-    # The offer is the same and will still be read, so the sender gets no "unread" message.
+    # The same offer will still be read, so the sender receives no "unread" message.
     for _ in range(2):
         request = Request("r", range(71))
         assert receiver.match(request, offer) == 70
@@ -597,7 +600,7 @@ def test_returning_request_is_matched_again():
     assert [len(step.unread) for step in rank.steps] == [1]
     manager.step(new=[Admit(request, external=External(70, delayed=True))])
     with pytest.raises(ValueError, match="request 'r' has no load to begin"):
-        receiver.begin(request)  # the last match was for another request with the same id
+        receiver.begin(request)  # the last match was for another request object with this id
 
 
 def test_load_does_not_begin_if_the_hit_grew_before_the_step():
@@ -625,7 +628,7 @@ def test_expired_lease_fails_the_load_but_not_the_answer(engines):
     tokens = list(range(100))
     offer = send(sender, "r", tokens, lease_s=0.05)
     assert sender.drained()
-    for first in range(5000, 9000, 1000):  # overwrite the blocks
+    for first in range(5000, 9000, 1000):  # this request overwrites the blocks
         other = Request(f"from {first}", range(first, first + 900))
         sender.prefill(other)
         sender.manager.free(other)
@@ -705,7 +708,7 @@ def test_stopped_sender_delays_a_load_only_until_the_deadline(engines):
         begun, request = time.monotonic(), Request("r1", range(1, 62))
         assert receiver.admit(request, offers[1])
         loaded = receiver.loaded(request)
-        assert loaded.error and time.monotonic() - begun < 8  # the default is 10
+        assert loaded.error and time.monotonic() - begun < 8  # the default timeout is 10 s
         receiver.recompute(request, loaded)
         assert receiver.wrong(request, 61) is None
         receiver.manager.free(request)
@@ -738,7 +741,7 @@ def test_new_sender_can_use_the_name_of_a_stopped_one(engines):
         assert receiver.wrong(waiting, 61) is None
         for each in (waiting, request):
             receiver.manager.free(each)
-        # An old offer must not take over the peer's name from the new one.
+        # An old offer must not take the peer's name over from the new sender.
         again = Request("r", range(61))
         receiver.manager.cache.reset()
         assert receiver.admit(again, old)
@@ -749,7 +752,7 @@ def test_new_sender_can_use_the_name_of_a_stopped_one(engines):
 
 
 def check_load_again(receiver, name, tokens, offer):
-    """Load again after a fault, until a load succeeds."""
+    """After a fault, retry until a load succeeds."""
     deadline = time.monotonic() + 30
     while True:
         request = Request(name, tokens)
@@ -787,7 +790,7 @@ def test_sender_can_be_killed_and_restarted_under_its_name(engines):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_random_faults_change_no_answer(transport):
-    """`python -m benchmarks.disaggregation` runs the long version."""
+    """`python -m benchmarks.disaggregation` runs a longer version of this test."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     counts = {"num_requests": 12, "num_kills": 1, "num_stops": 1}
@@ -801,7 +804,7 @@ def test_random_faults_change_no_answer(transport):
 
 
 def here(receiver, request, kind, layer, end):
-    """Whether the receiver's pages hold a layer's tokens [0, end)."""
+    """Return whether the receiver's pages contain a layer's KV of tokens [0, end)."""
     group = receiver.kinds.index(kind)
     tokens = request.token_ids.tolist()
     for rank, at, number in receiver.rank_layers():
@@ -838,8 +841,8 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
     per_stage = len(sender.order) // stages
 
     def compute(end, count):
-        """Compute the last chunk's tokens in the first `count` layers, and advance the offer on
-        each rank.
+        """Compute the tokens of the last chunk in the first `count` layers, and report each rank's
+        progress.
         """
         sender.compute(request, 0 if end < 200 else 96, end, layers=sender.order[:count])
         for rank in range(sender.num_ranks):
@@ -850,7 +853,7 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
             else:
                 sender.connector.advance(request, first, end, done, rank=rank)
 
-    compute(96, 2 * len(kinds))  # half of the layers of the first chunk
+    compute(96, 2 * len(kinds))  # half of the layers have computed the first chunk
     until(lambda: here(receiver, again, "full", 0, 96) and here(receiver, again, "full", 1, 96))
     assert not here(receiver, again, "full", 3, 96)
     assert (
@@ -874,7 +877,7 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
     [
         (("block", "kv", "token", "head", "element"), [96, 64]),
         (("layer", "block", "token", "head", "element"), [96, 64]),
-        # One region for both layers.
+        # Both layers are in one region.
         (("block", "layer", "kv", "token", "head", "element"), [64, 64]),
     ],
 )
@@ -983,7 +986,7 @@ def test_failed_thread_fails_the_loads_in_progress(engines, monkeypatch):
     request, again = Request("r", range(50)), Request("r", range(51))
     sender.manager.step(new=[request])
     assert receiver.admit(again, sender.connector.publish_early(request, sender.order))
-    time.sleep(0.1)  # the load now waits for the layers
+    time.sleep(0.1)  # the load is now waiting for the layers
     monkeypatch.setattr(receiver.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
     loaded = receiver.loaded(again)
     assert "the thread that loads KV has failed" in loaded.error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of two connectors whose ranks respond at random times: no request is lost and no
+"""Random calls to two connectors whose ranks respond at random times: no request is lost, and no
 block leaks.
 """
 
@@ -17,9 +17,9 @@ NAMES = st.sampled_from([f"r{n}" for n in range(5)])
 
 
 class Pair(RuleBasedStateMachine):
-    """A sender with one rank and a receiver with two.
+    """A sender with one rank and a receiver with two ranks.
 
-    The model tracks who holds which blocks, and why.
+    Tracks which requests hold blocks on either side, and why.
     """
 
     def __init__(self):
@@ -30,7 +30,7 @@ class Pair(RuleBasedStateMachine):
             num_ranks=2, num_blocks=40, clock=lambda: self.now
         )
         self.offers, self.leased = {}, set()
-        self.running = {}  # requests of the receiver that are not loading
+        self.running = {}  # requests that the receiver runs without loading
         self.under_way = {}  # name -> request, until `poll` returns it
         self.left = {}  # name -> ranks that have not released the blocks
 
@@ -74,7 +74,7 @@ class Pair(RuleBasedStateMachine):
 
     @rule(name=NAMES, rank=st.integers(0, 1), how=st.sampled_from(["well", "failed", "let go"]))
     def answer(self, name, rank, how):
-        """A rank finishes a load, fails, or fails and releases the blocks."""
+        """Let a rank finish a load, fail, or fail and release the blocks."""
         if rank not in self.left.get(name, ()):
             return
         results = self.loading[rank].results

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of a store: any change in the meaning of bytes changes it."""
+"""The fingerprint of a store: it changes with anything that changes the meaning of the stored bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRIED = [name for name, row in TABLE.items() if row.changed is not None]
 def test_table_has_exactly_one_row_per_field():
     assert sorted(walked()) == sorted(TABLE)
     classes = {name: kind_class(name) for name in kind_names()}
-    # Earlier docstring examples in this process may have registered other kinds.
+    # Docstring examples that ran earlier in this process may have registered additional kinds.
     built_in = [
         n for n, c in classes.items() if getattr(sys.modules[c.__module__], c.__name__, None) is c
     ]
@@ -54,7 +54,7 @@ def manager_of(block_size=16, **options):
 
 
 def kv_tensors(*shape, order=(0, 1, 2, 3, 4)):
-    """Return an engine's tensor of K and V with this memory order of dimensions."""
+    """Return an engine's tensor of K and V whose dimensions have this order in memory."""
     sizes = [shape[d] for d in order]
     return torch.zeros(sizes).permute([order.index(d) for d in range(5)])
 
@@ -95,8 +95,8 @@ def test_invalid_contents_are_reported(contents, error, message):
 
 
 def test_equal_numbers_of_tokens_and_heads_are_distinguished():
-    """The shape and memory order are the same, but one backend puts tokens first and the other
-    heads.
+    """Both tensors have the same shape and memory order, but in one backend the tokens dimension
+    comes first, and in the other the heads dimension.
     """
     from kvcache.layouts import AttentionBackend
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in a store outside of the engine: contents are correct whatever the store does, and
-nothing leaks.
+"""Blocks in a store outside the engine: whatever the store does, contents are correct and nothing
+leaks.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def test_blocks_computed_by_one_engine_are_loaded_by_another(mix, num_host_block
     other = a_user(store, **options)
     longer, *_ = prompts([*range(30), *range(70, 80)])
     other.run(longer)
-    # The longest multiple of all groups' block sizes. A drafter recomputes the last block. No state
-    # is kept at token 24 if steps end at the last hash block of a prompt, 28.
+    # The hit ends at the largest common multiple of the groups' block sizes within the prompt. A
+    # drafter recomputes the last block. With states inside blocks, nothing is loaded, because steps
+    # end at token 28, the prompt's last hash block, so no state is kept at token 24.
     assert other.num_loaded == {"unequal blocks": 24, "inside blocks": 24, "a drafter": 24,
                                 "state inside blocks": 0}.get(mix, 28)  # fmt: skip
     assert other.tier.stats.loaded_tokens == other.num_loaded
@@ -261,9 +262,9 @@ def test_invalid_blocks_are_removed_from_the_store():
 
 
 class Gated(MemoryStore):
-    """A store that blocks in `exists` while the gate is closed.
+    """A store whose `exists` blocks while the gate is closed.
 
-    `remove` fails `num_failures` times.
+    The first `num_failures` calls of `remove` fail.
     """
 
     def __init__(self, num_failures=0):
@@ -283,7 +284,7 @@ class Gated(MemoryStore):
 
 
 def begin_a_put(user, item):
-    """Run a step of a request whose puts are queued behind a blocked call."""
+    """Run a step of a request whose puts have to wait for a blocked call."""
     user.add(item)
     while user.tier.match(user.waiting[-1].request) is None:
         time.sleep(0.001)
@@ -296,7 +297,7 @@ def begin_a_put(user, item):
 def test_pending_put_does_not_store_invalid_blocks(num_host_blocks):
     user = a_user(Gated(), num_host_blocks=num_host_blocks, host_write="through")
     begin_a_put(user, prompts(LONG)[0])
-    while not user.tier._num_writing:  # written to the host one step later
+    while not user.tier._num_writing:  # the blocks are written to the host one step later
         user.step()
     assert not user.store.values
     (running,) = user.running.values()
@@ -306,7 +307,7 @@ def test_pending_put_does_not_store_invalid_blocks(num_host_blocks):
     user.settle()
     assert not user.store.values and not told(user)
     assert user.tier.stats.dropped_blocks > 0
-    user.run()  # recomputes the request
+    user.run()  # this recomputes the request
     user.step()
     user.settle()
     assert len(user.store.values) == 7
@@ -338,7 +339,7 @@ def test_nothing_is_loaded_before_invalid_blocks_are_removed():
     user.manager.cache.reset()
     user.run(*prompts(LONG, LONG)[1:])
     assert user.num_loaded == 0 and user.num_finished == 2 and len(user.store.values) == 7
-    while user.tier._num_writing:  # a put in flight would succeed from here on
+    while user.tier._num_writing:  # from here on, a put in flight would succeed
         user.tier.poll()
     user.store.num_failures = 0
     user.end()
@@ -400,7 +401,7 @@ def test_invalid_answer_is_counted_as_a_miss(wrong, counter):
     other = a_user(store, timeout_s=0.05 if wrong == "slow" else 30.0)
     begun = time.monotonic()
     other.run(*prompts(LONG))
-    assert time.monotonic() - begun < 15  # no call is waited for
+    assert time.monotonic() - begun < 15  # the engine does not wait for any call
     assert other.num_loaded < 28 and other.num_finished == 1
     assert getattr(other.tier.stats, counter) > 0
     store.fault = lambda: None
@@ -424,7 +425,8 @@ def test_answer_of_an_unexpected_type_is_a_failure(method, answer):
     setattr(store, method, lambda *_: answer)
     other.run(*prompts(LONG))
     other.settle()
-    is_right = method == "exists" and answer in (["x"] * 7, [1 << 70] * 7)  # seven true values
+    # Seven values that count as true.
+    is_right = method == "exists" and answer in (["x"] * 7, [1 << 70] * 7)
     is_right |= method == "take_evicted" and answer in ([], ["x"] * 7)
     assert other.num_loaded == (28 if is_right else 0)
     assert other.num_finished == 1 and not other.tier._puts
@@ -476,7 +478,7 @@ def test_corrupt_value_is_removed():
     other.run(*prompts(LONG))
     other.settle()
     assert other.num_loaded == 0 and other.tier.stats.corrupt_blocks == 1
-    third = a_user(store)  # the block was stored again
+    third = a_user(store)  # the block has been stored again
     third.run(*prompts(LONG))
     assert third.num_loaded == 28
     other.end()
@@ -543,7 +545,8 @@ def test_cancelled_load_releases_everything():
         if other.tier.stats.lookups:
             store.fault = lambda: "slow"
     other.cancel(next(iter(other.receiving.values())))
-    other.run(*prompts([7] * 30, [8] * 30)[1:])  # reallocates the pages that were to be filled
+    # Reallocates the pages that the load would have filled.
+    other.run(*prompts([7] * 30, [8] * 30)[1:])
     store.fault = lambda: None
     other.end()
 
@@ -553,7 +556,9 @@ def test_cancelled_load_releases_everything():
 
 @pytest.mark.parametrize("seed", sampled(range(30), 5))
 def test_content_is_correct_for_any_store_behavior(seed):
-    """Every token read is compared, and the events must match the final contents of the store."""
+    """Every token that is read is compared, and the events must match the final contents of the
+    store.
+    """
     choose = random.Random(seed)
     groups, hash_block_size = MIXES[[*MIXES][seed % len(MIXES)]]
     faults = choose.sample(FAULTS, choose.randint(0, 4))
@@ -604,7 +609,7 @@ def test_content_is_correct_for_any_store_behavior(seed):
     if seed % 3 == 0:
         user.add(prompts(*[[0]] * 99, families[1][:30])[-1])
         user.step()
-        user.tier.start_epoch("newer")  # with loads and puts in flight
+        user.tier.start_epoch("newer")  # while loads and puts are in flight
         user.run(*prompts(*[[0]] * 100, families[0][:40])[-1:])
         user.settle()
     user.end()
@@ -614,7 +619,7 @@ def test_content_is_correct_for_any_store_behavior(seed):
 
 
 def told(user):
-    """Return the contents of the store according to the events with the medium "storage"."""
+    """Return the contents of the store, according to the events with the medium "storage"."""
     has = set()
     for event in user.events:
         if event.medium != "storage":
@@ -625,9 +630,9 @@ def told(user):
 
 
 def test_routers_receive_events_of_the_store():
-    """Events include parents and tokens, even after the device has evicted the block.
+    """Events include parents and tokens, even if the block was already evicted from the device.
 
-    A reset does not clear a store.
+    A reset does not clear the store.
     """
     pytest.importorskip("msgspec")
     from kvcache.router_events import CacheView
@@ -820,7 +825,7 @@ def test_puts_are_not_issued_while_a_later_step_is_planned():
 
 @pytest.mark.parametrize("seed", sampled(range(20), 3))
 def test_copies_are_ordered_on_late_streams(seed):
-    """Uses a device that runs streams in any order that events allow, with few pages."""
+    """Uses few pages on a simulated device that runs streams in any order permitted by events."""
     choose, streams = random.Random(seed), SimulatedStreams(seed)
     manager = KVCacheManager(4, 16, 64, num_preallocate_tokens=0, enable_events=True)
     pages, store = Pages.allocate(16, [[64, 64]] * 2), MemoryStore()
@@ -833,7 +838,7 @@ def test_copies_are_ordered_on_late_streams(seed):
         return zlib.crc32(repr(tokens).encode()) % 251
 
     def compute(blocks, tokens, num_loaded):
-        """Read the loaded blocks and write the others, on the stream."""
+        """On the stream, read the loaded blocks and write all other blocks."""
         for i, block in enumerate(blocks):
             expected = content(tokens[: 4 * (i + 1)])
             for region in range(4):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block stores on a local disk (NIXL's POSIX plug-in) and in Mooncake Store, using the real
+"""Block stores on a local disk (NIXL's POSIX plug-in) and in Mooncake Store, tested with the real
 backends.
 """
 
@@ -44,7 +44,7 @@ def master():
 
 
 class Opened:
-    """A store with its own memory, one value per row."""
+    """A store together with its memory, which has one value per row."""
 
     def __init__(self, store, num_values=3000, value_bytes=VALUE_BYTES):
         self.store = store
@@ -105,7 +105,7 @@ def prompts(*tokens):
 
 
 def serve(user, number, choose, families):
-    """Serve `number` more requests, with steps in between."""
+    """Serve `number` more requests, with several steps after each."""
     for _ in range(number):
         head = choose.choice(families)[: choose.randint(8, 50)]
         user.add(prompts([*head, choose.randrange(1000)])[0])
@@ -224,7 +224,7 @@ def test_repeated_key_in_one_put_stores_the_last_value_once(tmp_path):
 
 
 def refused_folder(tmp_path, how):
-    """Make a folder that other users can access, or that contains such a file."""
+    """Create a folder that other users can access, or a folder that contains such a file."""
     folder = tmp_path / "store"
     folder.mkdir(mode=0o700)
     file = folder / "blocks.kv"
@@ -270,7 +270,7 @@ def refused_folder(tmp_path, how):
 )
 def test_folder_not_private_to_this_user_is_rejected(tmp_path, how, message):
     if "another user" in how and os.geteuid() != 0:
-        pytest.skip("only root gives files to another user")
+        pytest.skip("only root can change the owner of a file")
     folder = refused_folder(tmp_path, how)
     with pytest.raises(StoreError, match=message):
         Opened(DiskStore(folder, "1MiB"))
@@ -344,8 +344,8 @@ def test_damaged_file_is_a_miss(tmp_path, damage):
 def test_engine_works_with_a_disk_that_is_too_small(tmp_path, groups):
     choose = random.Random(1)
     families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
-    num_loaded = 0  # how many blocks are loaded in time depends on the machine
-    for _ in range(3):  # each engine starts with the previous one's store
+    num_loaded = 0  # the number of blocks that are loaded in time depends on the machine
+    for _ in range(3):  # each engine starts with the store of the previous engine
         user = StoreUser(DiskStore(tmp_path, "170KiB"), groups, num_blocks=40 * len(groups))
         for _ in range(8):
             serve(user, 8, choose, families)
@@ -407,7 +407,8 @@ def test_engine_continues_while_the_master_is_restarted():
             took = time.monotonic() - begun
             assert took < 20 and user.tier.stats.errors > errors
             loaded = user.tier.stats.loaded_blocks
-            serve(user, 12, choose, families)  # works without the store, and without delay
+            # The engine continues without the store, and without delays.
+            serve(user, 12, choose, families)
             assert user.tier.stats.loaded_blocks == loaded
             master.start()
             assert loads_something(), user.tier.stats

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that return wrong results, and full, torn or corrupted disks cause misses and nothing
-worse.
+"""Stores that return wrong results, and disks that are full or whose files are truncated or
+corrupted, only cause misses.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NONSENSE = (
     None, 3, "x", b"x", [None], [2**70], [-(2**70)], [1.5], [float("nan")], {}, object(), [[]],
     "kvcache-", ["\ud800"], [""], ["kvcache-" + "0" * 32 + "-99999-00"],
 )  # fmt: skip
-_STEP_S = 5.0  # time limit of an engine call on a busy machine
+_STEP_S = 5.0  # time limit for an engine's call on a busy machine
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
 )
 
 
 class LyingStore(BlockStore):
-    """A store whose calls may do or return anything.
+    """A store whose calls may fail in any way or return anything.
 
-    Calls that hang continue after `gate` opens.
+    Calls that hang continue once `gate` is opened.
     """
 
     knows_keys = True
@@ -51,7 +51,7 @@ class LyingStore(BlockStore):
         self.is_closed = False
 
     def _lies(self, *ways):
-        """Return a way to lie, or None. Any call may raise or hang."""
+        """Choose how the call misbehaves, or return None if it does not. Any call may raise or hang."""
         if self.choose.random() >= self.rate:
             return None
         self.lies += 1
@@ -140,7 +140,7 @@ class LyingStore(BlockStore):
 
 
 def timed(call, *arguments, **options):
-    """Make a call. It must return quickly and not raise."""
+    """Make a call, which must return quickly and must not raise."""
     begin = time.monotonic()
     answer = call(*arguments, **options)
     assert time.monotonic() - begin < _STEP_S
@@ -148,7 +148,7 @@ def timed(call, *arguments, **options):
 
 
 def serve(user, choose, count, tick=lambda: None):
-    """Serve requests with shared prefixes. Every token read is compared."""
+    """Serve requests with shared prefixes, and compare every token that is read."""
     families = [[choose.randrange(1000) for _ in range(60)] for _ in range(3)]
     for number in range(count):
         head = choose.choice(families)[: choose.randint(1, 50)]
@@ -182,7 +182,7 @@ def test_incorrect_store_results_cause_no_wrong_hit_hang_or_error(seed):
     )  # fmt: skip
     serve(user, choose, 25)
     store.rate = 0
-    store.gate.set()  # ends the hanging calls
+    store.gate.set()  # lets hanging calls return
     user.end()
     assert store.lies
 
@@ -199,8 +199,8 @@ def disk_user(folder, choose, groups=MIXES[0]):
 @needs_nixl
 @pytest.mark.parametrize("seed", sampled(range(40), 6))
 def test_damaged_disk_file_never_gives_a_wrong_hit(seed, tmp_path):
-    """Damage occurs while the file is open and between two engines: flipped bits, torn ends, holes,
-    old copies.
+    """The file is damaged while it is open and between two engines: bits are flipped, the end is
+    cut off, holes are punched, and old copies are restored.
     """
     choose = random.Random(seed)
     path = tmp_path / "blocks.kv"
@@ -218,7 +218,7 @@ def test_damaged_disk_file_never_gives_a_wrong_hit(seed, tmp_path):
                 file.truncate(at)
             elif how == "copy":
                 copies.append(content)
-            elif how == "restore" and copies:  # contents written by an earlier engine
+            elif how == "restore" and copies:  # restores contents from an earlier time
                 file.write(choose.choice(copies))
             elif size:
                 file.seek(at)
@@ -237,7 +237,9 @@ def test_damaged_disk_file_never_gives_a_wrong_hit(seed, tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder):
-    """Provide a folder on a disk of 128 KiB or, if none can be mounted, a file size limit."""
+    """Limit a folder to 128 KiB by mounting a small disk or, if none can be mounted, by a file size
+    limit.
+    """
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=128k,mode=0700", "tmpfs", folder], capture_output=True
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports, fetching, disaggregation and stores with device tensors, concurrent with compute on
+"""Transports, fetching, disaggregation and stores with device tensors and concurrent computation on
 another stream.
 
-The CUDA runtime without a GPU delays streams; `torch.cuda._sleep` delays one of them more. A
-stand-in replaces NIXL there and moves bytes immediately, ignoring streams, as RDMA does.
+The CUDA runtime without a GPU delays streams, and `torch.cuda._sleep` delays one of them further.
+There, a stand-in replaces NIXL. Like RDMA, it ignores streams and moves bytes immediately.
 """
 
 import threading
@@ -43,7 +43,7 @@ GROUP = GroupSpec("full_attention", 4)
 
 @contextmanager
 def side_stream():
-    """Return a context with a current stream that is not ordered with the default stream."""
+    """Return a context whose current stream does not synchronize with the default stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -52,7 +52,7 @@ def side_stream():
 
 
 def pages_on(device, page_bytes, seed=None):
-    """Return pages of two layers in two allocations, filled with random bytes or zeros."""
+    """Return pages of two layers in two allocations that are filled with random bytes or zeros."""
     found = []
     for layer in range(2):
         memory = torch.zeros(NUM_BLOCKS, page_bytes, dtype=torch.uint8)
@@ -65,7 +65,9 @@ def pages_on(device, page_bytes, seed=None):
 
 
 class Sides:
-    """Two transports of this process. Each has pages and host memory, as a rank does."""
+    """Two transports in this process, each of which has pages and additional host memory, like a
+    rank.
+    """
 
     def __init__(self, name, devices, page_bytes, **options):
         self.stack = ExitStack()
@@ -88,7 +90,7 @@ class Sides:
         self.stack.close()
 
     def move(self, kind, local_ids, remote_ids, size=None):
-        """Read or write the first bytes of these pages in both layers."""
+        """Start a read or write of the first bytes of these pages in both layers."""
         at = [
             np.concatenate(
                 [pages.base + pages.offsets[r] + np.array(ids) * pages.strides[r] for r in range(2)]
@@ -130,7 +132,7 @@ def test_device_memory_moves_directly_alongside_registered_host_memory(page_byte
         assert type(move) is path
         if path is DirectTransfer:
             assert both.moved == [("READ", "VRAM", "VRAM", page_bytes)] * (2 * len(HERE))
-        # Words of host memory, such as a lease.
+        # Words in host memory, such as a lease, can be read as well.
         words = [np.array([each.ctypes.data]) for each in both.beside]
         side = both.sides[0][0]
         side.read(both.peer, *words, np.array([512])).wait(20)
@@ -188,7 +190,7 @@ def test_device_memory_unsupported_by_nixl_is_not_registered(monkeypatch):
 
 
 needs_counts = pytest.mark.skipif(
-    not counts.is_available(), reason="only the runtime without a GPU counts"
+    not counts.is_available(), reason="only the runtime without a GPU counts calls"
 )
 COUNTED = (
     "copies", "batches", "pageable_copies", "legacy_work", "launches", "waits", "allocations",
@@ -200,8 +202,8 @@ COUNTED = (
 @pytest.mark.parametrize("num_fragments", [32, 1000])
 @pytest.mark.parametrize("name", NAMES)
 def test_call_counts_of_staged_transfers(name, num_fragments):
-    """Measures the second of two reads: 32 pages in two allocations, or 1,000 small fragments in
-    one.
+    """Counts the calls in the second of two reads, of 16 pages in two allocations or of 1,000 small
+    fragments in one allocation.
     """
     with Sides(name, ("cuda", "cuda"), 4096) as both:
         ids = np.arange(1, 33, 2)
@@ -312,7 +314,7 @@ def caches():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["poll", "wait"])
 def test_completed_fetch_has_local_order(name, how, monkeypatch):
-    """Holds even if permuting is slow and the model's stream waits for nothing."""
+    """This holds even if the permutation is slow and the model's stream waits for nothing."""
 
     def slow(*args):
         torch.cuda._sleep(int(0.5 * CYCLES_PER_S))
@@ -339,7 +341,7 @@ def test_completed_fetch_has_local_order(name, how, monkeypatch):
         found = torch.empty(2, 2, 2, 16, 2, 8, pin_memory=True)
         loads = []
 
-        def load():  # runs in a thread, whose current stream is the default stream
+        def load():  # runs in another thread, in which the default stream is current
             loads.append(fetch(sides[0], {0: peer}, [group], 0, 32))
             if how == "wait":
                 loads[0].wait(20)
@@ -375,7 +377,7 @@ def closing(transport):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kinds", [["full"], ["full", "window", "state"]], ids=["full", "all"])
 def test_load_waits_for_pending_writes_to_its_blocks(name, kinds):
-    """The pending step was launched before its blocks were freed and assigned to the load."""
+    """The pending step was launched before its blocks were freed and allocated to the load."""
     options = {"transport": name}
     with ExitStack() as stack, side_stream():
         stack.enter_context(stand_in())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ranges of a request in several groups, with null pages on either side."""
+"""Fetching token ranges of a request in several groups, with null pages on either side."""
 
 import ctypes
 import random
@@ -33,9 +33,10 @@ EMPTY = -1.0
 
 
 class Engine:
-    """One rank's pages, and the block table of one request.
+    """The pages of one rank, and the block table of one request.
 
-    Each element encodes its token, layer, K or V, head and position. Unfilled pages are EMPTY.
+    The value of each element encodes its token, layer, K or V, head and position. Pages that are
+    not filled contain EMPTY.
     """
 
     def __init__(self, cache, rank, num_tokens, rng, *, window, filled):
@@ -57,7 +58,7 @@ class Engine:
         ids = list(range(1, pages + SPARE))
         rng.shuffle(ids)
         self.ids = np.array(ids[:pages])
-        self.ids[: rng.randint(0, pages) if window else 0] = 0  # outside the window
+        self.ids[: rng.randint(0, pages) if window else 0] = 0  # pages outside the window are null
         for layer in range(LAYERS):
             for kv, part in enumerate(self.parts(layer)):
                 part.fill_(EMPTY)
@@ -71,7 +72,9 @@ class Engine:
         return self.storage.key_cache(layer), self.storage.value_cache(layer)
 
     def at(self, token):
-        """Return (page, token in the page), or None if this rank does not have the token."""
+        """Return (page, position in the page) of a token, or None if this rank does not have the
+        token.
+        """
         chunk, within = divmod(token, self.cache.cp_interleave)
         if chunk % self.cache.cp_world_size != self.cp_rank:
             return None
@@ -80,7 +83,7 @@ class Engine:
         return None if page == 0 else (int(page), mine % self.cache.block_size)
 
     def value(self, token, layer, kv):
-        """Return [heads, SIZE]."""
+        """Return the values of a token's K or V as [heads, SIZE]."""
         head = torch.tensor(list(self.heads))[:, None]
         name = ((token * LAYERS + layer) * 2 + kv) * HEADS + head
         return (name * SIZE + torch.arange(SIZE)).float()
@@ -89,7 +92,9 @@ class Engine:
         return region_addresses(self.cache, self.storage.pages, self.rank)
 
     def check(self, sources, first, end, num_tokens):
-        """Check that tokens of the range with a source are correct, and others correct or unchanged."""
+        """Check that tokens in the range are correct if some source has them, and that others are
+        correct or unchanged.
+        """
         tables = {}
         for token in range(num_tokens):
             if (at := self.at(token)) is not None:
@@ -100,9 +105,9 @@ class Engine:
                     for slot in range(part.shape[1]):
                         token = tables.get((page, slot))
                         got = part[page, slot]
-                        if (
-                            token is None
-                        ):  # not a token of the request: garbage in a shared page, or EMPTY
+                        if token is None:
+                            # This slot holds no token of the request. It may contain garbage if its
+                            # page has other tokens of the request, and must be EMPTY otherwise.
                             assert page in self.ids[self.ids > 0] or (got == EMPTY).all()
                             continue
                         right = self.value(token, layer, kv)
@@ -136,7 +141,7 @@ def drawn(rng):
 
 
 def engines(rng):
-    """Return a local rank, all remote ranks that its plan reads, and the plan."""
+    """Return a local rank, all remote ranks that its plan reads from, and the plan."""
     local, remote = drawn(rng)
     num_tokens = rng.randint(1, 100)
     rank = rng.randrange(local.world_size)
@@ -145,7 +150,7 @@ def engines(rng):
     backends = rng.getstate()
     theirs = {}
     for number in range(remote.world_size):
-        rng.setstate(backends)  # the same layout and table on all ranks
+        rng.setstate(backends)  # all ranks have the same layout and block table
         theirs[number] = Engine(remote, number, num_tokens, rng, window=windows, filled=True)
     plan = plan_transfer(mine.cache, theirs[0].cache, rank)
     return mine, theirs, plan, num_tokens
@@ -192,7 +197,7 @@ NUM_TOKENS = 21
 
 
 def named(layer, kv):
-    """Return [tokens, heads, SIZE] with the token, layer, K or V, head and position of each element."""
+    """Return [tokens, heads, SIZE] whose values encode token, layer, K or V, head and position."""
     token, head, place = torch.meshgrid(
         torch.arange(NUM_TOKENS), torch.arange(HEADS), torch.arange(SIZE), indexing="ij"
     )
@@ -200,13 +205,13 @@ def named(layer, kv):
 
 
 def cells(ids, block_size):
-    """Return (block, token in the block) of each token of a request with these blocks."""
+    """Return (blocks, positions in the blocks) for all tokens of a request with these blocks."""
     token = torch.arange(NUM_TOKENS)
     return torch.tensor(ids)[token // block_size], token % block_size
 
 
 def lhbnc(num_layers, num_blocks, block_size):
-    """Return an engine's [heads, blocks, tokens, K and V] tensors, and views of K and V."""
+    """Return an engine's tensors [heads, blocks, tokens, K and V], and views of their K and V."""
     tensors = [
         torch.full((HEADS, num_blocks, block_size, 2 * SIZE), EMPTY) for _ in range(num_layers)
     ]
@@ -257,7 +262,7 @@ def test_outermost_heads_convert_to_any_order(transports, is_local, block_size):
 
 
 def test_stages_with_different_block_sizes_are_fetched_separately(transports):
-    """Each stage is described as a separate engine, as are the matching local layers."""
+    """Each stage is described as a separate engine, and so are the matching local layers."""
     storage = KVStorage(9, 4, HEADS, SIZE, num_layers=3, dtype=torch.float32, backend="FLASHINFER")
     ids = [3, 8, 1, 6, 4, 2]
     for layer in range(3):
@@ -336,7 +341,7 @@ def test_invalid_tables_are_rejected(local, remote, tokens, said):
         plan_range(plan_transfer(cache, cache, 0), local, remote, *tokens)
 
 
-# Tests with a transport.
+# Tests that use a transport.
 
 
 @pytest.fixture
@@ -443,7 +448,7 @@ def test_fetch_from_departed_peer_fails_and_is_released(transports):
 
 
 class HalfTransport:
-    """Rejects all reads except the first, which continues until the test ends it."""
+    """A transport that rejects all reads except the first, which continues until the test ends it."""
 
     def __init__(self):
         self.begun = None
@@ -463,7 +468,9 @@ class HalfTransfer:
 
 
 def test_partially_rejected_fetch_reports_its_pages():
-    """Started reads may still write to these pages, so the pages must not be lost with the exception."""
+    """Reads that have started may still write to their pages, so the exception must list these
+    pages.
+    """
     seed, transport = 0, HalfTransport()
     while True:
         mine, theirs, plan, num_tokens = engines(random.Random(seed))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports over a network that drops, delays, reorders, repeats, corrupts and cuts packets.
+"""Transports over a network that drops, delays, reorders, repeats and corrupts packets, and that is
+cut at times.
 
-Transfers give correct bytes or an error. The network is a thread of this process between two network
-namespaces (`tests/machinery/wire.py`).
+A transfer must deliver correct bytes or raise an error. The network is a thread of this process
+that connects two network namespaces (`tests/machinery/wire.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 TIMEOUT_S, GRACE_S = 3.0, 10.0
-RELIABLE_S = 20.0  # the time limit where every transfer must succeed
+RELIABLE_S = 20.0  # the timeout in tests where every transfer must succeed
 SIZE = 256 << 10
 NAMES = [
     "gloo",
@@ -42,7 +43,7 @@ FAULTS = {
 
 
 class Two:
-    """One side per namespace. The first side reads from the second and writes to it."""
+    """Two transports, one per namespace. The first one reads from the second and writes to it."""
 
     def __init__(self, wire, name, digest=False, timeout_s=TIMEOUT_S):
         self.wire, self.timeout_s = wire, timeout_s
@@ -61,10 +62,10 @@ class Two:
             each.__exit__()
 
     def attempt(self, kind):
-        """Return whether the bytes arrived.
+        """Attempt a transfer, and return whether its bytes arrived.
 
-        Bytes that arrive must be correct, and a failure must raise an error. Both must happen in
-        time.
+        Bytes that arrive must be correct, and a failed transfer must raise an error. Either must
+        happen in time.
         """
         reader, server = self.sides
         said = reader.ask(
@@ -99,7 +100,8 @@ def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
         before = wire.num_packets
         wire.faults = FAULTS[faults]
         found = [two.attempt(kind) for kind in ("read", "write", "read")]
-        assert wire.num_packets - before > SIZE // 9000  # the bytes passed through this wire
+        # Shows that the bytes passed through this wire.
+        assert wire.num_packets - before > SIZE // 9000
         assert all(found) or not are_all_right
         wire.faults = Faults()
         come(two, "read")
@@ -126,7 +128,7 @@ def test_partition_during_transfer_gives_no_wrong_bytes(name):
             cut = threading.Timer(seconds, lambda: setattr(wire, "faults", Faults(is_cut=True)))
 
             def healed(cut=cut):
-                cut.join()  # a late timer must not cut the wire for good
+                cut.join()  # otherwise, a late timer could cut the wire permanently
                 wire.faults = Faults()
 
             heal = threading.Timer(1.0, healed)

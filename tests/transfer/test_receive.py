@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of received blocks: the guarantees of the three functions, and the general function."""
+"""Conversion of received blocks: the guarantees of three specialized functions, and the general
+function.
+"""
 
 import subprocess
 import sys
@@ -30,7 +32,7 @@ def cache_of(layout, device="cpu", seed=0, dtype=torch.bfloat16, shape=(NB, BS, 
 
 
 def memory_of(cache, layout, ids):
-    """Return the bytes of the blocks in memory order, as one row of elements per block."""
+    """Return the elements of the blocks in memory order, one row per block."""
     blocks = cache[ids]
     return (blocks if layout == "NHD" else blocks.transpose(1, 2)).reshape(len(ids), -1)
 
@@ -42,7 +44,7 @@ def expected(cache, layout, ids, ratio):
     return want
 
 
-# (function, local layout, whether it takes a ratio)
+# (function, local layout, whether the function takes a ratio)
 FUNCTIONS = [
     (kv_postprocess_blksize_on_receive, "HND", True),
     (kv_postprocess_layout_on_receive, "NHD", False),
@@ -70,7 +72,7 @@ def test_listed_blocks_are_converted_and_others_unchanged(
 @each_device
 @each_function
 def test_shapes_may_name_heads_before_tokens(function, layout, takes_ratio, device):
-    """As passed by engines with [block, head, token, element] tensors, regardless of storage."""
+    """Some engines pass [block, head, token, element] tensors, however these are stored in memory."""
     ids, ratio = [7, 0, 10, 3], 3 if takes_ratio else 1
     for layers in (
         [cache_of(layout, device)],
@@ -84,7 +86,7 @@ def test_shapes_may_name_heads_before_tokens(function, layout, takes_ratio, devi
 
 @pytest.mark.parametrize("shape", [(NB, BS, 1, D), (NB, 1, H, D)])
 def test_ambiguous_order_of_dimensions_must_be_given(shape):
-    """With one head or one token, the strides do not identify the dimensions."""
+    """With a single head or token, the strides do not identify the dimensions."""
     bs = shape[1]
     for layout in ("NHD", "HND"):
         cache = cache_of(layout, shape=shape)
@@ -94,7 +96,7 @@ def test_ambiguous_order_of_dimensions_must_be_given(shape):
         shaped = cache.transpose(1, 2)
         permute_received_blocks(shaped, [0, 1, 4, 3], remote_block_size=k * bs, dims="HND")
         assert torch.equal(cache, want)
-        # Read as 12 heads of one token, the blocks have different bytes.
+        # If the blocks were read as 12 heads of one token, the result would differ.
         if layout == "NHD" and bs > 1:
             other = cache_of(layout, shape=shape)
             permute_received_blocks(other.transpose(1, 2), [0, 1, 4, 3], remote_block_size=k)
@@ -181,7 +183,7 @@ def test_larger_remote_blocks_are_split(function, layout, k, flat, device):
     want = cache.cpu().clone()
     tokens = remote.transpose(1, 2).reshape(2, k, BS, H, D)
     for i in range(2):
-        parts = remote[i].reshape(k, -1)  # received bytewise, one local block at a time
+        parts = remote[i].reshape(k, -1)  # received byte by byte, one local block at a time
         order = (BS, H) if layout == "NHD" else (H, BS)
         for j, block in enumerate(ids[i]):
             part = parts[j].view(*order, D)
@@ -198,7 +200,7 @@ def test_remote_blocks_in_nhd_are_converted(local, remote_size, device):
     cache = cache_of(local, device)
     ids = [7, 0, 10, 3]
     want = cache.cpu().clone()
-    # Tokens are consecutive in both block sizes.
+    # Tokens are consecutive with either block size.
     want[ids] = memory_of(want, local, ids).view(len(ids), BS, H, D)
     permute_received_blocks(cache, ids, remote_block_size=remote_size, remote_layout="NHD")
     assert torch.equal(cache.cpu(), want)
@@ -346,7 +348,8 @@ def test_unrelated_errors_propagate_unchanged(monkeypatch):
 
 # --- memory ---------------------------------------------------------------------------------------
 
-# Growth of the process's peak resident size, in MiB, during one call with 64 MiB of payload.
+# Prints how much one call with 64 MiB of payload increases the process's peak resident size, in
+# MiB.
 PEAK = """
 import pathlib, torch
 from kvcache.compat import *
@@ -376,8 +379,8 @@ def test_conversion_makes_no_temporary_copy_of_the_payload():
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours, plain = map(float, done.stdout.split())
-    # Allows for scratch memory of two threads and for one-time costs of the first large call. The
-    # plain version shows that a temporary copy would be detected.
+    # The bound allows for the scratch memory of two threads and for one-time costs of the first
+    # large call. The plain implementation shows that a temporary copy would be detected.
     assert ours < 4, f"{ours} MiB more for 64 MiB of payload"
     assert plain > 60
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads and layers of each rank: complete, unsplit, and rejected if sizes conflict."""
+"""The heads and layers of each rank are complete and not split, and conflicting sizes are rejected."""
 
 import pytest
 
@@ -100,7 +100,9 @@ def test_values_out_of_range_are_reported(call, message):
 
 
 def test_readers_are_balanced_over_separate_replicas():
-    """The replica of each reader is part of the interface: both engines compute it independently."""
+    """Which replica a reader uses is part of the interface, because both engines compute it
+    independently.
+    """
     assert [replica_for(1, 2, 8, reader, 2) for reader in range(2)] == [4, 6]
     assert [replica_for(0, 1, 4, reader, 3) for reader in range(3)] == [0, 1, 2]
     assert [replica_for(0, 1, 2, reader, 4) for reader in range(4)] == [0, 0, 1, 1]

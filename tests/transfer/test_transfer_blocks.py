@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`copy_kv_blocks`: tensors of any engine backend, in both directions."""
+"""`copy_kv_blocks` with the tensors of any engine's backend, in both directions."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ def named(tensors):
 
 
 def on(device, tensor):
-    """Keep strides, which `.to` does only for dense tensors."""
+    """Move a tensor and keep its strides, which `.to` does only for dense tensors."""
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return moved.copy_(tensor)
 
@@ -46,7 +46,9 @@ def test_blocks_arrive_in_all_layers_and_no_other_changes(device, backend, layou
 
 
 def reordered(tensor, order, pad=()):
-    """Return the same content in another memory order, with each dimension in `pad` padded."""
+    """Return a tensor with the same content but another memory order, in which the dimensions in
+    `pad` are padded.
+    """
     sizes = [tensor.shape[d] + 3 * (d in pad) for d in order]
     dims = [order.index(d) for d in range(tensor.ndim)]
     made = torch.zeros(sizes, dtype=tensor.dtype).permute(dims)
@@ -55,11 +57,11 @@ def reordered(tensor, order, pad=()):
 
 
 def memory_of(tensor):
-    """Return all memory of a tensor, including padding."""
+    """Return the whole memory of a tensor, including padding."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // 4,), (1,), 0)
 
 
-# (shape, block dimension): K and V first, blocks first, MLA.
+# (shape, block dimension) for K and V first, blocks first, and MLA.
 FORMS = [((2, 6, 4, 3, 8), 1), ((6, 2, 4, 3, 8), 0), ((6, 4, 8), 0)]
 CHANGES = [
     (form, order, pad)
@@ -73,7 +75,7 @@ CHANGES = [
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 @pytest.mark.parametrize("share", sampled(range(7)))
 def test_sides_may_differ_in_order_and_padding(share, direction, staged):
-    """Every order of the outer dimensions and three kinds of padding, on one side or both."""
+    """Covers every order of the outer dimensions and three kinds of padding, on one or both sides."""
     rng, generator = random.Random(share), torch.Generator().manual_seed(share)
     for (shape, dim), order, pad in CHANGES[share::7]:
         last = len(shape) - 1
@@ -90,7 +92,7 @@ def test_sides_may_differ_in_order_and_padding(share, direction, staged):
         whole = [memory_of(t).clone() for t in src.values()]
         bases = [memory_of(t) for t in dst.values()]
         masks = [torch.ones_like(base, dtype=torch.bool) for base in bases]
-        for t, mask in zip(dst.values(), masks):  # padding bytes
+        for t, mask in zip(dst.values(), masks):  # value of the padding bytes
             mask.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(False)
         read, written = rng.sample(range(6), 4), rng.sample(range(9), 4)
         pairs = np.array([read, written]).T

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of caches: element offsets, serialization and rejected values."""
+"""Descriptions of caches: offsets of elements, serialization and rejected values."""
 
 import itertools
 import json
@@ -169,7 +169,7 @@ def test_regions_equal_the_storage_regions(packing, layout, values):
     pages, parts = storage.pages, len(one.head_bytes)
     region, offset = (
         array.ravel() for array in (one.placement.regions, one.placement.kv_offsets)
-    )  # in the storage's order: layer, K, V
+    )  # ordered like the storage's regions: by layer, with K before V
     start = dict(zip(region, pages.offsets - offset))
     assert (pages.strides == one.region_bytes[region]).all()
     for layer, part in itertools.product(range(2), range(parts)):

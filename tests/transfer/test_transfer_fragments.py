@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Source ranks of plans, minimal fragments, merged pages and rejected engines."""
+"""Transfer plans: source ranks, minimal fragments, merged pages and rejected engines."""
 
 import itertools
 from collections import Counter
@@ -95,7 +95,7 @@ def test_ranks_equal_the_topology(heads, is_mla):
 @pytest.mark.parametrize(
     ("local", "remote", "permutation", "num_fragments"),
     [
-        # Two layers with K and V have four parts.
+        # K and V of two layers are four separate parts.
         (of(), of(), None, 4),
         (of(packing="block_major"), of(packing="block_major"), None, 1),
         (of(packing="block_major"), of(packing="blocks_first"), None, 2),
@@ -105,11 +105,11 @@ def test_ranks_equal_the_topology(heads, is_mla):
         (of(packing="block_major"), of(packing="block_major", layout="HND"), (4, "HND"), 1),
         (of(layout="HND", block_size=16), of(layout="HND"), (4, "HND"), 16),
         (of(layout="HND"), of(layout="HND", block_size=16), (16, "HND"), 16),
-        (of(block_size=16), of(), None, 16),  # NHD rows are the same for another block size
+        (of(block_size=16), of(), None, 16),  # rows in NHD do not depend on the block size
         (of(block_size=16), of(layout="HND", tp_size=2), (4, "HND"), 32),
-        (of(), of(tp_size=2), None, 2 * 4 * 4),  # heads from two ranks, token by token
+        (of(), of(tp_size=2), None, 2 * 4 * 4),  # heads are read from two ranks, token by token
         (of(layout="HND"), of(tp_size=2), (4, "NHD"), 2 * 4 * 4),
-        # With one head, both layouts have the same order.
+        # With one head per rank, both layouts have the same order in memory.
         (of(tp_size=4), of(layout="HND", tp_size=4), None, 4),
         (of(cp_world_size=2), of(layout="HND"), None, 64),
         (of(cp_world_size=2), of(layout="HND", cp_world_size=2), (4, "HND"), 4),
@@ -128,12 +128,12 @@ def test_plan_uses_the_fewest_fragments(local, remote, permutation, num_fragment
 @pytest.mark.parametrize(
     ("packing", "num_fragments"),
     [
-        # 4 of 8 heads in blocks of 4 tokens, 6 layers. The heads' K and V are contiguous over all
-        # layers.
+        # The transfer reads 4 of 8 heads in blocks of 4 tokens and 6 layers. In this order, the K
+        # and V of these heads are contiguous over all layers.
         ("heads first", (1, 1)),
-        # K and V are contiguous separately.
+        # K and V are each contiguous over all layers.
         ("kv, heads, layers", (2, 2)),
-        # With layers outermost, each layer has a fragment for K and one for V.
+        # With layers outermost, each layer has one fragment for K and one for V.
         ("block_major", (12, 12)),
         ("apart", (12, 12)),
     ],
@@ -144,7 +144,7 @@ def test_outermost_heads_form_one_fragment(packing, num_fragments):
     whole, half = cache(**common), cache(tp_size=2, **common)
     found = [
         plan_transfer(half, whole, 1).num_fragments,
-        plan_transfer(whole, half, 0).num_fragments // 2,  # from two ranks
+        plan_transfer(whole, half, 0).num_fragments // 2,  # read from two ranks
     ]
     assert tuple(found) == num_fragments
 
@@ -153,7 +153,7 @@ def test_outermost_heads_form_one_fragment_per_stage():
     common = of(num_layers=6, total_num_kv_heads=8, packing="heads first")
     stages = cache(
         stages=[(2, 1), (4, 2)], **common
-    )  # a head's layers are first in one stage, then in the other
+    )  # the first layers of each head are in one stage, and the rest in the other
     plan = plan_transfer(cache(tp_size=2, **common), stages, 0)
     assert plan.remote_ranks == (0, 1) and plan.num_fragments == 4 + 4
 
@@ -202,7 +202,8 @@ def test_engines_with_different_scales_are_rejected():
     with pytest.raises(ValueError, match=message):
         plan_transfer(plain, scaled, 0)
     per_head = cache(engine_id="H", k_scale=[[1.0] * 4, [0.5] * 4], **common)
-    assert plan_transfer(scaled, per_head, 0).num_fragments == 4  # the same scales, given per head
+    # Equal scales that are given per head.
+    assert plan_transfer(scaled, per_head, 0).num_fragments == 4
     assert plan_transfer(plain, cache(k_scale=[[1.0], [1.0]], **common), 0).num_fragments == 4
     other = cache(v_scale=[[1, 1, 1, 1], [1, 1, 2, 1]], **common)
     with pytest.raises(ValueError, match=r"local v_scale of layer 1, head 2 is 1\.0"):
@@ -217,7 +218,7 @@ def test_adjacent_whole_pages_form_one_run():
     assert plan.apply(pages[::-1], pages[::-1] + 5).num_fragments == 4
     assert plan.apply(pages, pages[::-1]).num_fragments == 40
     assert plan.apply(pages[:0], pages[:0]).num_fragments == 0
-    parts = plan_transfer(cache(block_size=16), cache(), 0)  # four remote pages fill a local page
+    parts = plan_transfer(cache(block_size=16), cache(), 0)  # four remote pages fill one local page
     assert not parts.is_whole_pages
     remote = np.arange(1, 41).reshape(10, 4)
     assert parts.apply(pages, remote).num_fragments == 4
@@ -261,7 +262,8 @@ def test_pages_that_do_not_fit_are_rejected():
             "local_pages has page 2 twice: expected each page once",
         ),
         (
-            pages // 2 + 10**6,  # too large for a bitmap, so duplicates are found by sorting
+            # The ids are too large for a bitmap, so duplicates are found by sorting.
+            pages // 2 + 10**6,
             pages,
             ValueError,
             "local_pages has page 1000001 twice: expected each page once",
@@ -275,7 +277,7 @@ def test_pages_that_do_not_fit_are_rejected():
 def test_partial_plan_requires_only_used_pages():
     plan = plan_transfer(cache(block_size=4), cache(block_size=16), 0)
     part = plan.for_tokens(12, first_token=4)
-    local = np.array([[-1, 7, 8]])  # the first page is already present
+    local = np.array([[-1, 7, 8]])  # the first page need not be read
     assert part.apply(local, np.array([[3]])).num_bytes == sum(part.bytes_per_group.values())
     with pytest.raises(ValueError, match="local_pages holds -1"):
         plan.for_tokens(12).apply(local, np.array([[3]]))

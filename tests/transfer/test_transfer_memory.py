@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer plans on real storages: addresses, bytes, and the permutation by the op."""
+"""Transfer plans executed on real storages: addresses, bytes, and the permutation by the op."""
 
 import ctypes
 import itertools
@@ -52,9 +52,7 @@ def storage_of(description, packing, num_blocks=40, **more):
 
 
 def tokens_of(storage, pages):
-    """Return K and V of the tokens in these pages, in order: per layer, [tokens, heads, size]
-    twice.
-    """
+    """Return K and V of all tokens in these pages: per layer, two tensors [tokens, heads, size]."""
     ids = torch.from_numpy(pages.ravel()).long()
     return [
         [cache(layer)[ids].flatten(0, 1) for cache in (storage.key_cache, storage.value_cache)]
@@ -63,7 +61,9 @@ def tokens_of(storage, pages):
 
 
 def carry_out(local, remote, storage, storages, mine, seed=0):
-    """Transfer rank 0's pages from remote storages with other page ids. Return the plan and the pages."""
+    """Transfer pages of rank 0 from remote storages with different page ids. Return the plan and
+    the remote page ids.
+    """
     plan = plan_transfer(local, remote, 0)
     rng = np.random.default_rng(seed)
     count = len(mine) // plan.local_pages_per_group * plan.remote_pages_per_group
@@ -114,7 +114,9 @@ SCALED = [name for name in OPTIONS if name != "heads first"]
 @pytest.mark.parametrize("layouts", [("HND", "HND"), ("NHD", "HND")])
 @pytest.mark.parametrize("sizes", [(8, 4), (4, 4)])
 def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
-    """Each token has 4 bytes per head: 16 in the local storage, 8 in each of two remote storages."""
+    """The scales of a token have 4 bytes per head: 16 in the local storage, and 8 in each of two
+    remote storages.
+    """
     local = side(sizes[0], layouts[0], packing, scale_bytes_per_head=4)
     remote = side(sizes[1], layouts[1], packing, tp_size=2, scale_bytes_per_head=4)
     storage = storage_of(local, packing, scale_bytes_per_token=16)
@@ -150,7 +152,9 @@ def test_ranks_of_uneven_stages_have_own_addresses():
 
 
 def test_states_arrive_in_pages_that_groups_share():
-    """Two ranks send to one: a convolution with 4 heads and 2 groups, and an SSM with 4 heads."""
+    """Two ranks send to one rank the states of a convolution with 4 heads and 2 groups and of an
+    SSM with 4 heads.
+    """
     tensors = [
         StateTensor(sections=[(4, 3), (2, 2), (2, 2)], row_size=3),
         StateTensor(sections=[(4, 1)], row_size=5, dtype="float32"),
@@ -173,7 +177,7 @@ def test_states_arrive_in_pages_that_groups_share():
         parts = [pages.layer(layer)[source] for pages in theirs]
         convs = [part[: 10 * 3 * 2].view(10, 6) for part in parts]
         channels = [each[rows] for rows in (slice(6), slice(6, 8), slice(8, 10)) for each in convs]
-        # Slices of both ranks, first for x, then for B and C.
+        # The channels consist of slices from both ranks, first for x, and then for B and C.
         assert torch.equal(conv, torch.cat(channels))
         assert torch.equal(ssm, torch.cat([part[10 * 3 * 2 :].view(2, 20) for part in parts]))
 
@@ -212,7 +216,7 @@ def test_shared_pages_are_described_by_their_stride():
     there = region_addresses(remote, source.pages)
     plan = plan_transfer(local, remote, 0)
     runs = plan.apply(np.array([[5], [6]]), np.array([[8], [9]])).expand()
-    assert len(runs.length) == 4  # adjacent runs are not merged here
+    assert len(runs.length) == 4  # the reference does not merge adjacent runs
     for _, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
         ctypes.memmove(
             int(found[to_region]) + pages.base + to_offset, int(there[region]) + offset, length

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer plans on fake memories for all combinations, and detection of planted defects."""
+"""Transfer plans executed on fake memories for all combinations of options, and detection of
+planted defects.
+"""
 
 import itertools
 from dataclasses import replace
@@ -28,7 +30,8 @@ from tests.machinery.transfer_plan_table import (
     tally,
 )
 
-# Shares of all combinations; coprime to the sizes, so that each share has every size.
+# The number of shares into which all combinations are divided. It is coprime to the numbers of
+# sizes, so that each share contains every size.
 NUM_SHARES = 797
 
 
@@ -45,7 +48,7 @@ def test_plans_are_correct_for_all_layouts_and_packings(parallel):
     some = itertools.islice(page_product([parallel], block_sizes=(4, 8)), 0, None, 7)
     counts, wrong = tally(some)
     assert not wrong and counts["right"]
-    refused = counts["refused: cp_interleave"]  # 8 tokens exceed a block of 4
+    refused = counts["refused: cp_interleave"]  # an interleave of 8 tokens exceeds a block of 4
     assert set(counts) <= {"right", "right, permuted", "refused: cp_interleave"}
     assert counts.total() - refused > 40
 
@@ -96,11 +99,11 @@ def test_plans_are_correct_for_sizes_that_do_not_divide_each_other(
 SCALE_ORDERS = [name for name in ORDERS if name not in ("heads first", "kv, heads, layers")]
 SCALE_ORDERS = [
     name for name in SCALE_ORDERS if name != "all K, all V" and not has_heads_outside(name)
-]  # excludes orders that separate layers from K and V
+]  # excludes memory orders that do not support scales
 
 
 def drawn_side(rng, heads, num_layers, scales):
-    """Draw equal or uneven stages of layers and ranks, context parallelism, and any memory order."""
+    """Draw a side with equal or uneven pipeline stages, context parallelism, and any memory order."""
     orders = SCALE_ORDERS if scales else [*ORDERS]
     values = of(
         packing=orders[rng.integers(len(orders))],
@@ -147,7 +150,9 @@ def test_plans_are_correct_for_random_uneven_stages_with_scales(seed):
 
 
 def test_plans_are_correct_for_stages_with_different_tensor_parallel_sizes():
-    """The prefill engine has 3 + 1 layers on 1 and 4 ranks, and the decode engine has 2 ranks."""
+    """The prefill engine has stages with 3 layers on 1 rank and 1 layer on 4 ranks. The decode
+    engine has 2 ranks.
+    """
     prefill = cache(num_layers=4, stages=[(3, 1), (1, 4)])
     decode = cache(num_layers=4, tp_size=2)
     assert [prefill.layers(rank) for rank in range(5)] == [range(3)] + [range(3, 4)] * 4
@@ -177,7 +182,7 @@ def test_scales_move_with_their_heads(packing, layouts, sizes):
         check(local, remote, rank, allow_permutation=False)
     moved = sum(plan_transfer(local, remote, 0).bytes_per_group.values())
     group = plan_transfer(local, remote, 0).tokens_per_group
-    # K, V and scales of two layers.
+    # There is one fragment each for K, V and scales of two layers.
     assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)
 
 
@@ -202,12 +207,12 @@ def test_partial_group_reads_no_page_without_tokens():
     local, remote = cache(block_size=8), cache(block_size=2)
     plan = plan_transfer(local, remote, 0).for_tokens(3)
     assert plan.remote_pages_per_group == 2 and set(plan.fragments.remote_page) == {0, 1}
-    sharded = cache(block_size=2, cp_world_size=4)  # each rank has one of four tokens
+    sharded = cache(block_size=2, cp_world_size=4)  # each rank has every fourth token
     assert plan_transfer(local, sharded, 0).for_tokens(2).remote_ranks == (0, 1)
     sharded_coarsely = cache(block_size=4, cp_world_size=2)  # token 4 is on rank 0
     plan = plan_transfer(cache(), sharded_coarsely, 0)
     assert plan.for_tokens(5, first_token=4).remote_ranks == (0,)
-    nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # rank 3 starts at token 3
+    nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # the first token of rank 3 is token 3
     assert nothing.num_fragments == 0 and nothing.bytes_per_group == {}
     for wrong in (of(num_tokens=0), of(num_tokens=9), of(num_tokens=8, first_token=3)):
         with pytest.raises(ValueError, match=r"num_tokens is|first_token is"):
@@ -215,7 +220,9 @@ def test_partial_group_reads_no_page_without_tokens():
 
 
 def spoiled(**changes):
-    """Return the plan after `changes`, which map tables of layers or runs to modified ones."""
+    """Return a function that applies `changes` to a plan. The changes modify the tables of layers
+    or runs in place.
+    """
 
     def change(plan):
         patterns = []
@@ -237,11 +244,11 @@ def test_scales_of_another_layer_are_detected():
 
 
 def spoiled_scales(plan):
-    """Return the plan with the scales of two layers exchanged."""
+    """Return the plan with the scales of the two layers exchanged."""
     patterns = []
     for pattern in plan.patterns:
         layers = pattern.layers.copy()
-        if len(layers) == 2:  # the scales of both layers, not K and V
+        if len(layers) == 2:  # this pattern has the scales of both layers, not K and V
             layers[:, :2] = layers[::-1, :2].copy()
         patterns.append(replace(pattern, layers=layers))
     return replace(plan, patterns=tuple(patterns))
@@ -282,7 +289,7 @@ ROW = 2 * 4  # bytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (spoiled(layers=shift(1, ROW)), "an element is in the wrong place"),  # another head
+        (spoiled(layers=shift(1, ROW)), "an element is in the wrong place"),  # reads another head
         (spoiled(runs=next_token), "an element is in the wrong place"),
         (spoiled(layers=shift(1, 2)), "within an element"),
         (spoiled(layers=shift(1, -(10**6))), "leaves its region"),
@@ -300,8 +307,8 @@ ROW = 2 * 4  # bytes
     ],
 )  # fmt: skip
 def test_planted_defects_are_detected(change, message):
-    # Local rank 0 holds 2 of 4 heads. It reads from a remote rank with all heads, or from two with
-    # one head each.
+    # Local rank 0 holds 2 of 4 heads. It reads them from one remote rank that has all heads, or
+    # from two remote ranks that have one head each.
     local = cache(tp_size=2)
     for remote in (cache(), cache(tp_size=8)):
         check(local, remote, 0)

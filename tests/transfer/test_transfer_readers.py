@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader counts of source ranks, compared with the plans of all readers, for all sizes."""
+"""The readers of each source rank, compared with the plans of all readers, for all sizes."""
 
 import re
 
@@ -14,8 +14,8 @@ from tests.transfer.test_transfer_plan import drawn_side
 
 
 def read_by_plans(plans, num_tokens, first_token):
-    """Return the readers of each source rank, from the plans of all readers and over all groups of
-    a request.
+    """Return the set of readers of each source rank, according to the plans of all readers, over
+    all groups of a request's pages.
     """
     found = [set() for _ in range(plans[0].remote.world_size)]
     for rank, plan in enumerate(plans):
@@ -89,13 +89,13 @@ def test_readers_of_known_examples():
     latent = of(is_mla=True, total_num_kv_heads=1)
     assert source_readers(cache(tp_size=4, **latent), cache(**latent)) == ((0, 1, 2, 3),)
     assert source_readers(cache(**latent), cache(tp_size=4, **latent)) == ((0,), (), (), ())
-    # A short request fills only one of the context-parallel ranks.
+    # A short request has tokens on only one of the context-parallel ranks.
     spread = cache(cp_world_size=2, block_size=4, cp_interleave=4)
     assert source_readers(spread, cache()) == ((0, 1),)
     assert source_readers(spread, cache(), 3) == ((0,),)
     assert source_readers(spread, cache(), 5) == ((0, 1),)
     assert source_readers(cache(), spread, 3) == ((0,), ())
-    # Stages with 3 layers on one rank, and 1 layer on four ranks.
+    # One stage has 3 layers on one rank, and the other has 1 layer on four ranks.
     stages = cache(num_layers=4, stages=[(3, 1), (1, 4)])
     assert source_readers(cache(num_layers=4, tp_size=2), stages) == (
         (0, 1),

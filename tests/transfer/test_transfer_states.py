@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers of recurrent states on fake memory in which each element identifies itself."""
+"""Transfers of recurrent states on fake memory in which the value of each element identifies it."""
 
 import json
 import pickle
@@ -24,7 +24,9 @@ def stages_of(described):
 
 
 def rank_table(described):
-    """Return (stage, its layers, tp_rank, tp_size) of every rank, by the plain definition."""
+    """Return (stage, layers of the stage, tp_rank, tp_size) for every rank, according to the
+    definition.
+    """
     found = []
     for _ in range(described.cp_world_size):
         first = 0
@@ -36,9 +38,9 @@ def rank_table(described):
 
 
 def names_of(described, rank, state):
-    """Return int64[layers, bytes of a state] with the number of each byte of one state on a rank.
+    """Return int64[layers, bytes of a state] with a number for each byte of one state on a rank.
 
-    Bytes are numbered by state, layer, tensor, global channel, row and byte of the element.
+    The number depends on state, layer, tensor, global channel, row and byte of the element.
     """
     _, layers, tp_rank, tp_size = rank_table(described)[rank]
     parts = []
@@ -59,9 +61,7 @@ def names_of(described, rank, state):
 
 
 def memory_of(described, rank, pages):
-    """Return int64[layers, bytes of all pages], which is -1 outside states, and the distance
-    between pages.
-    """
+    """Return int64[layers, bytes of all pages] with the number of each byte, or -1 outside of states."""
     names = [names_of(described, rank, state) for state in range(len(pages))]
     stage = rank_table(described)[rank][0]
     stride = described.page_stride or names[0].shape[1]
@@ -94,7 +94,7 @@ def check(local, remote, rank, rng, change=None):
 
 
 def drawn(rng):
-    """Draw the tensors of one model. Each engine may store the channels last."""
+    """Draw the state tensors of a model for both engines, each of which may store channels last."""
     sizes = [1, 2, 4, 8]
     tensors = []
     for _ in range(rng.integers(1, 4)):
@@ -153,10 +153,10 @@ def mamba(**changes):
     [
         (of(), of(), [(0,)], 2),
         (of(tp_size=2), of(tp_size=2), [(0,), (1,)], 2),
-        # x from 2 ranks, B and C of one group from each, heads from 2 ranks
+        # The sections x and heads are read from 2 ranks, and B and C of one group from each rank.
         (of(), of(tp_size=2), [(0, 1)], 2 * 2 * 4),
         (of(tp_size=2), of(), [(0,), (0,)], 2 * 4),
-        # 4 ranks share 2 groups, so B and C are read from one of the two ranks that hold them
+        # 4 ranks share 2 groups, so B and C are read from one of the two ranks that have them
         (of(tp_size=2), of(tp_size=4), [(0, 1), (2, 3)], 2 * 4),
         (of(tp_size=4), of(tp_size=4), [(0,), (1,), (2,), (3,)], 2),
         (of(tp_size=2), of(stages=[(1, 1), (1, 4)]), [(0, 1, 2), (0, 3, 4)], 4 + 4),

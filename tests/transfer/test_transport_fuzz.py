@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends random and mutated bytes to a transport, which must reject them and continue to serve
-others.
+"""Sends random and mutated bytes to a transport, which must reject them and continue to serve other
+peers.
 """
 
 import json
@@ -23,7 +23,7 @@ from kvcache.transfer.transport.spans import Spans
 from tests.transfer.test_transports import NAMES
 
 NUM_BYTES = 1 << 16
-GUARD = 4096  # unregistered bytes on either side
+GUARD = 4096  # number of unregistered bytes on either side of the pool
 JUNK = (
     [None, True, -1, 0, 1, 2, 3, 2**31, 2**63, 10**400, 1.5, float("nan"), "", "x", "x" * 300, "\0"]
     + ["\u2028", [], [[]], [1, 2], {}, {"op": "hello"}, "0.0.0.0", "::1", "a" * 70 + ".invalid"]
@@ -31,7 +31,7 @@ JUNK = (
 
 
 class Side:
-    """A transport of this process, with a pool between guard areas."""
+    """A transport in this process whose pool lies between two guard areas."""
 
     def __init__(self, name, agent):
         self.memory = np.random.default_rng(3).integers(0, 256, NUM_BYTES + 2 * GUARD, np.uint8)
@@ -60,7 +60,7 @@ def rng():
 
 
 def check_alive(side, name, before):
-    """Check that another peer is served and that no byte of this side has changed."""
+    """Check that this side still serves another peer and that none of its bytes has changed."""
     with Side(name, f"honest {secrets.token_hex(4)}") as honest:
         peer = honest.transport.connect(side.transport.metadata(), timeout_s=20)
         honest.memory[:] = 0
@@ -75,7 +75,7 @@ def check_alive(side, name, before):
 
 
 def mutated(rng, value):
-    """Return JSON with a part replaced, omitted or added."""
+    """Return the JSON value with a part replaced, omitted or added."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         changed, key = dict(value), rng.choice(list(value))
         how = rng.random()
@@ -96,7 +96,7 @@ def mutated(rng, value):
 
 
 def encoded(rng, header, payload, how_often):
-    """Encode a frame, occasionally with wrong lengths, flipped bits or truncation."""
+    """Encode a frame, occasionally with wrong lengths or flipped bits, or truncated."""
     text = json.dumps(header).encode()
     lengths = [len(text), len(payload)]
     if rng.random() < how_often:
@@ -113,8 +113,8 @@ def test_mutated_handshakes_are_rejected(name, rng, monkeypatch):
     with Side(name, "side") as side:
         before = side.memory.copy()
         with monkeypatch.context() as patch:
-            # Truncated frames are waited for, so the timeout is short. The honest side below uses
-            # the full timeout.
+            # The side waits for the rest of truncated frames, so the timeout is short. The honest
+            # peer below uses the full timeout.
             patch.setattr(handshake, "_HANDSHAKE_S", 1.0)
             for number in range(40):
                 mine = dict(
@@ -131,14 +131,14 @@ def test_mutated_handshakes_are_rejected(name, rng, monkeypatch):
                             if header["op"] != "metadata":
                                 break
                     except (OSError, KeyError):
-                        pass  # the side disconnected first, or its response has no nonce
+                        pass  # the side has disconnected, or its response has no nonce
         for connected in side.transport.peers():
             assert not connected.startswith("stranger")
         check_alive(side, name, before)
 
 
 def shake_hands(sock, told, mine, rng, wrong):
-    """Connect like a peer, except for one frame."""
+    """Connect like a peer, but mutate one of the frames."""
     nonce = secrets.token_hex(32)
     between = (mine["incarnation"], told["incarnation"], f"{told['host']}:{told['port']}")
     hello = {"op": "hello", "version": mine["version"], "nonce": nonce}
@@ -173,14 +173,14 @@ def test_mutated_metadata_are_rejected(name, rng):
                 with pytest.raises(ValueError):
                     side.transport.connect(bytes(data))
                 continue
-            # A mutated name or memory address may still be valid.
+            # The metadata may remain valid if only the name or a memory address was mutated.
             with suppress(ConnectionError, ValueError):
                 side.transport.disconnect(side.transport.connect(bytes(data), timeout_s=0.5))
         check_alive(side, name, before)
 
 
 def drawn_spans(rng, address):
-    """Draw valid and invalid spans, as sent by a peer."""
+    """Draw encoded spans as a peer would send them, valid or invalid."""
     count = rng.choice([0, 1, 2, 50])
     length = np.array([rng.choice([1, 8, 512]) for _ in range(count)], np.int64)
     at = np.array([rng.randrange(0, NUM_BYTES - 512) for _ in range(count)], np.int64)
@@ -210,7 +210,7 @@ OPS = {
 
 
 def drawn_frame(rng, address):
-    """Draw (header, payload). Except for one value, it is often valid at this point."""
+    """Draw (header, payload) of a frame that, except for one value, is often valid."""
     op = rng.choice(list(OPS))
     header = {"op": op}
     for key in OPS[op]:
@@ -239,7 +239,7 @@ def test_malicious_frames_of_connected_peer_are_rejected(name, rng):
                         channel._sock.sendall(encoded(rng, *frame, 0.02))
                 except OSError:
                     pass  # disconnected
-                # This side's own requests to the liar must end, with or without an error.
+                # Requests that this side sends to the liar must end, with or without an error.
                 try:
                     side.transport.read(
                         f"liar {number}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of NIXL transfers, and the fragment checks at the start of every transfer."""
+"""The paths that NIXL transfers use, and the checks of fragments at the start of every transfer."""
 
 import gc
 import importlib.util
@@ -76,7 +76,7 @@ def test_invalid_reach_is_rejected(reach):
 
 
 class Pair:
-    """Two transports of this process, each with a pool."""
+    """Two transports in this process, each with a pool."""
 
     def __init__(self, num_bytes, name="nixl", **options):
         self.mine = np.zeros(num_bytes, np.uint8)
@@ -126,9 +126,9 @@ def test_direct_path_is_used_if_faster(monkeypatch, other, options, size, path):
 
 @needs_nixl
 def test_long_block_lists_are_split_among_threads():
-    """NIXL splits lists of 1,024 descriptors or more.
+    """NIXL splits lists of at least 1,024 descriptors.
 
-    The list lengths are uneven, and the order is random.
+    Here, the lists have uneven lengths and a random order.
     """
     with Pair(24 << 20) as pair:
         for seed, count in enumerate((1023, 1024, 1025, 2901)):
@@ -156,7 +156,7 @@ def test_idle_agent_yields_the_core():
 
 @pytest.mark.parametrize("are_apart", [True, False])
 def test_regions_end_at_allocation_boundaries(are_apart):
-    """RDMA registers one allocation at a time, even if two are adjacent."""
+    """An RDMA registration must not span two allocations, even if they are adjacent."""
     mapped = mmap.mmap(-1, 2 << 12)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     apart = [
@@ -170,7 +170,7 @@ def test_regions_end_at_allocation_boundaries(are_apart):
 
 @pytest.mark.parametrize("num_regions", [0, 1, 3])
 def test_fragments_must_lie_in_registered_regions(num_regions):
-    """Compared with Python integers, which do not overflow."""
+    """The expected results are computed with Python integers, which do not overflow."""
     rng = random.Random(num_regions)
     begins = np.array(sorted(rng.sample(range(1, 9), num_regions)), np.int64) * 1000
     ends = begins + 700
@@ -201,7 +201,7 @@ def test_fragments_must_lie_in_registered_regions(num_regions):
 
 
 def test_overflowing_peer_addresses_are_rejected():
-    """The end of the last run wraps around, and all other runs lie outside the region."""
+    """The end of the last run overflows, and all other runs lie outside the region."""
     begin, base = 2**46, 2**62
     offsets = np.array([begin - base] + [begin + 2**21 - base] * 64 + [2**62])
     spans = Spans(np.array([base, base]), offsets, np.full(66, 4096))
@@ -261,7 +261,7 @@ def test_runs_are_merged_within_regions_of_both_sides():
 @pytest.mark.parametrize("name", ["gloo", pytest.param("nixl", marks=needs_nixl)])
 @pytest.mark.parametrize("num_pieces", [1, 3, 4, 5, 6, 7, 9, 14])
 def test_pieces_arrive_in_order_at_slow_receiver(name, num_pieces):
-    """Regression: pieces that waited for space were sent in the order of their staging memory."""
+    """Regression: pieces that had to wait for space were sent in the order of their staging memory."""
     piece = 1 << 20
     options = {"direct_bytes": None} if name == "nixl" else {}
     with Pair(num_pieces * piece, name, piece_bytes=piece, **options) as pair:
@@ -285,7 +285,7 @@ def test_close_ends_threads_after_a_failed_write(monkeypatch):
     before = len(os.listdir("/proc/self/task"))
     with Pair(64 << 20) as pair:
         lane = next(iter(pair.sides[1]._connections.values())).lane
-        lane.on_frame = lambda header, payload: None  # the receiver stops freeing space
+        lane.on_frame = lambda header, payload: None  # the receiver no longer frees space
         lane._connection.on_lane_frame(lane.on_frame)
         begins = pair.mine.ctypes.data, pair.theirs.ctypes.data
         at = np.arange(0, 64 << 20, 4096)

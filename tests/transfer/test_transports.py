@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports between two processes: correct bytes, clear errors, deadlines."""
+"""Transports between two processes: correct bytes, clear errors, and deadlines."""
 
 import errno
 import importlib.util
@@ -50,7 +50,7 @@ numbers = itertools.count()
 
 
 class Side:
-    """The test's side, with a name that no other test uses."""
+    """The transport of the test process, with a name that no other test uses."""
 
     def __init__(self, name, agent=None, **options):
         agent = agent or f"test {next(numbers)}"
@@ -98,7 +98,7 @@ def side(name):
 
 @pytest.fixture(scope="module")
 def calm():
-    """Return a shared peer by name. Tests must not write to its memory or damage it."""
+    """Return a shared peer by name. Tests must neither write to its memory nor stop it."""
     found = {}
     with ExitStack() as stack:
 
@@ -116,7 +116,9 @@ def peer(calm, name):
 
 
 def drawn(rng):
-    """Draw (local, remote, length) of fragments of at least 1 byte, disjoint on each side."""
+    """Draw (local, remote, length) of fragments that have at least 1 byte and are disjoint on each
+    side.
+    """
     length = np.array(
         [rng.choice([1, 7, 64, 512, 4096, 30_000]) for _ in range(rng.randint(1, 60))]
     )
@@ -135,7 +137,7 @@ def drawn(rng):
 
 
 def copied(destination, source, to, at, length):
-    """Copy one fragment after another, as a reference."""
+    """The reference: copy one fragment after another."""
     result = destination.copy()
     for t, a, n in zip(to.tolist(), at.tolist(), length.tolist()):
         result[t : t + n] = source[a : a + n]
@@ -176,7 +178,9 @@ def test_large_transfers_are_chunked(name, size, peer):
 
 @pytest.mark.parametrize("delay", ["", "open"])
 def test_accepting_side_can_read(side, name, delay):
-    """Immediately after the call returns, even if the other side's responding thread is slow."""
+    """The side that accepted the connection can read from the connecting side as soon as `connect`
+    has returned there, even if the thread that responds is slow.
+    """
     side.pool[:] = pattern(9)
     with Peer(name, delay=delay) as peer:
         side.transport.connect(peer.metadata)
@@ -193,7 +197,7 @@ def test_peer_responds_while_main_thread_is_busy(side, size, peer):
     side.pool[-1] = pattern(1)[-1] ^ 1
     peer.ask("busy", byte=POOL_BYTES - 1, seconds=60)
     side.read(peer, 0, 0, size).wait(20)
-    side.write(peer, POOL_BYTES - 1, POOL_BYTES - 1, 1).wait(20)  # ends the work
+    side.write(peer, POOL_BYTES - 1, POOL_BYTES - 1, 1).wait(20)  # ends the peer's work
     assert peer.answer() == {"is_written": True}
     assert (side.pool[:size] == pattern(1)[:size]).all()
 
@@ -261,7 +265,7 @@ def test_bytes_changed_in_transit_raise(name, size, monkeypatch):
 
 
 class Flips:
-    """Two sides with digests in this process. Bit `bit` of a request's payload is flipped."""
+    """Two sides with digests in this process. Bit number `bit` of each request's payload is flipped."""
 
     def __init__(self, name, kind, monkeypatch):
         self.kind, self.bit, self.num_bits = kind, None, 0
@@ -286,7 +290,7 @@ class Flips:
         monkeypatch.setattr(connection.Connection, "put", flipped)
 
     def run(self):
-        """Return the memory of both sides after a transfer. Only the source has content."""
+        """Run a transfer in which only the source has content, and return the destination memory."""
         source, target = (
             (self.theirs, self.mine) if self.kind == "pull" else (self.mine, self.theirs)
         )
@@ -298,7 +302,7 @@ class Flips:
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_flipped_request_bits_never_give_wrong_bytes(name, kind, monkeypatch):
-    """Bits of the request are flipped before its frame gets a digest."""
+    """The bits are flipped before the digest of the request's frame is computed."""
     flips = Flips(name, kind, monkeypatch)
     right = flips.run()
     assert len(np.unique(right)) == 4
@@ -332,9 +336,9 @@ def test_piece_of_another_request_or_number_is_rejected(monkeypatch):
 
 
 def test_flipped_frame_bits_are_rejected():
-    """Flips any bit of a numbered frame, including lengths and digest.
+    """Flips each bit of a numbered frame, including those of its lengths and digest.
 
-    No frame may replace another.
+    A corrupted frame, or one with another number, must never be accepted.
     """
     frame = ({"op": "landed", "id": 3, "tag": 7}, b"payload")
     sent = bytearray()
@@ -366,11 +370,11 @@ def test_empty_transfer_completes_and_notifies(side, peer):
     assert peer.ask("notifications", least=1)["found"] == [[side.transport.agent, "none"]]
 
 
-# Peers that stop, end and restart.
+# Peers that are stopped, killed and restarted.
 
 
 def reads_until_error(side, peer, size, within_s):
-    """Read until a read fails, and return the error. The deadline is part of the test."""
+    """Read until a read fails, and return the error. A read must fail before the deadline."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -411,10 +415,10 @@ def test_stopped_peer_raises_within_the_deadline(side, name):
         with pytest.raises(TransferError, match="not finished within"):
             read.poll()
         wait_until(lambda: read.is_released)
-        # The peer must not change these bytes any more.
+        # The peer must no longer change these bytes.
         side.pool[:SMALL] = 3
         peer.signal(signal.SIGCONT)
-        other.wait(20)  # a transfer in flight at the same time as the abandoned one
+        other.wait(20)  # this transfer was in flight at the same time as the abandoned one
         assert (side.pool[SMALL : 2 * SMALL] == pattern(1)[:SMALL]).all()
         assert (side.pool[:SMALL] == 3).all()
         side.read(peer, 0, 0, SMALL).wait(20)
@@ -434,8 +438,8 @@ def test_peer_that_holds_a_transfer_is_disconnected(name):
             side.read(peer, 0, 0, SMALL)
         peer.signal(signal.SIGCONT)
         deadline = time.monotonic() + 30
-        # The peer may not have noticed yet that the connection ended, and a read may take longer than
-        # this side's second on a busy machine.
+        # The peer may not have noticed yet that the connection has ended. On a busy machine, a read
+        # may also exceed this side's timeout of one second.
         while True:
             try:
                 side.transport.connect(peer.metadata)
@@ -449,7 +453,7 @@ def test_peer_that_holds_a_transfer_is_disconnected(name):
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_cancelled_transfer_does_not_affect_others(name, size):
-    """Cancels at any point of the transfer, in both directions, with many pieces."""
+    """Transfers with many pieces are cancelled at any point, in both directions."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -491,7 +495,7 @@ def test_cancelled_transfer_does_not_affect_others(name, size):
                 if i != victim or is_read or is_done:
                     assert (got[where] == theirs[where]).all()
                     assert (side.pool[where] == theirs[where]).all() or i == victim
-                else:  # a failed write may leave anything, or may even have completed
+                else:  # a failed write may leave any bytes, or may even have completed
                     theirs[where] = got[where]
                     perhaps.add(f"{number} {i}")
         found = []
@@ -537,7 +541,7 @@ def test_digest_of_cancelled_read_keeps_connection(monkeypatch):
     real = connection.Connection.on_frame
 
     def late(self, header, payload):
-        """Deliver digests of the first read only after the read has ended."""
+        """Deliver the digests of the first read only after that read has ended."""
         if self.peer.agent == other.transport.agent and header["op"] == "digest" and not is_over:
             held.append((self, header, payload))
             read.cancel("enough")
@@ -607,7 +611,7 @@ def test_excess_transfers_are_rejected_individually(kind, monkeypatch):
 
 
 def waits(number, header, payload):
-    """Ignores a frame, as if it had never arrived."""
+    """Ignore a frame, as if it had never arrived."""
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, -0.001])
@@ -648,7 +652,7 @@ def test_unregistered_memory_is_unreachable_until_it_is_registered_again(name, s
             source.read(
                 reader, 0, 0, size, name=source.transport.connect(reader.transport.metadata())
             )
-        source.transport.unregister(memory)  # has no effect
+        source.transport.unregister(memory)  # registering it again has no effect
         source.transport.register(memory)
         for peer in source.transport.peers():
             source.transport.disconnect(peer)
@@ -660,7 +664,7 @@ def test_unregistered_memory_is_unreachable_until_it_is_registered_again(name, s
 
 
 def test_unregistering_waits_for_copies_in_progress(monkeypatch):
-    """The memory may be unmapped as soon as `unregister` returns."""
+    """Callers may unmap the memory as soon as `unregister` returns."""
     begun, may_end, log = threading.Event(), threading.Event(), []
     gather = RegisteredMemory.gather
 
@@ -706,7 +710,7 @@ def test_fragments_are_not_merged_across_regions(name):
         ([0, 0], [0], [64], False),
         ([0, 63], [0], [64], False),
         ([64, 0], [0], [64], True),
-        ([0, 64], [0, 128], [64, 64], True),  # interleaved
+        ([0, 64], [0, 128], [64, 64], True),  # interleaved fragments
         ([0, 64], [0, 128], [64, 65], False),
         ([0, 64], [128, 0], [64, 64], True),
         ([0, 100], [0, 10], [10, 11], True),
@@ -757,7 +761,7 @@ def test_connecting_to_stopped_peer_fails_within_deadline(side, name):
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match="'peer'"):
             side.transport.connect(peer.metadata, timeout_s=0.5)
-        assert time.monotonic() - begin < 8  # the default is 10
+        assert time.monotonic() - begin < 8  # the default timeout is 10 s
         peer.signal(signal.SIGCONT)
 
 
@@ -775,7 +779,7 @@ def test_disconnecting_fails_transfers_in_flight(side, name):
         peer.signal(signal.SIGCONT)
 
 
-# Peers that lie, and unknown peers.
+# Peers that violate the protocol, and unknown peers.
 
 
 @pytest.mark.parametrize(
@@ -794,7 +798,7 @@ def test_invalid_read_response_is_rejected(side, name, how, said):
     with Peer(name, lie=how) as peer:
         side.transport.connect(peer.metadata)
         read = side.read(peer, 0, 0, SMALL)
-        if how == "twice":  # the read itself may already be complete
+        if how == "twice":  # the read itself may already have completed
             wait_until(lambda: not side.transport.peers())
         else:
             with pytest.raises(TransferError, match=re.escape(said)):
@@ -825,7 +829,7 @@ def test_peer_with_another_version_is_rejected(side, name):
 
 
 def test_peer_rejects_unregistered_memory(side, peer):
-    """Disables the local check against metadata, which here misstates the peer's memory."""
+    """The metadata misstates the peer's memory, so that the local check against it passes."""
     told = json.loads(peer.metadata)
     told["regions"] = [[peer.address - 4096, POOL_BYTES + 8192, "cpu"]]
     side.transport.connect(json.dumps(told).encode())
@@ -897,7 +901,9 @@ def test_silent_clients_do_not_block_others(side, peer):
 
 def test_listener_survives_failed_accept(side, name, monkeypatch):
     class Poor:
-        """A listener in a process that temporarily lacks resources, such as threads."""
+        """A listener in a process that temporarily lacks resources such as file descriptors and
+        threads.
+        """
 
         def __init__(self, listener):
             self.listener, self.num_left = listener, 2
@@ -948,7 +954,7 @@ def test_own_metadata_is_rejected(name):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_relayed_proof_is_rejected(name, own):
-    """The relay has redirected a side to its own address, but does not know the secret."""
+    """A relay has redirected a side to the relay's own address, but does not know the secret."""
     with Side(name, secret=b"a") as caller, Side(name, secret=b"a") as victim:
         told = json.loads(victim.transport.metadata())
         with socket.create_server(("127.0.0.1", 0)) as lure:
@@ -967,7 +973,7 @@ def test_relayed_proof_is_rejected(name, own):
             with back, socket.create_connection(("127.0.0.1", told["port"])) as there:
                 there.settimeout(20)
                 hello, _ = receive_frame(back)
-                if own:  # claims the address that the victim expects
+                if own:  # the relay claims the address that the victim expects
                     hello["address"] = f"127.0.0.1:{told['port']}"
                 send_frame(there, hello)
                 answer, _ = receive_frame(there)
@@ -1016,7 +1022,7 @@ def test_transports_listen_only_on_the_loopback(side, name):
     assert len(found) >= 2 and set(found) == {"0100007F"}, found
 
 
-# Invalid arguments, which transfer nothing.
+# Invalid arguments, with which nothing is transferred.
 
 
 @pytest.mark.parametrize(
@@ -1055,7 +1061,7 @@ def test_invalid_metadata_is_rejected(side, changes, said):
     ("data", "said"),
     [
         *((data, "metadata") for data in (b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000)),
-        # None: the side's own metadata.
+        # None stands for the side's own metadata.
         *(("{}", "expected bytes"), (None, "expected the metadata of another agent")),
     ],
 )
@@ -1084,7 +1090,7 @@ def test_unresponsive_address_raises_within_deadline(side):
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match="was not connected"):
             side.transport.connect(json.dumps(told).encode(), timeout_s=0.5)
-        assert time.monotonic() - begin < 8  # the default is 10
+        assert time.monotonic() - begin < 8  # the default timeout is 10 s
 
 
 @pytest.mark.exhaustive
@@ -1245,12 +1251,14 @@ def test_torch_default_group_is_unaffected(name, peer):
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_closed_connections_leak_no_descriptors(name, kill):
-    """UCX keeps sockets of removed NIXL peers, up to the number that 16 connections use."""
+    """UCX keeps the sockets of removed NIXL peers open, up to the number of sockets that 16
+    connections use.
+    """
     count = {"gloo": (16, 8), "nixl": (36, 20)}[name][kill]
     most = {"gloo": 4, "nixl": 16 * 7 + 8}[name]
     first, *marks = curve(name, count, kill=kill, every=2, most_more=most)
     assert max(each.descriptors for each in marks) <= first.descriptors + most, marks
-    if name == "nixl":  # an agent was replaced, which closed its sockets
+    if name == "nixl":  # shows that an agent was replaced, which closed its sockets
         counts = [each.descriptors for each in marks]
         assert any(later < earlier for earlier, later in itertools.pairwise(counts)), marks
 

@@ -15,9 +15,9 @@ INT32 = torch.int32
 
 
 def make_tables(device="cpu", pin_memory=False, **options):
-    """Make tables for full attention and a window of 9.
+    """Make tables for a full-attention group and a group with a window of 9 tokens.
 
-    Blocks have 8 tokens, rows 0 to 2 up to 64 tokens.
+    Blocks have 8 tokens, and rows 0 to 2 have slots for up to 64 tokens.
     """
     tables = BlockTables(
         [TableShape(8, 8), TableShape(16, 4, kernel_block_size=8, window=9, **options)],
@@ -30,7 +30,7 @@ def make_tables(device="cpu", pin_memory=False, **options):
 
 
 def contents(batch):
-    """Return all tensors of a batch as lists, by name."""
+    """Return all tensors of a batch as lists, keyed by group and name."""
     found = {"query_start_loc": batch.query_start_loc.tolist()}
     for g, group in batch.groups.items():
         for name in group.__slots__:
@@ -50,8 +50,8 @@ def test_metadata_of_a_mixed_batch_of_two_groups(device):
     full, windowed = batch[0], batch[1]
     assert full.seqused_k.tolist() == windowed.seqused_k.tolist() == [16, 24, 0]
     assert full.block_table[:, :4].tolist() == [[9, 10, 11, 12], [1, 2, 3, 0], [0, 0, 0, 0]]
-    # Positions 11 to 15 see position 3 and later. Position 23 sees 15 and later, so column 0 is
-    # hidden.
+    # Positions 11 to 15 attend to positions 3 and later. Position 23 attends to positions 15 and
+    # later, so column 0 is hidden.
     assert windowed.block_table[:, :4].tolist() == [[16, 17, 0, 0], [0, 9, 10, 11], [0, 0, 0, 0]]
     assert full.paged_kv_indptr.tolist() == [0, 2, 5, 5]
     assert full.paged_kv_indices.tolist() == [9, 10, 1, 2, 3]
@@ -133,7 +133,8 @@ def test_only_groups_with_tables_are_served_by_default():
     both = AttentionMetadataBuilder(tables, groups=[1, 0]).build([0], [1], [9])
     assert both[1].paged_kv_indices.tolist() == [8, 9]
     assert both[0].paged_kv_indices.tolist() == [1, 2]
-    one = AttentionMetadataBuilder(tables[1]).build([0], [1], [9])  # one of several tables
+    # The builder also accepts one of several tables.
+    one = AttentionMetadataBuilder(tables[1]).build([0], [1], [9])
     assert list(one.groups) == [1] and one[1].paged_kv_indices.tolist() == [8, 9]
 
 
@@ -250,7 +251,7 @@ def test_window_of_a_replicated_group_is_served():
 
 
 def columns_written(builder, monkeypatch):
-    """Record the bound of each launch of a CPU builder, in order."""
+    """Return a list to which each launch of a CPU builder appends its bound on the number of tokens."""
     bounds, launch = [], builder._tables.attention_metadata
 
     def record(fields, requests, max_num_tokens, *rest, **options):
@@ -271,7 +272,7 @@ def test_long_row_slows_only_one_later_build(monkeypatch):
     for _ in range(2):  # the long row still exists but is not in the batch
         assert builder.build([1], [1], [3])[0].block_table.tolist() == [[70] + [0] * 63]
     assert bounds == [256, 256, 4]
-    # The second entry of the batch was not overwritten before.
+    # The previous batches did not overwrite the second row of the output.
     tables.add_row([71], 0)
     rows = builder.build([1, 0], [1, 1], [3, 3])[0].block_table.tolist()
     assert rows == [[70] + [0] * 63, [71] + [0] * 63]
@@ -289,7 +290,7 @@ def test_unserved_groups_are_ignored(monkeypatch):
 
 
 def test_device_without_kernels_gets_copies(monkeypatch):
-    """The meta device stands in for a device that torch can only copy to."""
+    """The meta device stands in for a device to which torch can only copy."""
     monkeypatch.setattr(
         "kvcache.worker.tables.buffer.device_zeros",
         lambda shape, dtype, device: torch.zeros(shape, dtype=dtype),
@@ -322,9 +323,10 @@ def test_block_tables_equal_gather(lengths, padding):
 
 @given(batch=BatchOfTokens.strategy())
 def test_paged_attention_equals_dense_attention(batch):
-    """The tensors of both backends lead to the correct K and V.
+    """With the tensors for both backends, attention reads the correct K and V.
 
-    Blocks that no query may see (null block, outside the window, free) contain NaN.
+    Blocks to which no query may attend (the null block, free blocks, and blocks outside the window)
+    contain NaN.
     """
     tables = batch.make_tables()
     caches = batch.fill_caches(tables)
@@ -343,7 +345,9 @@ def test_paged_attention_equals_dense_attention(batch):
 
 @given(batch=BatchOfTokens.strategy(world_sizes=(2, 3), windows=(None,), decode=True))
 def test_context_parallel_decode_equals_dense_attention(batch):
-    """Each rank attends to its own tokens. The ranks' outputs are combined by weight."""
+    """Each rank attends to its own tokens, and the outputs of the ranks are combined with their
+    softmax weights.
+    """
     parts = {name: [] for name in ("flash_attention", "flash_infer")}
     for rank in range(batch.world_size):
         tables = batch.make_tables(rank)
@@ -373,7 +377,7 @@ def test_device_lengths_match_without_synchronizing():
     torch.cuda.set_sync_debug_mode("error")
     try:
         batch = builder.build(*on_device)
-        builder.build(*given)  # neither build waits, since there are two staging buffers
+        builder.build(*given)  # neither build waits, because there are two staging buffers
         batch = builder.build(*on_device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -418,7 +422,7 @@ def on_gpu(*lists):
 
 
 def captured_build(builder, *inputs, **options):
-    """Return (graph, batch) of a captured build, after an eager build."""
+    """Capture a build after an eager build. Return (graph, batch)."""
     builder.build(*inputs, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -437,7 +441,7 @@ def test_replay_after_longer_eager_build_is_clean(options):
     graph.replay()
     assert batch[0].block_table.tolist() == [[6] + [0] * 7, [0] * 8]
     assert batch[0].paged_kv_indices.tolist() == [6] + [0] * 15
-    # An eager build overwrites the replay's results.
+    # A later eager build overwrites the results of the replay.
     tables.add_row((range(30, 38), [9]), 1)
     tables.commit_updates()
     graph.replay()

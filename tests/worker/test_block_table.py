@@ -195,7 +195,7 @@ def test_first_candidate_that_divides_is_the_kernel_block_size(kernel_sizes, cho
     table = BlockTable(48, 2, 3, 16, False, "cpu", kernel_sizes=kernel_sizes)
     assert table.kernel_block_size == chosen
     table.add_row([1], 0)
-    # Slots are also correct for a block size that was not the first candidate.
+    # Slots are also correct if the kernel block size is not the first candidate.
     table.compute_slot_mapping(np.array([0]), np.array([17]))
     assert table.slot_mapping.np[0] == 48 + 17
 
@@ -210,7 +210,7 @@ def test_invalid_kernel_sizes_are_reported():
 
 
 def test_context_parallelism_distributes_tokens():
-    """World size 4, interleave 2, blocks of 4: tokens 2 and 3 of every 8 are on rank 1."""
+    """With 4 ranks, an interleave of 2 and blocks of 4 tokens, rank 1 has tokens 2 and 3 of every 8."""
     cp = ContextParallel(pcp_world_size=2, pcp_rank=0, dcp_world_size=2, dcp_rank=1)
     table = BlockTable(4, 2, 3, 40, False, "cpu", 4, 2, context_parallel=cp)
     table.add_row([7, 9], 0)
@@ -283,7 +283,7 @@ def test_only_updates_reach_the_device(device):
     tables.commit_updates()
     for table in tables:
         assert torch.equal(table.get_device_tensor().cpu(), table.get_cpu_tensor())
-    if device != "cpu":  # rows not reported as changed are not uploaded
+    if device != "cpu":  # rows that were not reported as changed are not uploaded
         tables[0].get_numpy_array()[3, 0] = 99
         tables.commit_updates()
         assert int(tables[0].get_device_tensor()[3, 0]) == 0
@@ -350,7 +350,7 @@ def test_table_widths_include_context_parallelism_and_speculation():
         replicated=[False, True, False],
         max_num_blocks=[None, None, 9],
     )
-    # max(ceil(100 / 32), 6), replicated: ceil(100 / 8), given
+    # max(ceil(100 / 32), 6), ceil(100 / 8) for the replicated group, and the given value
     assert [table.max_num_blocks_per_req for table in tables] == [6, 13, 9]
     assert tables[0].get_cpu_tensor().shape[0] == 2 * 6
 
@@ -410,7 +410,8 @@ def test_gather_returns_batch_order_without_hidden_blocks(device):
     computed = torch.tensor([0, 23, 0], dtype=torch.int32, device=device)
     full, windowed = tables.gather(idx, computed)
     assert full[:, :4].tolist() == [[6, 0, 0, 0], [1, 2, 3, 0], [0, 0, 0, 0]]
-    # Token 23 sees 15 to 23, so the first column (tokens 0 to 7) is outside its window.
+    # Token 23 attends to tokens 15 to 23, so the first column (tokens 0 to 7) is outside its
+    # window.
     assert windowed[:, :4].tolist() == [[14, 15, 0, 0], [0, 9, 10, 11], [0, 0, 0, 0]]
     address = full.data_ptr()
     tables.clear_row(0)
@@ -420,7 +421,7 @@ def test_gather_returns_batch_order_without_hidden_blocks(device):
 
 
 def test_device_without_kernels_gets_copies():
-    """The meta device stands in for a device that torch can only copy to."""
+    """The meta device stands in for a device to which torch can only copy."""
     tables = multi("meta")
     tables.add_row(([5], [2]), 0)
     tables.compute_slot_mapping(np.array([0]), np.array([1]))
@@ -436,7 +437,7 @@ def test_device_without_kernels_gets_copies():
 
 @pytest.mark.gpu
 def test_captured_graph_serves_later_steps():
-    """Capture once, change positions, tables and batch in place, and replay."""
+    """Captures a step, changes positions, tables and batch in place, and replays the graph."""
     tables = BlockTables(
         [TableShape(16, 16), TableShape(32, 8, window=20)],
         max_num_reqs=8,
@@ -457,7 +458,7 @@ def test_captured_graph_serves_later_steps():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         gathered = step()
-    assert tables[0].num_computed_slots is None  # a later replay may compute other slots
+    assert tables[0].num_computed_slots is None  # a later replay may compute different slots
     generator = np.random.default_rng(0)
     for _ in range(5):
         for row in range(8):
@@ -517,7 +518,7 @@ def test_step_neither_allocates_nor_synchronizes():
             torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     names = [event.key for event in profile.key_averages()]
-    # The profiler ends with a cudaDeviceSynchronize. No other call may wait.
+    # The profiler ends with a cudaDeviceSynchronize. No other synchronizing call is allowed.
     waits = [n for n in names if n in ("cudaStreamSynchronize", "cudaEventSynchronize")]
     assert not waits and not [n for n in names if "cudaMalloc" in n]
 
@@ -542,7 +543,7 @@ def test_read_only_arrays_are_accepted(recwarn):
 
 
 class OtherDevice:
-    """Stands for a device that torch can only copy to: separate memory, with recorded copies."""
+    """Simulates a device to which torch can only copy, by using separate host memory for it."""
 
     def __init__(self, monkeypatch):
         import kvcache.worker.tables.buffer as buffer
@@ -561,7 +562,7 @@ def test_every_commit_reaches_device_without_kernels(monkeypatch):
     tables = OtherDevice(monkeypatch).tables()
     tables.add_row(([5, 6], [2]), 0)
     tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 9]))
-    assert not tables[0].block_table.gpu.any()  # not uploaded before the commit
+    assert not tables[0].block_table.gpu.any()  # nothing is uploaded before the commit
     tables.commit_updates()
     assert tables[0].block_table.gpu[0].tolist()[:3] == [5, 6, 0]
     assert tables[1].block_table.gpu[0].tolist()[:3] == [4, 5, 0]
@@ -569,7 +570,7 @@ def test_every_commit_reaches_device_without_kernels(monkeypatch):
     tables.commit_slot_mapping(2)
     assert tables[0].slot_mapping.gpu.tolist() == [41, 49] + [-1] * 14
     tables.add_row(([7], [3]), 1)
-    tables[1].commit_block_table(1)  # row 0 only
+    tables[1].commit_block_table(1)  # uploads row 0 only
     assert not tables[1].block_table.gpu[1].any()
     tables[1].commit_block_table(2)
     assert tables[1].block_table.gpu[1].tolist()[:2] == [6, 7]
@@ -671,9 +672,9 @@ def test_entries_after_committed_tokens_have_no_slot():
 
 
 def test_commit_clears_a_tail_written_by_the_caller():
-    """The tail is cleared regardless of its writer.
+    """Entries after the step's slots are cleared, whoever wrote them.
 
-    PCP padding and dummy runs write directly into the buffer.
+    Engines write to the buffer directly for PCP padding and dummy runs.
     """
     for dtype in (torch.int64, torch.int32):
         table = BlockTable(4, 4, 5, 16, slot_mapping_dtype=dtype)
@@ -704,7 +705,7 @@ class FakeEvent:
         self.log = log
 
     def query(self):
-        """Return False at the first call, then True."""
+        """Return False in the first call, and True afterwards."""
         self.log.append("poll")
         return len(self.log) > 1
 
@@ -733,7 +734,7 @@ def test_changes_wait_for_an_upload_in_flight(change):
     change(tables)
     assert log == ["poll", "poll"]
     change(tables)
-    assert log == ["poll", "poll"]  # one poll per upload
+    assert log == ["poll", "poll"]  # a completed upload is not polled again
 
 
 @pytest.mark.parametrize("call", ["compute", "commit"])
@@ -750,7 +751,7 @@ def test_slot_changes_wait_for_an_upload_in_flight(call):
 
 
 def test_row_may_be_set_to_its_own_slice():
-    """A rollback. The ids are a slice of the table that changes."""
+    """To roll back a row, a caller may pass ids that are a slice of the table itself."""
     table = make()
     table.add_row([3, 4, 5], 1)
     table.add_row(table.get_numpy_array()[1, :2], 1)
@@ -759,7 +760,7 @@ def test_row_may_be_set_to_its_own_slice():
     tables.add_row(([3, 4, 5], [6, 7]), 1)
     tables.add_row((tables[0].get_numpy_array()[1, :2], tables[1].get_numpy_array()[1, :1]), 2)
     assert content(tables[0])[2] == [3, 4] and content(tables[1])[2] == [24, 25]
-    tables.move_rows(tables[0].get_numpy_array()[0, :1], [3])  # row 0 to row 3
+    tables.move_rows(tables[0].get_numpy_array()[0, :1], [3])  # move row 0 to row 3
     assert content(tables[0])[3] == []
 
 
@@ -912,7 +913,7 @@ def test_shorter_step_clears_slots_of_longer_step(dtype):
     table = BlockTable(4, 4, 5, 16, False, "cpu", 4, slot_mapping_dtype=dtype)
     table.add_row([3, 4, 5, 6], 0)
     for n in (16, 2, 9, 0, 1):
-        for positions in (np.arange(n), np.arange(n)[::-1].copy()):  # one contiguous run, or none
+        for positions in (np.arange(n), np.arange(n)[::-1].copy()):  # ascending or descending
             table.compute_slot_mapping(np.zeros(n, np.int32), positions)
             assert table.slot_mapping.np.tolist() == [*(12 + positions), *[-1] * (16 - n)]
 

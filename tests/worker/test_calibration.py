@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy methods by fragment size: thresholds, files, and the output of `kvcache bench`."""
+"""Selection of copy methods by fragment size: thresholds, calibration files, and the output of
+`kvcache bench`.
+"""
 
 import json
 import weakref
@@ -108,7 +110,7 @@ def engine(sizes, block_major=False, **options):
     return SwapEngine(pages, pages.on_host(40), streams=SimulatedStreams(0), **options)
 
 
-# Thresholds by fragment size alone: the built-in values for many fragments.
+# Thresholds that depend only on the fragment size: the built-in values for many fragments.
 BY_SIZE = Calibration("a test", ((0, DEFAULT.out[-1][1]),), ((0, DEFAULT.in_[-1][1]),))
 
 
@@ -120,19 +122,19 @@ def test_method_depends_on_contiguity_of_both_sides():
     apart = engine([[8 * KIB, 8 * KIB]] * 4, calibration=BY_SIZE)
     scattered, run = ids(1, 9, 5, 2), np.stack([np.arange(1, 9), np.arange(21, 29)], 1)
     assert apart.fragment_bytes("out", scattered) == 8 * KIB
-    # Host layers are not adjacent, so consecutive pages do not merge.
+    # Layers are not adjacent on the host, so the fragments of consecutive pages are not merged.
     assert apart.fragment_bytes("out", run) == 8 * KIB
     assert [apart.method_for(d, run) for d in ("out", "in")] == ["staging", "kernel"]
     packed = engine([[8 * KIB, 8 * KIB]], block_major=True, calibration=BY_SIZE)
     assert packed.fragment_bytes("in", ids(1, 9, 5, 2)) == 16 * KIB
     assert packed.fragment_bytes("in", run) == 8 * 16 * KIB
-    assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # descending runs merge, too
+    assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # descending runs are merged, too
     assert packed.method_for("in", scattered) == "kernel"
     assert packed.method_for("in", run) == "copy_engine"
-    # A page is a single fragment, so staging has no benefit.
+    # Each page is a single fragment, so staging has no benefit.
     assert packed.method_for("out", scattered) == "kernel"
     assert engine([[8]], method="staging").method_for("in", run) == "staging"
-    on_cpu = SwapEngine(apart.device, apart.host)  # only one method on a CPU
+    on_cpu = SwapEngine(apart.device, apart.host)  # there is only one method on a CPU
     assert [on_cpu.method_for(d, run) for d in ("out", "in")] == ["kernel", "kernel"]
 
 
@@ -216,7 +218,7 @@ def test_measured_pages_are_scattered_over_the_pool():
 
 
 class Memory:
-    """Tracks live page bytes by place of allocation, and their maximum."""
+    """Tracks the current and the maximum number of page bytes, keyed by the kind of allocation."""
 
     def __init__(self, monkeypatch) -> None:
         self.now, self.most = {"pool": 0, "host": 0, "staging": 0}, {}
@@ -239,7 +241,9 @@ class Memory:
 
 
 def test_bench_stays_within_its_checked_memory(monkeypatch):
-    """Pages and engines of a measurement are freed before the next allocation."""
+    """The pages and engines of each measurement must be freed before those of the next are
+    allocated.
+    """
     monkeypatch.setattr(
         bandwidth, "_contiguous_gb_per_s", lambda *args: dict.fromkeys(("out", "in", "both"), 1.0)
     )
@@ -267,8 +271,8 @@ def test_bench_stays_within_its_checked_memory(monkeypatch):
 
 
 def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
-    """Measurements, not the built-in values, select the copy engine for few fragments and the
-    kernel for many small ones.
+    """The measurements, rather than the built-in values, select the copy engine for few fragments
+    and the kernel for many small ones.
     """
 
     def rates(device, num_bytes, fragments, methods, calibration, *args, **options):
@@ -298,7 +302,9 @@ def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
 
 
 def test_numbers_of_thread_blocks_are_measured_with_one_pool(monkeypatch):
-    """Pinning gigabytes of host memory for each number took longer than the measurement."""
+    """Pinning gigabytes of host memory for each number of thread blocks took longer than the
+    measurement itself.
+    """
     contiguous, pools, tried = [], [], []
     monkeypatch.setattr(
         bandwidth, "_contiguous_gb_per_s",
@@ -320,12 +326,12 @@ def test_numbers_of_thread_blocks_are_measured_with_one_pool(monkeypatch):
     monkeypatch.setattr(bandwidth, "steps_of", lambda steps: ((0, ((0, "kernel"),)),))
     found = bandwidth.calibrate(torch.device("cpu"), 1 << 20, pool_bytes=2 << 20)
     assert tried == list(bandwidth._THREAD_BLOCKS) and found.num_thread_blocks == 8
-    # The second contiguous measurement belongs to the methods.
+    # The second contiguous measurement is made for the comparison of methods.
     assert (len(pools), len(contiguous)) == (1, 2)
 
 
 @pytest.mark.gpu
-# Takes minutes on the runtime without a GPU; `make gpu-rehearsal` also runs it there.
+# This test takes minutes on the runtime without a GPU, where `make gpu-rehearsal` also runs it.
 @pytest.mark.exhaustive
 def test_swaps_use_the_calibration_of_the_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
@@ -338,10 +344,10 @@ def test_swaps_use_the_calibration_of_the_machine(tmp_path, monkeypatch, capsys)
 
 
 class FakeDevice:
-    """A device with its own clock, instead of torch's streams and events."""
+    """A simulated device with its own clock that replaces torch's streams and events."""
 
     def __init__(self, monkeypatch) -> None:
-        # Current host time, and when the device will have finished its work.
+        # The current host time, and the time at which the device will have finished its work.
         self.host_s = self.device_s = 0.0
         device = self
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy engine on a device: in captures, without batches, and with a rejected copy."""
+"""The copy engine on a device: in captured graphs, without batched copies, and with a rejected copy."""
 
 import os
 import re
@@ -85,7 +85,7 @@ print("arrived")
 
 @pytest.mark.parametrize("how", ["batch_copies=False", "by the environment", "batched"])
 def test_disabled_batches_are_not_used(how):
-    """Without a GPU, the runtime fails every batch; on a GPU, all three variants succeed."""
+    """The runtime without a GPU makes every batch fail. On a GPU, all three variants succeed."""
     environment = {**os.environ, "KVCACHE_GPULESS_BATCHES": "crash"}
     if how == "by the environment":
         environment["KVCACHE_BATCH_COPIES"] = "0"
@@ -129,7 +129,7 @@ print("refused" if refused else "arrived")
 
 @pytest.mark.parametrize("driver", ["apart", "joined"])
 def test_copy_across_pinned_pieces_succeeds_or_raises(driver, record_property):
-    """CUDA's documentation does not specify copies across two adjacent registered ranges.
+    """CUDA's documentation does not specify whether a copy may span two adjacent registered ranges.
 
     The runtime without a GPU covers both outcomes.
     """

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the native host tables with lists, and their packed updates with the tables."""
+"""Compares the native host tables with lists, and the tables that result from packed updates with
+the host tables.
+"""
 
 import numpy as np
 import pytest
@@ -19,16 +21,17 @@ def flat(values):
 
 
 class TablesAgainstLists(RuleBasedStateMachine):
-    """Random steps, moves, swaps and clears over groups with different widths and ratios.
+    """Random steps, moves, swaps and clears on groups whose tables have different widths and block
+    size ratios.
 
-    A second arena stands in for the device. It receives only packed updates, through the op.
+    A second arena stands in for the device and is updated through the op.
     """
 
     @initialize(
         shapes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=3)
     )
     def start(self, shapes):
-        self.widths = [width for width, _ in shapes]  # allocation blocks
+        self.widths = [width for width, _ in shapes]  # in allocation blocks
         self.ratios = [ratio for _, ratio in shapes]
         sizes = [ROWS * width * ratio for width, ratio in shapes]
         self.offsets = [sum(sizes[:g]) for g in range(len(sizes))]
@@ -105,7 +108,9 @@ class TablesAgainstLists(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "model"))
     @rule(capacity=st.sampled_from([1, 30, 10_000]))
     def upload(self, capacity):
-        """Upload like `commit_updates`: packed if it fits, otherwise everything."""
+        """Upload like `commit_updates`: as a packed update if the changes fit, and otherwise as a
+        copy of everything.
+        """
         packed = np.full(capacity, -9, np.int32)
         used = self.native.pack(packed)
         if 0 <= used <= capacity:
@@ -139,7 +144,7 @@ TestTablesAgainstLists.settings = settings(stateful_step_count=30)
 
 
 def test_sent_changes_are_not_repeated():
-    """The size of each update is compared with the size of the tables."""
+    """Every update must be small compared with the tables."""
     arena = np.zeros(ROWS * 20 + ROWS, np.int32)
     tables = core.HostTables(arena, ROWS, [(0, 20, 1, 2**31)], track=True)
     packed = np.zeros(300, np.int32)
@@ -162,7 +167,9 @@ def test_sent_changes_are_not_repeated():
     ids=["swap", "swap with an empty row", "move", "clear", "append", "reset"],
 )
 def test_single_change_is_packed_completely(change):
-    """The tables are so large that the random test above would upload everything."""
+    """The tables are so large that the change must be sent as a packed update, rather than as a
+    copy of everything.
+    """
     width = 200
     arena = np.zeros(ROWS * width + ROWS, np.int32)
     tables = core.HostTables(arena, ROWS, [(0, width, 1, 2**31)], track=True)

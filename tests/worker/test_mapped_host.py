@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned host memory whose device addresses differ from its host addresses."""
+"""Pinned host memory that has different addresses on the device and on the host."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def ids(*pairs):
 
 
 def sides():
-    """Return host memory, its alias for the device, and device memory."""
+    """Return host memory, the memory that the device sees at its address, and device memory."""
     host = torch.full((PAGES * BYTES,), 1, dtype=torch.uint8)
     seen = torch.arange(PAGES, dtype=torch.uint8).repeat_interleave(BYTES) + 10
     return host, seen, torch.zeros(PAGES * BYTES, dtype=torch.uint8)
@@ -81,10 +81,10 @@ def test_pieces_with_different_addresses_are_rejected(ops):
 
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_unpinned_region_is_reported(ops, side):
-    """The region is in the same tensor as a pinned region, but is not pinned itself."""
+    """The unpinned region is in the same tensor as a pinned one."""
     host, _, device = sides()
     half = len(host) // 2
-    ops.map_host(host.data_ptr() + half, half, 0)  # the device has no address for this half
+    ops.map_host(host.data_ptr() + half, half, 0)  # this half has no device address
     two = torch.tensor([[0, 8, 0, 8, 8], [half, 8, half, 8, 8]])
     source, destination = (host, device) if side == "src" else (device, host)
     with pytest.raises(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page layouts: every layout of the attention backends, as pages and as kernel views."""
+"""Every layout of the attention backends, viewed as pages and as the tensors that kernels use."""
 
 import itertools
 import re
@@ -49,7 +49,7 @@ def fill(kv, generator=None):
 
 
 def content(kv):
-    """Return the content of all views, per layer."""
+    """Return the contents of all views, per layer."""
     shown = []
     for layer in range(kv.num_layers):
         views = [kv.key_cache(layer), kv.value_cache(layer)]
@@ -64,7 +64,7 @@ def test_views_show_every_byte_of_a_page_once(form, layout):
     fill(kv)
     views = [view for layer in content(kv) for view in layer]
     assert sum(view.numel() for view in views) == kv.pages.num_bytes
-    kv.pages.zero(np.array([3]))  # clears only this block in each view
+    kv.pages.zero(np.array([3]))  # must clear only this block in each view
     for before, after in zip(views, (view for layer in content(kv) for view in layer)):
         assert not after[3].any()
         keep = [0, 1, 2, 4, 5, 6]
@@ -235,8 +235,8 @@ def test_page_of_a_packed_storage_is_one_fragment():
 
 
 def engine_tensors(backend, layout, num_layers=3, num_blocks=6, dtype=torch.float16):
-    """Return tensors as backends register them: logical [.., block, head, element], ordered by
-    stride.
+    """Return tensors as backends register them: with logical shape [.., block, head, element] and
+    this order of strides.
     """
     size, heads, width = 4, 2, 8
     inner = [size, heads, width] if layout == "NHD" else [heads, size, width]
@@ -304,7 +304,7 @@ def test_states_of_any_dtype_can_be_pages():
 
 @st.composite
 def strided(draw):
-    """Draw a tensor over part of a larger one, with its dimensions in any memory order."""
+    """Draw a tensor that is a view of part of a larger one, with its dimensions in any memory order."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     wider = [n + draw(st.integers(0, 1)) for n in shape]
     order = draw(st.permutations(range(len(shape))))
@@ -653,7 +653,9 @@ def test_unsupported_plans_are_rejected():
 
 
 def test_mla_sizes_agree_between_specs_and_storage():
-    """Covers a latent of 512 elements and a rotary part of 64, separate or as one vector."""
+    """The latent has 512 elements and the rotary part 64. They are stored separately or as one
+    vector.
+    """
     order = ("block", "token", "element")
     descriptions = [
         CacheDescription(
@@ -744,7 +746,9 @@ def test_tokens_and_slots_must_be_tensors():
 
 
 def separate_layers(num_layers=3, num_blocks=6, block_dim=1):
-    """Return an engine's K and V tensors of each layer. All blocks have different contents."""
+    """Return an engine's K and V tensors for each layer, in which all blocks have different
+    contents.
+    """
     shape = (2, num_blocks, 4, 3) if block_dim else (num_blocks, 2, 4, 3)
     return [
         torch.arange(float(np.prod(shape))).view(shape) + 10_000 * layer
@@ -805,4 +809,4 @@ def test_copies_of_engine_tensors_hold_no_references():
     pages.copy([(1, 2)])
     seen = weakref.ref(pages)
     del pages
-    assert seen() is None  # freed immediately, without the garbage collector
+    assert seen() is None  # the tensors are freed immediately, without garbage collection

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory: size, start address, pinning, and error messages."""
+"""Host memory for pages: size, start address, pinning, and error messages."""
 
 import contextlib
 import ctypes
@@ -45,7 +45,7 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
         host = pages.on_host(2000, pin_memory=True)
     assert (
         len(reported) >= 3 and len(released) == len(reported) - 1
-    )  # pinned chunks are unpinned again
+    )  # chunks that were already pinned are unpinned again
     PageCopy(pages, host).copy(np.array([[1, 1999]]))
     assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
 
@@ -70,7 +70,7 @@ def test_chunks_end_at_page_boundaries_and_their_sum_is_reported(monkeypatch):
 
 
 def is_resident(address, num_bytes):
-    """Return which system pages are resident."""
+    """Return, for each system page of the memory, whether it is resident."""
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     done = ctypes.CDLL(None, use_errno=True).mincore(
         ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages
@@ -88,7 +88,7 @@ def can_populate():
     return True
 
 
-@pytest.mark.skipif(not can_populate(), reason="MADV_POPULATE_WRITE came with Linux 5.14")
+@pytest.mark.skipif(not can_populate(), reason="MADV_POPULATE_WRITE requires Linux 5.14")
 def test_memory_is_touched_by_several_threads_before_it_is_registered(monkeypatch):
     """The last chunk ends inside a system page."""
     registered = []
@@ -147,14 +147,14 @@ def test_pinning_without_cuda_warns():
 
 
 def test_storage_starts_at_the_first_pinned_byte(monkeypatch):
-    """torch checks the first byte of a storage to determine whether a tensor is pinned."""
+    """torch checks the first byte of a tensor's storage to determine whether the tensor is pinned."""
     registered = []
     monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
     monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
     host = Pages.allocate(4, [[5000]]).on_host(100, pin_memory=True)
     storage = host.memory.untyped_storage()
     assert min(registered)[0] == storage.data_ptr() == host.memory.data_ptr()
-    assert storage.data_ptr() % (2 << 20) == 0  # aligned to a huge page
+    assert storage.data_ptr() % (2 << 20) == 0  # the memory is aligned to a huge page
     assert sum(size for _, size in registered) == storage.nbytes() == host.memory.numel()
 
 
@@ -220,7 +220,9 @@ def test_failed_unpinning_is_reported(monkeypatch, caplog):
 
 
 def registering_gives(monkeypatch, error):
-    """Replaces CUDA's response to every registration."""
+    """Replaces the function that registers memory with CUDA, so that every registration gives this
+    result.
+    """
 
     class Cudart:
         cudaError = int
@@ -235,7 +237,7 @@ def registering_gives(monkeypatch, error):
 
 
 def is_mapped_in_a_fork(memory):
-    """Return whether a forked child has a page of the memory in its address space."""
+    """Return whether this page of the memory is in the address space of a forked child."""
     address = memory.data_ptr() + memory.numel() // 2
     child = os.fork()
     if child == 0:
@@ -253,7 +255,7 @@ def test_forked_process_does_not_copy_pinned_memory(monkeypatch, can_be_pinned):
     with expected:
         memory, _, keep = pinning.allocate_host(64, 1 << 20, torch.device("cuda", 0))
     assert is_mapped_in_a_fork(memory) == (not can_be_pinned)
-    memory.fill_(7)  # the parent still has the page
+    memory.fill_(7)  # the page is still in the parent
     assert int(memory[-1]) == 7
     del keep
 
@@ -288,7 +290,8 @@ def test_host_pages_are_pinned_in_chunks_and_unpinned(monkeypatch):
     pages.memory.random_()
     for method in ("kernel", "copy_engine", "staging"):
         swap = SwapEngine(pages, host, method=method)
-        last = host.pages_per_chunk  # the run crosses the end of a piece
+        # This run of pages crosses the boundary between two pinned chunks.
+        last = host.pages_per_chunk
         swap.swap_out(np.array([[1, last - 1], [2, last], [3, last + 1]])).wait(10)
         for region in range(len(pages.sizes)):  # K and V of a layer are not adjacent
             got = host.fragment(region)[last - 1 : last + 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwapEngine: stream dependencies on a simulated device, failures, and races on a real device."""
+"""`SwapEngine`: stream dependencies on a simulated device, failures, and races on a real device."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from tests.machinery.shared import sampled
 from tests.machinery.simulated_device import SimulatedStreams
 
 LAYERS = 3
-# The kernel for one page, staging for several.
+# With this calibration, single pages use the kernel, and several pages use staging.
 MIXED = Calibration("a test", *[((0, ((0, "kernel"),)), (2 * LAYERS + 1, ((0, "staging"),)))] * 2)
 ALL_LAYERS = range(LAYERS)
 FORMS = {
@@ -39,10 +39,11 @@ def pairs(*values):
 
 
 class Race:
-    """Compute, swap out, reuse and swap in by a random sequence of calls, and compare every read.
+    """Computes, swaps out, reuses and swaps in pages in a random sequence of calls, and compares
+    every read.
 
-    The expected result is that of immediate execution: `device` and `host` track the value last
-    written to each page. The simulated device executes later, in a random legal order.
+    The expected results are those of immediate execution: `device` and `host` track the last value
+    written to each page. The simulated device executes the work later, in a random legal order.
     """
 
     def __init__(self, seed: int, **form) -> None:
@@ -54,7 +55,7 @@ class Race:
         self.by_layer = form.get("layers_per_event", 0) > 0
         self.device = dict.fromkeys(range(1, 12), 0)
         self.host: dict[int, int] = {}
-        self.arriving = {}  # page -> job that no call has waited for
+        self.arriving = {}  # page -> swap-in job for which no call has waited yet
         self.number = 0
         self.wrong = 0
         self.reads = 0
@@ -132,7 +133,7 @@ def test_reads_are_correct_under_any_stream_order(form, seeds):
 
 
 def without_order_against_compute(monkeypatch):
-    """Make swaps ignore earlier work of the compute stream."""
+    """Plant a defect: swaps do not wait for earlier work on the compute stream."""
     record = SimulatedStreams.record
 
     def happened(self, stream):
@@ -229,7 +230,8 @@ def test_staging_halves_overlap_with_transfers(direction):
     staging = worker.engine._swap_streams[direction].staging
     first = "relayout" if direction == "out" else "bus"
     last = "bus" if direction == "out" else "relayout"
-    # Without `last`, `first` processes exactly two pages, one per staging half.
+    # While `last` makes no progress, `first` can process exactly two pages, one per half of the
+    # staging memory.
     only_first = [s for s in streams._streams if s is not staging.last]
     everything, streams._streams = streams._streams, only_first
     streams.advance()
@@ -264,7 +266,7 @@ def simulated_worker(seed=0, **options):
 
 
 def taking(*ids):
-    """Return the sections of a plan that append these pages to row 0."""
+    """Return the fields of a plan that appends these pages to row 0."""
     return {
         "append_rows": np.zeros(1, np.int32),
         "append_splits": [np.array([0, len(ids)], np.int32)],
@@ -282,7 +284,7 @@ def test_report_is_available_once_the_bytes_have_moved():
     report = step.wait()
     assert report == step.poll()
     assert (report.step_id, report.completed, report.failed_pages) == (7, True, [])
-    assert worker.start(plan(8)).poll().step_id == 8  # no work to wait for
+    assert worker.start(plan(8)).poll().step_id == 8  # there is no work to wait for
 
 
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
@@ -291,7 +293,8 @@ def test_page_reused_in_its_swap_out_plan_is_read_first(method):
         worker, streams = simulated_worker(seed, method=method)
         worker.pages.memory.fill_(5)
         step = worker.start(plan(swap_out=pairs((3, 1), (4, 2)), **taking(4, 3)))
-        streams.launch(streams.compute, lambda w=worker: w.pages.memory.fill_(9))  # computes
+        # The step computes.
+        streams.launch(streams.compute, lambda w=worker: w.pages.memory.fill_(9))
         streams.advance()
         assert step.poll() is not None
         assert (worker.host.layer(0)[1:3] == 5).all()
@@ -376,7 +379,7 @@ def test_page_loaded_from_unfilled_host_page_is_reported():
     streams.fails = {1}
     first = worker.start(plan(1, swap_out=pairs((3, 1), (4, 2))))
     second = worker.start(plan(2, swap_in=pairs((2, 6), (5, 7))))
-    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills the host page now
+    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # this swap-out fills the host page
     fourth = worker.start(plan(4, swap_in=pairs((2, 8))))
     streams.advance()
     assert first.wait(5).failed_host_pages == [1, 2]
@@ -385,7 +388,7 @@ def test_page_loaded_from_unfilled_host_page_is_reported():
 
 
 def test_late_swap_out_failure_is_detected_without_polling():
-    """Only the swap-in is polled, and the failure is still found."""
+    """The failure is detected although only the swap-in is polled."""
     worker, streams = simulated_worker(method="kernel")
     swap = worker.engine
     out = swap.swap_out(pairs((3, 1), (4, 2)))
@@ -440,7 +443,7 @@ def test_calls_during_capture_are_rejected_and_launch_nothing(method):
     streams.advance()
     swap.wait(timeout_s=0)
     assert job.poll() and all(each.poll() and each.error is None for each in after)
-    streams.capturing = True  # nothing to wait for without a job in flight
+    streams.capturing = True  # without a job in flight, there is nothing to wait for
     swap.before_write(np.array([3]))
     swap.order_after_swap_ins()
 
@@ -463,7 +466,7 @@ def test_two_threads_may_poll_jobs():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Return the engines used for copies."""
+    """Record and return the engines used for copies."""
     found = []
     copy_blocks = ops.copy_blocks
 
@@ -494,9 +497,9 @@ def test_swap_in_waits_for_swap_out_of_same_page(asked, method):
     del asked[:]
 
     def engines_of_bus(*launched):
-        """Return the engines used for bus copies.
+        """Return the engines used for the copies over the bus.
 
-        SwapStaging adds a kernel copy for each bus copy.
+        `SwapStaging` adds a kernel copy for each copy over the bus, which is left out here.
         """
         for launch, pages in launched:
             launch(pairs(*pages))
@@ -533,7 +536,8 @@ def test_staging_without_memory_falls_back_with_a_warning(monkeypatch):
         simulated_worker(method="staging")
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3, 4])  # launch to staging, from staging, per page
+# For each of two pages: the launch to staging, and the one from staging.
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
 @pytest.mark.parametrize("direction", ["out", "in"])
 def test_partially_failed_job_ends_after_its_launched_work(direction, failing):
     for seed in range(20):
@@ -554,7 +558,7 @@ def test_partially_failed_job_ends_after_its_launched_work(direction, failing):
     ("moves", "num_runs"),
     [
         ([(1, 2), (2, 3)], 1),
-        ([(2, 3), (1, 2)], 1),  # both in descending order
+        ([(2, 3), (1, 2)], 1),  # both sides are in descending order
         ([(1, 3), (2, 2)], 2),
         ([(1, 1), (2, 3)], 2),
         ([(1, 1), (3, 3)], 2),
@@ -644,7 +648,7 @@ def test_cpu_swaps_complete_immediately():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", [{}, {"backend": "BLOCK_MAJOR", "cross_layers": True}])
 def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
-    """Like the simulated race, but on real streams with slow copies."""
+    """Like `Race` on the simulated device, but with real streams and slow copies."""
     storage = KVStorage(
         40,
         64,
@@ -672,14 +676,14 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
     for layer in range(LAYERS):
         storage.key_cache(layer).zero_()
         storage.value_cache(layer).zero_()
-    # Run the given number of steps. By default, run for 3 s, but at least long enough that pages
-    # are reused.
+    # Run the given number of steps, or by default for 3 s and at least until pages have been
+    # reused.
     steps = int(os.environ.get("KVCACHE_TEST_SWAP_STEPS", "0"))
     deadline = time.monotonic() + 3
     number = 0
     last = torch.cuda.current_stream()
     while number < (steps or 2000) and (steps or number <= 20 or time.monotonic() < deadline):
-        stream = chance.choice(streams)  # the caller switches streams and orders them itself
+        stream = chance.choice(streams)  # callers that switch streams must order them themselves
         stream.wait_stream(last)
         last = stream
         with torch.cuda.stream(stream):
@@ -716,7 +720,7 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["kernel", "bulk copies", "copy_engine", "staging"])
 def test_immediate_swap_in_reads_new_bytes(method, monkeypatch):
-    """There is no wait between the two calls.
+    """The caller does not wait between the two calls.
 
     Host pages must not be read before they are filled.
     """

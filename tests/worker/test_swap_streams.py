@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Swaps during graph captures, and an engine's streams."""
+"""Swaps during graph captures, and the streams of an engine."""
 
 import gc
 import os
@@ -30,14 +30,14 @@ def test_collected_engine_destroys_its_streams():
     before = len(streams._streams)
     swap = engine("cpu", method="staging", streams=streams)
     made = streams._streams[before:]
-    assert len(made) == 4  # a bus stream and a relayout stream per direction
+    assert len(made) == 4  # one bus stream and one relayout stream per direction
     del swap
     gc.collect()
     assert [id(stream) for stream in streams.closed] == [id(stream) for stream in made]
 
 
 def test_pages_outlive_stream_work():
-    """Jobs in flight keep accessing memory after their engine is garbage-collected."""
+    """Jobs in flight still access the memory after their engine was garbage-collected."""
     streams, alive = SimulatedStreams(0), []
     swap = engine("cpu", method="staging", streams=streams)
     memories = [
@@ -70,7 +70,7 @@ def test_warm_up_of_a_missing_device_fails(monkeypatch):
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_polling_does_not_invalidate_a_capture(method, elsewhere):
-    """Captures run in another thread, and in the polling thread."""
+    """The capture runs in another thread, and then in the polling thread itself."""
     swap = engine(method=method)
     swap.device.memory.random_(0, 256)
     other = Pages.over(
@@ -81,7 +81,7 @@ def test_polling_does_not_invalidate_a_capture(method, elsewhere):
     torch.cuda.synchronize()
     held = torch.cuda.Stream()
     with torch.cuda.stream(held):
-        hold(0.2)  # keeps the swap from finishing before the capture begins
+        hold(0.2)  # prevents the swap from finishing before the capture begins
         job = swap.swap_out(np.array([[3, 4], [7, 8]]))
 
     def poll():
@@ -160,7 +160,7 @@ def test_swap_engines_use_their_own_high_priority_streams():
     assert len(handles) == 4
     pool = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
     assert not handles & {stream.cuda_stream for stream in pool}
-    highest = min(torch.cuda.Stream.priority_range())  # highest priority in torch's pool
+    highest = min(torch.cuda.Stream.priority_range())  # the highest priority in torch's stream pool
     assert highest < 0 and all(stream.priority <= highest for stream in own)
 
 
@@ -198,7 +198,7 @@ print("captured")
 @pytest.mark.gpu
 def test_warm_up_allows_capturing_the_first_launch():
     program = FIRST_LAUNCH_IN_A_CAPTURE
-    # Without a GPU, the runtime rejects loading kernels during captures, as drivers before 12.3 do.
+    # The runtime without a GPU rejects loading kernels during a capture, like drivers before 12.3.
     environment = {**os.environ, "KVCACHE_GPULESS_LOADING": "lazy"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPO, env=environment, capture_output=True, text=True
@@ -227,7 +227,7 @@ def test_checked_mode_cannot_be_captured(monkeypatch):
         with pytest.raises(RuntimeError, match=r"synchronizes, but this stream is being captured"):
             within.copy(pairs)
         monkeypatch.delenv("KVCACHE_CHECKED")
-        within.copy(pairs)  # the capture is still valid
+        within.copy(pairs)  # the capture remains valid
     pages.memory[1] = 7
     graph.replay()
     torch.cuda.synchronize()

@@ -100,7 +100,7 @@ def append(rows, splits, ids):
         (append([0], [0, 6], [1] * 6), "row 0 of group 0 has 0 blocks and would get 6 more"),
         (append([0, 0], [0, 3, 6], [1] * 6), "row 0 of group 0 has 3 blocks and would get 3 more"),
         ({"replace": [[(1, 0, 1)]]}, r"replace\[0\]\[0\] names column 0, but row 1 has 0 blocks"),
-        # The row was cleared.
+        # The same plan clears this row.
         ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),
         ({"replace": [[(9, 1, 1)]]}, "names row 9: expected 0 to 3"),
         ({"append_ids": [[], []]}, "append_splits has 1 entries, but append_ids has 2"),
@@ -120,7 +120,7 @@ def pairs(*values):
 
 
 def numbered(storage) -> None:
-    """Fill each page with its number, offset by a different value in each layer."""
+    """Fill each page with its number plus 100 times the layer."""
     for layer in range(storage.num_layers):
         for page in range(storage.num_blocks):
             for cache in (storage.key_cache(layer), storage.value_cache(layer)):
@@ -128,7 +128,7 @@ def numbered(storage) -> None:
 
 
 def numbers(storage, layer=0) -> list[int]:
-    """Return the number of each page, after checking that all bytes of K and V agree."""
+    """Return the number stored in each page, after checking that all elements of K and V are equal."""
     caches = storage.key_cache(layer), storage.value_cache(layer)
     found = [sorted({x for cache in caches for x in cache[i].flatten().tolist()})
              for i in range(storage.num_blocks)]  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
         ({"zero": np.array([[4]])}, r"zero has shape \[1, 1\]: expected \[n\]"),
         ({"copy": np.array([4])}, r"copy has shape \[1\]: expected \[n, 2\]"),
         ({"zero": np.array([1.5])}, "zero has dtype float64: expected integers"),
-        # Valid pages, but invalid tables: no byte may be moved.
+        # The pages are valid but the tables are not, so no byte may be moved.
         ({"copy": pairs((1, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
         ({"zero": np.array([3]), **append([0], [0, 1], [20])}, r"append_ids\[0\]\[0\] is 20"),
     ],
@@ -192,7 +192,7 @@ def test_invalid_pages_change_nothing(sections, message):
 
 
 class NoLength(list):
-    """A list that numpy treats as one object and that the tables treat as a list."""
+    """A list that the tables accept as a list but that numpy treats as a single object."""
 
     def __len__(self):
         return -1  # noqa: PLE0303
@@ -222,7 +222,9 @@ def test_field_with_too_many_groups_is_rejected_in_a_plan_with_swaps(name):
 
 
 def swapping(device="cpu", num_layers=2, layout="NHD"):
-    """A worker with 20 device pages numbered by id (layer 1: plus 100) and 6 host pages (-1, -2, ...)."""
+    """Make a worker whose 20 device pages contain their ids and whose 6 host pages contain the
+    negated ids. In layer 1, the absolute values are higher by 100.
+    """
     storage = KVStorage(
         20, 4, 1, 8, num_layers=num_layers, dtype=torch.float32, device=device, layout=layout
     )
@@ -245,7 +247,7 @@ def host_numbers(w, layer=0) -> list[int]:
 def test_plan_sections_are_applied_in_order(device, layout):
     w = swapping(device, layout=layout)
     given = plan(
-        swap_out=pairs((5, 3), (6, 1)),  # contents before the plan
+        swap_out=pairs((5, 3), (6, 1)),  # must read the contents before the plan
         copy=pairs((9, 5), (7, 8)),
         zero=np.array([6]),
         swap_in=pairs((4, 11), (2, 12)),
@@ -316,7 +318,7 @@ def test_one_page_may_be_swapped_to_two_pages():
         ),
         ({"swap_out": np.array([3])}, r"swap_out has shape \[1\]: expected \[n, 2\]"),
         ({"swap_in": np.array([[1.5, 2]])}, "swap_in has dtype float64: expected integers"),
-        # Valid pages, but invalid tables: no byte may be moved.
+        # The pages are valid but the tables are not, so no byte may be moved.
         ({"swap_out": pairs((3, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
     ],
 )
@@ -380,16 +382,17 @@ def test_host_pages_must_match_the_storage(host, message):
 def test_groups_view_shared_pages_in_own_shapes(layout, device):
     pages = Pages.allocate(6, [[256]] * 2, device=device)
     wide = KVStorage.over(pages, 4, 2, 8, dtype=torch.float16, layout=layout)
-    long = KVStorage.over(pages, 5, 1, 8, dtype=torch.float16, layout=layout)  # 160 of 256 bytes
-    for storage, slots in ((wide, [5, 11]), (long, [15, 19])):  # pages 1 and 2; page 3
+    # Uses 160 of the 256 bytes of a page.
+    long = KVStorage.over(pages, 5, 1, 8, dtype=torch.float16, layout=layout)
+    for storage, slots in ((wide, [5, 11]), (long, [15, 19])):  # in pages 1 and 2, and in page 3
         slots = torch.tensor(slots, device=device)
         key, value = torch.randn(2, 2, storage.num_kv_heads, 8).half().to(device)
         for layer in range(2):
             storage.write(layer, key, value, slots)
             found = storage.gather(layer, slots)
             assert torch.equal(found[0], key) and torch.equal(found[1], value)
-    assert not wide.key_cache(0)[0].any()  # the null block is zero
-    PageCopy(pages, pages).copy(pairs((3, 4)))  # copies whole pages
+    assert not wide.key_cache(0)[0].any()  # the null block stays zero
+    PageCopy(pages, pages).copy(pairs((3, 4)))  # whole pages are copied
     assert torch.equal(long.key_cache(1)[4, 4], long.key_cache(1)[3, 4])
     pages.zero(np.array([1]))
     assert not wide.value_cache(0)[1].any() and not pages.layer(1)[1].any()
@@ -402,7 +405,7 @@ def hybrid_tables(block_sizes=(4, 8), **options):
 
 def test_worker_with_several_groups_moves_each_page_once():
     pages = Pages.allocate(20, [[128]] * 2)
-    # The second group has only one layer, which is the second layer of the pages.
+    # The second group has only one layer, which uses the second layer of the pages.
     storages = [KVStorage.over(pages, 4, 1, 8), KVStorage.over(pages, 8, 1, 4, layers=[1])]
     assert [each.num_layers for each in storages] == [2, 1]
     w = Worker(storages, hybrid_tables())
@@ -418,7 +421,7 @@ def test_worker_with_several_groups_moves_each_page_once():
 
 def test_a_group_of_states_needs_no_block_size():
     pages = Pages.allocate(20, [[128]])
-    state = KVStorage.over(pages, 1, 1, 32)  # as wide as a page
+    state = KVStorage.over(pages, 1, 1, 32)  # as large as a page
     tables = hybrid_tables(slot_mapping=[True, False])
     assert Worker([KVStorage.over(pages, 4, 1, 8), state], tables).pages is pages
 
@@ -477,7 +480,7 @@ def test_storage_returns_written_tokens(layout, device):
         found = storage.gather(layer, slots)
         assert torch.equal(found[0], key) and torch.equal(found[1], value)
         assert torch.equal(storage.key_cache(layer)[5, 3], key[1])
-    assert not storage.key_cache(0)[0].any()  # the null block is zero
+    assert not storage.key_cache(0)[0].any()  # the null block stays zero
 
 
 @pytest.mark.parametrize(
@@ -553,7 +556,7 @@ def test_swap_options_without_host_pages_are_reported():
 
 
 def planes(**options):
-    """Make a manager, and a worker with tables of 4 rows."""
+    """Make a manager and a worker whose tables have 4 rows."""
     manager = KVCacheManager(16, 65, 256, num_preallocate_tokens=0, **options)
     return manager, Worker(KVStorage(65, 16, 1, 8), BlockTable(16, 4, 16, 512, False, "cpu", 16))
 
@@ -592,7 +595,8 @@ def test_plan_after_a_lost_plan_is_rejected(num_lost):
     with pytest.raises(ValueError, match=r"follows step 0, but no plan was applied yet"):
         other.apply(lost[0])
     assert manager.abort(1) == {"a": 20}
-    w.apply(manager.step([0], [40]))  # does not depend on a lost plan; resends the whole row
+    # This plan depends on no lost plan, because it contains the whole row again.
+    w.apply(manager.step([0], [40]))
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
 
 
@@ -611,7 +615,7 @@ def test_plans_of_aborted_steps_may_be_skipped():
         w.apply(late)
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
     w.apply(manager.step([0], [1]))
-    manager.abort(4)  # the step ran, but its results are discarded
+    manager.abort(4)  # the step was executed, but its results are discarded
     w.apply(manager.step([0], [16]))
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
 
@@ -628,7 +632,7 @@ def test_reported_and_old_steps_count_as_predecessor():
 
 
 def test_manager_with_more_rows_than_tables_makes_progress():
-    manager, w = planes()  # admits any number of requests
+    manager, w = planes()  # the manager admits any number of requests
     requests = [Request(f"r{i}", range(20)) for i in range(5)]
     for request in requests[:4]:
         assert w.apply(manager.step(new=[request])).completed
@@ -641,7 +645,8 @@ def test_manager_with_more_rows_than_tables_makes_progress():
             w.apply(refused)
     manager.abort(refused.step_id)
     manager.free(requests[4])
-    assert w.apply(manager.step([0], [1])).completed  # clears row 4, which the tables do not have
+    # Clears row 4, which does not exist in the tables.
+    assert w.apply(manager.step([0], [1])).completed
     assert content(w.tables)[0] == manager.block_ids(requests[0]).tolist()
     manager.free(requests[1])
     plan = manager.step(new=[Request("r5", range(20))])
@@ -680,7 +685,7 @@ def test_invalid_worker_arguments_are_rejected(wrong):
         with pytest.raises(TypeError, match=f"^{message}"):
             make()
     for call in (w.tables.add_row, w.tables.append_row):
-        error = ValueError if isinstance(wrong, int) else TypeError  # there are 4 rows
+        error = ValueError if isinstance(wrong, int) else TypeError  # the tables have 4 rows
         with pytest.raises(error, match=r"^row (is )?"):
             call([3], wrong)
     assert content(w.tables)[0] == []
@@ -708,10 +713,11 @@ def test_a_plan_that_changes_nothing_counts_as_a_step():
     assert w.tables.num_computed_slots == 20
     empty = manager.step([0], [1])
     assert empty.is_empty and pickle.loads(pickle.dumps(empty)).is_empty
-    assert not dataclasses.replace(empty, step_id=5).is_empty  # entries may have been assigned
+    # Fields of the copy may have been assigned.
+    assert not dataclasses.replace(empty, step_id=5).is_empty
     report = w.apply(empty)
     assert report == StepReport(1, True) and w.last_step_id == 1
-    assert w.tables.num_computed_slots == 0  # slots of the previous step
+    assert w.tables.num_computed_slots == 0  # the slots of the previous step are no longer valid
     assert manager.report(report) == {}
     step = w.start(manager.step([0], [1]))
     assert step.poll() == step.wait() == StepReport(2, True)
@@ -738,9 +744,9 @@ def test_results_of_a_plan_are_split_by_kind_of_request():
     assert (given.num_running, given.num_leaving) == (1, 1)
     assert [x.tolist() for x in rows] == [[0], [0], [6], [2]]
     assert [x.tolist() for x in leaving] == [[1], [0], [3], [0]]
-    # c hits a's first block. d never fits, with or without its hit.
+    # Request c hits a's first block. Request d never fits, even without its hit.
     assert [x.tolist() for x in new] == [[2, -1], [0, 2], [4, 0], [5, 0]]
-    assert given.answers.new.num_tokens.base is not None  # a view
+    assert given.answers.new.num_tokens.base is not None  # the array is a view
     assert given.num_tokens.tolist() == [2, 0, 5, 0]
     waiting = manager.step([0, 2], [30, 1])
     assert waiting.status.tolist() == [1, 0] and waiting.num_tokens.tolist() == [0, 1]
@@ -753,7 +759,8 @@ def test_row_with_zero_tokens_gets_no_blocks():
     given = manager.step([0, 1], [0, 1], token_ids=[7, 8], num_lookahead_tokens=40)
     assert given.status.tolist() == [0, 0] and given.num_tokens.tolist() == [0, 1]
     assert given.num_computed_tokens.tolist() == [16, 10]
-    assert given.append_rows.tolist() == [1]  # only the other row gets lookahead blocks
+    # Lookahead blocks are only allocated for the other row.
+    assert given.append_rows.tolist() == [1]
     assert (a.num_tokens, b.num_tokens) == (17, 11)
     w.apply(given)
     w.apply(nothing := manager.step([0, 1], [0, 0], num_rejected_tokens=[0, 1]))
@@ -797,7 +804,7 @@ def test_tokens_outside_window_are_dropped_and_read_as_zeros():
     assert slots.tolist() == [5, 8]
     storage.write(0, *torch.ones(2, 2, 1, 8).bfloat16(), slots)
     assert storage.key_cache(0)[0].sum() == storage.value_cache(0)[0].sum() == 0
-    storage.key_cache(0)[0] = storage.value_cache(0)[0] = 7  # written by another party
+    storage.key_cache(0)[0] = storage.value_cache(0)[0] = 7  # written by the caller
     assert not any(found.any() for found in storage.gather(0, slots))
 
 

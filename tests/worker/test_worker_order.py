@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random plans on a simulated device: every valid stream order gives the result of immediate
-execution, and removing any dependency is detected.
+"""Random plans on a simulated device: every legal order of the streams' work must give the result
+of immediate execution, and removing any dependency must be detected.
 """
 
 import random
@@ -20,7 +20,7 @@ WORKER_FORMS = {**FORMS, "by calibration": {}}
 
 
 class Plans:
-    """Create and apply plans, and track the expected number of each page."""
+    """Creates and applies random plans, and tracks the value that each page should contain."""
 
     def __init__(self, seed: int, **form) -> None:
         self.random = random.Random(seed)
@@ -85,7 +85,7 @@ class Plans:
         others = [page for page in after if page not in arrived]
         for page in self.random.sample(others, 3):
             self._compute(self._look, page, after[page], range(LAYERS))
-        # Compute immediately on the pages allocated for it.
+        # The step immediately computes on the pages that were allocated for it.
         for page in [*appended, *replaced, *copied, *cleared]:
             if page in appended + replaced or self.random.random() < 0.5:
                 self.number += 1
@@ -100,7 +100,9 @@ class Plans:
             if self.random.random() < 0.5:
                 self.streams.advance(self.random.randint(0, 12))
             reported = [transfer.poll() is not None for transfer in transfers]
-            assert reported == sorted(reported, reverse=True), "a report before an earlier one"
+            assert reported == sorted(reported, reverse=True), (
+                "a step was reported before an earlier one"
+            )
         self.worker.start(plan(num_steps))
         for page, number in self.device.items():
             self._compute(self._look, page, number, range(LAYERS))
@@ -125,7 +127,7 @@ def without(cls, name, result=None):
 
 
 def taken_without(what):
-    """Omit one kind of page in calls of `before_write`."""
+    """Plant a defect: calls of `before_write` omit pages of one kind."""
 
     def patch(monkeypatch):
         original = worker_module._written_pages
@@ -146,7 +148,9 @@ def taken_without(what):
 
 
 def swap_streams_without(which, name):
-    """Do not let swaps in one direction wait for pages that the other direction reads or writes."""
+    """Plant a defect: swaps in one direction do not wait for pages that the other direction reads
+    or writes.
+    """
 
     def patch(monkeypatch):
         original = getattr(SwapStream, name)
@@ -181,8 +185,8 @@ MISSING = {
     "a swap-out after a swap-in that fills its source": swap_streams_without("in", "last_writing"),
     "a swap-out after a swap-in that reads its target": swap_streams_without("in", "last_reading"),
 }
-# A worker waits for a swap-in before it continues, which also orders the next plan's swap-outs.
-# These two defects only show if the engine is used without a worker.
+# A worker waits for a swap-in before it continues, which also orders the swap-outs of the next
+# plan. These two defects are therefore only detectable if the engine is used without a worker.
 IMPLIED = [name for name in MISSING if name.startswith("a swap-out behind")]
 BETWEEN_DIRECTIONS = [name for name in MISSING if name.startswith("a swap-")]
 
@@ -200,7 +204,7 @@ def test_dependencies_between_swap_directions_are_detected(monkeypatch, missing)
 
 
 def test_layerwise_swap_in_is_complete_in_next_plan(monkeypatch):
-    """The next plan waits for layers that no other call has waited for."""
+    """Applying the next plan waits for the layers for which no other call has waited."""
     form = FORMS["layer by layer"]
     assert sum(Plans(seed, **form).run() for seed in range(8)) == 0
     monkeypatch.setattr(SwapEngine, "order_after_swap_ins", lambda self: None)
@@ -208,7 +212,9 @@ def test_layerwise_swap_in_is_complete_in_next_plan(monkeypatch):
 
 
 def test_staged_page_may_be_overwritten_before_reaching_host():
-    """`released` precedes `done`, so a compute stream need not wait for the bus."""
+    """The event `released` precedes `done`, so the compute stream need not wait for the copy over
+    the bus.
+    """
     worker, streams = simulated_worker(method="staging")
     transfer = worker.start(plan(swap_out=pairs((3, 1)), zero=np.array([3], np.int32)))
     staging = worker.engine._swap_streams["out"].staging

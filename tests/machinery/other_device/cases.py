@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test cases for each public op and class on a device, whose results are compared with the CPU.
+"""Test cases for each public op and class on a device. The results are compared with those on the CPU.
 
-A case takes the name of a device and returns values and tensors, on any device. If the device is
-not supported, the case gives the start of the error message.
+A case takes the name of a device and returns values and tensors, which may be on any device. For a
+name that does not support the device, the case has the start of the expected error message.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from tests.machinery.wrong_calls.ops import Calls, make_wrong
 class Case:
     """The expected behavior of a public name on a device.
 
-    run: returns the values to compare with the CPU. refusal: start of the error message; None if
-    supported. ops_needed: whether the device must implement operators beyond views, fills and
-    copies.
+    `run` returns the values to compare with those on the CPU. `refusal` is the start of the
+    expected error message, or None if the device is supported. `ops_needed` is set if the device
+    must implement more operators than views, fills and copies.
     """
 
     run: Callable[[str], object]
@@ -127,14 +127,14 @@ def ints(values: object, device: str, dtype: torch.dtype = torch.int32) -> torch
 
 # Ops ---------------------------------------------------------------------------------------------------
 
-_NUM_CALLS = 200  # per op; half of the calls have an invalid argument
+_NUM_CALLS = 200  # number of calls per op, half of which have an invalid argument
 _STAYS = {"groups", "regions", "offsets"}  # arguments that ops accept only on the host
 
 
 class Placed:
-    """Arguments of an op with tensors on a device.
+    """The arguments of an op, with tensors moved to a device.
 
-    Tensors that share memory still share it there.
+    Tensors that share memory also share it on the device.
     """
 
     def __init__(self, name: str, args: list, device: str, seed: int) -> None:
@@ -166,7 +166,7 @@ class Placed:
 
 
 def _goes_backwards(regions: object) -> bool:
-    """Whether these are regions of a copy with negative strides."""
+    """Return whether these are the regions of a copy and have negative strides."""
     is_table = isinstance(regions, torch.Tensor) and regions.dtype == torch.int64
     return is_table and regions.ndim == 2 and bool((regions[:, 1:4:2] < 0).any())
 
@@ -180,16 +180,17 @@ def _fuzzed(name: str) -> Callable[[str], object]:
             if seed % 2:
                 make_wrong(rng, name, args)
             if any(isinstance(each, int) and each == 2**31 - 1 for each in args):
-                continue  # a page count beyond the memory, which the CPU does not check
+                continue  # a page count that exceeds the memory, which is not checked on the CPU
             if name == "copy_blocks" and any(map(_goes_backwards, args)):
-                continue  # rejected elsewhere, since torch has no views with negative strides
+                # Other devices reject these, because torch has no views with negative strides.
+                continue
             placed = Placed(name, args, device, seed)
             before = placed.contents()
             try:
                 getattr(ops, name)(*placed.args)
                 is_refused = False
             except (RuntimeError, TypeError) as error:
-                # A type error raised by torch for a schema mismatch.
+                # Torch raises a TypeError if the arguments do not match the schema.
                 by_torch = str(error).startswith("kvcache::")
                 assert by_torch or "\n" not in str(error), str(error)
                 is_refused = True
@@ -370,7 +371,7 @@ def _(device: str) -> object:
 
 
 def engines_caches(device: str, num_blocks: int = 9, kv_dim: int = 0) -> list[torch.Tensor]:
-    """Return three separately allocated layers.
+    """Return three layers that are allocated separately.
 
     With `kv_dim` 1, K and V of a block are adjacent.
     """
@@ -405,8 +406,8 @@ def _(device: str) -> object:
             {"method": "kernel"},
         )
     ):
-        # Pages over tensors on the host, or packed pages on the host with separate fragments on the
-        # device.
+        # The host pages either are views of separate tensors, or are packed while the device's
+        # pages have separate fragments.
         apart = number % 2
         caches = engines_caches(device, kv_dim=apart)
         pages = Pages.over(

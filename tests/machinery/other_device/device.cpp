@@ -1,11 +1,9 @@
-// SPDX-License-Identifier: Apache-2.0
-// The device "sealed", a backend of PrivateUse1: memory that the host may touch only within the
-// device's own copies.
+// SPDX-License-Identifier: Apache-2.0 The device "sealed", a PrivateUse1 backend whose memory the
+// host can only access during the device's own copies.
 //
-// Every allocation is a separate mapping, which is PROT_NONE except while a copy of the device
-// runs. Any other access to its address causes SIGSEGV at the first byte. The device can allocate,
-// view, fill and copy; every other op runs on the CPU by torch's boxed fallback, which can be
-// switched off.
+// Each allocation is a separate mapping that is PROT_NONE except during copies by the device. Any
+// other access causes SIGSEGV at the first byte. The device implements allocation, views, fills and
+// copies. All other ops run on the CPU through torch's boxed fallback, which can be disabled.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -31,7 +29,8 @@ namespace {
 using at::Tensor;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
-// The device's allocations. A copy opens those of its tensors; several threads may copy at once.
+// The device's allocations. A copy makes those of its tensors accessible. Several threads may copy
+// concurrently.
 class Memory final : public c10::Allocator {
  public:
   at::DataPtr allocate(size_t num_bytes) override {
@@ -56,7 +55,7 @@ class Memory final : public c10::Allocator {
  private:
   struct Mapping {
     size_t size;
-    int num_open;  // copies that use it now
+    int num_open;  // number of copies that are using the mapping
   };
 
   static void release(void* at);
@@ -74,7 +73,7 @@ class Memory final : public c10::Allocator {
 };
 
 Memory& memory() {
-  static auto* const one = new Memory;  // outlives every tensor
+  static auto* const one = new Memory;  // never destroyed, because it must outlive every tensor
   return *one;
 }
 
@@ -86,7 +85,8 @@ void Memory::release(void* at) {
   memory().mappings_.erase(found);
 }
 
-// A CPU tensor over the same bytes, which are accessible as long as this object exists.
+// Provides a CPU tensor over the bytes of a tensor, which are accessible as long as this object
+// exists.
 class Opened {
  public:
   explicit Opened(const Tensor& tensor) : on_cpu(tensor) {
@@ -112,7 +112,7 @@ class Opened {
 
 int64_t num_copied_bytes = 0;
 bool falls_back = true;
-std::map<std::string, int64_t> fallbacks;  // ops that ran on the CPU, and how often
+std::map<std::string, int64_t> fallbacks;  // number of calls of each op that ran on the CPU
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
   if (from.numel() == 0) return to;
@@ -174,7 +174,7 @@ Tensor& set_storage(Tensor& self, at::Storage storage, int64_t offset, at::IntAr
   return at::cpu::set_(self, std::move(storage), offset, size, stride);
 }
 
-// Composite operators call this operator, for which torch has no fallback.
+// Composite operators call this operator, and torch's fallback does not cover it.
 Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                    bool transposed, at::IntArrayRef output_padding, int64_t groups) {

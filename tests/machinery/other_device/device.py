@@ -28,7 +28,8 @@ def native() -> ModuleType:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "held").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)  # torch's lock, left over by a killed build
+        # torch's lock file, which a killed build leaves behind
+        (folder / "lock").unlink(missing_ok=True)
         extension = cpp_extension.load(
             "kvcache_sealed_device",
             [str(_SOURCE)],

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the cases on the device "sealed" and on the CPU, in a subprocess that a failing case may
-kill.
+"""Runs the cases on the device "sealed" and on the CPU, in a subprocess, because a failing case may
+kill the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _LIMIT_S = 900
 
 @dataclass(frozen=True)
 class Row:
-    """The result for a public name: "works", "refuses", or a description of the fault."""
+    """The result for a public name. The outcome is "works", "refuses", or a description of the
+    fault.
+    """
 
     name: str
     outcome: str
@@ -32,7 +34,7 @@ class Row:
 
 
 def table(names: Sequence[str] = ()) -> list[Row]:
-    """Run the named cases, or all.
+    """Run the cases with these names, or all cases.
 
     If a case kills the process, a new process runs the remaining cases.
     """
@@ -64,14 +66,14 @@ def table(names: Sequence[str] = ()) -> list[Row]:
 
 
 def all_names() -> list[str]:
-    """Return the names of all cases. This process does not run them."""
+    """Return the names of all cases without running them."""
     from tests.machinery.other_device.cases import CASES
 
     return list(CASES)
 
 
 def child(names: Sequence[str]) -> None:
-    """Run the named cases and print each row as JSON."""
+    """Run the cases with these names, and print each row as JSON."""
     from tests.machinery.other_device.cases import CASES
     from tests.machinery.other_device.device import NAME, native
 

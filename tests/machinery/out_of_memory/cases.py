@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All cases by family. Each family runs in its own process."""
+"""All cases, keyed by family. Each family runs in a separate process."""
 
 from __future__ import annotations
 

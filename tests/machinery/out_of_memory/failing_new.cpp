@@ -1,7 +1,6 @@
-// SPDX-License-Identifier: Apache-2.0
-// A library to preload. Its `operator new` throws std::bad_alloc at the n-th call after
-// fail_new_at(n), in the thread that called fail_new_at (n < 0: never). `spares`: calls by torch's
-// own libraries do not count.
+// SPDX-License-Identifier: Apache-2.0 A library to preload whose `operator new` throws
+// std::bad_alloc in the n-th call after fail_new_at(n), in the thread that called fail_new_at. With
+// n < 0, it never throws. With `spares`, calls from torch's own libraries are not counted.
 #include <dlfcn.h>
 
 #include <cstdlib>
@@ -12,7 +11,8 @@ namespace {
 thread_local long left = -1;
 thread_local bool spares_torch = false;
 
-// Whether torch itself allocates. Some of its functions end the process if an allocation fails.
+// Returns whether torch itself is the caller. Some of its functions end the process if an
+// allocation fails.
 bool is_spared(void* caller) {
   Dl_info found{};
   if (!spares_torch || dladdr(caller, &found) == 0 || found.dli_fname == nullptr) return false;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of `KVCacheManager`, for managers with different groups and policies and with a host
-tier.
+"""Every call of `KVCacheManager`, for managers with different groups and policies, with and without
+a host tier.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NAMES = "abcdefghi"
 
 
 class Managed:
-    """A manager with two steps in flight, and its requests by name.
+    """A manager with two steps in flight, and its requests, keyed by name.
 
-    Requests a to d were admitted by `step` and have grown. Requests e and f were freed and left
-    cached blocks. Requests g, h (starts like a) and i are new.
+    Requests a to d were admitted by `step` and have grown. Requests e and f were freed, and their
+    blocks are cached. Requests g, h and i are new, and h shares a prefix with a.
     """
 
     def __init__(self, groups: list[GroupSpec], **options: object) -> None:
@@ -112,7 +112,7 @@ class Managed:
         for name in "aefghi":
             yield lambda r=self.requests[name]: m.cache.cached_tokens(r)
             yield lambda r=self.requests[name]: m.cache.find_prefix(r)
-        yield m.step  # reports rows to clear or resend
+        yield m.step  # shows which rows are cleared or sent again
         yield lambda: m.abort(3)
         yield lambda: m.step(self.rows("abcd"), [3, 2, 1, 4])
         yield lambda: m.step(new=self.of("g", "h"))
@@ -210,7 +210,7 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
     return calls
 
 
-# Calls of managers with state pages for drafts.
+# Calls for managers with state pages for drafts.
 _DRAFT_CALLS: dict[str, Callable[[Managed], object]] = {
     "step, drafts": lambda s: _draft(s),
     "step, more drafts": lambda s: s.manager.step(
@@ -235,7 +235,9 @@ def _child(s: Managed) -> Request:
 
 
 def _receive(s: Managed) -> object:
-    """Make two calls. If the second fails, the first has taken effect, as in the untouched twin."""
+    """Make two calls. If the second one fails, the first has already taken effect and is not
+    repeated.
+    """
     if s.manager._requests.find(s.requests["g"]) < 0:
         s.manager.admit(Admit(s.requests["g"], external=External(16, delayed=True)), ())
     return s.manager.finish_receiving(s.requests["g"], 9)
@@ -278,7 +280,7 @@ def _cases(name: str, groups: list[GroupSpec], **options: object) -> list[Case]:
 
 
 def manager_families() -> dict[str, Callable[[], list[Case]]]:
-    """Return the functions that create the cases of one kind of manager, by name."""
+    """Return the functions that create the cases for each kind of manager, keyed by name."""
     return {
         "manager of one group": lambda: _cases("one group", [FULL]),
         "manager with a host": lambda: _cases(

@@ -112,7 +112,7 @@ _MADE_OF_TENSORS = {"tables": _tables, "build": _cache, "host pages": _host_page
 
 
 class Given:
-    """A manager and a request with block hashes given by the engine."""
+    """A manager, and a request whose block hashes are given by the engine."""
 
     def __init__(self) -> None:
         self.manager = KVCacheManager(4, 30, 64, num_preallocate_tokens=0)
@@ -123,7 +123,7 @@ class Given:
     def append(self) -> object:
         while len(self.hashes) < 40:
             self.hashes.append(bytes([len(self.hashes)]) * 32)
-        missing = 160 - self.request.num_tokens  # 0 if the call is repeated
+        missing = 160 - self.request.num_tokens  # 0 if the call is a repetition
         self.request.append_tokens([7] * missing)
         return self.request.num_tokens
 
@@ -159,7 +159,7 @@ def _given_trial(call: Callable[[Given], object]) -> Trial:
 
 
 class Moved:
-    """A storage, tokens, tables, and another engine's pages."""
+    """A storage, tokens, tables, and the pages of another engine."""
 
     def __init__(self) -> None:
         self.storage = KVStorage(
@@ -206,8 +206,8 @@ _HND = ("kv", "block", "head", "token", "element")
 
 
 def _permuted(moved: Moved) -> object:
-    """Permute received pages of a separate storage: blocks of two tokens in HND into blocks of
-    four.
+    """In a separate storage, permute received pages from blocks of two tokens in HND to blocks of
+    four tokens.
     """
     local = dataclasses.replace(_description(1), memory_order=_HND)
     remote = dataclasses.replace(_description(1, 2), memory_order=_HND)
@@ -232,7 +232,7 @@ def _moved_trial(call: Callable[[Moved], object]) -> Trial:
 
 
 def other_families() -> dict[str, Callable[[], list[Case]]]:
-    """Return the functions that create the cases, by name."""
+    """Return the functions that create the cases, keyed by name."""
     return {
         "what is made anew": lambda: [
             Case(

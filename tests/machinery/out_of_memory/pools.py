@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of `BlockPool`, of a request's tokens and hashes, and of hashing itself."""
+"""Every call of `BlockPool`, every call that concerns a request's tokens and hashes, and hashing
+itself.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def _trial(eviction: str, call: Callable[[Pooled], object]) -> Trial:
 
 
 def pool_cases() -> list[Case]:
-    """Return the cases of each policy, and of hashing, which has no object."""
+    """Return the cases for each policy, and those for hashing, which has no object."""
     cases = [
         Case(f"BlockPool, {policy}: {name}", lambda p=policy, call=call: _trial(p, call))
         for policy in eviction_names()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs cases in processes that may die. Fails each allocation of each call in turn."""
+"""Runs cases in processes that may crash, and makes each allocation of each call fail in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcache.native import build
 from tests.machinery.out_of_memory.trial import BROKEN, Case, Trial, answer, plain
 from tests.machinery.shared import REPO
 
-MOST_SECONDS = 10  # limit per trial, since a corrupted list may loop forever
+MOST_SECONDS = 10  # time limit per trial, because a loop over a corrupted list may never end
 
 # Possible results of a failed allocation.
 UNCHANGED, BROKEN_SAID = "unchanged", "broken and says so"
@@ -27,7 +27,7 @@ IS_WRONG = (CHANGED, BROKEN_SILENT, WRONG_ERROR, DIED)
 
 
 def library() -> Path:
-    """Build the library with the failing `operator new` once. Return its path."""
+    """Build the library with the failing `operator new` if necessary, and return its path."""
     source = Path(__file__).with_name("failing_new.cpp")
     out = REPO / "build" / "out_of_memory" / "libfailing_new.so"
     if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
@@ -47,7 +47,9 @@ def _new() -> ctypes.CDLL:
 
 
 def _failing(trial: Trial, n: int, spares_torch: bool) -> BaseException | None:
-    """Make the call with its n-th allocation failing. Return the exception it raised, or None."""
+    """Make the call while its n-th allocation fails. Return the exception that the call raised, or
+    None.
+    """
     raised = None
     _new().fail_new_at(n, spares_torch)
     try:
@@ -75,7 +77,9 @@ def _say_broken(trial: Trial) -> list[bool]:
 
 
 def _states(case: Case) -> list[list[object]]:
-    """Return the state of an untouched twin, and the result and state of a twin after the call."""
+    """Return the expected values: the state of an untouched object, and the result and state of
+    another object after the call.
+    """
     untouched, called = case.make(), case.make()
     answered = plain(called.call())
     return [
@@ -85,9 +89,9 @@ def _states(case: Case) -> list[list[object]]:
 
 
 def try_allocation(case: Case, n: int, states: list[list[object]]) -> tuple[str, str] | None:
-    """Fail the n-th allocation.
+    """Make the n-th allocation of the call fail.
 
-    Return the result with details, or None if the call has fewer allocations.
+    Return the result and its details, or None if the call makes fewer allocations.
     """
     for repeats, expected in zip((False, True), states):
         trial = case.make()
@@ -112,12 +116,12 @@ def try_allocation(case: Case, n: int, states: list[list[object]]) -> tuple[str,
 
 
 def run_cases(cases: list[Case], first: int, first_n: int) -> None:
-    """Run the cases and print a line per allocation: case, n, result."""
+    """Run the cases, and print a line before and after each failed allocation."""
     for at, case in enumerate(cases[first:], first):
         states = _states(case)
         n = first_n if at == first else 1
         while True:
-            # If the process dies, the last such line names the allocation.
+            # If the process dies, the last of these lines identifies the allocation.
             print(json.dumps([at, n]), flush=True)
             faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
             result = try_allocation(case, n, states)
@@ -131,7 +135,7 @@ def run_cases(cases: list[Case], first: int, first_n: int) -> None:
 def survey(family: str, cases: list[Case], timeout_s: float) -> dict[str, collections.Counter]:
     """Run all cases of a family.
 
-    Return counts of the results per case, and print examples of faults.
+    Return the number of results of each kind per case, and print examples of faults.
     """
     counts = {case.name: collections.Counter() for case in cases}
     environment = {**os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": str(REPO)}

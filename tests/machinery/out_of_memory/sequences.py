@@ -11,8 +11,8 @@ from tests.machinery.sequence_driver import Group, Seq, Status
 
 
 class Spaced:
-    """A manager with running groups a, b (of two sequences) and c, a swapped-out group s, and a new
-    group n.
+    """A manager with running groups a, b and c, a swapped-out group s, and a new group n. Group b
+    has two sequences.
     """
 
     def __init__(self, window: int | None, caching: bool) -> None:
@@ -128,7 +128,7 @@ def _trial(window: int | None, caching: bool, call: Callable[[Spaced], object]) 
 
 
 def sequence_cases() -> list[Case]:
-    """Return the cases with and without a window, and with and without caching."""
+    """Return the cases for managers with and without a window, and with and without caching."""
     return [
         Case(
             f"BlockSpaceManager, window={window}, caching={caching}: {name}",

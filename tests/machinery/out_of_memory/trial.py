@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial: a call on an object, and the queries that show the object's state afterwards."""
+"""A trial: a call on an object, and queries that reveal the object's state afterwards."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ class Trial:
     """A fresh object and the call that must fail."""
 
     call: Callable[[], object]
-    # Queries that show the complete state, and change it. Their results may have any type.
+    # Queries that together reveal the complete state, which they may change. Their results may have
+    # any type.
     state: Callable[[], Iterator[object]]
-    # Calls that a broken object rejects. The first one must not change an intact object.
+    # Calls that a broken object must reject. The first one must not change an intact object.
     refusals: list[Callable[[], object]]
-    free: Callable[[], object] = lambda: None  # must still work on a broken object
+    free: Callable[[], object] = lambda: None  # must also work for a broken object
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     name: str
     make: Callable[[], Trial]
-    spares_torch: bool = False  # torch's own allocations do not fail
+    spares_torch: bool = False  # whether torch's own allocations never fail
 
 
 def plain(value: object) -> object:
-    """Convert a value to comparable lists, tuples and numbers."""
+    """Convert a value to lists, tuples and numbers, which can be compared."""
     if isinstance(value, BaseException):
         return type(value).__name__, str(value)
     if isinstance(value, np.ndarray | torch.Tensor):

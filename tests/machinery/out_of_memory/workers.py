@@ -39,9 +39,7 @@ def _plan(step_id: int, **moves: object) -> StepPlan:
 
 
 class Tabled:
-    """Tables with three rows and computed slots, over pages with different contents, and a host
-    tier.
-    """
+    """Tables with three rows and computed slots, pages with different contents, and a host tier."""
 
     def __init__(self) -> None:
         self.tables = BlockTables.for_groups(
@@ -112,7 +110,7 @@ def _trial(call: Callable[[Tabled], object]) -> Trial:
 
 
 class Swapping:
-    """A swap engine. If a job failed, it reports so and the pages are invalid."""
+    """A swap engine. A job that fails reports this, and its pages are then invalid."""
 
     def __init__(self) -> None:
         first = KVStorage(num_blocks=20, block_size=4, num_kv_heads=2, head_size=2)
@@ -127,7 +125,7 @@ class Swapping:
             if not job.poll():
                 raise RuntimeError("a job on the CPU is not done")
             if isinstance(job.error, SwapError):
-                raise MemoryError  # raised by the job
+                raise MemoryError  # the job ran out of memory
 
     def state(self) -> Iterator[Callable[[], object]]:
         yield self.swap

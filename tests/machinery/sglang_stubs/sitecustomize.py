@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares two operators of torchvision.
+"""Declares two torchvision operators.
 
-torchvision on PyPI is built for CUDA. With a CPU build of torch, its library cannot be loaded, and its
-Python files then fail to register kernels for operators that do not exist.
+The torchvision package on PyPI is built for CUDA. With a CPU build of torch, its library cannot be
+loaded, so its Python files fail to register kernels for operators that were not declared.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A correct caller's file, for which `mypy --strict` must report nothing."""
+"""Correct calls, for which `mypy --strict` must report nothing."""
 
 import numpy as np
 import torch

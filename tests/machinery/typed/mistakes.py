@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: I001, B018, F401
-"""A caller's mistakes. Each line ends with the error code that `mypy --strict` reports."""
+"""Mistakes that callers make. Each of these lines ends with the error code that `mypy --strict`
+reports for it.
+"""
 
 import torch
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of `torch.ops._C` that vLLM calls on a CPU, in PyTorch.
+"""PyTorch implementations of the operators of `torch.ops._C` that vLLM calls on a CPU.
 
-They are attributes of the namespace without a schema, so they accept arguments that later versions of
-vLLM append.
+The operators are attributes of the namespace without a schema, so they also accept arguments that
+later versions of vLLM append.
 """
 
 import torch
@@ -12,13 +12,13 @@ _OPERATORS = {}
 
 
 def operator(function):
-    """Define the function as an operator with its name."""
+    """Define a function as the operator of the same name."""
     _OPERATORS[function.__name__] = function
     return function
 
 
 def define():
-    """Define all operators, replacing those of a compiled extension."""
+    """Define all operators, replacing those of a compiled extension if there is one."""
     for name, function in _OPERATORS.items():
         setattr(torch.ops._C, name, function)
 
@@ -49,14 +49,16 @@ def compute_slot_mapping_kernel_impl(
 def slot_mapping_of_any_version(
     num_tokens, max_num_tokens, query_start_loc, positions, block_table, stride, *more
 ):
-    """Compute the slot mapping. It precedes or follows the block size, depending on the version."""
+    """Compute the slot mapping. The argument for the mapping precedes or follows the block size,
+    depending on vLLM's version.
+    """
     slots, size = (more[1], more[0]) if isinstance(more[0], int) else (more[0], more[1])
     compute_slot_mapping_kernel_impl(query_start_loc, positions, block_table, slots, size)
 
 
 @operator
 def get_scheduler_metadata(*_args):
-    """Return an empty plan, because requests are computed one by one."""
+    """Return an empty plan, because attention is computed request by request."""
     return torch.zeros(0)
 
 
@@ -97,13 +99,15 @@ def cpu_attention_with_kv_cache(
     dynamic_causal=None,
     *_more,
 ):
-    """Compute attention request by request. `s_aux`: a logit per head that only takes weight."""
+    """Compute attention request by request. `s_aux` contains an attention sink, i.e. a logit
+    without a value, for each head.
+    """
     assert alibi_slopes is None and dynamic_causal is None
     num_heads, size = key_cache.shape[1:3]
     repeats = query.shape[1] // num_heads
     columns = by_column(key_cache)
     starts = query_start_loc.tolist()
-    # vLLM passes a window of w tokens as w, or as the pair (w - 1, 0).
+    # vLLM passes a window of w tokens as w or as the pair (w - 1, 0).
     window = sliding_window[0] + 1 if isinstance(sliding_window, (tuple, list)) else sliding_window
     for row, length in enumerate(seq_lens.tolist()[: len(starts) - 1]):
         first, last = starts[row], starts[row + 1]
@@ -140,7 +144,7 @@ def cpu_attention_with_kv_cache(
 
 @operator
 def mla_decode_kvcache(output, query, kv_cache, scale, block_table, seq_lens):
-    """Compute one token per request, whose values are the first elements of the keys."""
+    """Compute attention for one token per request. The values are the first elements of the keys."""
     size, width = kv_cache.shape[1], output.shape[-1]
     for row, length in enumerate(seq_lens.tolist()[: len(query)]):
         ids = block_table[row, : -(-length // size)].long()
@@ -187,7 +191,7 @@ def fused_add_rms_norm(x, residual, weight, epsilon):
 
 @operator
 def prepack_moe_weight(weight, output, _isa):
-    """Keep the layout of the weights."""
+    """Copy the weights to `output` without changing their layout."""
     output.copy_(weight)
 
 
@@ -261,7 +265,7 @@ def rejection_greedy_sample_kernel_impl(output, ends, drafts, argmax, bonus, is_
 def causal_conv1d_update_cpu_vec(
     x, states, weight, bias, activation, indices, query_start_loc=None, pad=0, *_more
 ):
-    """Apply the convolution and update the states. Without `query_start_loc`, a row is a token."""
+    """Apply the convolution and update the states. Without `query_start_loc`, each row is one token."""
     if x.dim() == 3:  # [rows, dim, tokens], only without `query_start_loc`
         flat = x.transpose(1, 2).flatten(0, 1)
         ends = torch.arange(0, len(flat) + 1, x.shape[2])
@@ -288,7 +292,7 @@ def causal_conv1d_update_cpu_vec(
 def selective_state_update_cpu(
     state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, indices, to, null, out, *_more
 ):
-    """Update the states, [.., heads, head size, state size], by one token per row."""
+    """Update the states, [.., heads, head size, state size], with one token per row."""
     to = indices if to is None else to
     for row, (index, target) in enumerate(zip(indices.view(-1).tolist(), to.view(-1).tolist())):
         if index == null:
@@ -308,7 +312,7 @@ def selective_state_update_cpu(
 
 @operator
 def mamba_chunk_scan_fwd_cpu(out, final_states, x, dt, A, B, C, D, z, ends, *_more):
-    """Compute prompts token by token. `final_states` contains the initial states."""
+    """Compute prompts token by token. On entry, `final_states` contains the initial states."""
     starts = ends.tolist()
     heads, groups = x.shape[1], B.shape[1]
     for row in range(len(starts) - 1):
@@ -335,7 +339,7 @@ def mamba_chunk_scan_fwd_cpu(out, final_states, x, dt, A, B, C, D, z, ends, *_mo
 
 @operator
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, *_more):
-    """Rotate the first elements of each head in place, as many as `cos_sin_cache` has."""
+    """In each head, rotate as many leading elements in place as `cos_sin_cache` has."""
     width = cos_sin_cache.shape[1]
     cos, sin = cos_sin_cache[positions.flatten()].float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]

@@ -9,7 +9,7 @@ class PyTorchPlatform(CpuPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Define the operators instead of loading vLLM's extension."""
+        """Define the PyTorch operators instead of loading vLLM's extension."""
         from tests.machinery.vllm_platform import operators
 
         operators.define()
@@ -18,7 +18,7 @@ class PyTorchPlatform(CpuPlatform):
     def register_triton_kernel_overrides(cls) -> None:
         """Replace vLLM's fallback for the slot mapping kernel.
 
-        In vLLM 0.32.0, its parameters differ from those of the kernel.
+        In vLLM 0.32.0, the parameters of the fallback differ from those of the kernel.
         """
         from vllm.utils import cpu_triton_utils
 

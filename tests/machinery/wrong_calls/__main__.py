@@ -11,16 +11,18 @@ import time
 
 from tests.machinery.wrong_calls import driver, surface
 
-CHUNK = 4_000  # number of calls between two checks of the time limit
+CHUNK = 4_000  # number of calls between checks of the time limit
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--calls", type=int, default=0, help="how many; 0: until --seconds are over"
+        "--calls", type=int, default=0, help="number of calls; 0: until --seconds have passed"
     )
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="default: random; the seed is printed"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--scene", action="append", default=None)
     options = parser.parse_args()

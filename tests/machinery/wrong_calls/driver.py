@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws calls, makes one or two arguments of each invalid, and checks the results.
+"""Draws calls, makes one or two arguments of each call invalid, and checks the results.
 
-Calls run in a child process with limited memory. A child that dies or hangs is a finding, and the
-next child continues after the call that ended it. The seed and a number identify each call.
+Calls run in a child process with limited memory. If a child dies or hangs, this is a finding, and
+the next child continues after the call that caused it. A call is identified by the seed and its
+number.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from tests.machinery.wrong_calls.messages import is_clear
 
 SLOW_S = 2.0
 HANG_S, BUSY_S = 60.0, 5.0  # limits per call in wall time and CPU time
-MEMORY = 8 << 30  # bytes of address space beyond what the process already uses
-BATCH = 40  # calls on one scene; its state is then compared with a twin's
+MEMORY = 8 << 30  # bytes of address space that the process may use in addition
+BATCH = 40  # number of calls on one scene, whose state is then compared with that of a twin
 MOST_UNCLEAR = 0.01  # fraction of rejected calls
 BAD = {
     "crash": "crashes",
@@ -47,23 +48,24 @@ BAD = {
     "leak": "leaks of files or threads",
     "closed": "closed standard streams",
 }
-_JOURNAL = 900  # file descriptor for a child's findings; no argument uses this number
-_ERRORS = ".stderr"  # file in a child's folder
-_OWN_FAULT = 99  # exit code of a worker for an error of the fuzzer itself
-_ROUNDS = 3  # repetitions of a batch that may leak
-_MOST_DEATHS = 2  # per scene in a child; later batches of the scene are skipped
+_JOURNAL = 900  # file descriptor for a child's findings, a number that no argument uses
+_ERRORS = ".stderr"  # name of the file for stderr in a child's folder
+_OWN_FAULT = 99  # exit code of a worker after an error in the fuzzer itself
+_ROUNDS = 3  # how often a batch that may leak is repeated
+# Maximum number per scene in a child, after which further batches of the scene are skipped.
+_MOST_DEATHS = 2
 
 
 @dataclass
 class Counts:
-    """Counts of results by kind, and the calls with bad results."""
+    """The number of results of each kind, and the calls with bad results."""
 
     calls: int = 0
     kinds: collections.Counter = field(default_factory=collections.Counter)
     by_name: collections.Counter = field(default_factory=collections.Counter)  # (name, kind)
     unclear: collections.Counter = field(default_factory=collections.Counter)
     findings: list[dict] = field(default_factory=list)
-    # Findings, including repeated ones.
+    # The number of findings, including repeated ones.
     seen: collections.Counter = field(default_factory=collections.Counter)
     seconds: collections.Counter = field(default_factory=collections.Counter)  # per scene
     examples: dict[str, str] = field(default_factory=dict)
@@ -96,7 +98,7 @@ def run(
 ) -> Counts:
     """Run calls `first` to `first + count - 1` of a seed in a separate process."""
     counts = Counts() if counts is None else counts
-    folder = tempfile.mkdtemp()  # for files with invalid names that a call writes
+    folder = tempfile.mkdtemp()  # calls may write files with invalid names to this folder
     errors = Path(folder) / _ERRORS
     events, theirs = context.Pipe(duplex=False)
     arguments = theirs, folder, dict(os.environ), seed, first, count, scenes
@@ -130,8 +132,8 @@ def _begin(events: Connection, folder: str, environment: dict[str, str], *argume
 
 
 class _Note:
-    """The last call that a worker began, in shared memory that the parent can read if the worker
-    dies.
+    """The last call that a worker began. It is stored in shared memory, so that the parent can read
+    it if the worker dies.
     """
 
     def __init__(self) -> None:
@@ -170,8 +172,8 @@ class _Child:
     def batch(self, numbers: list[int], name: str, make: Callable, wanted: object) -> None:
         """Run a batch of calls on one scene.
 
-        `wanted`: (the result of an untouched twin,), or None if the scene's state is compared
-        instead.
+        `wanted` is a tuple with the result of an untouched twin, or None if the scene's state is
+        compared instead.
         """
         started = time.process_time()
         if wanted is None:
@@ -184,8 +186,8 @@ class _Child:
         self.counts.clear()
 
     def _twins(self, numbers: list[int], name: str, make: Callable, wanted: object) -> None:
-        """Run a batch on a scene that is replaced after each accepted call, and compared with a
-        twin at the end.
+        """Run a batch on a scene that is replaced after each accepted call and compared with a twin
+        at the end.
         """
         scene, refused, is_changed = make(), [], False
         for at in numbers:
@@ -199,7 +201,7 @@ class _Child:
             self._compare(make, scene, wanted, refused)
 
     def _walked(self, numbers: list[int], name: str, make: Callable) -> None:
-        """Run a batch on a scene with a state, which is compared after each call."""
+        """Run a batch on a scene whose state can be compared after each call."""
         scene, last = make(), None
         before = scene.state()
         for at in numbers:
@@ -217,7 +219,7 @@ class _Child:
         self._check_leaks(last, numbers, make)
 
     def _check_changed(self, call: _Call, make: Callable) -> None:
-        """Check whether the call also changes a new scene, since other threads may have changed
+        """Check whether the call also changes a new scene, because other threads may have changed
         this one.
         """
         from tests.machinery.wrong_calls.state import difference
@@ -237,9 +239,9 @@ class _Child:
             scene.close()
 
     def _check_leaks(self, call: _Call, numbers: list[int], make: Callable) -> None:
-        """Check whether repeated calls keep leaving files or threads behind.
+        """Check whether repeating the calls leaves more and more files or threads behind.
 
-        Objects created once do not count.
+        Objects that are created only once do not count.
         """
         first = self._held
         for _ in range(_ROUNDS):
@@ -255,9 +257,9 @@ class _Child:
             self.tell({**call.event("leak"), "text": text})
 
     def _has_grown(self) -> bool:
-        """Whether there are more open files or threads than before.
+        """Return whether there are more open files or threads than before.
 
-        Waits up to ten seconds for delayed closing.
+        Wait up to ten seconds for objects that are closed with a delay.
         """
         for _ in range(500):
             now = _held()
@@ -276,7 +278,7 @@ class _Child:
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         signal.setitimer(signal.ITIMER_VIRTUAL, BUSY_S)
         call.make()
-        if call.took > SLOW_S:  # repeat the call, since another process may have delayed it
+        if call.took > SLOW_S:  # repeat the call, because another process may have delayed it
             again = _Call(call.seed, call.at, call.scene, make())
             again.make()
             if again.took > SLOW_S:
@@ -310,7 +312,7 @@ class _Child:
         problem = _difference(scene, wanted)
         if problem is None:
             return
-        for each in refused:  # find the call that caused the change
+        for each in refused:  # find out which call caused the change
             found = _difference(_after(make, [each]), wanted)
             if found is not None:
                 self.tell({**each.event("changed"), "text": f"{each.text} THEN {found}"[:600]})
@@ -405,7 +407,7 @@ def _report_death(note: _Note, seed: int, code: int) -> tuple[int, str]:
 
 
 def _scene_of(rng: random.Random, scenes: dict[str, Callable], deep: list[str]) -> str:
-    """Choose one of the handmade scenes a quarter of the time, else one of those found by the walk."""
+    """In a quarter of the cases, choose a handwritten scene, and otherwise one found by the walk."""
     found = [name for name in scenes if name not in deep]
     return rng.choice(deep if deep and (not found or rng.random() < 0.25) else found)
 
@@ -417,7 +419,7 @@ def _limit_memory() -> None:
 
 
 def _after(make: Callable, calls: list[_Call]) -> object:
-    """Return a scene after these calls."""
+    """Return a new scene on which these calls have been made."""
     scene = make()
     for each in calls:
         _Call(each.seed, each.at, each.scene, scene).make()
@@ -436,7 +438,7 @@ def _difference(scene: object, wanted: object) -> str | None:
 
 
 class _Call:
-    """Call `at` of a seed on a scene. Its arguments depend on nothing else."""
+    """Call number `at` of a seed, made on a scene. The arguments depend on nothing else."""
 
     def __init__(self, seed: int, at: int, name_of_scene: str, scene: object) -> None:
         from tests.machinery.wrong_calls.values import variant
@@ -457,7 +459,7 @@ class _Call:
     def make(self) -> None:
         from tests.machinery.wrong_calls.walked import finish
 
-        started = time.process_time()  # CPU time; `_soon` keeps waits short
+        started = time.process_time()  # CPU time, because `_soon` keeps waits short
         try:
             finish(self._function(**self._passed))
         except BaseException as raised:
@@ -468,7 +470,7 @@ class _Call:
         self.text = "accepted" if self.error is None else _text_of(self.error)
 
     def event(self, kind: str) -> dict:
-        """Return a readable description with the invalid arguments in their state after the call."""
+        """Return a readable description that shows the invalid arguments as they are after the call."""
         shown = {each: _shown(self._passed[each]) for each in self.wrong}
         call = {"at": self.at, "seed": self.seed, "scene": self.scene, "name": self.name}
         return {
@@ -481,15 +483,15 @@ class _Call:
 
 
 def _soon(name: str, value: object) -> object:
-    """Replace a long valid timeout by a short one, so that no call waits for days."""
+    """Replace a long valid timeout with a short one, so that no call waits for days."""
     if "timeout" in name and isinstance(value, Real) and 1 < value < math.inf:
         return 0.01 if isinstance(value, int | float) else type(value)(0.01)
     return value
 
 
 def _place(at: TracebackType) -> str:
-    """Return the location where an error was raised, the innermost one in the package if there is
-    one.
+    """Return the location at which an error was raised: the innermost frame in the package or, if
+    there is none, the innermost frame.
     """
     found = None
     while at is not None:
@@ -502,7 +504,7 @@ def _place(at: TracebackType) -> str:
 
 
 def _pick(rng: random.Random, names: list[str], further: list[str]) -> list[str]:
-    """Choose one or two arguments to make invalid, and sometimes an optional argument."""
+    """Choose one or two arguments to make invalid, which are sometimes optional ones."""
     is_optional = further and (not names or rng.random() < 0.3)
     wrong = [rng.choice(further if is_optional else names)]
     if rng.random() < 0.15 and names:
@@ -527,7 +529,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def summary(counts: Counts) -> Iterator[str]:
-    """Return a readable summary as lines."""
+    """Return the lines of a readable summary."""
     kinds = counts.kinds
     found = ", ".join(f"{len(counts.of(kind))} {text}" for kind, text in BAD.items())
     yield (

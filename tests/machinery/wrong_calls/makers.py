@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live objects for the fuzzer that cannot be made by a constructor with valid arguments alone."""
+"""Objects for the fuzzer that cannot be created just by calling a constructor with valid arguments."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from tests.machinery.wrong_calls.scenes import Group, Seq
 if TYPE_CHECKING:
     from tests.machinery.wrong_calls.world import World
 
-TOKENS = 18  # tokens of the request, all of which are computed
+TOKENS = 18  # number of tokens of the request, all of which are computed
 SIZES = {"block_size": 4, "num_kv_heads": 2, "head_size": 8}
 
 
 class Model:
-    """Implements what `Engine` needs, with arbitrary logits."""
+    """A model that implements what `Engine` needs, with arbitrary logits."""
 
     vocab_size = 50
 
@@ -67,7 +67,7 @@ class Model:
 
 
 class Tokenizer:
-    """Implements what `TokenizerTexts` needs of a transformers tokenizer."""
+    """A stand-in for a transformers tokenizer that implements what `TokenizerTexts` needs."""
 
     eos_token_id = 1
 
@@ -116,7 +116,7 @@ def cache(w: World) -> kvcache.KVCache:
 
 
 def sanitizer(w: World) -> Sanitizer:
-    """Make a sanitizer with a group of tokens, a group of states, and the request "a"."""
+    """Make a sanitizer with a token group, a recurrent group, and the request "a"."""
     groups = [SanitizedGroup("full", 4), SanitizedGroup("state", 4)]
     made = Sanitizer(groups, 9, log=lambda report: None)
     made.observe_request("a", range(6))
@@ -124,7 +124,7 @@ def sanitizer(w: World) -> Sanitizer:
 
 
 def record(w: World) -> str:
-    """Write a record of a sanitizer, and return its path."""
+    """Write a sanitizer's record to a file, and return its path."""
     folder = tempfile.mkdtemp()
     w.on_close.append(lambda: shutil.rmtree(folder, ignore_errors=True))
     path = os.path.join(folder, "record")
@@ -133,7 +133,7 @@ def record(w: World) -> str:
 
 
 def steps(w: World) -> SimpleNamespace:
-    """Make a manager with requests in every state, and the worker that has applied their plans."""
+    """Make a manager with requests in every state, and a worker that has applied its plans."""
     cache = w.get("KVCache")
     manager, tokens = cache.manager, [list(range(100 * i, 100 * i + TOKENS)) for i in range(8)]
     request, slots, old = (Request(name, tokens[i]) for i, name in enumerate(("a", "s", "o")))
@@ -297,7 +297,7 @@ def answer(w: World) -> object:
 
 
 def connectors(w: World) -> SimpleNamespace:
-    """Make a sender with an offer, and a receiver."""
+    """Make a sender with a published offer, and a receiver."""
     from tests.machinery.disaggregation_engine import Engine
 
     tokens = range(2 * TOKENS)
@@ -349,7 +349,7 @@ def disk(w: World) -> object:
 
 
 def block_store(w: World) -> object:
-    """Make a block store: on disk if NIXL, which moves its bytes, is installed."""
+    """Make a block store, which is on disk if NIXL is installed."""
     return w.get("DiskStore") if importlib.util.find_spec("nixl") else MemoryStore()
 
 
@@ -467,7 +467,7 @@ def kept(w: World) -> Request:
 
 
 def fp8(w: World) -> KVStorage:
-    """Make a storage that has scales next to its tokens."""
+    """Make a storage in which scales are stored next to the tokens."""
     return KVStorage(8, **SIZES, num_layers=2, dtype=torch.float8_e4m3fn)
 
 
@@ -486,14 +486,14 @@ def state_batch(w: World) -> object:
 
 
 def encoder(w: World) -> Group:
-    """Make a group with an encoder and a cross-attention table."""
+    """Make a sequence group with an encoder and a cross-attention table."""
     group = Group(Seq(22, [1, 2]), request_id="e", encoder=Seq(23, [1] * 5))
     w.get("BlockSpaceManager").allocate(group)
     return group
 
 
 def begun(w: World) -> Request:
-    """Admit a request of the receiver with an offer, so that it can be loaded."""
+    """Admit a request with an offer at the receiver, so that its KV can be loaded."""
     made = w.get("connectors")
     request = Request("new", range(2 * TOKENS))
     count = made.other.connector.match(request, made.offer)
@@ -503,7 +503,9 @@ def begun(w: World) -> Request:
 
 
 def to_load(w: World) -> Request:
-    """Admit a request to load from the store, which has the same tokens from another request."""
+    """Admit a request whose KV can be loaded from the store, which has the same tokens from another
+    request.
+    """
     tier, manager = w.get("StoreTier"), w._made["store manager"]
     manager.report(w._made["stored report"])
     tier.save(w._made["stored report"])
@@ -662,7 +664,7 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "WorkloadRequest": workload,
 }  # fmt: skip
 
-# Objects to call methods on, if not the standard instance of the class.
+# Objects on which methods are called, where this is not the standard instance of the class.
 ON: dict[str, Callable[[World], object]] = {
     "KVStorage.set_scales": lambda w: fp8(w),
     "GroupTable.state_pages": lambda w: states_table(w),

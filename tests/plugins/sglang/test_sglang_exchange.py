@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode in vLLM and SGLang, in both directions: answers equal those of one engine under
-all faults.
+"""Prefill in vLLM and decode in SGLang, and vice versa: under all faults, answers equal those of a
+single engine.
 
-Each engine runs with all of its processes, with a tiny model on the CPU, and vLLM in its own environment.
+Each engine runs with all of its processes and with a tiny model on the CPU. vLLM runs in a separate
+environment.
 """
 
 import contextlib
@@ -59,7 +60,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 class Engines:
-    """Engines of one model. vLLM's are started when they are first used."""
+    """Engines that serve the same model. vLLM engines are started when they are first used."""
 
     def __init__(self, folder):
         self.folder, self.started = folder, {}
@@ -98,17 +99,17 @@ def engines(folders):
 
 
 def offers_of(answers):
-    """Return the offers in responses of vLLM."""
+    """Return the offers in vLLM's responses."""
     return [each["kvcache"] for each in answers]
 
 
 def params_of(offers):
-    """Return the `kv_transfer_params` of requests to vLLM."""
+    """Return the `kv_transfer_params` for requests to vLLM."""
     return [each and {"do_remote_prefill": True, "kvcache": each} for each in offers]
 
 
 def alone(engine, prompts):
-    """Return an engine's answers without KV of another engine."""
+    """Return an engine's answers, computed without KV from another engine."""
     engine.wait_until_empty()
     tokens, _ = engine.decode(prompts, [None] * len(prompts))
     engine.wait_until_empty()
@@ -125,12 +126,12 @@ def both_ways(sglang, vllm, seeds, count=6):
         prompts = some_prompts(seed, count)
         wanted = alone(sglang, prompts)
         assert alone(vllm, prompts) == wanted
-        # From vLLM to SGLang.
+        # KV is transferred from vLLM to SGLang.
         found = sglang.decode(prompts, offers_of(vllm.prefill(prompts)))
         assert found == (wanted, sum(map(len, prompts)) - in_pages(prompts))
         for engine in (vllm, sglang):
             engine.wait_until_empty()
-        # From SGLang to vLLM.
+        # KV is transferred from SGLang to vLLM.
         offers = sglang.prefill(prompts)
         offered = [0 if each is None else each["num_tokens"] for each in offers]
         assert offered == [len(each) // PAGE * PAGE for each in prompts]
@@ -163,7 +164,7 @@ def broken(offer, path, value):
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    return sealed(changed)  # without a valid seal, only the seal would be reported
+    return sealed(changed)  # otherwise, only the invalid seal would be reported
 
 
 WRONG = {
@@ -207,7 +208,8 @@ def test_local_prefixes_are_not_read_and_unneeded_offers_are_given_back(engines)
     (wanted,) = alone(sglang, [prompt])
     sglang.run([prompt[:100]], 1)  # one page is now cached
     offers = offers_of(vllm.prefill([prompt]))
-    offers[0]["blocks"][0][0] = offers[0]["blocks"][0][1]  # a wrong block, which is not read
+    # This wrong block is never read, because its tokens are cached.
+    offers[0]["blocks"][0][0] = offers[0]["blocks"][0][1]
     before = sglang.ask("state")
     assert sglang.decode([prompt], [sealed(offers[0])]) == ([wanted], 200 - 3 * PAGE)
     now = sglang.ask("state")
@@ -232,7 +234,7 @@ def test_many_requests_in_a_pool_that_is_too_small(engines, folders):
             tokens, _ = sglang.decode(prompts[some], offers_of(vllm.prefill(prompts[some])))
             assert tokens == wanted[some]
             offers = sglang.prefill(prompts[some])
-            # Leases hold at most half of the pool. The other prompts have no offer.
+            # Leases may hold at most half of the pool, so the other prompts get no offer.
             assert 0 < sum(each["num_tokens"] for each in offers if each) <= 512
             tokens, _ = vllm.decode(prompts[some], params_of(offers))
             assert tokens == wanted[some]
@@ -287,7 +289,7 @@ def test_requests_are_aborted_while_they_load(engines):
 
 @needs_vllm
 def test_killed_senders_and_ended_leases(engines, folders):
-    """A killed SGLang, an expired lease, and a flush of the radix cache."""
+    """Leases end with a flush of the radix cache, with their expiry, or with SGLang's process."""
     vllm = engines.vllm()
     victim = SGLangEngine(folders["llama"], extra={**OPTIONS, "lease_s": 2.0})
     try:
@@ -297,14 +299,14 @@ def test_killed_senders_and_ended_leases(engines, folders):
         offers = victim.prefill(prompts)
         assert victim.ask("state")["leases"] == 3
         assert victim.ask("reset") is True and victim.ask("state")["leases"] == 0
-        victim.run(some_prompts(14, 10, 250, 300), 4)  # writes to the freed pages
+        victim.run(some_prompts(14, 10, 250, 300), 4)  # overwrites the freed pages
         before = vllm.said("has ended: set a longer lease_s")
         assert vllm.decode(prompts, params_of(offers))[0] == wanted
         assert vllm.said("has ended: set a longer lease_s") == before + 3
         vllm.wait_until_empty()
         offers = victim.prefill(prompts)
         time.sleep(2.5)
-        victim.wait_until_empty()  # released when the lease expires
+        victim.wait_until_empty()  # the pages are released when the leases expire
         assert vllm.decode(prompts, params_of(offers))[0] == wanted
         vllm.wait_until_empty()
         offers = victim.prefill(prompts)
@@ -319,7 +321,7 @@ def test_killed_senders_and_ended_leases(engines, folders):
 
 @needs_vllm
 def test_together_with_hicache(engines):
-    """The pages of an offer become hits that HiCache copies to the host and back."""
+    """Pages loaded through an offer become hits, which HiCache copies to the host and back."""
     sglang = SGLangEngine(
         engines.folder,
         extra=OPTIONS,
@@ -373,7 +375,7 @@ def test_a_paused_engine_ends_leases_and_loads_when_it_is_flushed(engines):
 
 @needs_vllm
 def test_updated_weights_neither_use_nor_offer_the_kv_of_others(engines, folders, tmp_path):
-    """Offers and loads from before an update, and offers from after it."""
+    """Covers offers and loads that began before an update of the weights, and offers made after it."""
     write_llama(tmp_path, TINY, seed=1)
     vllm, sglang = engines.vllm(), SGLangEngine(folders["llama"], extra=OPTIONS)
     try:
@@ -387,7 +389,8 @@ def test_updated_weights_neither_use_nor_offer_the_kv_of_others(engines, folders
             sglang.send("run", prompts[3:], 16, to_sglang, False)
             while sglang.ask("state")["loading"] < 3:
                 time.sleep(0.05)
-            sglang.send("pause", "retract")  # otherwise, SGLang updates once no request remains
+            # otherwise, SGLang would not update before all requests have finished
+            sglang.send("pause", "retract")
             assert sglang.ask("update", str(tmp_path)) is True
             now = sglang.ask("state")
             assert (now["leases"], now["loading"]) == (0, 0)
@@ -399,7 +402,7 @@ def test_updated_weights_neither_use_nor_offer_the_kv_of_others(engines, folders
         vllm.wait_until_empty(timeout_s=60)
         new = alone(sglang, prompts)
         assert after == new[3:] and all(a != b for a, b in zip(old, new))
-        # Each refuses the other's offer, because the weights differ.
+        # Each engine rejects the other's offers, because the weights differ.
         before = (
             sglang.said("serve the same model in both engines"),
             vllm.said("updated at runtime"),
@@ -419,7 +422,8 @@ def test_leases_end_before_a_running_request_is_retracted(engines, folders):
     sglang = SGLangEngine(
         folders["llama"],
         extra=OPTIONS,
-        environment={"SGLANG_TEST_RETRACT": "1"},  # retracts now and then, in any pool
+        # SGLang then retracts requests even if the pool is large enough
+        environment={"SGLANG_TEST_RETRACT": "1"},
     )
     try:
         sglang.answer()
@@ -443,11 +447,11 @@ def test_prompts_that_hicache_still_copies_back_have_no_offer():
         _match=lambda tokens, salt: ("a node", len(tokens)),
     )
     request = types.SimpleNamespace(origin_input_ids=[1] * 10, cache_salt=None)
-    assert Exchange._offer(exchange, request) is None  # no lease is taken
+    assert Exchange._offer(exchange, request) is None  # no lease is created
 
 
 def serve(command, environment, port, log):
-    """Start a server, and wait until it answers. Return its process."""
+    """Start a server, wait until it responds, and return its process."""
     process = subprocess.Popen(
         [*map(str, command), "--port", str(port)],
         **{"stdout": log.open("w"), "stderr": subprocess.STDOUT, "cwd": REPO},
@@ -522,8 +526,8 @@ def test_a_proxy_in_front_of_both_servers(folders, tmp_path):
             started.append(serve(command, {}, port, tmp_path / f"proxy{port}.log"))
         for port in proxies:
             for numbers in some_prompts(port % 2, 3, 100, 300):
-                # Tokens below 256 are single bytes. If the prompt ends within a character, vLLM's text
-                # of the answer begins with the prompt.
+                # Tokens below 256 are single bytes and are avoided: if a prompt ended inside a
+                # multi-byte character, vLLM's answer would repeat part of the prompt.
                 prompt = [256 + number % 256 for number in numbers]
                 found = complete(port, prompt, max_tokens=8)
                 wanted = complete(vllm, prompt, max_tokens=8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiCache pages in stores of kvcache: bytes are verified, and faults are misses that are counted."""
+"""HiCache pages in kvcache's stores: bytes are verified, and every fault counts as a miss."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ MODEL = types.SimpleNamespace(model_path="tiny", revision=None)
 
 
 def host_pool(layout="layer_first", seed=0):
-    """Return SGLang's host pool, without its allocator."""
+    """Return a stand-in for SGLang's host pool, without its allocator."""
     generator = torch.Generator().manual_seed(seed)
     pool = types.SimpleNamespace(
         **{"layout": layout, "page_size": PAGE, "layer_num": LAYERS, "head_num": HEADS},
@@ -62,7 +62,7 @@ def config(**extra):
 
 @pytest.fixture
 def stores(monkeypatch):
-    """The stores that are opened, by place."""
+    """The stores opened by a test, keyed by place."""
     found = {}
 
     def open_store(place, capacity):
@@ -151,7 +151,8 @@ def test_each_fault_of_a_store_is_a_miss_and_changes_no_page(fault, stores, monk
     name, count = expected[fault]
     assert made.stats[name] == count
     assert found.count(False) == {"raises": 8, "slow": 0}.get(fault, count)
-    if fault in ("corrupt", "other"):  # removed, so that it is written again
+    # The bad values were removed, so that they can be written again.
+    if fault in ("corrupt", "other"):
         assert not all(made.exists(key) for key in keys)
 
 
@@ -163,7 +164,7 @@ def test_failing_stores_are_not_called_for_a_while_and_then_opened_again(stores)
     store.fault = lambda: "raises"
     for _ in range(10):
         assert made.batch_exists(keys) == 0
-    assert made.stats["failures"] == 3  # then the circuit is open
+    assert made.stats["failures"] == 3  # after three failures, the store is no longer called
     store.fault = lambda: None
     assert made.batch_exists(keys) == 0
     time.sleep(1.1)
@@ -194,7 +195,8 @@ def test_updates_of_the_weights_at_runtime_switch_the_storage_off(fails, stores,
     assert made.batch_exists(keys) == 0
     assert made.batch_get_v1(keys, slots_of(range(2))) == [False] * 2
     assert made.batch_set_v1(keys, slots_of(range(2))) == [False] * 2
-    made.register_mem_host_pool_v2(host_pool("page_first"), PoolName.SWA)  # off as well
+    # Pools registered later are disabled, too.
+    made.register_mem_host_pool_v2(host_pool("page_first"), PoolName.SWA)
     window = PoolTransfer(name=PoolName.SWA, keys=keys, host_indices=slots_of(range(2)))
     assert made.batch_set_v2([window]) == {PoolName.SWA: [False] * 2}
 
@@ -294,7 +296,7 @@ def test_pages_on_a_disk_survive_a_kill_and_corrupt_ones_are_computed(tmp_path):
     try:
         made.append(engine(folder))
         wanted = [made[0].run([prompt], 8)[0]["tokens"] for prompt in prompts]
-        time.sleep(2)  # the backup runs in a thread
+        time.sleep(2)  # the backup runs in another thread
         made[0].signal(signal.SIGKILL)
         made[0].process.wait()
         (file,) = folder.glob("*/blocks.kv")
@@ -307,7 +309,7 @@ def test_pages_on_a_disk_survive_a_kill_and_corrupt_ones_are_computed(tmp_path):
         made[1].process.wait()
         data = bytearray(file.read_bytes())
         step = len(data) // 40
-        for at in range(8192, len(data), step):  # some pages, headers and unused bytes
+        for at in range(8192, len(data), step):  # corrupts some pages, headers and unused bytes
             data[at] ^= 0xFF
         file.write_bytes(data)
         made.append(engine(folder))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer in SGLang finds nothing in SGLang itself, and all defects that are planted in it."""
+"""The sanitizer in SGLang reports nothing for SGLang itself, and finds all defects that are planted
+in it.
+"""
 
 import json
 import sys
@@ -91,7 +93,9 @@ def test_mode_stop_ends_the_scheduler_before_the_wrong_read():
 
 
 def generate(folder, mode):
-    """Generate with SGLang's engine, with all its processes. Return tokens and server information."""
+    """Generate with SGLang's engine and all of its processes. Return the tokens and the server
+    information.
+    """
     code = (
         "import json, sys\n"
         "from sglang import Engine\n"
@@ -163,7 +167,7 @@ def test_unknown_versions_are_refused(mode, monkeypatch, caplog):
 
 
 class Tensor(np.ndarray):
-    """Slots, as far as `HandedOutPages` uses tensors."""
+    """A tensor of slots that supports the operations used by `HandedOutPages`."""
 
     def cpu(self):
         return self
@@ -208,7 +212,7 @@ def test_requests_hold_the_pages_that_they_fill(pages):
     assert pages.holders() == [0, 0, 0, 0]
     pages.take("a", np.array([4, 5, 6]))
     assert pages.holders() == [0, 1, 0, 0]
-    pages._allocator.alloc_decode(slots(7))  # continues page 1
+    pages._allocator.alloc_decode(slots(7))  # continues in page 1
     pages.take("a", np.array([7]))
     assert pages.holders() == [0, 1, 0, 0]
 

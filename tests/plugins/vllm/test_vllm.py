@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvcache's manager in vLLM's own schedulers makes the same decisions as vLLM's own manager.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import copy
@@ -64,7 +64,7 @@ from tests.machinery.vllm_schedulers import (
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Return folders with the configurations of tiny models."""
+    """Return the folders of tiny models' configurations, keyed by name."""
     return {"llama": write_config(tmp_path_factory.mktemp("llama"), "llama")}
 
 
@@ -87,9 +87,9 @@ def test_decisions_are_the_same_with_drafts_without_evictions(seed, models):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_decisions_are_the_same_with_drafts_in_a_tight_pool(seed, models):
-    """kvcache caches the accepted drafts of a request's last step, and vLLM 0.32 does not.
+    """kvcache caches the drafts accepted in a request's last step, but vLLM 0.32 does not.
 
-    With vLLM 0.32, evictions differ from then on.
+    With vLLM 0.32, evictions may therefore differ.
     """
     config = engine_config(models["llama"], events=True)
     exact = not IS_032
@@ -114,7 +114,9 @@ def test_decisions_are_the_same_with_windows_and_enough_space(groups, retention,
 
 @pytest.mark.parametrize("retention", [None, 0])
 def test_decisions_are_the_same_with_chunked_local_attention(retention, models):
-    """vLLM caches these groups densely. It also caches the last block of a chunk, which no hit reads."""
+    """vLLM caches every block of these groups, including the last block of a chunk, which no hit
+    reads.
+    """
     config = engine_config(models["llama"])
     sides = SideBySide(0, config, ("chunked", "full"), 2_000, retention=retention)
     assert sides.run(100)["hit tokens"] > 0
@@ -124,9 +126,9 @@ def test_decisions_are_the_same_with_chunked_local_attention(retention, models):
 def test_in_a_tight_pool_only_the_order_of_a_requests_blocks_differs(
     retention, models, monkeypatch
 ):
-    """vLLM releases a request's blocks group by group, so it evicts all blocks of a window before
-    those of full attention. kvcache releases the tails of all groups first. With this order,
-    vLLM's manager makes the same decisions.
+    """vLLM releases a request's blocks group by group, so it evicts all sliding-window blocks
+    before the full-attention blocks. kvcache releases the tails of all groups first. If vLLM's
+    manager is patched to use this order, it makes the same decisions.
     """
 
     def free(self, request_id):
@@ -143,8 +145,8 @@ def test_in_a_tight_pool_only_the_order_of_a_requests_blocks_differs(
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", ["window", "window full", "chunked full"])
 def test_requests_with_windows_complete_in_a_tight_pool(groups, is_async, models):
-    """Hits and preemptions differ from vLLM's, because blocks leave windows and are evicted in
-    another order. All requests must end and release their blocks.
+    """Hits and preemptions differ from vLLM's, because blocks leave windows and are evicted in a
+    different order. All requests must finish and release their blocks.
     """
     config = engine_config(models["llama"], is_async=is_async)
     sides = SideBySide(1, config, tuple(groups.split()), 120, exact=False, retention=0)
@@ -179,9 +181,9 @@ def test_states_are_correct_in_a_tight_pool(mode, num_blocks, is_async, models):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [150, 3_000])
 def test_states_written_inside_chunks_overwrite_no_state_in_use(num_blocks, is_async, models):
-    """Mamba 2 workers write such states by their own rules.
+    """Mamba 2 workers decide themselves where to write such states.
 
-    vLLM's scheduler allocates blocks for them.
+    vLLM's scheduler allocates the blocks for these states.
     """
     config = engine_config(models["llama"], is_async=is_async)
     sides = SideBySide(3, config, ("mamba2 align", "mamba2 align", "full"), num_blocks, exact=False)
@@ -193,13 +195,13 @@ def test_states_written_inside_chunks_overwrite_no_state_in_use(num_blocks, is_a
     "seed,num_blocks,is_async",
     [
         *((0, 3_000, False), (0, 3_000, True), (1, 60, False)),
-        # vLLM 0.32 loses sessions that are preempted under asynchronous scheduling, with either manager:
-        # they are waiting but in no queue.
+        # With either manager, vLLM 0.32 loses sessions that are preempted under asynchronous
+        # scheduling: they have status WAITING but are in no queue.
         *([] if IS_032 else [(6, 60, True)]),
     ],
 )
 def test_decisions_are_the_same_with_sessions(seed, num_blocks, is_async, models):
-    """A session drops the last token of each answer, and holds blocks while it waits for input."""
+    """A session drops the last token of each answer, and keeps its blocks while it waits for input."""
     config = engine_config(models["llama"], is_async=is_async, events=True)
     counts = SideBySide(seed, config, ("full",), num_blocks, sessions=True).run(120)
     assert counts["hit tokens"] > 0 and counts["parts"] > 20
@@ -209,7 +211,9 @@ def test_decisions_are_the_same_with_sessions(seed, num_blocks, is_async, models
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [60, 3_000])
 def test_decisions_are_the_same_with_lookahead_slots_of_drafters(num_blocks, is_async, models):
-    """Drafters (EAGLE, MTP) write to slots after each step's tokens, which need blocks earlier."""
+    """Drafters (EAGLE, MTP) also write to the slots after each step's tokens, so blocks are needed
+    earlier.
+    """
     config = engine_config(models["llama"], is_async=is_async, events=True)
     counts = SideBySide(4, config, ("full",), num_blocks, slots=7).run(120)
     assert counts["hit tokens"] > 0 and (counts["preemptions"] > 0) == (num_blocks == 60)
@@ -217,7 +221,9 @@ def test_decisions_are_the_same_with_lookahead_slots_of_drafters(num_blocks, is_
 
 @pytest.mark.skipif(not HAS_LOOKAHEAD, reason="vLLM 0.32 has no lookahead hashes")
 class TestLookahead:
-    """Hashes also cover tokens after their block, so drafters (EAGLE, MTP) recompute no block."""
+    """Hashes also cover the tokens after their block, so drafters (EAGLE, MTP) need not recompute
+    the last block of a hit.
+    """
 
     @pytest.mark.parametrize("is_async", [False, True])
     @pytest.mark.parametrize("lookahead", [1, 3])
@@ -253,7 +259,9 @@ class TestLookahead:
 
 @pytest.mark.parametrize("seed,num_blocks", [(0, 3_000), (1000, 150), (1014, 150)])
 def test_session_continues_from_its_own_states(seed, num_blocks, models):
-    """vLLM sends all blocks of a session again, and the worker copies its last state from them."""
+    """vLLM sends all blocks of a session to the worker again, and the worker copies the session's
+    last state from them.
+    """
     config = engine_config(models["llama"])
     groups = ("mamba align", "full")
     counts = SideBySide(seed, config, groups, num_blocks, exact=False, sessions=True).run(120)
@@ -261,9 +269,9 @@ def test_session_continues_from_its_own_states(seed, num_blocks, models):
 
 
 class FakeConnector:
-    """Claims to have 192 tokens of every request.
+    """A connector that claims to have 192 tokens of every request.
 
-    `is_async`: they arrive while the request waits.
+    If `is_async` is set, the tokens arrive while the request waits.
     """
 
     requires_kv_delivery = supports_divergent_local_hybrid_hits = False
@@ -429,8 +437,8 @@ def test_hashes_equal_vllms_byte_for_byte(name, lookahead):
 
 
 class TestRefusals:
-    """Unsupported options are rejected before a request is served, in one line that says what to
-    change.
+    """Unsupported options are rejected before any request is served, with a one-line error that
+    says what to change.
     """
 
     def test_invalid_retention_interval_is_rejected(self, models):
@@ -484,14 +492,14 @@ class TestRefusals:
 
 
 def no_skipped_tokens(monkeypatch):
-    """Let vLLM's manager keep the blocks that have left a window."""
+    """Patch vLLM's manager to keep the blocks that have left a window."""
     monkeypatch.setattr(
         SlidingWindowManager, "get_num_skipped_tokens", lambda self, *args, **options: 0
     )
 
 
 def no_lookahead_slots(monkeypatch):
-    """Let vLLM's manager allocate no slots for drafts."""
+    """Patch vLLM's manager to allocate no slots for drafts."""
     own = KVCacheManager.allocate_slots
 
     @functools.wraps(own)
@@ -502,16 +510,16 @@ def no_lookahead_slots(monkeypatch):
 
 
 class TestLaterVersions:
-    """A version of vLLM that kvcache does not know is judged by its interfaces and its decisions."""
+    """An unknown version of vLLM is accepted or rejected based on its interfaces and decisions."""
 
     @staticmethod
     def later(method):
-        """Return a vLLM manager with another method."""
+        """Return a subclass of vLLM's manager with this method added or replaced."""
         return type("KVCacheManager", (KVCacheManager,), {method.__name__: method})
 
     @pytest.fixture
     def ours(self):
-        """Return a subclass, so that adapting it changes no other test."""
+        """Return a subclass of kvcache's manager, so that adapting it does not affect other tests."""
         return type("Ours", (VllmCacheManager,), {})
 
     def test_a_new_parameter_is_accepted_with_vllms_default(self, ours):
@@ -585,7 +593,7 @@ class TestLaterVersions:
         scheduler = make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
         assert scheduler.compared.startswith(
             "hit tokens of a request"
-        )  # a tested version: a warning
+        )  # a tested version only gives a warning
         monkeypatch.setattr(compatibility, "version", lambda name: "0.99.0")
         with pytest.raises(
             ValueError, match=r"differ at startup \(hit tokens of a request .*: 0, vLLM"
@@ -632,7 +640,7 @@ def test_request_of_maximum_length_is_released_after_its_end(models):
     while scheduler.has_unfinished_requests():
         scheduled = scheduler.schedule()
         scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
-    for _ in range(2 * BLOCK):  # steps that would have needed the next blocks
+    for _ in range(2 * BLOCK):  # long enough that the request would have needed more blocks
         scheduled = scheduler.schedule()
         scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
     del scheduled
@@ -641,7 +649,9 @@ def test_request_of_maximum_length_is_released_after_its_end(models):
 
 
 def test_counts_are_not_logged_as_loads():
-    """vLLM logs its own entries of this dictionary if any value is not 0."""
+    """vLLM logs the entries of this dictionary as loads if any value is nonzero, so the counts must
+    not appear there.
+    """
     stats = SchedulerStats()
     metrics.add_counts(stats, {"native_calls": 3, "stored_blocks 1": 5})
     assert not any(stats.num_kv_fetch_reqs_by_stage.values())
@@ -660,7 +670,8 @@ def test_block_whose_last_token_was_not_computed_is_not_cached(models):
     request = make_request(0, range(61), block_hasher(ours=True), 100)
     assert manager.allocate_slots(request, 61) is not None
     request.status = RequestStatus.RUNNING
-    for start in (61, 69):  # each with one token and 7 drafts; the second step assumes that all fit
+    # Each step has one token and 7 drafts; the second assumes that all drafts were accepted.
+    for start in (61, 69):
         request.num_computed_tokens = start
         assert manager.allocate_slots(request, 8, num_lookahead_tokens=7) is not None
     request.append_output_token_ids([1, 2, 3])

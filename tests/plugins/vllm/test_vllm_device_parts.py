@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a vLLM worker with device tensors, concurrent with compute on another stream.
+"""Components of a vLLM worker, with device tensors and concurrent computation on another stream.
 
-Uses a vLLM stand-in.
+Uses a stand-in for vLLM.
 """
 
 import time
@@ -32,7 +32,7 @@ def stand_in():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_used_parts_of_a_page_are_stored_and_loaded(device):
-    """The load is expedited, as in vLLM 0.33. Padding after a page's bytes must not change."""
+    """The load is expedited, as in vLLM 0.33. The padding after each page's bytes must not change."""
     from kvcache.plugins.vllm.offloading.host_manager import HostChunks
     from kvcache.plugins.vllm.offloading.host_worker import HostWorker
 
@@ -81,7 +81,7 @@ def test_used_parts_of_a_page_are_stored_and_loaded(device):
 
 
 class Engine:
-    """A worker of vLLM's connector, with its caches."""
+    """A worker of the vLLM connector, together with its caches."""
 
     def __init__(self, engine_id, name, fill):
         from kvcache.plugins.vllm.disaggregation.options import Options
@@ -144,7 +144,7 @@ def test_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
 
 
 def test_reads_are_not_merged_across_allocations():
-    """Layers are adjacent, but in separate allocations on one side or both."""
+    """Layers are adjacent in memory, but belong to separate allocations on one or both sides."""
     from kvcache.plugins.disaggregation.moves import GroupPlan
     from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache doctor --vllm` for public models, without their weights.
+"""`kvcache doctor --vllm` for the configurations of public models, without weights.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import json
@@ -29,7 +29,7 @@ def folder_of(tmp_path_factory):
 
 
 def told(capsys, *arguments):
-    """Return the exit status and the output of the doctor, without line breaks."""
+    """Run the doctor. Return its exit status and its output without line breaks."""
     status = main(["doctor", "--vllm", *arguments])
     return status, " ".join(capsys.readouterr().out.replace("│", " ").split())
 

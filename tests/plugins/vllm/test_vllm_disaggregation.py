@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill in one vLLM engine and decode in another: answers equal those of a single engine under
-all faults.
+"""Prefill in one vLLM engine and decode in another: under all faults, answers equal those of a
+single engine.
 
-Each engine is a process with a tiny Llama or Gemma 3 on the CPU. `make test-vllm` runs this with
-vLLM; elsewhere it is skipped.
+Each engine is a process that serves a tiny Llama or Gemma 3 model on the CPU. These tests run in
+`make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import copy
@@ -24,7 +24,7 @@ from tests.machinery.vllm_weights import write_llama
 
 SCHEDULER = "kvcache.plugins.vllm.VllmAsyncScheduler"
 TIMEOUT_S = 15.0
-# Some engines use kvcache's allocator, and the others use vLLM's own.
+# Some engines use kvcache's allocator, and the rest use vLLM's own.
 ENGINES = {
     "tp1": {},
     "tp1 ours": {"scheduler_cls": SCHEDULER},
@@ -52,7 +52,7 @@ def engines(llama):
 
 @pytest.fixture
 def victim(llama):
-    """A producer that tests may damage."""
+    """A producer that tests may stop or kill."""
     started = {"victim": Engine(llama, "kv_producer", extra={"lease_s": 1.0})}
     for engines in closing(started):
         yield engines["victim"]
@@ -71,9 +71,9 @@ def closing(started):
 
 
 def alone(engine, prompts, max_tokens=16):
-    """Return an engine's answers without blocks of another engine.
+    """Return an engine's answers, computed without blocks from another engine.
 
-    The engine is empty before and after.
+    The engine is empty before and after the call.
     """
     engine.wait_until_empty()
     tokens, num_computed = engine.decode(prompts, [None] * len(prompts), max_tokens)
@@ -103,7 +103,7 @@ def test_two_engines_generate_the_same_tokens_as_one(seed, prefill, decode, engi
     offers = engines[prefill].prefill(prompts)
     tokens, num_computed = engines[decode].decode(prompts, offers)
     assert tokens == wanted
-    # Only the last token of each prompt was computed. All others were loaded.
+    # Only the last token of each prompt was computed. All other prompt tokens were loaded.
     assert num_computed == len(prompts) * 16, "".join(engines[decode].errors)[-2000:]
     for name in (prefill, decode):
         engines[name].wait_until_empty()
@@ -113,7 +113,7 @@ def test_locally_cached_blocks_are_not_read(engines):
     (prompt,) = some_prompts(5, 1, 200, 201)
     prefill, decode = engines["tp1"], engines["tp1 ours"]
     wanted = alone(decode, [prompt])
-    decode.run([prompt[:100]], 1)  # three of its blocks are now cached
+    decode.run([prompt[:100]], 1)  # three of the prompt's blocks are now cached
     offers = prefill.prefill([prompt])
     stolen = copy.deepcopy(offers)
     stolen[0]["kvcache"]["blocks"][0][:3] = [0, 0, 0]
@@ -127,7 +127,7 @@ def test_unneeded_offer_is_released_before_its_lease_expires(engines):
     (prompt,) = some_prompts(6, 1, 65, 66)
     prefill, decode = engines["tp1"], engines["tp1 ours"]
     wanted = alone(decode, [prompt])
-    decode.run([prompt], 1)  # all but the last token are now cached
+    decode.run([prompt], 1)  # all tokens except the last are now cached
     offers = prefill.prefill([prompt])
     assert decode.decode([prompt], offers) == (wanted, 16)
     prefill.wait_until_empty(timeout_s=10)  # long before its lease expires
@@ -152,7 +152,7 @@ def broken(offer, path, value):
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    # Without a valid seal, only the seal would be reported.
+    # Otherwise, only the invalid seal would be reported.
     changed["kvcache"] = sealed(changed["kvcache"])
     return changed
 
@@ -197,8 +197,8 @@ def test_expired_lease_is_detected_even_if_blocks_hold_other_tokens(engines, vic
     wanted = alone(decode, prompts)
     offers = victim.prefill(prompts)
     time.sleep(1.2)
-    victim.wait_until_empty()  # released when the lease expires
-    victim.run(some_prompts(10, 16, 250, 300), 4)  # writes to all of its blocks
+    victim.wait_until_empty()  # the blocks are released when the leases expire
+    victim.run(some_prompts(10, 16, 250, 300), 4)  # overwrites all of the victim's blocks
     before = decode.said("has ended: set a longer lease_s")
     tokens, _ = decode.decode(prompts, offers)
     assert tokens == wanted and decode.said("has ended: set a longer lease_s") - before == 3
@@ -219,7 +219,9 @@ def test_requests_are_computed_after_the_producer_was_killed(engines, victim):
 
 
 def test_requests_are_computed_while_the_producer_sleeps(engines):
-    """vLLM 0.33 unmaps the caches while an engine sleeps. Requests with its offers recompute."""
+    """vLLM 0.33 unmaps the caches while an engine sleeps, so requests with offers from this engine
+    recompute their prompts.
+    """
     prompts = some_prompts(20, 3, 100, 300)
     prefill, decode = engines["tp1"], engines["tp1 ours"]
     wanted = alone(decode, prompts)
@@ -251,7 +253,8 @@ def test_requests_are_computed_if_the_producer_does_not_answer(is_connected, eng
     began = time.monotonic()
     tokens, _ = decode.decode(prompts, offers)
     took = time.monotonic() - began
-    assert tokens == wanted and TIMEOUT_S - 0.1 < took < 2 * TIMEOUT_S  # not one after the other
+    # The requests wait concurrently.
+    assert tokens == wanted and TIMEOUT_S - 0.1 < took < 2 * TIMEOUT_S
     decode.wait_until_empty()
     victim.signal(signal.SIGCONT)
     victim.wait_until_empty()
@@ -315,7 +318,7 @@ def test_request_can_be_aborted_while_it_is_loaded(engines, victim):
 
 @pytest.mark.parametrize("is_ours", sampled([True, False]))
 def test_blocks_outside_the_window_are_not_read(is_ours, tmp_path):
-    """Gemma 3: blocks outside the window are null and are not read."""
+    """In Gemma 3, blocks outside the window are null blocks and are not read."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS["gemma3"]))
     options = {"load_format": "dummy", "num_gpu_blocks_override": 600}
     if is_ours:
@@ -329,8 +332,8 @@ def test_blocks_outside_the_window_are_not_read(is_ours, tmp_path):
         wanted = alone(decode, prompts)
         tokens, num_computed = decode.decode(prompts, prefill.prefill(prompts))
         assert tokens == wanted and num_computed == 8 * 16
-        # The producer has released the block in which the last token's window begins, so this side
-        # recomputes.
+        # The producer has released the block in which the last token's window begins, so the
+        # consumer recomputes the prompt.
         (prompt,) = some_prompts(16, 1, 32 * 6 + 127, 32 * 6 + 128)
         wanted = alone(decode, [prompt])
         tokens, num_computed = decode.decode([prompt], prefill.prefill([prompt]))
@@ -341,8 +344,8 @@ def test_blocks_outside_the_window_are_not_read(is_ours, tmp_path):
 
 
 def test_allocator_host_tier_and_disaggregation_together(engines, llama):
-    """Blocks come from another engine, are written to the host, and are loaded after the device
-    evicts them.
+    """Blocks are received from another engine, offloaded to the host, and loaded again after they
+    were evicted from the device.
     """
     transfer = {"transport": "gloo", "timeout_s": TIMEOUT_S}
     parts = [

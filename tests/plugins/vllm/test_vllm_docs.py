@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/vllm*.md run as pasted, and their servers answer OpenAI's client.
+"""The commands in docs/vllm*.md run as pasted, and the servers that they start answer OpenAI's client.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped. The tests run in order and share the
-servers that the pages start.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed. They run in order
+and share the servers that the pages start.
 """
 
 import random
@@ -30,13 +30,13 @@ BLOCKS = [
     if block.kind == "run"
 ]
 NOT_RUN = {"install"}  # downloads gigabytes
-# What a CPU needs, and a pool of few blocks.
+# Options that are required on a CPU, and options for small pools.
 SERVE_OPTIONS = "--enforce-eager --dtype float32 --max-model-len 1024"
 POOLS = dict.fromkeys(["allocator", "prefill", "decode"], "--num-gpu-blocks-override 64")
 POOLS["host tier"] = "--num-gpu-blocks-override 10"
 ENVIRONMENT = {
     **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    # The worker of a server runs in the process of the engine, so a server has two processes.
+    # Each server's worker runs in the engine's process, so a server has only two processes.
     **{"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     **{"VLLM_LOGGING_LEVEL": None, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
 }
@@ -89,7 +89,7 @@ def test_expected_lines_are_compared_except_for_blanks_and_ellipses():
 
 
 def client(pages, name):
-    """Return a client of a server, which does not retry."""
+    """Return a client of a server. The client does not retry."""
     address = pages.wait_for(name)
     return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
 
@@ -114,7 +114,9 @@ def prompts(seed, count, least=150, most=600):
 
 
 def metrics(pages, name):
-    """Return the values of all metrics, by name and labels without engine and model."""
+    """Return the values of all metrics, keyed by name and labels. The labels for engine and model
+    are omitted.
+    """
     with urllib.request.urlopen(f"{pages.wait_for(name)}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     values = {}
@@ -127,7 +129,7 @@ def metrics(pages, name):
 
 
 class Growth:
-    """How much metrics of a server grow while requests run."""
+    """Measures how much a server's metrics grow while requests run."""
 
     def __init__(self, pages, name):
         self._pages, self._name = pages, name
@@ -137,7 +139,9 @@ class Growth:
         return metrics(self._pages, self._name)[key] - self._before.get(key, 0)
 
     def reach(self, **wanted):
-        """Wait until sources of prompt tokens have grown by these numbers: metrics follow answers."""
+        """Wait until the prompt tokens from these sources have grown by these numbers. Metrics are
+        updated after answers are sent.
+        """
         deadline = time.monotonic() + 20
         while (found := {each: self.tokens(each) for each in wanted}) != wanted:
             assert time.monotonic() < deadline, f"{found}, expected {wanted}"
@@ -148,7 +152,7 @@ class Growth:
 
 
 def in_threads(calls):
-    """Run calls at the same time. Return their results, exceptions included."""
+    """Run calls concurrently. Return their threads and their results, including exceptions."""
     found = [None] * len(calls)
 
     def run(i, call):
@@ -244,7 +248,9 @@ def test_killed_decode_server_is_reported_and_works_after_a_restart(pages):
 
 
 def test_killed_prefill_server_costs_no_answer(pages):
-    """It is killed between prefill and decode of one request, and during the prefills of others."""
+    """The server is killed between prefill and decode of one request, and during the prefills of
+    other requests.
+    """
     model, plain, proxy = model_of(pages), client(pages, "allocator"), client(pages, "proxy")
     offered, *asked = prompts(6, 9)
     wanted = [complete(plain, model, prompt) for prompt in (offered, *asked)]
@@ -258,7 +264,7 @@ def test_killed_prefill_server_costs_no_answer(pages):
     threads, found = in_threads(
         [lambda prompt=prompt: complete(proxy, model, prompt) for prompt in asked]
     )
-    while not any(found):  # some requests are complete, and others are not
+    while not any(found):  # kill the server when some requests have finished and others have not
         time.sleep(0.01)
     pages.kill("prefill")
     for thread in threads:
@@ -267,7 +273,7 @@ def test_killed_prefill_server_costs_no_answer(pages):
     params = prefilled.kv_transfer_params
     decode = client(pages, "decode")
     assert complete(decode, model, offered, kv_transfer_params=params) == wanted[0]
-    # Without a prefill server, the decode server computes everything.
+    # Without a prefill server, the decode server computes the whole prompt.
     (prompt,) = prompts(7, 1)
     grown = Growth(pages, "decode")
     assert complete(proxy, model, prompt) == complete(plain, model, prompt)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compatibility with vLLM's own publisher and decoder. Each side reads the other.
+"""Compatibility with vLLM's own publisher and decoder: each side reads the messages of the other.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import random
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.machinery import vllm_schedulers  # noqa: F401, I001  its environment variables come first
+from tests.machinery import vllm_schedulers  # noqa: F401, I001  sets environment variables
 
 import msgspec
 import zmq
@@ -43,7 +43,9 @@ def wait_for(condition):
 
 
 class RouterView(dict):
-    """A router that uses only vLLM's classes. Maps (medium, group) -> hash -> (parent, tokens)."""
+    """A router that uses only vLLM's classes. Its view maps (medium, group) -> hash -> (parent,
+    tokens).
+    """
 
     def apply(self, batch):
         for event in batch.events:
@@ -66,7 +68,9 @@ class RouterView(dict):
 
 
 def check_payload(payload):
-    """Decode a payload with vLLM's decoder, and check that vLLM would encode it to the same values."""
+    """Decode a payload with vLLM's decoder, and check that encoding the result with vLLM gives the
+    same values.
+    """
     batch = DECODER.decode(payload)
     assert type(batch.ts) is float and batch.data_parallel_rank == 2
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == msgspec.msgpack.decode(payload)
@@ -83,8 +87,8 @@ def test_media_and_kinds_have_the_same_names_as_in_vllm():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_router_with_vllms_classes_reads_live_messages_and_replays(seed):
-    """The router drops messages, requests a replay as vLLM's clients do, and must end up with exactly
-    the set of cached blocks.
+    """The router misses messages and requests a replay as vLLM's clients do. Its view must then
+    equal the set of cached blocks.
     """
     rng = random.Random(seed)
     user, view = CacheUser(rng), RouterView()
@@ -206,7 +210,9 @@ def test_optional_event_fields_equal_those_of_vllm():
 
 
 def free_ports(count):
-    """Return ports below those that Linux gives to other sockets, which could take them at once."""
+    """Return free ports below Linux's ephemeral range, from which other sockets could take them
+    immediately.
+    """
     with zmq.Context() as context:
         sockets = [context.socket(zmq.PUB) for _ in range(count)]
         places = {"min_port": 20_000, "max_port": 32_000}
@@ -217,10 +223,10 @@ def free_ports(count):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_our_reader_follows_vllms_publisher(seed):
-    """Events use vLLM's own classes and sockets, and some messages are lost."""
+    """Events are published with vLLM's own classes and sockets, and some messages are lost."""
     rng = random.Random(seed)
     ports = free_ports(2)
-    # vLLM binds if an address has a star, and otherwise connects.
+    # vLLM binds to an address that contains a star, and connects to any other address.
     theirs = ZmqEventPublisher(
         0,
         endpoint=f"tcp://*:{ports[0]}",
@@ -255,7 +261,7 @@ def test_our_reader_follows_vllms_publisher(seed):
 
 
 def test_events_written_by_vllm_are_read_unchanged():
-    """Covers digests as hashes, a storage medium, and host blocks without tokens."""
+    """Covers hashes that are digests, a storage medium, and host blocks without tokens."""
     stored = BlockStored(
         block_hashes=[b"a" * 32, b"b" * 32],
         parent_block_hash=None,

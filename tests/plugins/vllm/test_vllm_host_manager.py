@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of kvcache's host tier in vLLM, compared with a plain model of it.
+"""The scheduler side of kvcache's host tier in vLLM, compared with a simple reference model.
 
-Needs no LLM.
+No language model is needed.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import random
@@ -20,7 +20,9 @@ from kvcache.plugins.vllm.offloading import HostManager, HostTierOptions
 
 
 class PlainTier:
-    """A model of the manager with plain lists. Evicts in the order of release."""
+    """The reference model, based on plain lists. It evicts keys in the order in which they were
+    released.
+    """
 
     def __init__(self, num_chunks):
         self.num_chunks = num_chunks
@@ -33,14 +35,14 @@ class PlainTier:
         return LookupResult.HIT if key in self.loading | {*self.idle} else LookupResult.MISS
 
     def release(self, keys):
-        """Append the keys to the eviction order."""
+        """Move the keys to the end of the eviction order."""
         for key in keys:
             if key in self.idle:
                 self.idle.remove(key)
                 self.idle.append(key)
 
     def prepare_store(self, keys):
-        """Return (keys to store, evicted keys), or None."""
+        """Return (keys to store, evicted keys), or None if the keys do not fit."""
         known = [key for key in keys if self.state(key) is not LookupResult.MISS]
         new = [key for key in keys if key not in known]
         self.release(known[::-1])
@@ -55,7 +57,9 @@ class PlainTier:
 
 
 class Workload:
-    """Random requests of two groups, some with a common prefix, on the manager and its plain model."""
+    """Runs random requests with two groups, some with a common prefix, on the manager and on the
+    reference model.
+    """
 
     def __init__(self, seed, policy, num_chunks=24):
         self.rng = random.Random(seed)
@@ -64,9 +68,9 @@ class Workload:
         groups = {0: 16, 1: 32}
         self.manager = HostManager(num_chunks, options, groups, (0,), enable_events=True)
         self.plain = PlainTier(num_chunks)
-        self.memory = {}  # chunk -> key whose bytes it holds
+        self.memory = {}  # chunk -> key whose bytes are stored in it
         self.live, self.stores, self.loads = [], [], []
-        self.told = set()  # keys that are stored according to the events
+        self.told = set()  # keys that are stored, according to the events
         self.counts = Counter()
 
     def run(self, num_steps):
@@ -121,7 +125,7 @@ class Workload:
             return
         new, evicted = expected
         assert found.keys_to_store == new and len(found.evicted_keys) == len(evicted)
-        if not self.is_lru:  # evicts the same number of chunks, but others
+        if not self.is_lru:  # other policies evict the same number of chunks, but different ones
             evicted = found.evicted_keys
             assert before.issuperset(evicted) and not set(keys) & set(evicted)
             self.plain.idle = [key for key in before if key not in evicted]
@@ -195,7 +199,7 @@ def test_manager_matches_the_plain_model(policy):
 
 
 def test_last_chunks_of_a_request_are_evicted_first():
-    """Holds even if they were stored last, in another step."""
+    """This holds even if they were stored last, in a separate step."""
     tier = HostManager(4, HostTierOptions(1), {0: 16}, (0,))
     context = ReqContext("a")
     keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(5)]

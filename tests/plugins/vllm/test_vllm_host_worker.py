@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's side of kvcache's host tier in vLLM: stored bytes and failed swaps.
+"""The worker side of kvcache's host tier in vLLM: stored bytes and failed swaps.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import numpy as np
@@ -82,7 +82,7 @@ class TestWorker:
         )
 
     def store_and_load(self, worker, blocks, first, num_chunks):
-        """Store blocks and load them again. Return both results."""
+        """Store blocks, load them again, and return both results."""
         host = HostChunks(np.arange(1, num_chunks + 1, dtype=np.int32), [num_chunks])
         assert worker.submit_store(1, self.spec([(blocks, first)]), host)
         stored = self.finished(worker)[1]
@@ -118,8 +118,8 @@ class TestWorker:
         assert worker.take_failed_loads() == {2}
 
     def test_blocks_that_leave_a_gap_are_not_stored(self):
-        """vLLM does not report the position of the gap, which may be [4, 5, 6] and [-, 8, 9], or
-        [4, 5, -] and [7, 8, 9].
+        """vLLM does not report where the gap is, so the chunks may be [4, 5, 6] and [-, 8, 9], or
+        [4, 5, -] and [6, 8, 9].
         """
         worker = self.worker(0)
         stored, loaded = self.store_and_load(worker, [4, 5, 6, 8, 9], 0, 2)

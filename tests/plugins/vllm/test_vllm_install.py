@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcache's extras can be installed together with vLLM."""
+"""kvcache's optional dependencies can be installed together with vLLM."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -16,7 +16,7 @@ EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["option
 
 
 def requirements(extra):
-    """Return the requirements of an extra, with those of the extras that it includes."""
+    """Return the requirements of an extra, including those of the extras that it refers to."""
     for each in map(Requirement, EXTRAS[extra]):
         if each.name == "torch-kvcache":
             for name in sorted(each.extras):
@@ -27,7 +27,9 @@ def requirements(extra):
 
 @pytest.mark.parametrize("extra", ["serve", "events", "metrics", "transformers"])
 def test_the_packages_that_vllm_installs_are_accepted_by_the_extras(extra):
-    """This environment has what vLLM requires, so the extras `vllm` and `serve` can be combined."""
+    """This environment contains the packages that vLLM requires, so the test shows that the extras
+    `vllm` and `serve` can be combined.
+    """
     asked = list(requirements(extra))
     assert asked
     for each in asked:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models in vLLM give the same answers with kvcache's manager as with vLLM's own, also under
+"""Tiny models in vLLM give the same answers with kvcache's manager as with vLLM's own, even with
 preemptions and aborts.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import pytest
@@ -11,7 +11,8 @@ pytest.importorskip("vllm")
 
 from tests.machinery.vllm_models import ENGINES, OPTIONS, behaviours, write_config
 
-SHORT = ["gemma2", "gpt_oss", "mistral", "olmo2", "phi3"]  # only a few requests in both pools
+# These models run only a few requests in each pool.
+SHORT = ["gemma2", "gpt_oss", "mistral", "olmo2", "phi3"]
 NAMES = {
     "llama": list(ENGINES),
     "qwen3": ["vllm", "ours async", "ours drafts"],
@@ -20,7 +21,7 @@ NAMES = {
     "granite4": ["vllm", "ours", "ours async"],
     **{name: ["vllm", "ours"] for name in SHORT},
 }
-IN_CI = ("llama", "gemma3", "granite4", "gpt_oss")  # the others are marked exhaustive
+IN_CI = ("llama", "gemma3", "granite4", "gpt_oss")  # all other models are marked exhaustive
 CASES = [
     pytest.param(
         (model, engine),
@@ -35,7 +36,7 @@ LONG_CASES = [case for case in CASES if case.values[0][0] not in SHORT]
 
 @pytest.fixture(scope="module")
 def of_model(tmp_path_factory):
-    """Return the results of requests to a tiny model, by engine."""
+    """Return a function that returns the results of requests to a tiny model, keyed by engine."""
     known = {}
 
     def of(name):
@@ -50,18 +51,18 @@ def of_model(tmp_path_factory):
 
 @pytest.fixture(params=CASES)
 def case(request, of_model):
-    """(model, engine, results, results with vLLM's own manager)."""
+    """A case: (model, engine, results, results with vLLM's own manager)."""
     return results(of_model, *request.param)
 
 
 @pytest.fixture(params=LONG_CASES)
 def long_case(request, of_model):
-    """The case of a model that runs all phases."""
+    """A case of a model that runs all phases."""
     return results(of_model, *request.param)
 
 
 def results(of_model, model, engine):
-    """Return the case of a model and an engine."""
+    """Return the case for a model and an engine."""
     found = of_model(model)
     assert found[engine]["manager"] == (
         "VllmCacheManager" if engine.startswith("ours") else "KVCacheManager"
@@ -71,7 +72,7 @@ def results(of_model, model, engine):
 
 
 def has_prefix_cache(model):
-    """Whether the model supports prefix caching and chunked prompts.
+    """Return whether the model supports prefix caching and chunked prompts.
 
     vLLM's MLA backend for CPUs supports neither.
     """
@@ -110,7 +111,8 @@ def test_requests_can_be_aborted_in_every_phase(long_case):
     phases = {"waiting", "running"}
     if has_prefix_cache(model):
         phases.add("prompt")
-    # Its aborts leave enough room for all other requests.
+    # In the excluded case, the aborted requests leave enough space for all others, so none is
+    # preempted.
     if (model, engine) != ("gemma3", "ours drafts"):
         phases.add("preempted")
     assert set(found["aborts"]["aborted"]) == phases
@@ -132,11 +134,13 @@ def test_pool_is_empty_at_the_end(case):
 
 
 def check_tokens(model, found, own, phase):
-    """Check that finished requests have all tokens, and that aborted requests have the first ones."""
+    """Check that finished requests have all expected tokens, and that aborted requests have a
+    prefix of them.
+    """
     requests = found[phase]["requests"]
     if not has_prefix_cache(model):
-        # Here, tokens depend on the other requests in a step. The steps equal those with vLLM's own
-        # manager.
+        # Without prefix caching, tokens depend on the other requests in a step, but the steps equal
+        # those with vLLM's own manager.
         assert requests == own[phase]["requests"]
         return
     for request, [tokens] in zip(requests, own["tight"]["answers"], strict=True):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcache's host tier in vLLM's offloading: chats with tiny models, and rejected options.
+"""kvcache's host tier in vLLM's offloading connector: chats with tiny models, and rejected options.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import pytest
@@ -32,7 +32,7 @@ REFUSED = {
 
 
 def variants(name):
-    """Return the options of chats with a model, by purpose."""
+    """Return the options for chats with a model, keyed by purpose."""
     sizes = SIZES[name]
     found = {"without": sizes}
     for each, options in SCHEDULERS.items():
@@ -40,8 +40,9 @@ def variants(name):
         if each != "ours async":
             found[f"{each} failing"] = {**found[each], "fail_every": 5}
     if name == "gemma3":
-        # vLLM's scheduler stalls forever in a pool that cannot hold two requests, since the request
-        # with the failed load is ahead of the request that holds blocks. A larger pool avoids this.
+        # If the pool cannot hold two requests, vLLM's scheduler stalls forever, because the request
+        # whose load failed is queued ahead of the request that holds the blocks. A larger pool
+        # avoids this.
         found["vllm failing"]["num_blocks"] = 400
     tier = {"blocks_per_chunk": 3, "cpu_bytes_to_use": SMALL_HOSTS[name], "eviction": "learned"}
     found["small host"] = {"tier": OPTIONS | tier, "events": True, **sizes, **OURS}
@@ -52,7 +53,9 @@ def variants(name):
 
 @pytest.fixture(scope="module")
 def chats_of(tmp_path_factory):
-    """Return the results of chats with a model, by purpose. All chats run in one process."""
+    """Return a function that returns the results of chats with a model, keyed by purpose. All chats
+    run in one process.
+    """
     known = {}
 
     def of(name):
@@ -69,7 +72,9 @@ def chats_of(tmp_path_factory):
 
 @pytest.fixture
 def served(chats_of):
-    """Return (results, answers without a tier) for a model and a purpose."""
+    """Return a function that returns the results for a model and a purpose, and the results without
+    a host tier.
+    """
 
     def of(name, shown):
         found = chats_of(name)
@@ -101,15 +106,15 @@ def test_failed_swaps_are_misses(name, scheduler, served):
 
 @pytest.mark.parametrize("name", sampled(SIZES))
 def test_chunks_of_several_blocks_fit_a_small_host(name, served):
-    """Chunks that do not fit on the host are evicted and recomputed."""
+    """Chunks that no longer fit on the host are evicted, and their tokens are recomputed."""
     found, expected = served(name, "small host")
     assert found["answers"] == expected["answers"] and found["hits"][2] > 0
     assert found["metrics"]["vllm:kv_offload_host_evicted_chunks"] > 0
 
 
 class TestRefusals:
-    """Unsupported options are rejected before a request is served, in one line that says what to
-    change.
+    """Unsupported options are rejected before any request is served, with a one-line error that
+    says what to change.
     """
 
     @pytest.mark.parametrize(

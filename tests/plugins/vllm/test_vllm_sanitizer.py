@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer in vLLM finds defects that are planted in vLLM's own code.
+"""The sanitizer in vLLM detects defects planted in vLLM's own code.
 
-`make test-vllm` runs all of vLLM's tests under the sanitizer, which must find nothing in them.
+`make test-vllm` also runs all other vLLM tests under the sanitizer, which must report nothing.
 """
 
 import os
@@ -38,12 +38,12 @@ def test_each_planted_defect_is_found(model, engine):
             f"{each['found_at']} as {each['kind']}; the engine: {each['engine']}"
         )
     assert found and all(each["planted"] for each in found)
-    # The engine may fail before it reads what is wrong.
+    # The engine may fail before it reads any wrong KV.
     missed = [each for each in found if each["kind"] is None and each["engine"] == "answered"]
     assert not missed
     for each in found:
         assert each["kind"] is None or each["found_at"] >= each["planted_at"], each
-        # Some defects break vLLM's pool, so that later runs without a defect fail as well.
+        # Some defects corrupt vLLM's pool, so that later runs fail even without a defect.
         assert each["slots_read"] and each.get("broken") != "reports", each
 
 
@@ -84,7 +84,7 @@ def test_findings_of_a_worker_without_a_sanitizer():
 
 
 class Pool:
-    """Blocks of two groups that a worker is told about."""
+    """The blocks of two groups, as reported to a worker."""
 
     def __init__(self):
         groups = [SanitizedGroup("full", 4), SanitizedGroup("window", 4, window=8)]
@@ -109,7 +109,7 @@ def test_blocks_that_the_window_has_left_are_released():
     pool = Pool()
     pool.holds.scheduled = {"a"}
     pool.holds.take("a", ([1, 2, 3, 4], [5, 6, 7, 8]), 0)
-    pool.holds.leave(["a"], [15])  # reads from token 8 on
+    pool.holds.leave(["a"], [15])  # token 15 attends to tokens 8 and later
     assert pool.holders(1, 2, 5, 6, 7, 8) == [1, 1, 0, 0, 1, 1]
     pool.holds.leave(["a"], [16])
     assert pool.holds.of("a")[1] == [0, 0, 7, 8]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steady decode steps are those of vLLM's own scheduler, in every field and attribute.
+"""Steady decode steps equal those of vLLM's own scheduler in every field and attribute.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import pytest

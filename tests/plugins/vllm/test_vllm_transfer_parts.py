@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of vLLM's connector without an engine: reads, offers, leases, options and rejections.
+"""The components of the vLLM connector, tested without an engine: reads, offers, leases, options
+and rejections.
 
-`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
 import json
@@ -80,7 +81,7 @@ def test_neighbouring_blocks_of_equal_engines_are_one_read_per_layer():
 
 
 class TestOffers:
-    """`kv_transfer_params` come from a client and are not trusted."""
+    """`kv_transfer_params` are sent by clients and are not trusted."""
 
     def offer(self):
         layout = Side((2, 2, 4), 32, 2).layout
@@ -187,7 +188,8 @@ class TestWindows:
     def test_first_token_to_read_depends_on_the_window(self):
         specs = {name: make() for name, make in vllm_schedulers.SPECS.items()}
         assert first_needed(specs["full"], 150) == 0
-        assert first_needed(specs["window"], 150) == 51  # the last 100, including the token itself
+        # The window has 100 tokens, including the token itself.
+        assert first_needed(specs["window"], 150) == 51
         assert first_needed(specs["window"], 60) == 0
         assert first_needed(specs["chunked"], 150) == 128
 
@@ -199,8 +201,8 @@ class TestWindows:
 
 
 class TestRefusalsAtTheStart:
-    """Unsupported options are rejected in one line that says what to change, before a request is
-    served.
+    """Unsupported options are rejected before any request is served, with a one-line error that
+    says what to change.
     """
 
     def connector(self, folder, extra=None, groups=("full",), **options):

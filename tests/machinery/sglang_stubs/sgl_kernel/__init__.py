@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for SGLang's CPU kernels, which are not on PyPI. A Llama needs one of them."""
+"""A stand-in for SGLang's CPU kernels, which are not on PyPI. Llama models need one of them."""
 
 from collections.abc import Callable
 
