@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtime weight updates, after which KV of the previous weights must not be used."""
+"""Detects runtime weight updates, after which KV computed with the previous weights must not be
+used."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _after: list[Callable[[], None]] = []
 def observe_weight_updates(
     after: Callable[[], None], before: Callable[[], None] | None = None
 ) -> None:
-    """Call functions after, and before, each update of the weights in this process."""
+    """Call functions before and after each update of the weights in this process."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
