@@ -73,8 +73,10 @@ class RankReader(Reader):
         return self._plans[remote]
 
     def remote_begins(self, metadata: str) -> np.ndarray:
-        """Return the sorted start addresses of a peer's memory regions. Results are cached for
-        recent peers."""
+        """Return the sorted start addresses of a peer's memory regions.
+
+        Results are cached for recent peers.
+        """
         if metadata not in self._remote_begins:
             while len(self._remote_begins) >= _MOST_PEERS:
                 del self._remote_begins[next(iter(self._remote_begins))]
@@ -110,8 +112,10 @@ class RequestFetch(Read):
         return self._has_begun
 
     def _moves(self) -> Iterator[Moves]:
-        """Yield the reads of all groups. Each read stays within one local and one remote
-        allocation."""
+        """Yield the reads of all groups.
+
+        Each read stays within one local and one remote allocation.
+        """
         offer = self._load.offer
         remote_ranks = range(len(offer.ranks))
         for group, plan in enumerate(self._plans.groups):

@@ -240,8 +240,7 @@ class Exchange:
         self.end_leases()
 
     def _after_weight_update(self) -> None:
-        """Change the model's identity, so that no engine assumes that the weights are those in the
-        files."""
+        """Change the model's identity, because the weights are no longer those in the files."""
         self._model = self._model | {"weights": f"updated at runtime {uuid.uuid4().hex}"}
 
     def _is_running(self) -> bool:
@@ -317,8 +316,7 @@ class Exchange:
         _log.warning("KV of request %s is computed here: %s", recv_req.rid, reason)
 
     def _match(self, tokens: Any, salt: str | None) -> tuple[Any, int]:
-        """Return the node of the longest locally cached prefix, and the number of tokens in this
-        prefix."""
+        """Return the node and the number of tokens of the longest locally cached prefix."""
         found = self._tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens, cache_salt=salt)))
         return found.last_device_node, found.device_prefix_len
 
@@ -330,8 +328,7 @@ class Exchange:
         return self._allocator.alloc(num_tokens)
 
     def _has_room(self, num_tokens: int) -> bool:
-        """Return whether leases and loads may hold more tokens without stalling running
-        requests."""
+        """Return whether leases and loads may hold more tokens without stalling requests."""
         held = sum(count for _, count in self._leases.values())
         held += sum(len(each.slots) for each in self._loads.values())
         held += sum(len(slots) for slots in self._quarantine.values())
@@ -353,8 +350,7 @@ class Exchange:
         self.stats["loaded_tokens"] += len(loading.slots)
 
     def _give_up(self, rid: str) -> None:
-        """Admit a request whose load has failed, but keep the load's slots until the transfer has
-        ended."""
+        """Admit a request whose load has failed, but keep its slots until the load has ended."""
         if (loading := self._loads.pop(rid, None)) is None:
             return
         self._quarantine[rid] = loading.slots

@@ -227,8 +227,10 @@ _RANKS += ("dp_rank", "dcp_rank", "dcp_size", "is_mla_model")
 
 
 class _Pool:
-    """A host pool and its store. HiCache calls the methods from several threads; calls are
-    serialized."""
+    """A host pool and its store.
+
+    HiCache calls the methods from several threads; calls are serialized.
+    """
 
     def __init__(
         self,

@@ -14,8 +14,10 @@ VARIABLE = "KVCACHE_EXCHANGE"
 
 
 def options_from_environment() -> ConnectorOptions:
-    """Return the options in KVCACHE_EXCHANGE. Raises TypeError or ValueError if they are
-    invalid."""
+    """Return the options in KVCACHE_EXCHANGE.
+
+    Raises TypeError or ValueError if they are invalid.
+    """
     from kvcache.sources.disaggregation.options import ConnectorOptions
 
     try:

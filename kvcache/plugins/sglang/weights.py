@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects runtime weight updates, after which KV computed with the previous weights must not be
-used."""
+"""Detects runtime weight updates, which invalidate KV computed with earlier weights."""
 
 from __future__ import annotations
 
