@@ -90,7 +90,7 @@ class SteadyBatch:
         return SteadyBatch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
 
     def num_tokens(self) -> np.ndarray:
-        """Return the known tokens of each request as int64[n]."""
+        """Return the number of known tokens of each request as int64[n]."""
         return np.fromiter(map(len, self.all_ids), np.int64, len(self.ids))
 
 

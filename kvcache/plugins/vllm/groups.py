@@ -82,8 +82,7 @@ def _state_group(spec: MambaSpec) -> GroupSpec:
         )
     if spec.mamba_cache_mode == "none":  # one block with the maximum number of tokens
         return GroupSpec("full_attention", spec.block_size)
-    if (
-        spec.mamba_cache_mode == "all"
-    ):  # each block holds one state; the next token reads the last state
+    # Each block holds one state, and the next token reads the last state.
+    if spec.mamba_cache_mode == "all":
         return GroupSpec("sliding_window", spec.block_size, {"window": 2})
     return GroupSpec("recurrent", spec.block_size)

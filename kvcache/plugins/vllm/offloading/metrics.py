@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the host tier: vLLM's own metrics, and additional metrics."""
+"""The metrics of the host tier: vLLM's own, and additional ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILED_LOADS = "vllm:kv_offload_host_failed_loads"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Return the kind of each metric by name."""
+    """Return the kind of each metric, keyed by name."""
     return {
         HELD: OffloadingGaugeMetadata("Fraction of host chunks held by transfers."),
         WRITTEN: OffloadingGaugeMetadata("Fraction of host chunks being stored."),
