@@ -34,7 +34,7 @@ _KERNEL_BYTES = 2**18  # size of the kernel's send buffer for a connection, in b
 MOST_BYTES = 2**26  # maximum number of bytes queued for all readers
 MOST_BYTES_OF_A_READER = (
     MOST_BYTES // MOST_REQUESTS_WAITING
-)  # maximum number of bytes queued for one reader, so that a stalled replay leaves room for others
+)  # maximum number of bytes queued for one reader, which leaves room for other readers
 SLOW_SECONDS = 10.0
 
 
