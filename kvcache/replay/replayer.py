@@ -146,9 +146,7 @@ class Replayer:
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
         self._store_hit_tokens = 0
-        self._missed: dict[
-            str, int
-        ] = {}  # missed tokens by reason, as of the last entry of `series`
+        self._missed: dict[str, int] = {}  # missed tokens by reason, at the last entry of `series`
         self._hash_ns = self._step_ns = self._free_ns = 0
 
     def run(

@@ -11,9 +11,7 @@ import numpy as np
 from kvcache.checks import MAX_INT32
 from kvcache.native.load import core
 
-_MOST_TIME = (
-    2**53 - 1
-)  # seconds or milliseconds; floats represent integers up to this value exactly
+_MOST_TIME = 2**53 - 1  # seconds or milliseconds; floats represent integers up to it exactly
 
 
 class TraceError(ValueError):
