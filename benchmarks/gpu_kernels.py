@@ -178,7 +178,7 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
 
 def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
     """Permute received bf16 blocks with 8 heads of 128, compared with plain torch operations."""
-    # At least 1 GiB and ten times the L2 cache.
+    # The cache has at least 1 GiB and at least ten times the size of the L2 cache.
     num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
     memory = torch.randn(num_blocks, *order, _HEAD_SIZE, device="cuda", dtype=torch.bfloat16)

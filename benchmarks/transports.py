@@ -49,7 +49,7 @@ from kvcache.worker.pages.pages import Pages
 SIZES = ((256, 64 << 10), (4096, 16 << 10))  # number of blocks, bytes per block
 POOL_BYTES = 128 << 20
 ROUNDS = 15
-SETTLE_S = 0.01  # wait after resuming processes
+SETTLE_S = 0.01  # seconds to wait after resuming processes
 ANSWER_S = 60  # time limit for starting a process, and for a move
 WAYS = {
     "gloo": ("contiguous", "scattered", "kvcache"),

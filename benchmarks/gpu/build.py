@@ -40,7 +40,8 @@ def provide(package: Path, given: Path | None, arch: str) -> int:
     here = copied(given, package) if given else set()
     problem = None
     if here:
-        # A library is usually missing because the core was built for another Python version.
+        # The usual reason for a missing library is that the core was built for another Python
+        # version.
         if not here >= {CORE, *workspace.OPS}:
             timed_build("libkvcache_cuda.so" not in here, arch, here)
         problem = loading_problem()

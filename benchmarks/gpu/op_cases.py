@@ -236,9 +236,8 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
 
-_TOKEN_BYTES = (
-    24 * 2 * _HEADS * _HEAD_SIZE
-)  # bytes moved by a case of size 1, per byte of element size
+# Bytes moved by a case of size 1, per byte of element size.
+_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE
 # Bytes that a case of size 1 reads and writes, for cases measured by their memory traffic.
 TOUCHED = {
     "copy_blocks 4 KiB, ids on the device": 8 * 4 * 2 * 4096,

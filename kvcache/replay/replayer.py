@@ -35,17 +35,16 @@ _NO_LENGTH_LIMIT = 2**31 - 1  # requests are limited only by the pool size
 class Series:
     """Data for plots, with one entry per request, recorded right after the request's admission."""
 
-    prompt_tokens: list[int] = field(default_factory=list)  # tokens of the prompt; 0 if rejected
+    prompt_tokens: list[int] = field(default_factory=list)  # prompt tokens; 0 if rejected
     hit_tokens: list[int] = field(default_factory=list)  # hit tokens of the request
     evicted_blocks: list[int] = field(default_factory=list)  # evicted blocks, cumulative
     used_blocks: list[int] = field(default_factory=list)  # blocks held by running requests
-    missed_tokens: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # by reason; empty without `explain_misses`
-    arrival_ms: list[float] = field(default_factory=list)  # arrival time; empty if not timed
-    ms_to_first_token: list[float] = field(
-        default_factory=list
-    )  # 0 if rejected; empty if not timed
+    # Missed tokens by reason. Empty without `explain_misses`.
+    missed_tokens: dict[str, list[int]] = field(default_factory=dict)
+    # Arrival times. Empty in untimed replays.
+    arrival_ms: list[float] = field(default_factory=list)
+    # 0 if the request was rejected. Empty in untimed replays.
+    ms_to_first_token: list[float] = field(default_factory=list)
 
 
 class Replayer:

@@ -32,9 +32,8 @@ _MOST_BYTES_OF_A_FRAME = 256  # maximum size of a frame in a request
 _SEND_HWM = 1_000  # maximum number of messages queued for a reader, above which its replay pauses
 _KERNEL_BYTES = 2**18  # size of the kernel's send buffer for a connection, in bytes
 MOST_BYTES = 2**26  # maximum number of bytes queued for all readers
-MOST_BYTES_OF_A_READER = (
-    MOST_BYTES // MOST_REQUESTS_WAITING
-)  # maximum number of bytes queued for one reader, which leaves room for other readers
+# Maximum number of bytes queued for one reader, so that a stalled replay leaves room for others.
+MOST_BYTES_OF_A_READER = MOST_BYTES // MOST_REQUESTS_WAITING
 SLOW_SECONDS = 10.0
 
 

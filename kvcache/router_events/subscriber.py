@@ -116,9 +116,8 @@ class EventSubscriber:
         wait_ms = int(min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS) * 1000)
         self._note_connections()
         self._try_to_catch_up()
-        for _ in range(
-            _MOST_MESSAGES
-        ):  # ensures that the loop ends even if batches arrive faster than they are read
+        # The limit ensures that the loop ends even if batches arrive faster than they are read.
+        for _ in range(_MOST_MESSAGES):
             if not self._socket.poll(wait_ms if self._num_batches == before else 0):
                 break
             self._take(self._socket.recv_multipart())

@@ -169,7 +169,7 @@ class Exchange:
             go_on: Admits the request. Called once the load has ended.
 
         Returns:
-            Whether a load has started. If not, the caller admits the request.
+            Whether a load has started. If not, the caller must admit the request.
         """
         value = value_of(recv_req.sampling_params.custom_params)
         if value is None or value == ASK:
@@ -254,7 +254,7 @@ class Exchange:
         )
 
     def _end_leases_if_stuck(self) -> None:
-        """End all leases if requests have waited for `_STUCK_S` while nothing runs."""
+        """End all leases if requests have waited for `_STUCK_S` while no request is running."""
         now = time.monotonic()
         if not self._leases or not self._scheduler.waiting_queue or self._is_running():
             self._moved_at = now

@@ -83,7 +83,7 @@ class HandedOutPages:
     def _freeing(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def free(*indices: Any) -> None:
-            if self._allocator.free_group is None:  # otherwise, the end of the group calls it again
+            if self._allocator.free_group is None:  # otherwise called again when the group ends
                 for each in indices:
                     self._guard(self._freed, each)
             original(*indices)
@@ -101,9 +101,7 @@ class HandedOutPages:
 
     def _allocated(self, slots: Any) -> None:
         slots = slots.cpu().numpy()
-        starts = slots[
-            slots % self._size == 0
-        ]  # the other slots continue pages that are already held
+        starts = slots[slots % self._size == 0]  # the other slots continue pages in use
         self._is_new[starts // self._size] = True
 
     def _freed(self, pages: Any) -> None:

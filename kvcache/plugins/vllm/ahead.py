@@ -202,8 +202,9 @@ class Ahead:
         return self.step + 1 + max(held.quiet_until - num_slots, 0)
 
     def publish_filled(self, step: int | None) -> None:
-        """Publish blocks filled by requests without due calls, including blocks to be filled in
-        this step.
+        """Publish blocks that requests have filled since their last native call.
+
+        This includes blocks that will be filled in this step.
 
         `step` is the step that the scheduler is about to plan, or None after a step.
         """

@@ -129,12 +129,10 @@ class WorkerObserver:
         self._arguments: dict[str, dict[str, object]] = {}  # of `observe_request`
         self._loaded: set[str] = set()  # requests for which a connector loaded blocks
         self._bytes: BlockBytes | None = None
-        self._verified: dict[
-            str, int
-        ] = {}  # number of tokens of each request in the last step, without drafts
-        self._drafted: dict[
-            str, int
-        ] = {}  # first token of each request that had drafts in the last step
+        # Number of tokens of each request in the last step, without drafts.
+        self._verified: dict[str, int] = {}
+        # First token of each request that had drafts in the last step.
+        self._drafted: dict[str, int] = {}
         self._is_computing = False
         self._has_sync_loads = False
         self._guard = ObserverGuard(sanitizer)
