@@ -85,7 +85,7 @@ class Exchange:
         self.stats = {"offers": 0, "loads": 0, "loaded_tokens": 0, "failed": 0, "refused": 0}
         self._moved_at = 0.0  # last time at which no request was waiting for leases
         observe_weight_updates(self._after_weight_update, before=self._before_weight_update)
-        _log.info("KV is exchanged with other engines as engine %s", self._engine_id)
+        _log.info("Exchanging KV with other engines as engine %s", self._engine_id)
 
     def describe(self) -> dict[str, int]:
         """Return the counts of `stats`, and the current leases and loads. Part of `/server_info`."""
@@ -220,7 +220,9 @@ class Exchange:
         if self._loads:
             now = time.monotonic()
             for rid in [rid for rid, each in self._loads.items() if now > each.deadline]:
-                _log.warning("KV of request %s is not loaded: its thread does not respond", rid)
+                _log.warning(
+                    "KV of request %s is not loaded: the transfer thread does not respond", rid
+                )
                 self._give_up(rid)
             if not self._is_running() and not self._scheduler.waiting_queue:
                 time.sleep(_PAUSE_S)
@@ -259,7 +261,9 @@ class Exchange:
         if not self._leases or not self._scheduler.waiting_queue or self._is_running():
             self._moved_at = now
         elif now - self._moved_at > _STUCK_S:
-            _log.warning("Leases end early, because waiting requests may need their pages")
+            _log.warning(
+                "Leases are ended early, because waiting requests may need the leased pages"
+            )
             self.end_leases()
 
     def _take_results(self) -> Results:

@@ -166,7 +166,9 @@ class HiCacheStore(HiCacheStorage):
     def clear(self) -> None:
         """Remove all values. Raises RuntimeError for stores that cannot list their keys."""
         if not all(pool.knows_keys for pool in self._pools.values()):
-            raise RuntimeError(f"the store {self._place} does not know its keys: remove them there")
+            raise RuntimeError(
+                f"the store {self._place} cannot list its keys: remove the values in the store itself"
+            )
         for pool in self._pools.values():
             pool.clear()
 
@@ -295,7 +297,7 @@ class _Pool:
             except Exception as error:
                 self._stats["failures"] += 1
                 if not self._circuit.is_open:
-                    _log.warning("HiCache storage has failed: %r; its pages are misses", error)
+                    _log.warning("HiCache storage has failed: %r; its pages count as misses", error)
                 self._circuit.failed()
                 self._is_open = False
                 return [False] * count

@@ -85,5 +85,5 @@ def findings(server_info: dict[str, Any]) -> list[dict[str, object]]:
         if "kvcache_sanitizer" in state
     ]
     if not found:
-        raise ValueError("the engine has no sanitizer: expected KVCACHE_SANITIZE=1 at its start")
+        raise ValueError("the engine has no sanitizer: expected KVCACHE_SANITIZE=1 at startup")
     return found

@@ -20,8 +20,8 @@ _PREFIX = "kvcache:"
 # Maps the key of a count to its help text. For example, "evicted_blocks 1" is the count of group 1.
 _COUNTERS = {
     "native_calls": "Calls in which the manager changed blocks of requests.",
-    "loads": "Loads of KV from outside that have ended.",
-    "failed_loads": "Loads that did not bring all tokens, or were aborted.",
+    "loads": "KV loads from a connector that have ended.",
+    "failed_loads": "KV loads that did not deliver all tokens, or were aborted.",
     "broken_pins": "Pinned blocks that were evicted.",
     "stored_blocks": "Blocks that entered the prefix cache.",
     "evicted_blocks": "Cached blocks that were evicted.",

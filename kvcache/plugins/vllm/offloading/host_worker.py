@@ -94,7 +94,7 @@ class HostWorker(OffloadingWorker):
         pairs = self._pairs(dst_spec, src_spec, must_fill=False)
         transfer = _Transfer(True, pairs[:, 1], time.perf_counter())
         if len(pairs) < len(dst_spec.block_ids) or not self._is_filled[pairs[:, 1]].all():
-            transfer.error = RuntimeError("a store did not fill all of its pages")
+            transfer.error = RuntimeError("a store has not filled all host pages of this load")
             pairs = _NO_PAIRS
         self._start(job_id, transfer, pairs[:, ::-1])
         return True

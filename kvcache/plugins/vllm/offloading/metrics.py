@@ -33,7 +33,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
             buckets=(1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144),
         ),
         SKIPPED: OffloadingCounterMetadata(
-            "Chunks not stored because too few requests had them (store='selective')."
+            "Chunks not stored because too few requests used them (store='selective')."
         ),
         EVICTED: OffloadingCounterMetadata("Evicted host chunks."),
         FAILED_LOADS: OffloadingCounterMetadata(
