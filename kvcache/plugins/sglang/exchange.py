@@ -282,7 +282,7 @@ class Exchange:
     def cancel(self, prefix: str) -> None:
         """End the loads of requests whose ids begin with a prefix, and admit these requests.
 
-        SGLang then aborts them in its own queue.
+        SGLang then finds these requests in its own queue and aborts them.
         """
         for rid in [rid for rid in self._loads if rid.startswith(prefix)]:
             self._rank.begin(Step(cancels={rid}))
