@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks, each of which also measures a peer or a limit. See `python -m benchmarks --help`."""
+"""Benchmarks.
+
+Each benchmark also measures a baseline or a limit for comparison. See `python -m benchmarks
+--help`.
+"""

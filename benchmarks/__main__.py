@@ -74,7 +74,7 @@ def lines_of(r: Result) -> Iterator[str]:
 
 
 def report(results: list[Result]) -> dict:
-    """Return the results with a description of the machine."""
+    """Return the results together with a description of the machine."""
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
         "python": platform.python_version(),

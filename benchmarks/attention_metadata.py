@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata on the CPU with one thread, compared with numpy code like that of engines."""
+"""Attention metadata on the CPU with one thread, compared with NumPy code as used in engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ WIDTH = MAX_LEN // BLOCK_SIZE
 
 
 class NumpyMetadata:
-    """The peer. For each group, it indexes table rows, computes cumulative sums and masks pages."""
+    """The baseline.
+
+    For each group, it indexes table rows, computes cumulative sums and masks pages.
+    """
 
     def __init__(self, tables: list[np.ndarray], max_num_reqs: int) -> None:
         n = max_num_reqs
@@ -114,8 +117,8 @@ def one_case(name: str, num_reqs: int, query_len: int) -> Iterator[Result]:
         shown = -(-built.max_seq_len // BLOCK_SIZE)
         assert np.array_equal(built[g].block_table[:, :shown].numpy(), peer.batch[g][:, :shown])
         assert np.array_equal(built[g].seqused_k.numpy(), peer.seqused[g])
-    # With a GPU, the host only processes the lengths in each step, apart from the copy and the
-    # launch.
+    # With a GPU, the host's only work in each step is to process the lengths, start the copy and
+    # launch the kernel.
     lengths = AttentionMetadataBuilder(tables, flash_attn=False, flashinfer=False)
     calls = 50
     build, numpy, host = median_times(

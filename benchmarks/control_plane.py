@@ -75,12 +75,13 @@ def _lives(pool: BlockPool, size: int, num_requests: int) -> Callable[[], None]:
 
 
 def eviction() -> Iterator[Result]:
-    """Compare the learned policy with LRU: requests of 64 blocks in a full pool.
+    """Compare the learned policy with LRU on requests of 64 blocks in a full pool.
 
     Each request allocates blocks (which evicts the same number), publishes them and releases them.
-    No request finds cached blocks. The learned policy uses a fixed amount of memory (counts, and records
-    of released blocks), 16 bytes per block, and 56 bytes per segment. The vector of segments doubles its
-    capacity when it grows. With segments of 64 blocks, a block therefore takes up to 18 bytes.
+    No request finds cached blocks. The learned policy uses a fixed amount of memory for counts and
+    for records of released blocks, 16 bytes per block, and 56 bytes per segment. The vector of
+    segments doubles its capacity when it grows. With segments of 64 blocks, the policy therefore
+    uses up to 18 bytes per block.
     """
 
     def extra_bytes(num_blocks: int) -> int:
@@ -116,10 +117,10 @@ def eviction() -> Iterator[Result]:
 
 
 def misses() -> Iterator[Result]:
-    """Compare `explain_misses` with a manager without it.
+    """Measure the overhead of `explain_misses` by comparing managers with and without it.
 
-    Requests of 4,000 tokens in a full pool of 50,000 blocks: created, hashed, admitted and freed. The
-    first 200 tokens are shared.
+    Requests of 4,000 tokens are created, hashed, admitted and freed in a full pool of 50,000
+    blocks. All requests share the first 200 tokens.
     """
     random, shared = np.random.default_rng(0), np.arange(200, dtype=np.int32)
 
@@ -177,7 +178,7 @@ def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
 def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
     """Measure all calls of a decode step in both planes, with one token per row and no new blocks.
 
-    The peer is a row-by-row allocator in Python with numpy's slot mapping.
+    The baseline is a row-by-row allocator in Python with slot mapping in NumPy.
     """
     from benchmarks.tables import NumpyTables
     from kvcache import BlockTables, KVStorage, TableShape, Worker
@@ -242,8 +243,7 @@ def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
 
 
 def cold_lookup() -> Iterator[Result]:
-    """Measure the lookup of an uncached prompt of 131,072 tokens, which consists of hashing and one
-    miss."""
+    """Measure the lookup of an uncached prompt of 131,072 tokens: hashing and a single miss."""
     tokens = np.random.default_rng(1).integers(0, 152_000, 131_072).astype(np.int32)
     manager = KVCacheManager(16, 100_001, 2**20)
     hashed = Request("hashed", tokens)
@@ -293,9 +293,9 @@ def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
                 ("objects", _replay_objects, objects, as_bytes, lengths),
             )
         }
-        # The caches must have about the same number of hits, or the comparison is meaningless.
-        # Results differ slightly, because engines may evict cached blocks while uncached blocks are
-        # free, and because a batch evicts blocks that its own requests would have hit.
+        # The comparison is meaningful only if all caches have about the same number of hits. Hits
+        # differ slightly, because engines may evict cached blocks while uncached blocks are free,
+        # and because a batch can evict blocks that its own requests would have hit.
         assert hits["dictionaries"] == hits["ours"], hits
         assert abs(hits["objects"] - hits["ours"]) <= 0.03 * hits["ours"], hits
         assert abs(hits["16 at a time"] - hits["ours"]) <= 0.1 * hits["ours"], hits

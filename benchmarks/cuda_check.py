@@ -3,9 +3,10 @@
 
 Prints a table of each kernel entry's machine code, and fails if it does not match
 `sass_expectations.py`. Register spills are treated as assembler errors on every architecture.
-`--json FOLDER` writes the tables to FOLDER/sass_ARCH.json. The machine code requires c++filt and
-cuobjdump, which is taken from $CUOBJDUMP, the toolkit, PATH, or triton (here or in the environment
-of `make gpu-less`). If either tool is missing, this part is skipped with a message.
+`--json FOLDER` writes the tables to FOLDER/sass_ARCH.json. Checking the machine code requires
+c++filt and cuobjdump. cuobjdump is taken from $CUOBJDUMP, the toolkit, PATH, or triton (installed
+here or in the environment of `make gpu-less`). If either tool is missing, this check is skipped
+with a message.
 
 Exit codes: 0 if everything matches, 1 if something differs, 3 if nvcc is not found.
 """
@@ -111,7 +112,7 @@ def disassembled(tool: str, file: Path, arch: str) -> list[sass.Figures]:
         ).stdout
 
     kernels = sass.parse(output("-sass"), output("-res-usage"))
-    if not kernels:  # a source may have no kernels; an expected kernel that is missing is an error
+    if not kernels:  # a source without kernels is valid, but a missing expected kernel is an error
         return []
     names = sass.demangled([kernel.symbol for kernel in kernels])
     found = [sass.figures(kernel, name) for kernel, name in zip(kernels, names, strict=True)]
@@ -119,7 +120,7 @@ def disassembled(tool: str, file: Path, arch: str) -> list[sass.Figures]:
 
 
 def print_table(file: str, figures: list[sass.Figures]) -> None:
-    """Print one line per kernel; entries that differ only in their names share a line."""
+    """Print one line per kernel. Entries that differ only in their names share a line."""
     columns = ("registers", "local", "shared", "instr.", "loads in flight", "stores", "instr./16 B")
     widths = (9, 5, 6, 6, 17, 14, 11)
     heading = "  ".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))

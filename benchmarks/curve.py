@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.curve`: error and speed of hit rate curves from a sample of the blocks.
+"""`python -m benchmarks.curve`: error and speed of hit-rate curves estimated from a sample of
+blocks.
 
     python -m benchmarks.curve --write docs/replay.md    # all tables
     python -m benchmarks.curve --only speed --blocks 300000000
 
-The errors are differences between each curve and complete replays, on a trace of conversations and a
-trace of coding agents. The speed is measured on generated traces in Mooncake's format, which are
+The error is the difference between a curve and complete replays, measured on a conversation trace
+and a coding-agent trace. The speed is measured on generated traces in Mooncake's format, which are
 written to a temporary file.
 """
 
@@ -67,7 +68,7 @@ def main() -> int:
 
 
 def accuracy_tables() -> Iterator[tuple[str, str]]:
-    """Yield a table of curves and complete replays, and a table of errors at lower rates."""
+    """Yield a table of curves and complete replays, and a table of errors at lower sampling rates."""
     rows = [
         ["trace", "blocks", *(f"{name}{x}" for name in CURVE_POLICIES for x in ("", ", exact"))]
     ]
@@ -115,7 +116,7 @@ def accuracy_tables() -> Iterator[tuple[str, str]]:
 
 
 def long_table() -> str:
-    """Return errors of curves of generated traces, compared with replays of all blocks."""
+    """Return the errors of curves of generated traces, relative to replays of all blocks."""
     rows = [["blocks per prompt", "policy", "rate", *(f"{size:,}" for size in LONG_SIZES)]]
     for per_prompt in (24, 240):
         with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +143,7 @@ def long_table() -> str:
 
 
 def speed_table(num_blocks: int) -> str:
-    """Return times for generated traces with prompts of two lengths."""
+    """Return the times for generated traces with two different prompt lengths."""
     heads = ["blocks per prompt", "requests", "blocks", "rate", "read and sampled", "replayed"]
     rows = [[*heads, "a trace of 10^9 blocks", "memory"]]
     for per_prompt in (24, 240):
@@ -173,7 +174,7 @@ def speed_table(num_blocks: int) -> str:
 
 
 def write_trace(path: str | os.PathLike, num_blocks: int, per_prompt: int) -> None:
-    """Write a trace of conversations. Each turn adds a quarter of the mean prompt length.
+    """Write a generated conversation trace. Each turn adds a quarter of the mean prompt length.
 
     All prompts start with the same two blocks. One in ten requests starts a conversation.
     """

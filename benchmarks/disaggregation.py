@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves requests with a prefill and a decode process while either is killed, paused and restarted.
+"""Serves requests with a prefill and a decode process, which are randomly killed, paused and
+restarted.
 
     python -m benchmarks.disaggregation                  # 1,000 requests, 32 kills, 32 stops
     python -m benchmarks.disaggregation --seed 7 --json benchmarks/results/disaggregation.json

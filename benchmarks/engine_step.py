@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of a decode step for 64 requests to a tiny model, and kvcache's share of that time.
+"""Host time of a decode step with 64 requests and a tiny model, and kvcache's share of this time.
 
-`python -m benchmarks.engine_step [--model NAME] [--requests N]`. The model is minimal, so the measured
-shares of kvcache are upper bounds. Requires the extra `transformers`.
+`python -m benchmarks.engine_step [--model NAME] [--requests N]`. The model is minimal, so kvcache's
+measured shares are upper bounds. Requires the extra `transformers`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache.engine.transformers.tiny_models import tiny_model
 
 
 class Timed:
-    """The seconds spent in calls of one method of an object."""
+    """Measures the seconds spent in calls to one method of an object."""
 
     def __init__(self, owner: object, name: str) -> None:
         self.seconds = 0.0

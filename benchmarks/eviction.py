@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.eviction`: hit rates of the eviction policies on a trace of conversations
-and a trace of coding agents."""
+"""`python -m benchmarks.eviction`: hit rates of eviction policies on two traces.
+
+One trace is of conversations, the other of coding agents."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ POLICIES = (
 AGENT_CAPACITIES = (500, 1_000, 2_000, 3_000, 6_000, 10_000)
 AGENT_POLICIES = ("lru", "learned", "s3_fifo", "segmented_lru")
 DEVICE_CAPACITIES, HOST_CAPACITIES = (1_000, 10_000), (10_000, 30_000, 100_000)
-PAIRS = (  # policies of device and host
+PAIRS = (  # policies of the device and of the host
     ("lru", "lru"),
     ("learned", "learned"),
     ("learned", "lru"),
@@ -59,8 +60,8 @@ def print_tables(
 ) -> int:
     """Print the tables named on the command line, and write them to a page if requested.
 
-    `load` reads a trace. Each table is a function of the loaded traces, which have the keys "agents"
-    and "others".
+    `load` reads a trace. Each table is a function of the loaded traces, a dict with the keys
+    "agents" and "others".
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=text)
     parser.add_argument("--trace", type=Path, default=TRACE, help="JSONL file in Mooncake's format")
@@ -93,7 +94,7 @@ def read(trace: Path) -> list[WorkloadRequest]:
 
 
 def with_table(page: str, name: str, table: str) -> str:
-    """Return the text of the page with this table replaced."""
+    """Return the page's text with this table replaced."""
     first, last = f"<!-- table: {name} -->\n", "<!-- end -->\n"
     before, found, rest = page.partition(first)
     if not found:
@@ -226,8 +227,9 @@ def write_table(reports: dict[tuple[int, int, str], ReplayReport]) -> str:
 
 
 def compared(name: str, rates: list[float], lru: list[float]) -> str:
-    """Return a line that lists the sizes at which a policy is better than, worse than or identical
-    to LRU."""
+    """Return a line that lists the sizes at which a policy is better than, worse than, or equal to
+    LRU.
+    """
     if rates is lru or name.startswith("optimum"):
         return ""
     gains = [round(rate, 4) - round(base, 4) for rate, base in zip(rates, lru)]

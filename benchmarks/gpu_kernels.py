@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernel times, with limits measured in the same run. Prints one line of JSON per result.
+"""GPU kernel times, and limits measured in the same run. Prints one line of JSON per result.
 
 If a case fails, the failure is reported, and the remaining cases run. Calls that move tokens rotate
-among input sets with a total size of four times the L2 cache. Pages are spread over 16 GiB if there is
-enough memory.
+among input sets whose total size is four times that of the L2 cache. Pages are spread over 16 GiB
+if enough memory is available.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def empty_kernel_us() -> float:
 def repeated_us(call: Callable[[], None]) -> float:
     """Time calls on the same memory.
 
-    Used for tables, because they are in the L2 cache in an engine as well.
+    Used for tables, which are also in the L2 cache in an engine.
     """
     return graph_us([call] * sizes.repeats(_LAUNCHES))
 
@@ -65,7 +65,7 @@ def slot_mapping(num_groups: int, name: str, num_requests: int, num_tokens: int)
 
 
 def tables_of_a_step(num_groups: int, num_requests: int) -> Iterator[dict]:
-    """Gather a decode step's tables in batch order, and apply their updates."""
+    """Gather a decode step's tables in batch order, and apply updates to the tables."""
     tables = filled_tables(num_groups)
     rows = torch.randperm(1024, device="cuda")[:num_requests].int()
     fact = {"case": f"decode {num_requests}", "groups": num_groups}
@@ -121,7 +121,7 @@ def token_io(
 ) -> Iterator[dict]:
     """Write and gather bfloat16 tokens with 8 heads of 128.
 
-    `num_layers`: one launch for this number of layers.
+    `num_layers`: number of layers per launch.
     """
     num_tokens = sizes.scaled(num_tokens, 16)
     layers = () if num_layers is None else (num_layers,)
@@ -178,7 +178,7 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
 
 def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
     """Permute received bf16 blocks with 8 heads of 128, compared with plain torch operations."""
-    # At least 1 GiB and ten times the L2 cache.
+    # The cache has at least 1 GiB and at least ten times the size of the L2 cache.
     num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
     memory = torch.randn(num_blocks, *order, _HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
@@ -209,7 +209,7 @@ def rate(moved: int, us: float, limit: float | None) -> dict:
 
 
 def cases(limit: float | None) -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
-    """Yield every case with its name. Cases with a target come first."""
+    """Yield all cases with their names. Cases with a target come first."""
     for block_size in (16, 32, 64, 128):
         for layout, ratio in (("HND", 2), ("HND", 4), ("NHD", 1), ("NHD", 2), ("NHD", 4)):
             name = f"receive {layout} {block_size} / {ratio}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medians on a shared machine. Alternatives are measured alternately in one process."""
+"""Computes medians on a shared machine. Alternatives are measured in turn in one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page copies on the CPU, compared with one memcpy with the same number of threads, and with torch
-indexing."""
+"""Page copies on the CPU, compared with torch indexing and with one memcpy by as many threads."""
 
 from __future__ import annotations
 

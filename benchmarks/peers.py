@@ -11,7 +11,7 @@ import cbor2
 
 
 def hash_blocks(token_ids: list[int], block_size: int, seed: str = "vllm-none-hash") -> list[bytes]:
-    """Hash blocks one by one with libraries, using SHA-256 of canonical CBOR."""
+    """Hash blocks one by one, using libraries for SHA-256 and canonical CBOR."""
     parent = hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
     hashes = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -22,8 +22,7 @@ def hash_blocks(token_ids: list[int], block_size: int, seed: str = "vllm-none-ha
 
 
 class PrefixCache:
-    """A block pool with a dict of hashes, an OrderedDict of free blocks, reference counts, and
-    loops over blocks."""
+    """A block pool with a dict of hashes, an OrderedDict of free blocks, and loops over blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.refs = [0] * num_blocks
@@ -73,7 +72,7 @@ class PrefixCache:
 
 
 class PoolBlock:
-    """A block object like those of engines, linked into the free queue."""
+    """A block object as used in engines, linked into the free queue."""
 
     __slots__ = ("after", "before", "block_id", "key", "ref_count")
 
@@ -121,7 +120,10 @@ class FreeQueue:
 
 
 class BlockObjects:
-    """A block pool like those of engines. Blocks are objects that are found by hash and cache group."""
+    """A block pool as used in engines.
+
+    Blocks are objects, which are looked up by hash and cache group.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         blocks = [PoolBlock(i) for i in range(num_blocks)]
@@ -209,7 +211,7 @@ class GroupOfRequests:
 
 
 class RequestCache:
-    """A request manager like those of engines, with one pool for all groups and an object per block."""
+    """A request manager as used in engines, with one pool for all groups and one object per block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockObjects(num_blocks)
@@ -256,7 +258,7 @@ def decode_step(
 ) -> list[list[int]]:
     """Add one slot per request.
 
-    With tokens, also append the tokens, and hash and cache filled blocks.
+    If tokens are given, also append them, and hash and cache the blocks that they fill.
     """
     new_blocks = []
     for i, sequence in enumerate(running):
@@ -281,7 +283,7 @@ def decode_step(
 
 
 class GroupMember:
-    """A sequence, as in the scheduler of an engine."""
+    """A sequence, as in an engine's scheduler."""
 
     def __init__(self, seq_id: int, token_ids: list[int], status: str = "WAITING") -> None:
         self.seq_id = seq_id
@@ -321,9 +323,9 @@ class Block:
 
 
 class SequenceBlocks:
-    """A sequence-group manager like those of engines, with one object and one Python step per block.
+    """A sequence-group manager as used in engines, with one object and one Python step per block.
 
-    It provides the methods of `BlockSpaceManager` for the same sequences and groups.
+    It has the same methods as `BlockSpaceManager`, for the same sequences and groups.
     """
 
     def __init__(
@@ -339,7 +341,7 @@ class SequenceBlocks:
         self.lengths: dict[int, int] = {}
         self.accesses: dict[int, float] = {}
         self.computed: set[int] = set()
-        self.touched: list[int] = []  # blocks touched since the last mark
+        self.touched: list[int] = []  # blocks used since the last mark
 
     def _take(self) -> int:
         block_id = self.free_blocks.popleft()

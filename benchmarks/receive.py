@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of received blocks to the local layout on the CPU with one thread, bf16, 8 heads of
-128."""
+"""Conversion of received bf16 blocks to the local layout on the CPU with one thread.
+
+Blocks have 8 heads of 128 elements."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ BLOCKS, HEADS, HEAD_SIZE = 512, 8, 128
 
 
 def plain(cache: torch.Tensor, ids: torch.Tensor, ratio: int, local_hnd: bool) -> None:
-    """Run the peer, which copies the blocks, permutes the copy, and copies it back."""
+    """Run the baseline, which copies the blocks, permutes the copy, and copies it back."""
     _, size, heads, head_size = cache.shape
     blocks = cache.index_select(0, ids)
     received = (blocks.transpose(1, 2) if local_hnd else blocks).reshape(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time per decode step and the memory of the sanitizer."""
+"""The sanitizer's time per decode step and its memory use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = {"full": {}, "window": {"window": 512}, "chunk": {"chunk": 512}}
 
 
 class Decoding:
-    """Requests that decode one token per step, with one group."""
+    """Requests that decode one token per step, with a single cache group."""
 
     def __init__(self, kind: str, num_rows: int, num_tokens: int) -> None:
         rng = np.random.default_rng(0)
@@ -44,18 +44,20 @@ class Decoding:
         return blocks * BLOCK_SIZE + places % BLOCK_SIZE
 
     def prepare(self) -> None:
-        """Build the arrays of the next step, which an engine already has."""
+        """Build the arrays of the next step. In an engine, these arrays already exist."""
         self.lengths = self.lengths + 1
         self.starts = self.lengths - 1
         self.mapping = self.slots(np.arange(len(self.names)), self.starts)
 
     def prepare_with_free(self) -> None:
-        """Build the arrays and free a block: all table entries are compared with block versions."""
+        """Build the arrays and free a block, so that all table entries are compared with block
+        versions.
+        """
         self.prepare()
         self.sanitizer.observe_free("another", [0])
 
     def begin(self) -> None:
-        """Observe the tokens of the next step, which all groups share."""
+        """Observe the tokens of the next step, which are the same for all groups."""
         self.sanitizer.observe_step()
         self.sanitizer.observe_tokens(self.names, self.starts, self.ones, self.tokens)
 
@@ -67,7 +69,7 @@ class Decoding:
 
 
 def all_results() -> Iterator[Result]:
-    """Measure the tokens of a step once, and its writes and reads for each kind of group."""
+    """Measure observing a step's tokens once, and its writes and reads for each kind of group."""
     shape = f"{ROWS} rows of {TOKENS:,} tokens"
     for kind in GROUPS:
         run = Decoding(kind, ROWS, TOKENS)

@@ -31,8 +31,8 @@ _WAITS = ("DEPBAR", "BAR", "WARPSYNC")
 @dataclass(frozen=True)
 class Instruction:
     address: int
-    predicate: str  # "" if always executed
-    opcode: str  # with modifiers: LDG.E.128
+    predicate: str  # "" if the instruction is always executed
+    opcode: str  # including modifiers, as in LDG.E.128
     operands: str
 
     @property
@@ -45,7 +45,7 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """Return the bytes that one thread moves in a load or store."""
+        """Return the number of bytes that one thread moves in a load or store."""
         for modifier in self.modifiers:
             if modifier in ("128", "64"):
                 return int(modifier) // 8
@@ -73,7 +73,7 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Return the target of a branch."""
+        """Return the target address of a branch."""
         if self.name != "BRA":
             return None
         addresses = _ADDRESS.findall(self.operands)
@@ -108,10 +108,10 @@ class Figures:
     shared_bytes: int
     local_accesses: int  # accesses to spilled registers or to arrays indexed at run time
     instructions: int
-    loads_in_flight: dict[int, int]  # maximum at any point of the code, by bytes per load
+    loads_in_flight: dict[int, int]  # maximum number at any point in the code, by bytes per load
     stores: dict[int, int]  # number of stores in the code, by bytes per store
-    load_bytes: int  # load width with the most bytes in flight; 0: no global loads
-    store_bytes: int  # store width that moves the most bytes; 0: no global stores
+    load_bytes: int  # width of the loads with the most bytes in flight; 0: no global loads
+    store_bytes: int  # width of the stores that move the most bytes; 0: no global stores
     # Counted in the loops that load and store; None if there are no stores.
     instructions_per_16_bytes: float | None
 
@@ -229,7 +229,7 @@ def main_loop(code: list[Instruction], accesses: set[int]) -> list[Instruction]:
 def instructions_per_16_bytes(
     code: list[Instruction], load_bytes: int, store_bytes: int
 ) -> float | None:
-    """Return the instructions per 16 bytes moved, in the loop that loads and the loop that stores."""
+    """Return the instructions per 16 bytes moved in the loop that loads and in the loop that stores."""
     if load_bytes == 0 or store_bytes == 0:
         return None
     total = 0.0

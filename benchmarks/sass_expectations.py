@@ -2,9 +2,9 @@
 """The expected machine code of each kernel on sm_90 and sm_100.
 
 No kernel entry may use local memory, that is, spilled registers or arrays indexed at run time.
-EXPECTED lists all other expectations, one line per kernel. Only the
-general checks apply to kernels without a line. Add a line for the widest entry of each new kernel
-that moves bytes. If a figure gets worse, give the reason in a comment on its line.
+EXPECTED lists all other expectations, one line per kernel. For kernels without a line, only the
+general checks apply. Add a line for the widest entry of each new kernel that moves bytes. If a
+figure gets worse, give the reason in a comment on its line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Expectation:
 
 EXPECTED = [
     Expectation(r"copy_blocks_kernel<\d+ul, true>", 48, 16, 8, 16, 20),
-    # The loop contains code for all widths. With 64 registers, two thread blocks fit on an SM.
+    # The loop contains code for all access widths. With 64 registers, two thread blocks fit on an
+    # SM.
     Expectation(r"copy_blocks_kernel<\d+ul, false>", 64, 16, 8, 16, 66),
     Expectation("permute_kernel<uint4, true, false>", 32, 16, 8, 16, 39),
     # The first copy starts before the last id is loaded.
@@ -51,12 +52,12 @@ EXPECTED = [
         sm_100={"max_instructions_per_16_bytes": 125},
     ),
     Expectation("rotate_kernel<uint4>", 40, 16, 1, 16, 90),
-    # Loading the table entry and the row length together takes two more registers. In the variant
-    # by request, each thread loads four entries of query_start_loc at once and searches shared
-    # memory.
+    # Loading the table entry and the row length together takes two additional registers. In the
+    # per-request variant, each thread loads four entries of query_start_loc at once and searches
+    # shared memory.
     Expectation(r"slot_mapping_kernel<\w+, false>", 26),
     Expectation(r"slot_mapping_kernel<\w+, true>", 29, 4, 5),
-    # A warp processes 32 segments at once instead of one, which takes eight more registers.
+    # A warp processes 32 segments at once instead of one, which takes eight additional registers.
     Expectation("update_kernel", 30),
     Expectation(
         "gather_kernel",
@@ -68,8 +69,8 @@ EXPECTED = [
     Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 0>", 46, 16, 4, 16, 17),
     Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 1>", 46, 16, 4, 16, 27),
     # With two token vectors in flight instead of four, the kernel uses twenty fewer registers, so
-    # ten thread blocks fit instead of six. The last figure counts the path with a true division,
-    # which handles two vectors instead of four.
+    # ten thread blocks fit instead of six. The last figure counts the instructions of the path with
+    # a true division, which handles two vectors instead of four.
     Expectation(r"token_io_kernel<ToFp8<\w+, \w+, 8>, Direction 0>", 48, 16, 2, 8, 141),
     Expectation(r"token_io_kernel<ToFp8<float, \w+, 4>, Direction 0>", 40, 16, 2, 4, 117),
     Expectation(r"token_io_kernel<FromFp8<\w+, \w+, 8>, Direction 1>", 40, 8, 4, 16, 121),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the sequence-group manager for a sequence of 2,001 tokens with blocks of 16.
+"""Calls to the sequence-group manager for a sequence of 2,001 tokens with 16-token blocks.
 
-Each call is measured separately. The benchmark also measures all calls that a scheduler makes per decode
-step and sequence, with 2,001 and 16,001 tokens. The peer receives the same calls with the same objects.
+Each call is measured separately. The benchmark also measures all calls that a scheduler makes per
+decode step and sequence, with sequences of 2,001 and 16,001 tokens. The baseline receives the same
+calls with the same objects.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from kvcache.compat import BlockSpaceManager
 NUM_TOKENS, BLOCK_SIZE, NUM_BLOCKS = 2001, 16, 4001
 NUM_ROUNDS, NUM_APPENDS = 300, 64
 
-# Target, goal, and times of a serving engine's functions without and with caching (PEER_FIGURES),
-# in us. The measured peer is a plain implementation of these functions without caching.
+# For each call, the target, the goal, and the times of a serving engine's function without and with
+# caching (PEER_FIGURES), in us. The measured baseline is a plain implementation of these functions
+# without caching.
 ASKED = {
     "allocate": (20, 5, (133, 1056)),
     "fork": (10, 2, (188, 277)),
@@ -35,8 +37,8 @@ ASKED = {
     "swap in": (50, 10, (70_000, 70_000)),
 }
 
-# A serving engine's times for all calls of a decode step, by length, in us. The target is a tenth
-# of them.
+# A serving engine's times for all calls of a decode step, by sequence length, in us. The target is
+# a tenth of these times.
 STEP_LENGTHS = {NUM_TOKENS: (13.6, 40.4), 16_001: (15.4, 50.2)}
 NUM_STEPS, BATCH_SIZE = 200, 16
 STEP_CALLS = (
@@ -53,7 +55,7 @@ Manager = BlockSpaceManager | peers.SequenceBlocks
 
 
 def rounds(make: Callable[..., Manager], caching: bool) -> Iterator[dict[str, float]]:
-    """Yield the seconds of each call for each sequence in turn."""
+    """Yield the duration of each call in seconds, for one sequence after another."""
     manager = make(BLOCK_SIZE, NUM_BLOCKS, NUM_BLOCKS, enable_caching=caching)
     random = np.random.default_rng(0)
     for i in range(NUM_ROUNDS):
@@ -188,7 +190,7 @@ def medians(lives: Iterable[Iterator[dict[str, float]]]) -> list[dict[str, float
 
 
 def all_results() -> Iterator[Result]:
-    """Run without Python's garbage collector, which would traverse every block object of the peer."""
+    """Run without Python's garbage collector, which would traverse every block object of the baseline."""
     gc.disable()
     try:
         yield from life_results()

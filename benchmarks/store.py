@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures puts and gets of blocks in a store, with the store engines alone and through a
-`StoreTier`.
+"""Measures puts and gets of blocks, with the storage engines alone and through a `StoreTier`.
 
     python -m benchmarks.store                  # every engine that is installed
     python -m benchmarks.store --only disk --folder /mnt/nvme/x --json benchmarks/results/store.json
 
-"raw" passes all blocks to the engine in one call, using memory registered with it. "tier" is the
-latency for an inference engine: put lasts from the end of the step that filled the blocks until the
-last block is stored; get lasts from the `match` of a request until its blocks are cached in pages,
-with digests compared. Both move the same number of blocks in alternating rounds, and the pages are
-compared. CPU time covers all threads; on a busy machine it is more meaningful than elapsed time.
-Mooncake's master and memory are on this machine. The disk store reads from the page cache if the
-file fits into it.
+"raw" passes all blocks to the storage engine in one call, using memory registered with that engine.
+"tier" is the latency seen by an inference engine. A put lasts from the end of the step that filled
+the blocks until the last block is stored. A get lasts from a request's `match` until the request's
+blocks are cached in pages and their digests have been compared. Both move the same number of blocks
+in alternating rounds, and the pages are compared. CPU time covers all threads. On a busy machine,
+it is more meaningful than elapsed time. Mooncake's master and memory are on the same machine. The
+disk store reads from the page cache if its file fits there.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
         }
         hashes = manager.cache.hashes(Request("hashes", tokens))
         keys += [key_text(tier._fingerprint, BlockKey(0, each.tobytes())) for each in hashes]
-        store.remove(keys)  # so that both methods reuse the same memory
+        store.remove(keys)  # ensures that both methods reuse the same memory
         if number >= 2:
             for way, (elapsed, used) in took.items():
                 seconds[way].append(elapsed)
@@ -158,7 +157,7 @@ def wait_for_open(tier: StoreTier) -> None:
 
 
 class Clock:
-    """The elapsed seconds, and the CPU seconds of all threads, since construction."""
+    """Measures the elapsed seconds and the CPU seconds of all threads since construction."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter(), time.process_time()

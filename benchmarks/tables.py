@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables and slot mapping on the CPU with one thread, compared with plain numpy code."""
+"""Block tables and slot mapping on the CPU with one thread, compared with plain NumPy code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPS, BUFFER = 4, 8192
 
 
 class NumpyTables:
-    """The peer: an int32 array per group and a loop over rows, as in engines."""
+    """The baseline: an int32 array per group and a loop over rows, as in engines."""
 
     def __init__(self, num_groups: int, num_rows: int, width: int, num_slots: int) -> None:
         self.tables = [np.zeros((num_rows, width), np.int32) for _ in range(num_groups)]
@@ -86,7 +86,7 @@ def slot_mapping() -> Iterator[Result]:
 
 
 def plain_loop(folder: str) -> Callable[..., None]:
-    """Return the peer: `plain_loop.cpp`, compiled with the flags of this library."""
+    """Return the baseline: `plain_loop.cpp`, compiled with this library's flags."""
     library = Path(folder) / "plain_loop.so"
     source = Path(__file__).with_name("plain_loop.cpp")
     subprocess.run(
@@ -97,7 +97,7 @@ def plain_loop(folder: str) -> Callable[..., None]:
 
 
 def called_slot_mapping() -> Iterator[Result]:
-    """Measure a full `compute_slot_mapping` call of a decode step, including checks and padding."""
+    """Measure a complete `compute_slot_mapping` call for a decode step, including checks and padding."""
     num_rows, width = 1024, 512
     rng = np.random.default_rng(0)
     tables = BlockTables(

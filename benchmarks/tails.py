@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Percentiles of decode steps and admissions, in pools of up to ten million blocks.
 
-On a shared machine, another process may occupy the core for milliseconds, which causes spikes. All
-times are therefore CPU times of the call, including page faults. The peer is a busy loop of about the
-same duration after each call: delays that also occur in this loop are caused by the machine.
+On a shared machine, another process may occupy the core for milliseconds, which causes latency
+spikes. Therefore, all times are CPU times of the call, including page faults. For comparison, each
+call is followed by a busy loop of about the same duration. Delays that also occur in this loop are
+caused by the machine.
 
 `python -m benchmarks.tails` measures 100,000 steps per pool and takes minutes. `make bench` runs a short
 version.
@@ -28,8 +29,8 @@ from kvcache import KVCacheManager, Request
 
 BLOCK, PROMPT_BLOCKS, LONG = 16, 1024, 1_000_000
 MOST_BLOCKS = 99_999 // BLOCK  # blocks of a call that should stay below MOST_US
-MOST_US, MOST_RATIO = 1000, 5  # goals: the slowest call, and p99.9 by p50
-FULL = {20_000: 64, 1_000_000: 256, 10_000_000: 256}  # blocks of the pool: rows of decode
+MOST_US, MOST_RATIO = 1000, 5  # goals: the slowest call, and p99.9 divided by p50
+FULL = {20_000: 64, 1_000_000: 256, 10_000_000: 256}  # pool size in blocks -> number of decode rows
 SHORT = {20_000: 64, 1_000_000: 256}
 
 
@@ -53,11 +54,12 @@ def results(pools: dict[int, int], num_steps: int) -> Iterator[Result]:
 
 
 class Times:
-    """The CPU time of calls, and of a busy loop after each call.
+    """Measures the CPU time of calls, and of a busy loop after each call.
 
-    After another process has used the core, the CPU caches contain its data. If this happened between two
-    calls, the second call is excluded if calls are short (`are_short`). Calls that were interrupted
-    themselves always count, because slow calls are more likely to be interrupted.
+    After another process has used the core, the CPU caches contain that process's data. If this
+    happens between two short calls (`are_short`), the second call is excluded. Calls that were
+    themselves interrupted are always included, because slow calls are more likely to be
+    interrupted.
     """
 
     def __init__(self, are_short: bool = False) -> None:
@@ -85,7 +87,10 @@ class Times:
             self.num_disturbed += 1
 
     def _busy(self) -> int:
-        """Run the busy loop, and return its CPU time. Its length is adjusted to the first calls."""
+        """Run the busy loop, and return its CPU time.
+
+        The loop's length is adjusted to the first calls.
+        """
         if len(self.core) == 8:
             self._loops = sorted(self.core)[4] // 10  # an iteration takes about 10 ns
         core = thread_time_ns()
@@ -150,7 +155,7 @@ def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
             times.call(lambda new=request: manager.step(new=[new]))
             manager.free(request)
 
-    # Enough calls to allocate every block, and then to evict some.
+    # Make enough calls to allocate every block and then evict some blocks.
     first, largest, after_reset, decode = Times(), Times(), Times(), Times(are_short=True)
     admit(first, max(num_blocks // PROMPT_BLOCKS * 11 // 10, num_steps // 10))
     name = f"admission of {PROMPT_BLOCKS:,} blocks, pool of {num_blocks:,}"
@@ -163,8 +168,8 @@ def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
     admit(after_reset, max(num_steps // 10, 100))
     yield from after_reset.results("  the same after the reset")
 
-    # Every few steps, the oldest row ends and a new one starts. Lengths differ, so that rows need
-    # their next block in different steps.
+    # Every few steps, the oldest row ends and a new row starts. The rows have different lengths, so
+    # that they need their next blocks in different steps.
     def prompt() -> Request:
         num_tokens = 512 + int(random.integers(BLOCK))
         tokens = random.integers(0, 152_000, num_tokens, dtype=np.int32)
@@ -185,7 +190,10 @@ def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
 
 
 def _first_steps(num_rows: int, num_tokens: int, what: str) -> Iterator[Result]:
-    """Measure the first decode steps of requests admitted together. They must not copy a context."""
+    """Measure the first decode steps of requests that were admitted together.
+
+    These steps must not copy a context.
+    """
     random = np.random.default_rng(0)
     manager = _manager(200_000)
     new = [

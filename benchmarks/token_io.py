@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing and gathering tokens on the CPU with one thread, compared with torch's indexing."""
+"""Writing and gathering tokens on the CPU with one thread, compared with indexing in torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plain(layout: str) -> Iterator[Result]:
 
 
 def fp8(layout: str, dtype: torch.dtype) -> Iterator[Result]:
-    """Convert bfloat16 to fp8 and back, with one scale for all heads."""
+    """Measure the conversion from bfloat16 to fp8 and back, with one scale for all heads."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
     tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
@@ -102,7 +102,7 @@ def fp8(layout: str, dtype: torch.dtype) -> Iterator[Result]:
 
 
 def lines(case: str, tokens: list[torch.Tensor], *seconds: float) -> Iterator[Result]:
-    """Convert the seconds of both writes and both gathers (ours, peer) to GB/s of K and V."""
+    """Convert the seconds of both writes and both gathers (kvcache, baseline) to GB/s of K and V."""
     payload = sum(token.numel() * token.element_size() for token in tokens)
     write, peer_write, gather, peer_gather = (payload / s / 1e9 for s in seconds)
     name = f"of {NUM_TOKENS} tokens, {case}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates eviction policies on perturbed traces, for which they have not been tuned.
+"""Evaluates eviction policies on perturbed traces, for which the policies have not been tuned.
 
     python -m benchmarks.trace_forms TRACE.jsonl                    # learned and lru, on each variant
     python -m benchmarks.trace_forms TRACE.jsonl --policy s3_fifo --forms scans loop
@@ -8,10 +8,10 @@
     python -m benchmarks.trace_forms TRACE.jsonl --halves           # learned on half of the conversations
 
 A trace has one request per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
-one id per block of 512 tokens; equal ids mean equal prefixes. Each perturbed trace keeps the
-conversations, but changes when they continue or adds requests. The perturbations are deterministic.
-For each trace and pool size, the program prints the number of blocks hit by the policy divided by
-the number hit by LRU.
+one id per block of 512 tokens; equal ids mean equal prefixes. Each perturbed trace contains the
+same conversations, but they continue at different times, or additional requests are inserted. The
+perturbations are deterministic. For each trace and pool size, the program prints the ratio of the
+policy's hits to LRU's hits, counted in blocks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Trace = list[dict]
 
 
 def conversations(trace: Trace) -> list[Trace]:
-    """Return the requests of each conversation in order.
+    """Return each conversation's requests in order.
 
     Each request extends the prompt of the previous one.
     """
-    ended: dict[int, int] = {}  # conversations by the id of their last full block
+    ended: dict[int, int] = {}  # conversations, keyed by the id of their last full block
     found: list[Trace] = []
     for request in trace:
         ids = request["hash_ids"][: request["input_length"] // BLOCK]
@@ -62,12 +62,12 @@ def _sorted(requests: Iterator[dict]) -> Trace:
 
 
 def _renumbered(trace: Trace, first: int) -> Trace:
-    """Return the same trace with different content."""
+    """Return the same trace with different block ids."""
     return [{**r, "hash_ids": [i + first for i in r["hash_ids"]]} for r in trace]
 
 
 def _fresh(trace: Trace) -> int:
-    """Return an id greater than all ids of the trace."""
+    """Return an id that is greater than all ids in the trace."""
     return 1 + max(max(r["hash_ids"], default=0) for r in trace)
 
 
@@ -116,7 +116,7 @@ def shuffled_nearby(trace: Trace, seed: int) -> Trace:
 
 
 def with_scans(trace: Trace, share: float, num_blocks: int, seed: int) -> Trace:
-    """Add this share of requests with prompts that never recur."""
+    """Add this fraction of requests, with prompts that never recur."""
     rng = random.Random(seed)
     fresh, found = _fresh(trace), []
     for r in trace:
@@ -131,8 +131,9 @@ def with_scans(trace: Trace, share: float, num_blocks: int, seed: int) -> Trace:
 
 
 def with_loop(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
-    """Make every tenth request use the next of several documents, cyclically, which is the worst
-    case for LRU.
+    """Make every tenth request use the next of several documents in a cycle.
+
+    This is the worst case for LRU.
     """
     fresh, found = _fresh(trace), []
     for i, r in enumerate(trace):
@@ -160,8 +161,9 @@ def half_of_conversations(trace: Trace) -> Trace:
 
 
 def change_of_phase(trace: Trace) -> Trace:
-    """Add a phase in which only system prompts recur, then the whole trace again with different
-    content.
+    """Append a phase in which only system prompts recur.
+
+    This phase is followed by the whole trace with different content.
     """
     end = trace[-1]["timestamp"] + 1000
     firsts = _renumbered([requests[0] for requests in conversations(trace)], _fresh(trace))
@@ -211,7 +213,7 @@ def requests_of(path: Path) -> list[WorkloadRequest]:
 
 
 def ratios(path: Path, policy: str, capacities: Sequence[int] = CAPACITIES) -> list[float]:
-    """Return the ratio of the policy's hit tokens to those of LRU, by capacity in blocks."""
+    """Return the ratio of the policy's hit tokens to LRU's hit tokens, by capacity in blocks."""
     requests = requests_of(path)
     return [
         replayed(requests, size, policy).hit_tokens / replayed(requests, size, "lru").hit_tokens
@@ -222,7 +224,8 @@ def ratios(path: Path, policy: str, capacities: Sequence[int] = CAPACITIES) -> l
 def halves(trace: Trace, sizes: Sequence[int]) -> str:
     """Return the token hit rates of each half of the conversations, as a table.
 
-    `learned` starts without counts, or with the counts of the same half or of the other half.
+    `learned` starts without counts, with the counts of the same half, or with those of the other
+    half.
     """
     parts = [
         _sorted(

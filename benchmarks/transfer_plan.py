@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans and applies a transfer of 10,000 blocks of 80 layers between engines of different sizes."""
+"""Plans and applies a transfer of 10,000 blocks with 80 layers between engines of different sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BASE = CacheDescription(
 def fragment_by_fragment(
     plan: TransferPlan, local: list[list[int]], remote: dict[int, list[list[int]]]
 ) -> list[tuple[int, ...]]:
-    """Run the peer, which creates each descriptor of the plan in a Python step, as engines do."""
+    """Run the baseline, which creates each descriptor of the plan in Python, as engines do."""
     fragments = list(zip(*(column.tolist() for column in plan.fragments)))
     local_stride, remote_stride = (
         cache.region_bytes.tolist() for cache in (plan.local, plan.remote)
@@ -39,8 +39,9 @@ def fragment_by_fragment(
 
 
 def scattered(plan: TransferPlan) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """Return scattered pages of 10,000 local blocks and of each remote rank, so that no fragments
-    merge."""
+    """Return scattered pages for 10,000 local blocks and for each remote rank.
+
+    Because the pages are scattered, no fragments are merged."""
     rng = np.random.default_rng(0)
     groups = BLOCKS // plan.local_pages_per_group
 
@@ -65,7 +66,7 @@ def one_transfer(
     few_lists = few[0].tolist(), {rank: ids.tolist() for rank, ids in few[1].items()}
     ours = sorted(zip(*(column.tolist() for column in plan.apply(*few).expand())))
     peer = fragment_by_fragment(plan, *few_lists)
-    # If some pages happen to be adjacent, the peer creates more fragments.
+    # If some pages happen to be adjacent, the baseline creates more fragments.
     assert sum(f[-1] for f in ours) == sum(f[-1] for f in peer) and len(ours) <= len(peer)
     if len(ours) == len(peer):
         assert ours == sorted(peer)

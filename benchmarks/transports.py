@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures transports between two processes: contiguous and scattered reads with the plain library, and
-scattered reads with kvcache.
+"""Measures transports between two processes.
+
+Contiguous and scattered reads are measured with the plain library, and scattered reads with
+kvcache.
 
     python -m benchmarks.transports                   # every transport that is installed
     python -m benchmarks.transports --only nixl --json benchmarks/results/transports.json
     UCX_TLS=tcp python -m benchmarks.transports --only nixl       # NIXL without shared memory
 
-Each method moves the same bytes from one process into another one's memory. The plain library and
+Each method moves the same bytes from one process into the memory of another. The plain library and
 kvcache use separate pairs of processes. Only one pair runs at a time, because the thread of a NIXL
 agent with default settings never sleeps and would compete with the measured method for a core. All
-methods are measured in alternating rounds, so that other load on the machine affects all of them.
-In the method "own agent", the library moves scattered blocks between agents configured by kvcache. The
-received bytes are verified. `benchmarks.gpu.device_transfers` measures device memory with the same
-pairs of processes.
+methods are measured in alternating rounds, so that other load on the machine affects them equally.
+With the method "own agent", the plain library moves scattered blocks between agents that were
+configured by kvcache. The received bytes are verified. `benchmarks.gpu.device_transfers` measures
+device memory with the same pairs of processes.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ from kvcache.worker.pages.pages import Pages
 SIZES = ((256, 64 << 10), (4096, 16 << 10))  # number of blocks, bytes per block
 POOL_BYTES = 128 << 20
 ROUNDS = 15
-SETTLE_S = 0.01  # wait after resuming processes
+SETTLE_S = 0.01  # seconds to wait after resuming processes
 ANSWER_S = 60  # time limit for starting a process, and for a move
 WAYS = {
     "gloo": ("contiguous", "scattered", "kvcache"),
     "nixl": ("contiguous", "scattered", "own agent", "kvcache"),
 }
-# An object to keep alive, and one function per method. The functions take local offsets, remote
-# offsets, and bytes per block.
+# An object to keep alive, and one function per method. Each function accepts local offsets, remote
+# offsets, and the number of bytes per block.
 Moves = tuple[object, dict[str, Callable[[np.ndarray, np.ndarray, int], None]]]
 
 
@@ -144,7 +146,9 @@ def kvcache_moves(
     exchange: Callable,
     options: Mapping[str, object],
 ) -> Moves:
-    """Return the functions that move bytes with kvcache, and with the library over kvcache's agent."""
+    """Return the functions that move bytes with kvcache, and with the plain library over kvcache's
+    agent.
+    """
     transport = make_transport("server" if is_server else "client", name, **options)
     transport.register(Pages.over([pool[None]]))
     metadata, remote = exchange((transport.metadata(), pool.data_ptr()))
@@ -221,7 +225,7 @@ def finish(memory: torch.Tensor) -> None:
 
 
 class Move(NamedTuple):
-    """The time of a move and, in `costs`, its device work if it was counted."""
+    """The duration of a move and, in `costs`, the move's device work if it was counted."""
 
     seconds: float
     costs: dict[str, int]
@@ -251,7 +255,7 @@ class Pair:
             self.processes[-1].start()
             self.pipes.append(pipe)
         starting = list(self.pipes)
-        while starting:  # the first failure is the cause; the other process only times out
+        while starting:  # the first failure is the cause, and the other process only times out
             if (told := self._answer(starting)) != "ready":
                 self.close()
                 raise RuntimeError(f"{name}: {told}")
@@ -314,7 +318,7 @@ def measure(name: str) -> list[dict]:
 
 
 def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
-    """Measure the pair of the plain library and the pair of kvcache."""
+    """Measure the process pair of the plain library and the process pair of kvcache."""
     results = []
     for count, size in SIZES:
         total, rng = count * size, np.random.default_rng(2)
@@ -323,7 +327,7 @@ def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
             for way in WAYS[name]:
                 pair = plain if way in ("contiguous", "scattered") else ours
                 took = pair.move(way, count, size, rng).seconds
-                if number >= 2:  # the first rounds connect and touch the memory
+                if number >= 2:  # the first rounds establish connections and touch the memory
                     seconds[way].append(took)
         speed = {way: total / np.median(took) / 1e9 for way, took in seconds.items()}
         best = {way: total / min(took) / 1e9 for way, took in seconds.items()}

@@ -2,10 +2,11 @@
 """Measures vLLM's schedule() with its own KV cache manager, with kvcache's, and with a no-op manager.
 
 `python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment with vLLM
-(`make bench-vllm`). The managers alternate every 16 steps and serve the same requests. Each time is the
-median CPU time of the scheduler's thread. A manager's share is the time with this manager minus the
-time with the no-op manager. For this comparison, vLLM's own loops over the requests are used. The
-whole `schedule()` and `update_from_output()` are also measured with kvcache's steady decode steps.
+(`make bench-vllm`). The managers alternate every 16 steps and serve the same requests. Each time is
+the median CPU time of the scheduler's thread. A manager's part is the time with this manager minus
+the time with the no-op manager. This comparison uses vLLM's own loops over the requests. In
+addition, complete calls of `schedule()` and `update_from_output()` are measured with kvcache's
+steady decode steps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ GROUPS = {"1 full": ("full",), "5 windows + 1 full": ("window",) * 5 + ("full",)
 
 
 class NoManager(KVCacheManager):
-    """vLLM's manager until `is_armed` is set, and then a manager that returns no blocks and does no work.
+    """Acts as vLLM's manager until `is_armed` is set, and then does no work and returns no blocks.
 
     num_hits: returns the number of cached tokens to report for the next new request.
     """
@@ -61,7 +62,7 @@ class NoManager(KVCacheManager):
 
 
 class ShortCut(KVCacheManager):
-    """vLLM's manager with a ten-line shortcut that skips it in steps that cannot change a block."""
+    """vLLM's manager with a ten-line shortcut that skips the manager in steps that change no block."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -105,8 +106,9 @@ SCHEDULERS: dict[str, Callable[..., Any]] = {
 def decode(
     folder: str, num_requests: int, groups: str, num_steps: int = 160
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return milliseconds of `schedule()`, and of `update_from_output()`, in decode steps of
-    `num_requests` requests, by manager."""
+    """Return the milliseconds that `schedule()` and `update_from_output()` take, by manager.
+
+    Measured in decode steps of `num_requests` requests."""
     prompt = 256
     config = engine_config(
         folder, max_model_len=4096, max_num_seqs=1024, max_num_batched_tokens=8192
@@ -166,7 +168,7 @@ PROMPTS = {
         "5 windows + 1 full",
     ),
 }
-NO_MANAGER = "no manager"  # also no hashes
+NO_MANAGER = "no manager"  # requests have no hashes either
 HASHES = {
     "vLLM, sha256": "sha256",
     "vLLM, sha256_cbor": "sha256_cbor",
@@ -176,8 +178,9 @@ HASHES = {
 
 
 def prompts(folder: str, case: str) -> dict[str, list[float]]:
-    """Return milliseconds of Request(), schedule(), update, and their sum, for growing
-    conversations."""
+    """Return the milliseconds of Request(), schedule(), update, and their sum.
+
+    Measured with growing conversations."""
     prompt, turn, num_chats, num_turns, num_blocks, groups = PROMPTS[case]
     config = engine_config(
         folder,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a tiny model in vLLM with vLLM's manager and with kvcache's, and measures memory per
-block.
+"""Serves a tiny model in vLLM with vLLM's manager and with kvcache's manager.
 
-`python -m tests.machinery.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`.
-The two managers alternate, and each run has its own process. The scheduling share is the thread's CPU
-time in `schedule()` and `update_from_output()`, relative to its total CPU time while serving.
+Also measures both managers' memory per block.
+
+`python -m tests.machinery.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json
+FILE]`. The two managers alternate, and each run has its own process. The scheduling share is the
+CPU time that the thread spends in `schedule()` and `update_from_output()`, relative to the thread's
+total CPU time while serving.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 
 `python -m tests.machinery.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json
 FILE]`. TRACE is in Mooncake's format, with numbered blocks of 512 tokens. Requests are served one
-after another. Each is computed in a single step and generates one token. Hits are the tokens that
-`schedule()` reports as computed. The clock of kvcache's policies is set to the times of the trace.
+after another. Each request is computed in a single step and generates one token. Hits are the
+tokens that `schedule()` reports as already computed. The clock of kvcache's policies follows the
+timestamps of the trace.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CASES = ("vLLM", "kvcache, lru", "kvcache, learned")
 
 
 def read(path: Path, num_requests: int) -> list[tuple[float, list[int]]]:
-    """Return the time in seconds and the block numbers of each request's prompt."""
+    """Return each request's time in seconds and the block numbers of its prompt."""
     with path.open() as lines:
         records = [json.loads(line) for _, line in zip(range(num_requests), lines)]
     return [(each["timestamp"] / 1000, each["hash_ids"]) for each in records]

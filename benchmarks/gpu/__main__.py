@@ -155,7 +155,8 @@ def measure(
 
 
 def chosen(number: int, only: Sequence[str] | None) -> list[Stage]:
-    """Return all stages of a run or the requested ones, plus the build if any of them needs it.
+    """Return all stages of a run or only the requested stages, plus the build if any stage needs
+    it.
 
     The facts stage is excluded because it has already run.
     """
@@ -168,8 +169,9 @@ def chosen(number: int, only: Sequence[str] | None) -> list[Stage]:
 
 
 def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[str, str]:
-    """Return the environment of all stages, with the copy of the checkout first in the path and
-    without user settings."""
+    """Return the environment of all stages.
+
+    The copy of the checkout is first in the path, and user settings are removed."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     found = {
         **os.environ,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: swaps during bf16 matrix multiplications, and how much they slow down each other.
+"""Stage: measures how much swaps and bf16 matrix multiplications slow each other down.
 
-CUDA events measure both. The matrix multiplications run on one stream, like the kernels of an engine.
-Several swaps are in flight at any time until the multiplications are done.
+Both are timed with CUDA events. The matrix multiplications run on one stream, like the kernels of
+an engine. Several swaps are in flight at any time until the multiplications are done.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Swaps:
         self.num_bytes = count * engine.device.page_bytes  # per swap
 
     def gb_per_s(self, is_over: Callable[[int], bool]) -> float:
-        """Run swaps until `is_over(number of swaps)` is true. Runs at least one swap."""
+        """Run at least one swap, and continue until `is_over(number of swaps)` is true."""
         stream, count = torch.cuda.Stream(), 0
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         jobs: list = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: load native libraries that are prebuilt, or built for this device's architecture."""
+"""Stage: loads native libraries that are prebuilt or built for this device's architecture."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.gpu import process, say, workspace
 
 CORE = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-# A library without code for this device loads, but its kernels do not. Therefore the kernels are
-# loaded, too.
+# A library without code for this device can be loaded, but its kernels cannot. Therefore, the
+# kernels are loaded as well.
 _LOAD = """
 import json, kvcache.ops
 from kvcache.native import load
@@ -40,7 +40,8 @@ def provide(package: Path, given: Path | None, arch: str) -> int:
     here = copied(given, package) if given else set()
     problem = None
     if here:
-        # A library is usually missing because the core was built for another Python version.
+        # The usual reason for a missing library is that the core was built for another Python
+        # version.
         if not here >= {CORE, *workspace.OPS}:
             timed_build("libkvcache_cuda.so" not in here, arch, here)
         problem = loading_problem()
@@ -56,7 +57,7 @@ def provide(package: Path, given: Path | None, arch: str) -> int:
         print(f"the libraries do not load: {problem}")
         return 1
     say.row(libraries=sorted(path.name for path in package.glob("*.so")))
-    return say.exit_code()  # 1 as well if the build has resolved an earlier failure
+    return say.exit_code()  # also 1 if the build has resolved an earlier failure
 
 
 def copied(given: Path, package: Path) -> set[str]:

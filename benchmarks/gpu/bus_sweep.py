@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: bus bandwidth by number of thread blocks, fragment size, pool size and huge pages, and the
-bandwidth of batched copies.
+"""Stage: measures the bus bandwidth of kernels and of batched copies.
+
+The kernels' bandwidth is measured by number of thread blocks, fragment size, pool size and huge
+pages.
 
 Every result is compared with a contiguous pinned copy. Copies run on a separate stream and are
 timed with CUDA events.
@@ -132,7 +134,7 @@ def sweep(
 def packed(
     memory: torch.Tensor, num_blocks: int, fragment: int, pages_per_chunk: int, keep: object
 ) -> Pages:
-    """Return host pages in the given memory. The fragments of each page are contiguous."""
+    """Return host pages in the given memory. Each page's fragments are contiguous."""
     return Pages(
         memory,
         num_blocks,
@@ -147,7 +149,9 @@ def packed(
 
 @contextlib.contextmanager
 def small_pages_only() -> Iterator[None]:
-    """Disable huge pages for memory mapped and touched in the block, even if they are requested."""
+    """Disable huge pages for memory that is mapped and touched in the block, even if they are
+    requested.
+    """
     prctl = ctypes.CDLL(None).prctl
     switched = prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
     if not switched:

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 
 from tests.machinery.gpu_less import counts
 
-_COPY, _FILL = "Memcpy", "Memset"  # prefixes of names in CUPTI's records; other records are kernels
+_COPY, _FILL = "Memcpy", "Memset"  # name prefixes of CUPTI's records; all other records are kernels
 # Counters of the runtime without a GPU. They count device work and operations that are slow on a
 # GPU.
 _COUNTED = ("launches", "copies", "batches", "fills", "pageable_copies", "legacy_work")
@@ -21,9 +21,9 @@ _COUNTED = ("launches", "copies", "batches", "fills", "pageable_copies", "legacy
 def counted() -> Iterator[dict[str, int]]:
     """Count the device work that all threads submit in the block. The dict is filled at the end.
 
-    On a GPU, torch's profiler counts `launches`, `copies`, `fills` and `pageable_copies`, or nothing if
-    the profiler has no device records (without CUPTI). The runtime without a GPU also counts `batches` of
-    copies, and `legacy_work` on the stream that all other streams wait for.
+    On a GPU, torch's profiler counts `launches`, `copies`, `fills` and `pageable_copies`. Without
+    CUPTI, the profiler has no device records and counts nothing. The runtime without a GPU also
+    counts `batches` of copies, and `legacy_work` on the stream that all other streams wait for.
     """
     found: dict[str, int] = {}
     if counts.is_available():

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: hardware counters of six kernels with ncu. Skipped if ncu is missing or lacks permission."""
+"""Stage: reads hardware counters of six kernels with ncu.
+
+Skipped if ncu is missing or lacks permission.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from benchmarks.gpu import machine, process, say
 from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
-# Cases of `op_cases` that are large enough that a 50 MB L2 cache holds little of their data.
+# Cases of `op_cases` that are so large that a 50 MB L2 cache holds only a small part of their data.
 KERNELS = (
     "copy_blocks 4 KiB, ids on the device",
     "permute_blocks_ HND of 16",
@@ -80,7 +83,7 @@ def watched(tool: str | None) -> None:
 
 
 def counters(lines: list[str]) -> list[dict]:
-    """Parse ncu's table, which has lines for names and units, then one line per launch."""
+    """Parse ncu's table, which has one line of names, one line of units, and one line per launch."""
     at = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if at is None:
         return []

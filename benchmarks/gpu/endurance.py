@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: failures that appear only after some time, or together with other work.
+"""Stage: tests for failures that appear only after some time or during other work.
 
 Runs repeated and very large batches on the copy engine, captured ops that are replayed with
 different data, and jobs that are polled while another thread captures.
@@ -23,7 +23,7 @@ from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.engine import SwapEngine
 from kvcache.worker.swap.job import SwapJob
 
-_HELD_S = 0.05  # longer than the start of a capture of 20 copies takes
+_HELD_S = 0.05  # longer than it takes to start a capture of 20 copies
 
 
 def main() -> int:
@@ -103,7 +103,7 @@ def capture_and_replay() -> str:
 
     def work() -> None:
         within.copy(ids)
-        leaving.copy(fixed)  # by a kernel; ids on the CPU are recorded in the graph
+        leaving.copy(fixed)  # copied by a kernel; ids on the CPU would be recorded in the graph
         ops.write_kv(tokens[0], tokens[1], caches[0], caches[1], slots)
 
     side = torch.cuda.Stream()
@@ -138,7 +138,7 @@ def capture_and_replay() -> str:
 
 
 class Poller(threading.Thread):
-    """Polls the newest job until stopped; counts the results while `capturing`."""
+    """Polls the newest job until stopped, and counts the results while `capturing` is set."""
 
     def __init__(self, jobs: list[SwapJob]) -> None:
         super().__init__(daemon=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: facts about the machine.
+"""Stage: reports facts about the machine.
 
 Unavailable facts are omitted. Fails if there is no CUDA device.
 """

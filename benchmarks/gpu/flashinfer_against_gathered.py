@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: attention over pages with FlashInfer, compared with PyTorch over gathered contexts, in bf16.
+"""Stage: compares bf16 attention over pages with FlashInfer and over gathered contexts with
+PyTorch.
 
-Both run through `kvcache.engine.transformers` on the same cache. Their outputs are compared with
-float32 attention over the same K and V, by token, relative to the norm of the output. FlashInfer
+Both methods run through `kvcache.engine.transformers` on the same cache. For each token, their
+outputs are compared with float32 attention over the same K and V, relative to the norm of the
+output. FlashInfer
 compiles its kernels at first use, which is reported separately.
 """
 
@@ -218,7 +220,7 @@ def measure() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     for way in _WAYS:
         with attention.attending(way, layer) as attend:
-            attend()  # the first call plans
+            attend()  # the first call includes planning
             seconds = stream_seconds(attend, stream)
         rate = num_bytes / seconds / 1e9
         say.row(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: a replay on the GPU that verifies every block, and the slow build at first use."""
+"""Stage: runs a replay on the GPU that verifies every block, and tests the slow build at first use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: the tests marked gpu, one pytest process per file, so that a crash affects only one file."""
+"""Stage: runs the tests marked gpu, with one pytest process per file, so that a crash affects only
+one file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from benchmarks.gpu import process, say
 from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
-_LIMIT_S = 60.0  # per file
+_LIMIT_S = 60.0  # time limit per file
 # Limit the examples of random tests and the steps of race tests, which would otherwise take seconds
 # each.
 _SHORT = {"HYPOTHESIS_PROFILE": "few", "KVCACHE_TEST_SWAP_STEPS": "60"}

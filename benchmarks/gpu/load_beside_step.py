@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: KV from another process is loaded into pages while captured decode steps run.
+"""Stage: loads KV from another process into pages while captured decode steps run.
 
 The sender is an engine in a separate process with pages in host memory, so only the load disturbs
 the steps. Its blocks have half the size and HND layout, so received pages are also permuted. The
@@ -32,7 +32,7 @@ _SIZES = {"num_layers": 16, "num_heads": 8, "head_size": 128}
 _REHEARSED = {"num_layers": 2, "num_heads": 2, "head_size": 8}
 _WIDTH, _NUM_PRODUCTS = 8192, 16  # square matrices per step: about 20 ms at 800 TFLOP/s
 _IN_FLIGHT = 2
-_LEAST_HELD_S = 0.3  # longer than the start of a load after a step takes
+_LEAST_HELD_S = 0.3  # longer than it takes to start a load after a step
 _ROUNDS = 5
 _LOAD_S = 30.0  # time limit of a load
 _POLL_S = 50e-6
@@ -79,11 +79,12 @@ def measure(name: str) -> None:
 
 
 class Step:
-    """A decode step in a CUDA graph on the current stream: matrix products, token writes and page
-    reads.
+    """A decode step in a CUDA graph on the current stream.
+
+    The step consists of matrix products, token writes and page reads.
 
     slots: int64[t], slots written at the end of the step; -1: none. watched: int64[n], pages read
-    after that. seen: [layers, 2, n, ...], the contents of the watched pages.
+    after the writes. seen: [layers, 2, n, ...], the contents of the watched pages.
     """
 
     def __init__(self, storage: KVStorage, num_watched: int) -> None:
@@ -132,8 +133,7 @@ class Step:
 
 
 class Loads:
-    """Loads of consecutive requests with the same tokens from the sender into the receiver's
-    pages."""
+    """Loads from the sender into the receiver's pages, for consecutive requests with the same tokens."""
 
     def __init__(self, sender: EngineProcess, receiver: Engine, num_tokens: int) -> None:
         self._sender, self.receiver = sender, receiver
@@ -150,7 +150,10 @@ class Loads:
 
     @contextmanager
     def begun(self, request: Request, offer: dict) -> Iterator[Request]:
-        """Start a load after the work launched on the current stream. Its blocks are freed at the end."""
+        """Start a load after the work launched on the current stream.
+
+        The load's blocks are freed when it ends.
+        """
         assert self.receiver.admit(request, offer), f"{request.request_id} was not admitted"
         try:
             yield request
@@ -186,9 +189,11 @@ class Loads:
 
 
 def check_order(loads: Loads, step: Step, number: int, held_s: float) -> None:
-    """Start a load after a step that still writes its pages. The step launched after the load reads them.
+    """Start a load after a step that still writes to the load's pages, and read the pages in a
+    later step.
 
-    The first step is delayed long enough that a load that did not wait for it would finish earlier.
+    The first step is delayed so long that a load that does not wait for this step would finish
+    before it.
     """
     published = loads.publish()
     step.slots.copy_(torch.arange(step.num_slots))
@@ -226,7 +231,7 @@ def steps_until_loaded(
 
 
 def milliseconds(steps: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
-    """Return how long each step took, once all of them have ended."""
+    """Return the duration of each step, after all steps have ended."""
     torch.cuda.current_stream().synchronize()
     return [start.elapsed_time(end) for start, end in steps]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commit, machine and tools of a run. Each of these facts may be unavailable."""
+"""Collects facts about a run's commit, machine and tools. Each fact may be unavailable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def commit(repo: Path = REPO, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the commit: from $KVCACHE_COMMIT, git, or the file COMMIT in the checkout."""
+    """Return the commit from $KVCACHE_COMMIT, git, or the file COMMIT in the checkout."""
     given = environment.get("KVCACHE_COMMIT", "").strip()
     if given:
         return given
@@ -66,7 +66,7 @@ def driver() -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """Return a program's path: from PATH, next to this Python, or in or next to the CUDA toolkit."""
+    """Return a program's path, found in PATH, next to this Python, or in or next to the CUDA toolkit."""
     beside = Path(sys.executable).with_name(name)
     cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     places = [beside, cuda / "bin" / name, cuda / name / name, cuda / "extras" / name / name]
@@ -93,7 +93,7 @@ def has_module(name: str) -> bool:
 
 
 def output_of(command: list[str], limit_s: float = 5) -> str:
-    """Return a program's stripped output; empty if it is missing, fails or hangs."""
+    """Return a program's stripped output, or "" if the program is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired):
@@ -112,7 +112,7 @@ def processor() -> str:
 
 
 def write_results(path: Path, contents: Mapping[str, object]) -> None:
-    """Write JSON with one line per key, and one line per row in lists of rows."""
+    """Write JSON with one line per key and, in lists of rows, one line per row."""
     lines = []
     for key, value in contents.items():
         text = json.dumps(value)

@@ -33,7 +33,10 @@ def _seeded(device: str = "cpu") -> torch.Generator:
 def draw(
     function: Callable[..., torch.Tensor], *args: object, device: str, size: int
 ) -> torch.Tensor:
-    """Return random numbers, generated on the device if the case is large and the CPU takes seconds."""
+    """Return random numbers.
+
+    Large cases generate them on the device, because the CPU would take seconds.
+    """
     where = device if size > MOST_COMPARED else "cpu"
     return function(*args, generator=_seeded(where), device=where)
 
@@ -43,7 +46,9 @@ def _int32(values: object) -> torch.Tensor:
 
 
 def _tables(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tables and `groups` of two groups: 32 and 16 columns, blocks of 16 and 32 tokens."""
+    """Return the tables and `groups` of two groups, with 32 and 16 columns and blocks of 16 and 32
+    tokens.
+    """
     columns = (32, 16)
     groups = [[0, 32, 16, 1, 0, 1, 0, 0], [32 * num_rows, 16, 32, 1, 0, 1, 0, 1]]
     entries = torch.randint(1, 1 << 20, (num_rows * sum(columns),), generator=_seeded())
@@ -98,7 +103,7 @@ def gather_block_tables(device: str, size: int) -> list[torch.Tensor]:
 def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
     """Build metadata for requests with 1 to 5 tokens.
 
-    One request is padding, and outputs have space for two more.
+    One request is padding, and the outputs have space for two more requests.
     """
     num_reqs = 8 * size
     tables, groups = _tables(num_reqs)
@@ -231,9 +236,8 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
 
-_TOKEN_BYTES = (
-    24 * 2 * _HEADS * _HEAD_SIZE
-)  # bytes moved by a case of size 1, per byte of an element
+# Bytes moved by a case of size 1, per byte of element size.
+_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE
 # Bytes that a case of size 1 reads and writes, for cases measured by their memory traffic.
 TOUCHED = {
     "copy_blocks 4 KiB, ids on the device": 8 * 4 * 2 * 4096,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a process with a time limit, forwards its output, and kills all processes that it
-started."""
+"""Runs a process with a time limit, and forwards its output.
+
+All processes that it has started are killed at the end."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class _Lines:
     def drain(self, limit_s: float) -> None:
         """Read the remaining output.
 
-        Limited in time, because a process of another session may hold the pipe.
+        The time is limited, because a process of another session may keep the pipe open.
         """
         deadline = time.monotonic() + limit_s
         while self._open and time.monotonic() < deadline and self.read(0.05):
@@ -115,8 +116,7 @@ class _Lines:
 
 
 def _family(leader: int) -> set[int]:
-    """Return the processes of a session, their descendants, and all processes of the descendants'
-    sessions."""
+    """Return the processes of a session, their descendants, and all processes in these sessions."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):  # the process has already ended

@@ -9,13 +9,16 @@ import os
 import time
 from pathlib import Path
 
-# Limits per stage: the beginning and end of its log, and its rows.
+# Limits per stage: lines at the beginning and end of its log, and rows.
 _LOG_HEAD, _LOG_TAIL = 1 << 20, 1 << 18
 _MAX_ROWS = 20_000
 
 
 class Report:
-    """The results so far, written by each `save`. `path`: the JSON file; logs are next to it."""
+    """The results so far, written by each `save`.
+
+    `path`: the JSON file. Logs are written next to it.
+    """
 
     def __init__(self, folder: Path, name: str, facts: dict) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,7 +28,7 @@ class Report:
         self._logs_begun: set[str] = set()
 
     def log(self, section: str, stage: str, command: str) -> StageLog:
-        """Create the log of a stage, which becomes a part of its section's file."""
+        """Create a stage's log, which becomes a part of the section's file."""
         path = self.folder / f"{self.name}-{section}.log"
         if section not in self._logs_begun:
             path.write_bytes(b"")
@@ -67,7 +70,7 @@ class StageLog:
             self._dropped += 1
 
     def close(self, status: str) -> None:
-        """End the stage's part of the log."""
+        """Finish the stage's part of the log."""
         if self._dropped:
             self._file.write(f"... {self._dropped} lines left out ...\n")
         self._file.writelines(self._tail)
@@ -76,7 +79,10 @@ class StageLog:
 
 
 def parsed(line: str) -> dict | None:
-    """Parse a line of the `say` protocol; None for other lines. Numbers invalid in JSON become null."""
+    """Parse a line of the `say` protocol, or return None.
+
+    Numbers that are invalid in JSON become null.
+    """
     if not line.startswith("{"):
         return None
     try:

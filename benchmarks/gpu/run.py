@@ -16,7 +16,7 @@ _LEAST_S = 5.0  # minimum time left to start a stage
 
 
 class Run:
-    """A run: its folder, environment, total time limit, and report."""
+    """A run, with its folder, environment, total time limit and report."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Run:
 
 
 def judged(status: str, outcome: Outcome) -> str:
-    """Return the status of a stage, given the status of its process and its results."""
+    """Return a stage's status, given the status of its process and its results."""
     if outcome.failed and status in ("ok", "exit code 1"):
         return f"{len(outcome.failed)} failed"
     if status == "ok" and outcome.skipped and not outcome.rows:

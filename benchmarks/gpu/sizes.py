@@ -27,7 +27,9 @@ def repeats(count: int) -> int:
 
 
 def pool_bytes(wanted: int, least: int = 1 << 20, *, on_host: bool = True) -> int:
-    """Return the size of a pool that fits into device memory, and into host memory if `on_host`."""
+    """Return the size of a pool that fits into device memory and, if `on_host` is set, into host
+    memory.
+    """
     import torch
 
     size = scaled(wanted, least)

@@ -11,10 +11,12 @@ FIRST, SECOND = 1, 2  # the second run contains the stages that do not fit into 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage, run in its own process. `log`: the section whose log file it writes.
+    """A stage, which is run in its own process. `log`: the section whose log file the stage writes
+    to.
 
-    `needs`: required Python packages; without them, the stage counts as failed. `needs_build`: the stage
-    is skipped if the libraries could not be built. `runs`: the runs that include it.
+    `needs`: required Python packages, without which the stage counts as failed. `needs_build`:
+    whether the stage is skipped if the libraries could not be built. `runs`: the runs that include
+    the stage.
     """
 
     name: str

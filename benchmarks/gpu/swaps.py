@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: bandwidth of swaps and of a pinned copy, before and after `kvcache bench --calibrate`."""
+"""Stage: measures the bandwidth of swaps and of a pinned copy before and after calibration."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     num_bytes = sizes.scaled(_BYTES, 256 << 10)
     pool_bytes = sizes.pool_bytes(bandwidth.POOL_BYTES)
-    # Measure the figures with targets first, with the built-in calibration, so that they are always
-    # available.
+    # The figures with targets are measured first, with the built-in calibration, so that they are
+    # always available.
     with say.attempt("swaps"):
         report_swaps(device, num_bytes, DEFAULT, ("scattered",), pool_bytes)
     found: list[Calibration] = []
@@ -44,7 +44,7 @@ def report_swaps(
     patterns: tuple[str, ...],
     pool_bytes: int,
 ) -> None:
-    """Measure swaps with the methods of the calibration until the time is used up.
+    """Measure swaps with the calibration's methods until the time is used up.
 
     Results are reported immediately.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Final tables of a run: the stages, and the measured ratios with their targets."""
+"""The final tables of a run: the stages, and the measured ratios with their targets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def mark(status: str) -> str:
 
 
 def bar_rows(contents: dict) -> list[dict]:
-    """Return the measurements that have a target, with GB/s, limit, ratio, target, and whether the
-    target is met."""
+    """Return the measurements that have a target.
+
+    Each row has GB/s, limit, ratio, target, and whether the target is met."""
     # The last measurement of each kind, which is the calibrated one if the stage calibrated.
     swaps: dict[tuple, dict] = {}
     for rate in rows_of(contents, "swaps"):

@@ -34,7 +34,7 @@ def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
     """Return the median time per call of calls captured in one graph, in microseconds.
 
     In a graph, the gaps between launches are minimal. If the calls use enough different memory (see
-    `num_rotated`), data left in the L2 cache does not speed up the next round.
+    `num_rotated`), data that a round leaves in the L2 cache does not speed up the next round.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -73,7 +73,6 @@ def captured_beside(graph: torch.cuda.CUDAGraph, mode: str = "global") -> Iterat
 
 
 def num_rotated(num_bytes: int, most: int = 256) -> int:
-    """Return how many input sets of this size fill four times the L2 cache, so that none stays
-    cached."""
+    """Return how many input sets of this size fill four times the L2 cache, so that none stay cached."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     return 2 if REHEARSAL else min(max(-(-4 * l2_bytes // max(num_bytes, 1)), 4), most)

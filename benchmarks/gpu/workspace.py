@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of the checkout for building and running, and prebuilt libraries.
+"""Manages a copy of the checkout for building and running, and prebuilt libraries.
 
-The libraries of the checkout are not changed, because they may belong to another Python or torch
-version.
+The libraries in the checkout are not changed, because they may have been built for another Python
+or torch version.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make(folder: Path, repo: Path = machine.REPO) -> None:
 def carried(folder: Path, repo: Path = machine.REPO) -> list[Path]:
     """Return the libraries in a folder, after checking that they were built from these sources.
 
-    Raises ValueError with the reason if they were not, or if one is missing.
+    Raises ValueError with the reason if they were built from other sources, or if one is missing.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integrations of kvcache into other engines. Each is imported by its own name."""
+"""Integrations of kvcache into other engines. Import each subpackage explicitly."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps functions of an engine that loads its plug-ins."""
+"""Wraps functions of an engine that loads kvcache's plug-ins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MARK = "_kvcache_wraps"
 
 
 def wrap_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
-    """Replace a function by `wrap(function)`, unless this was done before.
+    """Replace a function with `wrap(function)`, unless it is already wrapped.
 
     Args:
         owner: A module, class or object.
@@ -21,7 +21,7 @@ def wrap_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> No
         wrap: Returns the replacement.
     """
     original = getattr(owner, name)
-    # `functools.wraps` copies the mark, also if a decorator of the engine calls it.
+    # `functools.wraps` copies the mark, even if the engine decorates the function again.
     marks, mark = getattr(original, _MARK, ()), (wrap.__module__, wrap.__qualname__)
     if mark not in marks:
         replacement = wrap(original)

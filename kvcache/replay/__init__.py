@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays recorded and generated workloads through the manager, with optional verification.
 
-Torch is required only with `verify`.
+Torch is required only for verification.
 """
 
 from kvcache.replay.chat import ChatShape, chat_workload

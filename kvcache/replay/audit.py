@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class Audit:
-    """Apply every plan, write and read every computed chunk, and read every held request again.
+    """Applies every plan, writes and reads every computed chunk, and rereads every held request.
 
-    Verification is timed separately (`ns`), so the times of the replay do not include it.
+    Verification is timed separately (`ns`), so the replay's timings do not include it.
     """
 
     def __init__(self, verifier: KVVerifier, manager: KVCacheManager) -> None:
         self.verifier = verifier
         self.num_mismatches = 0
-        self.mismatches: dict[int, Mismatch] = {}  # first mismatch of each request
+        self.mismatches: dict[int, Mismatch] = {}  # the first mismatch in each request
         self.ns = 0
         self._manager = manager
         self._num_plans = 0
@@ -37,15 +37,14 @@ class Audit:
             self.verifier.reserve(num_tokens)
 
     def apply(self, plan: StepPlan, served: Sequence[tuple[Running, int]]) -> None:
-        """Verify a plan. `served` has its requests and the first computed token of each."""
+        """Verify a plan. `served` lists the plan's requests, each with its first computed token."""
         with self._timed():
             self._num_plans += 1
-            # Every plan is applied: even a plan that admits no request clears rows of finished
-            # requests.
+            # Every plan is applied, because even a plan that admits no request clears the rows of
+            # finished requests.
             self.verifier.apply(plan)
             spans = [self._span(running, start) for running, start in served]
-            # As in an engine, the step reads the KV that earlier steps have written for all of
-            # its rows.
+            # As in an engine, the step reads the KV that earlier steps wrote for the step's rows.
             self._count(self.verifier.check_arrival, spans)
             for span in spans:
                 self.verifier.write(span)
@@ -54,7 +53,7 @@ class Audit:
                 running.checked_at = self._num_plans
 
     def finish(self, running: Running) -> None:
-        """Before a request is freed, check that later admissions have not overwritten its blocks."""
+        """Check, before a request is freed, that later admissions have not overwritten its blocks."""
         if running.checked_at != self._num_plans:
             with self._timed():
                 self._count(self.verifier.check, [self._span(running, running.num_computed)])

@@ -19,19 +19,19 @@ _MOST_PAUSE_MS = 1e12
 
 @dataclass(frozen=True)
 class ChatShape:
-    """The shape of the conversations. Ranges are (minimum, maximum), both inclusive.
+    """Parameters of the generated conversations. Ranges are (minimum, maximum), both inclusive.
 
-    The prompt of the first turn is a system prompt and a user message. The prompt of a later turn is the
-    whole history, including answers, and a new user message. When a conversation ends, a new
-    conversation begins.
+    The first turn's prompt consists of a system prompt and a user message. The prompt of each later
+    turn consists of the whole history, including answers, and a new user message. When a
+    conversation ends, a new one begins.
 
     Args:
         num_conversations: Number of concurrent conversations.
         num_system_prompts: Number of distinct system prompts.
-        system_tokens: Range of the length of a system prompt.
-        user_tokens: Range of the length of a user message.
-        answer_tokens: Range of the length of an answer.
-        turns: Range of the number of turns.
+        system_tokens: Range of system prompt lengths.
+        user_tokens: Range of user message lengths.
+        answer_tokens: Range of answer lengths.
+        turns: Range of the number of turns per conversation.
         mean_pause_ms: Mean time between an answer and the next turn, in milliseconds.
     """
 
@@ -65,12 +65,12 @@ class ChatShape:
 def chat_workload(
     num_requests: int, seed: int = 0, shape: ChatShape | None = None
 ) -> Iterator[WorkloadRequest]:
-    """Generate chat turns in order of arrival. Equal arguments give equal workloads.
+    """Generate chat turns in order of arrival. Equal arguments produce equal workloads.
 
     Args:
         num_requests: Number of turns.
         seed: Seed of the generator.
-        shape: Shape of the conversations. None: the defaults of `ChatShape`.
+        shape: Parameters of the conversations. None: the defaults of `ChatShape`.
 
     Yields:
         The requests.
@@ -87,7 +87,7 @@ def chat_workload(
 
 
 class _History:
-    """Tokens of one conversation with their content keys, extended segment by segment."""
+    """The tokens and content keys of one conversation, extended segment by segment."""
 
     def __init__(self, num_turns: int) -> None:
         self.token_ids = np.empty(0, np.int32)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
 """Default policies of `kvcache replay --compare`: a trace has neither access times nor priorities."""
-_CLOSE = 0.01  # fraction of the hits; a smaller gain does not justify a slower policy
+_CLOSE = 0.01  # minimum gain, as a fraction of the hits, that justifies a slower policy
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Comparison:
         trace: Name of the trace.
         requests: Number of requests.
         block_size: Tokens per block.
-        sizes: Numbers of blocks, without the null block.
-        token_hit_rates: Hit rates per size, by policy as `name[:option=value]...`.
-        optimum: Hit rates per size with knowledge of the future, see `optimum`.
+        sizes: Pool sizes in blocks, without the null block.
+        token_hit_rates: Hit rates per size, keyed by policy as `name[:option=value]...`.
+        optimum: Hit rates per size with knowledge of the future; see the function `optimum`.
     """
 
     trace: str
@@ -104,11 +104,11 @@ def compare(
     Args:
         requests: The workload.
         policies: Policies as `name[:option=value]...`, at least one.
-        sizes: Numbers of blocks, without the null block, at least one.
+        sizes: Pool sizes in blocks, without the null block, at least one.
         trace: Name of the trace in the result.
         with_optimum: Also compute the optimum, for one full-attention group of `block_size`.
         on_request: Called after each request of each replay.
-        options: Options of `Replayer`.
+        options: Options for `Replayer`.
 
     Returns:
         The hit rates.
@@ -155,7 +155,10 @@ def checked_rates(rates: Mapping[str, list[float]], name: str, num_sizes: int) -
 
 
 def checked_policies(policies: Sequence[str]) -> dict[str, tuple[str, dict[str, float]]]:
-    """Return name and options of each policy. Raises TypeError or ValueError for invalid policies."""
+    """Return each policy's name and options.
+
+    Raises TypeError or ValueError for invalid policies.
+    """
     texts = [
         checked_text(each, f"policies[{i}]") for i, each in enumerate(listed(policies, "policies"))
     ]
@@ -178,18 +181,19 @@ def optimum(
     *,
     holds_running: bool = False,
 ) -> float:
-    """Return the token hit rate if the block with the farthest next use is evicted first (Belady 1966).
+    """Return the token hit rate of evicting the block with the farthest next use first (Belady
+    1966).
 
-    Requests run one at a time. Only full blocks take space. Among blocks of one request, the deepest is
-    evicted first.
+    Requests run one at a time. Only full blocks occupy space. Among the blocks of one request, the
+    block at the latest position is evicted first.
 
     Args:
         requests: The workload.
         block_size: Tokens per block.
         num_blocks: Pool size, without the null block.
-        holds_running: Whether a request needs all of its blocks at once, as in an engine, and is rejected
-            if they do not fit. By default, blocks of a running request may be left out of the cache,
-            which no engine can do.
+        holds_running: Whether, as in an engine, a request needs all of its blocks at once and is
+            rejected if they do not fit. By default, a running request may leave some of its blocks
+            out of the cache, which no engine can do.
 
     Example:
         >>> from kvcache.replay import chat_workload
@@ -202,7 +206,7 @@ def optimum(
     num_blocks = integer(num_blocks, "num_blocks", 1)
     holds_running = flag(holds_running, "holds_running")
     chains = [[bytes(each) for each in hash_blocks(r.token_ids, block_size)] for r in requests]
-    uses: dict[bytes, list[int]] = {}  # requests that use each block, last first
+    uses: dict[bytes, list[int]] = {}  # requests that use each block, last request first
     for i in reversed(range(len(chains))):
         for key in chains[i]:
             uses.setdefault(key, []).append(i)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content keys and KV derived from them by a fixed mix, so that the KV of any token can be recomputed.
+"""Computes content keys, and derives KV from them with a fixed mix, so that any token's KV can be
+recomputed.
 
-All arithmetic is modulo 2**64. Multiplication by odd constants and xor-shifts are bijections, so
-a mix loses no information until its last step truncates the value.
+All arithmetic is modulo 2**64. Multiplications by odd constants and xor-shifts are bijections, so a
+mix loses no information until its last step truncates the value.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-VOCABULARY = 128_000  # upper bound of the token ids of every workload
+VOCABULARY = 128_000  # upper bound of the token ids in every workload
 
 _ROLL = np.uint64(0xD6E8FEB86659FD93)  # odd, and therefore invertible modulo 2**64
 _ROLL_INVERSE = np.uint64(pow(int(_ROLL), -1, 1 << 64))
@@ -29,9 +30,10 @@ def mix64(values: np.ndarray) -> np.ndarray:
 def prefix_keys(token_ids: np.ndarray, before: int = 0) -> np.ndarray:
     """Return content keys int64[n] of tokens after a prefix with last key `before` (0 for no prefix).
 
-    The keys are a rolling polynomial, key[i] = key[i - 1] * M + mix(token[i]). Computing them by segments
-    gives the same keys as computing them at once. Different prefixes have equal keys with a probability
-    of 2**-64. The recurrence is solved in bulk as M**i * (before + sum of mix(token[j]) / M**j).
+    The keys are a rolling polynomial, key[i] = key[i - 1] * M + mix(token[i]). Computing them
+    segment by segment produces the same keys as computing them at once. Two different prefixes have
+    equal keys with probability 2**-64. The recurrence is solved in bulk as M**i * (before + sum of
+    mix(token[j]) / M**j).
     """
     n = len(token_ids)
     powers = np.cumprod(np.full(n, _ROLL))
@@ -47,7 +49,8 @@ def feature_factors(num_features: int) -> np.ndarray:
 
 
 def kv_of_content(keys: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Return the features int32[k, n, f] of n tokens with these content keys, for factors uint64[k, f].
+    """Return the features int32[k, n, f] of the n tokens with these content keys, for factors
+    uint64[k, f].
 
     `k` enumerates K and V of every layer, and `f` enumerates heads and head elements.
     """

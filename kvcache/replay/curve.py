@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token hit rates over all pool sizes (miss-ratio curves), from one pass over a workload by sampling."""
+"""Estimates token hit rates at all pool sizes (miss-ratio curves) by sampling a workload in one pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CURVE_POLICIES = ("lru", "learned")
 _SIZES_PER_OCTAVE = 2
-_LEAST_SAMPLED = 512  # sampled blocks that the smallest default size holds
+_LEAST_SAMPLED = 512  # number of sampled blocks that fit into a pool of the smallest default size
 _MOST_OCTAVES = 8
 
 
@@ -31,14 +31,14 @@ class HitRateCurve:
     Attributes:
         trace: Name of the trace.
         requests: Number of requests.
-        blocks: Number of block uses, with partial last blocks.
-        distinct_blocks: Estimated number of different full blocks. Pools of this size evict nothing.
+        blocks: Number of block uses, including partial last blocks.
+        distinct_blocks: Estimated number of distinct full blocks. Pools of this size evict nothing.
         block_size: Tokens per block.
-        rate: Fraction of the blocks that was sampled. 1: all.
-        sampled_requests: Number of requests with a sampled block.
-        sizes: Numbers of blocks, without the null block, ascending.
-        token_hit_rates: Estimated hit rates per size, by policy as `name[:option=value]...`.
-        exact: Hit rates of complete replays, see `with_exact`.
+        rate: Fraction of blocks that were sampled. 1: all blocks.
+        sampled_requests: Number of requests that contain a sampled block.
+        sizes: Pool sizes in blocks, without the null block, ascending.
+        token_hit_rates: Estimated hit rates per size, keyed by policy as `name[:option=value]...`.
+        exact: Hit rates of complete replays; see `with_exact`.
     """
 
     trace: str
@@ -65,7 +65,7 @@ class HitRateCurve:
                 )
 
     def with_exact(self, comparison: Comparison) -> HitRateCurve:
-        """Return the curve with the hit rates of complete replays, from `compare`.
+        """Return the curve extended with the hit rates of complete replays from `compare`.
 
         Raises:
             ValueError: Sizes, policies, block size or number of requests differ.
@@ -79,7 +79,7 @@ class HitRateCurve:
 
     @property
     def errors(self) -> dict[str, list[float]] | None:
-        """Estimated minus exact hit rates per size, by policy, in points (hundredths)."""
+        """Estimated minus exact hit rates per size, keyed by policy, in percentage points."""
         if self.exact is None:
             return None
         return {
@@ -107,23 +107,24 @@ def hit_rate_curve(
 ) -> HitRateCurve:
     """Estimate the token hit rates at all pool sizes from one pass over the workload.
 
-    A sample of the blocks, selected by hash, is replayed at each size with each policy, in a pool that
-    is smaller by the same factor (SHARDS, Waldspurger et al., FAST'15; miniature simulation, USENIX
-    ATC'17). The results estimate the hit rates of `Replayer` with one full-attention group and one
-    request at a time. With `rate=1`, they are exact, except that `learned` also samples by hash, and
-    the hashes differ from a manager's hashes.
+    A sample of the blocks, selected by hash, is replayed at each size with each policy, in a pool
+    that is scaled down by the same factor (SHARDS, Waldspurger et al., FAST'15; miniature
+    simulation, USENIX ATC'17). The results estimate the hit rates of `Replayer` with one
+    full-attention group and one request at a time. With `rate=1`, the estimates are exact for all
+    policies except `learned`, which also samples by hash and here uses different hashes than in a
+    manager.
 
     Args:
-        workload: The requests, e.g. from `read_trace` or, faster, `read_block_ids`. They are read once,
-            and only the sample is kept.
+        workload: The requests, for example from `read_trace` or, faster, `read_block_ids`. They are
+            read once, and only the sample is kept.
         policies: Policies as `name[:option=value]...`, at least one.
-        sizes: Numbers of blocks, without the null block, at least one. None: two per octave, up to the
-            number of different blocks.
+        sizes: Pool sizes in blocks, without the null block, at least one. None: two sizes per
+            octave, up to the number of distinct blocks.
         block_size: Tokens per block.
-        rate: Fraction of the blocks to sample, above 0 and at most 1. None: the largest power of two with
-            which the sample has at most 2^20 requests and 2^22 uses of blocks.
+        rate: Fraction of the blocks to sample, above 0 and at most 1. None: the largest power of
+            two for which the sample has at most 2^20 requests and 2^22 block uses.
         trace: Name of the trace in the result.
-        on_request: Called after each request that was read.
+        on_request: Called after each request is read.
 
     Returns:
         The curve.
@@ -175,7 +176,7 @@ def hit_rate_curve(
 
 
 def default_sizes(sample: BlockSample) -> list[int]:
-    """Return sizes for a curve: two per octave, up to the number of different blocks."""
+    """Return sizes for a curve: two per octave, up to the number of distinct blocks."""
     most = max(sample.num_distinct, 1)
     least = max(most / 2**_MOST_OCTAVES, min(_LEAST_SAMPLED / sample.rate, most), 1)
     num = math.floor(_SIZES_PER_OCTAVE * math.log2(most / least))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a workload with a prefill pool and a decode pool, and with simulated transfers.
 
-Managers, leases and the connector are real. No bytes are moved. The duration of a load follows from
-its number of tokens and the given bandwidth.
+Managers, leases and the connector are real, but no bytes are moved. The duration of a load is
+computed from its number of tokens and the given bandwidth.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Disaggregation:
     Args:
         prefill_blocks: Size of the prefill pool, including its null block.
         lease_s: Seconds for which the prefill pool keeps the blocks of a prompt.
-        bytes_per_token: K and V of a token in all layers.
+        bytes_per_token: Size of one token's K and V in all layers.
         gb_per_s: Bandwidth of each load in 10**9 bytes per second.
 
     Raises:
@@ -101,17 +101,18 @@ class Disaggregation:
 class DisaggregationReport:
     """Totals of one replay.
 
-    Hit tokens are tokens that a pool had cached. Times are in milliseconds, from arrival to first token.
+    Hit tokens are tokens that were cached in a pool. Times are in milliseconds, from arrival to
+    first token.
 
     Attributes:
-        requests: Requests of the workload.
+        requests: Requests in the workload.
         loaded_requests: Requests that loaded tokens from the prefill pool.
-        local_requests: Requests that found all tokens in the decode pool's own cache.
-        lease_over_requests: Requests whose lease expired; computed by the decode side.
-        prefill_full_requests: Requests that did not fit into the prefill pool; computed by the decode
-            side.
-        unfinished_loads: Requests whose load completed, but for which the pool then had no room for
-            the next token; computed by the decode side.
+        local_requests: Requests whose tokens were all cached in the decode pool.
+        lease_over_requests: Requests whose lease expired. The decode side computes their prompts.
+        prefill_full_requests: Requests that did not fit into the prefill pool. The decode side
+            computes their prompts.
+        unfinished_loads: Requests whose load completed, but whose next token no longer fit into the
+            pool. The decode side computes their prompts.
         rejected_requests: Requests that do not fit into the decode pool.
         overload: Reason why the modeled engines cannot keep up with the arrivals. None: they can
             keep up.
@@ -161,7 +162,7 @@ class DisaggregationReport:
 
 @dataclass
 class DisaggregationSeries:
-    """One entry per served request, recorded when its answer begins, for plots."""
+    """Data for plots, with one entry per served request, recorded when its answer begins."""
 
     time_s: list[float] = field(default_factory=list)  # time of the first token
     ms_to_first_token: list[float] = field(default_factory=list)
@@ -181,7 +182,7 @@ class _Task:
 
 
 class _SimulatedRank:
-    """A rank that moves no bytes: leases are real, and loads only take time."""
+    """A rank that moves no bytes. Leases are real, whereas loads only take up time."""
 
     def __init__(self, layouts: tuple[GroupLayout, ...], now: Callable[[], float]) -> None:
         address = RankAddress("simulated", "", tuple(((0,),) * len(layouts)), 0)
@@ -239,11 +240,11 @@ class _Side:
 class DisaggregatedReplayer:
     """Replay timed requests with separate prefill and decode pools.
 
-    Prompts are computed one after another in the prefill pool and published under a lease. The decode
-    pool loads them in the order of publication as soon as it has room, and holds the blocks while the
-    answer runs. If a prompt finds no room in the prefill pool, or its lease expires during the load, the
-    decode side computes the prompt, at the speed of the prefill side and without delaying other prompts.
-    No blocks are allocated for answers.
+    Prompts are computed one after another in the prefill pool and published under a lease. The
+    decode pool loads them in order of publication as soon as it has room, and holds their blocks
+    until the answer ends. If a prompt does not fit into the prefill pool, or its lease expires
+    during the load, the decode side computes the prompt at the speed of the prefill side, without
+    delaying other prompts. No blocks are allocated for answers.
 
     Args:
         between: The prefill pool and the link between the pools.
@@ -252,8 +253,8 @@ class DisaggregatedReplayer:
         groups: The cache groups of both pools.
         concurrency: Maximum number of requests that load or run.
         service: Speeds of prefill and decode.
-        series: Receives one entry per served request.
-        options: Fields of `CacheOptions`, for both pools.
+        series: Collects one entry per served request.
+        options: Fields of `CacheOptions` for both pools.
 
     Example:
         >>> from kvcache.replay import chat_workload
@@ -315,7 +316,7 @@ class DisaggregatedReplayer:
         trace: str = "",
         on_request: Callable[[], None] | None = None,
     ) -> DisaggregationReport:
-        """Replay all requests to their end.
+        """Replay all requests to completion.
 
         Args:
             workload: The requests in order of arrival.
@@ -328,7 +329,7 @@ class DisaggregatedReplayer:
         instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
             self._at(item.arrival_ms / 1000, lambda item=item: self._arrive(item))
-            # Play events up to this arrival; later events may happen before the next arrival.
+            # Process the events up to this arrival. Later events may occur before the next arrival.
             self._play(item.arrival_ms / 1000)
             if on_request is not None:
                 on_request()
@@ -363,7 +364,7 @@ class DisaggregatedReplayer:
         heapq.heappush(self._events, (seconds, next(self._numbers), event))
 
     def _play(self, until: float) -> None:
-        """Play all events up to this time."""
+        """Process all events up to this time."""
         while self._events and self._events[0][0] <= until:
             seconds, _, event = heapq.heappop(self._events)
             self._now = max(self._now, seconds)
@@ -381,7 +382,7 @@ class DisaggregatedReplayer:
     # The prefill side.
 
     def _arrive(self, item: WorkloadRequest) -> None:
-        """Compute prompts one at a time in order of arrival."""
+        """Compute the prompts one at a time in order of arrival."""
         first, _ = self._arrivals_ms or (item.arrival_ms, 0)
         self._arrivals_ms = first, item.arrival_ms
         self.report.requests += 1
@@ -480,7 +481,10 @@ class DisaggregatedReplayer:
         self._run(task, task.request.num_tokens - num_hit)
 
     def _run(self, task: _Task, num_computed: int) -> None:
-        """Compute the missing tokens, then the answer. The blocks are held until the answer ends."""
+        """Compute the missing tokens and then the answer.
+
+        The blocks are held until the answer ends.
+        """
         self.report.decode_computed_tokens += num_computed
         first = self._now + num_computed / self._service.prefill_speed
         self._first_ms.append(first * 1000 - task.item.arrival_ms)

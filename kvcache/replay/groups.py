@@ -15,9 +15,9 @@ def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
     """Parse groups from `kind[:option=value]...`, separated by commas.
 
     Args:
-        text: The groups. The option `block_size` sets the allocation block of a group in tokens, and
-            `cached=0` disables caching. All other options belong to the kind.
-        block_size: Default allocation block, in tokens.
+        text: The groups. The option `block_size` sets a group's allocation block size in tokens,
+            and `cached=0` disables caching. All other options are options of the kind.
+        block_size: Default allocation block size in tokens.
 
     Raises:
         ValueError: The text is invalid. The message names the group, the value and the expected value.
@@ -35,7 +35,10 @@ def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
 
 
 def checked_groups(block_size: int | None, groups: Sequence[GroupSpec] | None) -> list[GroupSpec]:
-    """Return `groups`, or one full-attention group. ValueError unless one argument is None."""
+    """Return `groups`, or one full-attention group.
+
+    Raises ValueError unless exactly one argument is None.
+    """
     if (block_size is None) == (groups is None):
         raise ValueError(
             f"block_size is {block_size} and groups is {groups}: expected exactly one of the two"

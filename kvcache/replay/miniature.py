@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a sample of a workload with a pool that is smaller by the same factor.
+"""Replays a sample of a workload with a pool that is scaled down by the same factor.
 
-This works with any eviction policy (miniature simulation, Waldspurger et al., USENIX ATC'17). Pool and
-policies are those of the manager. With all blocks sampled, the pool is called as by a manager that
-serves one request at a time.
+This method works with any eviction policy (miniature simulation, Waldspurger et al., USENIX
+ATC'17). The manager's own pool and policies are used. If all blocks are sampled, the pool receives
+the same calls as from a manager that serves one request at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SALT = np.uint64(0x5851F42D4C957F2D)  # the policy must not sample by the same 
 
 
 class Miniature:
-    """Replays of one sample."""
+    """Replays one sample at different pool sizes."""
 
     def __init__(self, sample: BlockSample) -> None:
         self._sample = sample
@@ -38,8 +38,9 @@ class Miniature:
         num_hits, num_hittable = core.replay_requests(
             pool, self._requests, self._hashes, self._ends, num_blocks
         )
-        # A few blocks have most uses and are usually hits. If more or fewer of their uses were sampled
-        # than expected, the difference is corrected as if all of these uses were hits (SHARDS-adj).
+        # A few blocks account for most uses and are usually hits. If the number of sampled uses
+        # differs from the expected number, the difference is corrected as if all of these uses were
+        # hits (SHARDS-adj).
         missing = int(sample.hittable_of[served].sum()) - num_hittable / sample.rate
         hit_tokens = (num_hits / sample.rate + missing) * sample.block_size
         return min(max(hit_tokens / num_tokens, 0.0), 1.0)
@@ -77,18 +78,18 @@ class Miniature:
         return np.ascontiguousarray(np.stack(fields, axis=1).astype(np.int64))
 
     def _tokens_per_added_block(self, num_full: np.ndarray) -> np.ndarray:
-        """Return, for each request, the number of tokens that it added per sampled block that it added.
+        """Return, for each request, the number of added tokens per added sampled block.
 
-        A policy that counts the added blocks then sees the tokens that the whole prompt added to the
-        earlier request that it continues, or to the fork. The average, `block_size / rate`, would be
-        wrong for short additions.
+        With this value, a policy that counts added blocks arrives at the number of tokens that the
+        whole prompt added to the earlier request that it continues or forks from. The average,
+        `block_size / rate`, would be wrong for short additions.
         """
         sample, size = self._sample, self._sample.block_size
         if sample.rate >= 1:
             return np.full(len(num_full), size)
         lengths = (sample.num_tokens // size).tolist()
         columns, keys = sample.columns.tolist(), sample.keys.tolist()
-        ended: dict[int, int] = {}  # last block -> its request's full blocks
+        ended: dict[int, int] = {}  # last block of a request -> number of its full blocks
         found = []
         for length, start, num in zip(
             lengths, sample.starts[:-1].tolist(), num_full.tolist(), strict=True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wrong token found by a verified replay, and its description."""
+"""Describes a wrong token that a verified replay has found."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Mismatch:
         block_column: Column of the block in the block table.
         block_id: The block.
         group: The cache group, if there are several.
-        is_state: Whether the recurrent state after the token is wrong (for token 0, possibly the zeros
-            before it). None otherwise.
+        is_state: Whether the recurrent state after the token is wrong. For token 0, the wrong state
+            may also be the zeros before the token. None for groups without states.
     """
 
     request: int

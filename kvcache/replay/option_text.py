@@ -7,7 +7,10 @@ from collections.abc import Mapping
 
 
 def split_options(text: str) -> tuple[str, dict[str, str]]:
-    """Split into name and options, as text. Raise ValueError for malformed or repeated options."""
+    """Split the text into a name and options.
+
+    Raises ValueError for malformed or repeated options.
+    """
     name, *settings = text.split(":")
     options: dict[str, str] = {}
     for setting in settings:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots the progress of a replay (hit rate, evictions, blocks in use), policies by size, and fleets."""
+"""Plots the progress of a replay (hit rate, evictions, blocks in use), hit rates by size, and fleets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HITS, _EVICTIONS, _USED = "#1b7837", "#b2182b", "#2166ac"
 _FIRST_TOKEN = "#762a83"
 _GRAY = "#444444"
 _COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214", "#762a83", "#35978f")  # one per policy
-# One per reason of misses.
+# One color per miss reason.
 _SHADES = ("#b2182b", "#2166ac", "#e08214", "#762a83", "#35978f", "#999999", "#1b7837", "#c2a5cf")
 _WINDOW_SHARE = 50  # moving averages cover 1/50 of the requests
 
@@ -59,7 +59,7 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
 def draw_disaggregation(
     series: DisaggregationSeries, report: DisaggregationReport, path: str | os.PathLike
 ) -> None:
-    """Plot both pools, the queue and the time to first token. Same errors as `draw`."""
+    """Plot both pools, the queue and the time to first token. Raises the same errors as `draw`."""
     order = np.argsort(series.time_s, kind="stable")
     times, label = _minutes_or_seconds(np.array(series.time_s)[order], "first token")
     title = (
@@ -93,7 +93,7 @@ def _figure(
     """Yield vertically stacked panels with a shared time axis, then write the figure."""
     import matplotlib
 
-    matplotlib.use("Agg")  # writes files only, so it works without a display
+    matplotlib.use("Agg")  # writes only files, so no display is needed
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
@@ -149,7 +149,10 @@ def _draw_first_token(
 
 
 def draw_curve(curve: HitRateCurve, path: str | os.PathLike) -> None:
-    """Plot the hit rates of all policies by pool size, with complete replays. Same errors as `draw`."""
+    """Plot the policies' hit rates by pool size, with complete replays.
+
+    Raises the same errors as `draw`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,7 +193,7 @@ def draw_curve(curve: HitRateCurve, path: str | os.PathLike) -> None:
 
 
 def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
-    """Plot the hit rates of all policies by pool size. Same errors as `draw`."""
+    """Plot the hit rates of all policies by pool size. Raises the same errors as `draw`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -352,7 +355,7 @@ def _window(num_requests: int) -> int:
 
 
 def _moving_sum(values: list[int]) -> np.ndarray:
-    """Return per entry the sum of the entries in the window that ends with it."""
+    """Return, for each entry, the sum of the entries in the window that ends with this entry."""
     sums = np.cumsum([0, *values])
     ends = np.arange(1, len(values) + 1)
     return sums[ends] - sums[np.maximum(ends - _window(len(values)), 0)]

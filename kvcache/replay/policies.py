@@ -13,10 +13,10 @@ from kvcache.replay.option_text import quoted, split_options
 
 
 def parse_eviction(text: str) -> tuple[str, dict[str, float]]:
-    """Parse an eviction policy of the device from `name[:option=value]...`.
+    """Parse an eviction policy for the device from `name[:option=value]...`.
 
     Returns:
-        Name and options.
+        The name and the options.
 
     Raises:
         ValueError: The text is invalid. The message names the policy, the value and the expected value.
@@ -29,7 +29,7 @@ def parse_eviction(text: str) -> tuple[str, dict[str, float]]:
 
 
 def parse_host_eviction(text: str) -> tuple[str, dict[str, float]]:
-    """Parse an eviction policy of the host tier, which supports fewer policies.
+    """Parse an eviction policy for the host tier, which supports fewer policies than the device.
 
     Example:
         >>> parse_host_eviction("priority")
@@ -43,7 +43,7 @@ def parse_host_write(text: str) -> dict[str, str | int | float]:
     """Parse `back`, `through`, `selective[:N]` or `learned[:G]` into options of `KVCacheManager`.
 
     Raises:
-        ValueError: The text is anything else.
+        ValueError: The text has any other form.
 
     Example:
         >>> parse_host_write("selective:3")
@@ -74,7 +74,7 @@ def _parse_policy(
     try:
         make(name, options)
     except ValueError as error:
-        reason = str(error).partition(": ")[2]  # the part after the name of the policy
+        reason = str(error).partition(": ")[2]  # the part after the policy name
         raise ValueError(f"{quoted(text)}: {reason}") from None
     return name, options
 

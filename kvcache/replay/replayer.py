@@ -28,50 +28,50 @@ if TYPE_CHECKING:
 
     from kvcache.replay.verifier import KVVerifier
 
-_NO_LENGTH_LIMIT = 2**31 - 1  # only the pool size limits a request
+_NO_LENGTH_LIMIT = 2**31 - 1  # requests are limited only by the pool size
 
 
 @dataclass
 class Series:
-    """One entry per request of the workload, recorded right after its admission, for plots."""
+    """Data for plots, with one entry per request, recorded right after the request's admission."""
 
-    prompt_tokens: list[int] = field(default_factory=list)  # tokens of the prompt; 0 if rejected
+    prompt_tokens: list[int] = field(default_factory=list)  # prompt tokens; 0 if rejected
     hit_tokens: list[int] = field(default_factory=list)  # hit tokens of the request
     evicted_blocks: list[int] = field(default_factory=list)  # evicted blocks, cumulative
     used_blocks: list[int] = field(default_factory=list)  # blocks held by running requests
-    missed_tokens: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # by reason; empty without `explain_misses`
-    arrival_ms: list[float] = field(default_factory=list)  # arrival time; empty if not timed
-    ms_to_first_token: list[float] = field(
-        default_factory=list
-    )  # 0 if rejected; empty if not timed
+    # Missed tokens by reason. Empty without `explain_misses`.
+    missed_tokens: dict[str, list[int]] = field(default_factory=dict)
+    # Arrival times. Empty in untimed replays.
+    arrival_ms: list[float] = field(default_factory=list)
+    # 0 if the request was rejected. Empty in untimed replays.
+    ms_to_first_token: list[float] = field(default_factory=list)
 
 
 class Replayer:
-    """Replay prompts through `KVCacheManager.step` and `free`, like a scheduler.
+    """Replays prompts through `KVCacheManager.step` and `free`, as a scheduler would.
 
-    If `concurrency` requests are running or the blocks of a new request do not fit, the oldest running
-    request finishes. A request that does not fit into an empty pool is rejected. With a host tier,
-    each step is reported as completed before the next step, so later steps can hit all loaded
-    blocks.
+    If `concurrency` requests are running or the blocks of a new request do not fit, the oldest
+    running request finishes. A request that does not fit into an empty pool is rejected. With a
+    host tier, each step is reported as completed before the next step begins, so that later steps
+    can hit all loaded blocks.
 
-    A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute chunks of
-    all other unfinished prompts. With recurrent states, chunks end where states are kept
-    (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit, the oldest computed request finishes;
-    if there is none, the request of the chunk is rejected.
+    A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute
+    chunks of all other unfinished prompts. With recurrent states, chunks end where states are kept
+    (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit, the oldest completely computed
+    request finishes. If there is none, the request that the chunk belongs to is rejected.
 
-    With a `service`, requests arrive at the times of the workload and wait until fewer than
-    `concurrency` requests are running and their blocks fit. They hold the blocks of their prompts until
-    they end. The request with the earliest end finishes first. No blocks are allocated for answers.
+    With a `service`, requests arrive at the times given in the workload. Each request waits until
+    fewer than `concurrency` requests are running and its blocks fit, and then holds its prompt's
+    blocks until it ends. The request with the earliest end finishes first. No blocks are allocated
+    for answers.
 
     Args:
         block_size: Tokens per block of one full-attention group. Alternative to `groups`.
         groups: The cache groups.
         num_blocks: Pool size, including the null block.
         concurrency: Maximum number of running requests.
-        verifier: Verifier of the same groups, which writes and reads real KV after every plan.
-        series: Receives one entry per request.
+        verifier: A verifier for the same groups, which writes and reads real KV after every plan.
+        series: Collects one entry per request.
         num_store_blocks: Size of a `SimulatedStore` below the other tiers. Incompatible with `verifier`.
         store_contents: Contents of the store, if several replayers share it.
         num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
@@ -146,9 +146,9 @@ class Replayer:
             self.manager.cache.set_now(0.0)  # even if the first call is a query
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
-        self._now_ms = 0  # of a replay that is not timed
-        self._last_wait_ms = 0.0  # wait of the last served request for its prefill
-        self._first_token_ms: list[float] = []  # arrival to first token, by served request
+        self._now_ms = 0  # only in untimed replays
+        self._last_wait_ms = 0.0  # time that the last served request waited for its prefill
+        self._first_token_ms: list[float] = []  # from arrival, per served request
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
@@ -256,12 +256,12 @@ class Replayer:
     def _admit(self, new: Running) -> bool:
         """Admit the request, or reject it and return False."""
         if self.chunk_tokens is not None and self._never_fits(new):
-            return False  # even if its first chunks fit
+            return False  # even if the request's first chunks fit
         while True:
             status = self._step(new)
             if status == Status.SERVED:
                 return True
-            if new.num_store_hit:  # the request may fit without the store's tokens
+            if new.num_store_hit:  # without the tokens from the store, the request may fit
                 new.num_store_hit, new.may_load = 0, False
                 continue
             if status == Status.NEVER or not self._running:
@@ -286,7 +286,7 @@ class Replayer:
 
     @staticmethod
     def _next(running: Sequence[Running]) -> Running:
-        """Return the request that finishes first, or the oldest in a replay that is not timed."""
+        """Return the request that finishes first or, in an untimed replay, the oldest request."""
         return min(running, key=lambda each: each.end_ms)
 
     def _make_room(self) -> None:
@@ -352,7 +352,7 @@ class Replayer:
                 count = self._chunk(new, 0)
             if computing:
                 # A new request must fit completely, in addition to all blocks that unfinished
-                # prompts still need. Only a prompt that runs alone can then fail to fit.
+                # prompts still need. After that, only a prompt that runs alone can fail to fit.
                 num_reserved = self._num_blocks_left(new, count) + sum(
                     self._num_blocks_left(each, each.num_computed) for each in computing
                 )
@@ -365,7 +365,7 @@ class Replayer:
         return plan
 
     def _chunk(self, running: Running, start: int) -> int:
-        """Return the number of tokens that the next step computes, from token `start` on."""
+        """Return the number of tokens that the next step computes, starting at token `start`."""
         num_tokens = running.item.num_tokens
         if self.chunk_tokens is None:
             return num_tokens - start
@@ -379,7 +379,7 @@ class Replayer:
         return sum(-(-num_tokens // size) - num_computed // size for size in sizes)
 
     def _handle_unserved(self, running: Running, status: Status) -> None:
-        """Finish the oldest computed request, or reject this request, after a chunk did not fit."""
+        """After a chunk did not fit, finish the oldest computed request or reject the chunk's request."""
         computed = [each for each in self._running if not each.num_left]
         if computed and status == Status.WAIT:
             self._finish(self._next(computed))
@@ -506,7 +506,7 @@ class Replayer:
         report.p99_ms_to_first_token = round(sorted(times)[(99 * len(times) - 1) // 100], 3)
 
     def _groups(self) -> list[dict]:
-        """Return the spec and counts of each group."""
+        """Return each group's spec and counts."""
         return [
             {
                 "kind": group.kind,

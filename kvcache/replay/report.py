@@ -21,7 +21,7 @@ class ReplayReport:
 
     Attributes:
         trace: Name of the trace.
-        block_size: Tokens per block; with several groups, the block size of the first group.
+        block_size: Tokens per block. With several groups: the block size of the first group.
         num_blocks: Pool size, including the null block.
         capacity_blocks: Pool size, without the null block.
         concurrency: Maximum number of running requests.
@@ -31,32 +31,34 @@ class ReplayReport:
         hit_tokens: Hit tokens of the served requests.
         token_hit_rate: `hit_tokens` per prompt token.
         rejected_requests: Requests that did not fit into the pool.
-        us_per_request: Microseconds in the manager per request, by phase; `total` is the sum.
-        verify_us_per_request: Microseconds of verification per request.
+        us_per_request: Time in the manager per request in microseconds, by phase. `total` is the
+            sum.
+        verify_us_per_request: Verification time per request in microseconds.
         verified_tokens: Verified prompt tokens, each counted once.
         mismatches: Number of wrong tokens.
-        mismatched_requests: The first wrong token of each request.
+        mismatched_requests: The first wrong token of each request that has one.
         hash_block_size: Tokens per hash, if set.
         chunk_tokens: Tokens per prefill chunk, if set.
-        groups: Per given group, its `kind`, `block_size` and `options`, and the manager's counts
-            `hit_blocks`, `stored_blocks` and `evicted_blocks`.
+        groups: For each given group, its `kind`, `block_size` and `options`, and the manager's
+            counts `hit_blocks`, `stored_blocks` and `evicted_blocks`.
         eviction: The eviction policy. None: the default.
-        missed_tokens: Prompt tokens of the admitted requests that were not hits, by reason
-            (`kvcache.allocator.MISS_REASONS`), with `explain_misses`.
+        missed_tokens: With `explain_misses`: prompt tokens of admitted requests that were not hits,
+            by reason (`kvcache.allocator.MISS_REASONS`).
         host_blocks: Size of the host tier, including its null block.
-        host_hit_tokens: Part of `hit_tokens`, from the first block of each request that was loaded from
-            the host.
+        host_hit_tokens: The part of `hit_tokens` that starts, in each request, at the first block
+            loaded from the host.
         written_blocks: Blocks written to the host.
         unwritten_blocks: Blocks not written because no host page was free.
-        declined_blocks: Blocks not written because `host_write="learned"` expected too few hits.
+        declined_blocks: Blocks not written because `host_write="learned"` predicted too few hits.
         loaded_blocks: Blocks loaded from the host for hits.
         store_blocks: Size of the simulated store.
-        store_hit_tokens: Part of `hit_tokens` that the store had after the hit of the other tiers.
+        store_hit_tokens: The part of `hit_tokens` that follows the hit in the other tiers and was
+            found in the store.
         store_stored_blocks: Blocks put into the store, counted per group.
         store_loaded_blocks: Blocks loaded from the store, counted per group.
         store_evicted_blocks: Blocks that the store evicted, counted per group.
         service: Speeds of a timed replay.
-        duration_s: Time from the start to the last end, in seconds of the workload.
+        duration_s: Time from the start to the end of the last request, in seconds of workload time.
         peak_running: Maximum number of concurrently running requests.
         mean_ms_to_first_token: Mean time from the arrival of a served request to its first token.
         p99_ms_to_first_token: 99th percentile of these times.
@@ -187,7 +189,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
 
 
 def _misses(report: ReplayReport) -> list[tuple[str, str, str]]:
-    """Return one row per reason of misses."""
+    """Return one row per miss reason."""
     missed = report.missed_tokens
     if missed is None:
         return []
@@ -229,7 +231,7 @@ def _times(report: ReplayReport) -> list[tuple[str, str, str]]:
 
 
 def overload_rows(overload: str | None) -> list[tuple[str, str, str]]:
-    """Return the row that names an overloaded engine, if it is overloaded."""
+    """Return a row that reports an overload of the modeled engine, if there is one."""
     return [] if overload is None else [("[red]overloaded[/]", "[red]yes[/]", overload)]
 
 

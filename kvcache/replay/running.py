@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An admitted request of a replay, and the tokens of the request that a step computes."""
+"""An admitted request of a replay, and the tokens that a step computes for the request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Running:
 
     item: WorkloadRequest
     request: Request
-    place: int  # position in the replayed part of the workload, from 0
-    row: int = -1  # row of the manager while admitted
+    place: int  # index in the replayed part of the workload, starting at 0
+    row: int = -1  # the request's row in the manager while it is admitted
     num_hit: int = 0  # hit tokens
-    num_host_hit: int = 0  # hit tokens from the first block that was loaded from the host
-    num_store_hit: int = 0  # hit tokens from a store, at the end of the hit
+    num_host_hit: int = 0  # hit tokens that start at the first block loaded from the host
+    num_store_hit: int = 0  # hit tokens that were loaded from a store, at the end of the hit
     may_load: bool = True  # whether the request may load from a store
     num_computed: int = 0  # computed tokens, including the hit
     first_ms: float = 0.0  # time of the first token in a timed replay, set at admission
@@ -32,14 +32,14 @@ class Running:
 
     @property
     def num_left(self) -> int:
-        """Tokens of the prompt that are not computed yet."""
+        """Number of prompt tokens that are not computed yet."""
         return self.item.num_tokens - self.num_computed
 
 
 class Span(NamedTuple):
     """The tokens [start, stop) of an admitted request that one step computes.
 
-    If start equals stop, no token is computed, and a check reads the tokens that the next token
+    If `start` equals `stop`, no token is computed, and a check reads the tokens that the next token
     would attend to.
     """
 

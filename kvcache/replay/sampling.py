@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples the blocks of a workload by content in one pass, in bounded memory.
 
-A block is sampled if the hash of its content is below a threshold, so either all of its uses are
-sampled or none (SHARDS, Waldspurger et al., FAST'15). If the fraction R of all blocks is sampled, a pool
-of C blocks behaves like a pool of R * C blocks that serves only the sampled blocks.
+A block is sampled if the hash of its content is below a threshold, so either all or none of its
+uses are sampled (SHARDS, Waldspurger et al., FAST'15). If a fraction R of all blocks is sampled, a
+pool of R * C blocks that serves only the sampled blocks behaves like a pool of C blocks that serves
+all blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from kvcache.replay.content import mix64
 from kvcache.replay.traces.block_ids import BlockIdRequest
 from kvcache.replay.workload import WorkloadRequest
 
-_BATCH_BLOCKS = 2**18  # blocks that are hashed at once
-# Limits of a sample whose rate is chosen automatically. A replay of the sample takes about 1 us per
-# request and 0.1 us per use.
+_BATCH_BLOCKS = 2**18  # number of blocks hashed at once
+# Size limits of a sample with an automatically chosen rate. Replaying a sample takes about 1 us per
+# request and 0.1 us per block use.
 MOST_REQUESTS, MOST_USES = 2**20, 2**22
 
 
@@ -29,8 +30,8 @@ MOST_REQUESTS, MOST_USES = 2**20, 2**22
 class BlockSample:
     """The sampled blocks of a workload, and exact totals of the workload.
 
-    A partial last block takes space like other blocks, and is sampled like them, but is never cached.
-    Arrays of requests have one entry per request with a sampled block.
+    A partial last block occupies space and is sampled like a full block, but is never cached.
+    Per-request arrays have one entry for each request that contains a sampled block.
     """
 
     rate: float
@@ -41,33 +42,33 @@ class BlockSample:
     num_tokens: np.ndarray  # int64[r]
     num_output_tokens: np.ndarray  # int64[r]
     start_ms: np.ndarray  # int64[r]
-    end_ms: np.ndarray  # int64[r]; as in `Replayer`, the start of the next request
-    # Totals of all requests that need n blocks, for each n.
+    end_ms: np.ndarray  # int64[r]; as in `Replayer`, when the next request starts
+    # For each n, totals over all requests that need n blocks.
     requests_of: np.ndarray
     tokens_of: np.ndarray
-    hittable_of: np.ndarray  # blocks that can be hits: the last token is always computed
+    hittable_of: np.ndarray  # blocks that can be hits; the last token is always computed
 
     @property
     def num_requests(self) -> int:
-        """All requests of the workload."""
+        """Number of requests in the workload."""
         return int(self.requests_of.sum())
 
     @property
     def num_blocks(self) -> int:
-        """Block uses of the workload, with partial blocks."""
+        """Number of block uses in the workload, including partial blocks."""
         return int((self.requests_of * np.arange(len(self.requests_of))).sum())
 
     @property
     def num_distinct(self) -> int:
-        """Estimated number of different full blocks."""
+        """Estimated number of distinct full blocks."""
         return round(len(np.unique(self.keys[self.is_full()])) / self.rate)
 
     def request_of_use(self) -> np.ndarray:
-        """Return the request of each use."""
+        """Return, for each use, the index of its request."""
         return np.repeat(np.arange(len(self.num_tokens)), np.diff(self.starts))
 
     def is_full(self) -> np.ndarray:
-        """Return whether each use is a full block."""
+        """Return, for each use, whether the block is full."""
         return self.columns < (self.num_tokens // self.block_size)[self.request_of_use()]
 
 
@@ -76,7 +77,7 @@ class BlockSampler:
 
     Args:
         block_size: Tokens per block.
-        rate: Fraction of the blocks that is sampled. None: initially 1, and halved whenever the sample
+        rate: Fraction of blocks to sample. None: initially 1, and halved whenever the sample
             exceeds `MOST_REQUESTS` or `MOST_USES`.
     """
 
@@ -131,7 +132,7 @@ class BlockSampler:
         numbers = self._num_requests + np.arange(len(num_full))
         self._num_requests += len(num_full)
         self._batch, self._num_in_batch = [], 0
-        # Partial blocks are appended, each with content of its own.
+        # Partial blocks are appended, each with unique content.
         has_part = num_blocks > num_full
         keys = mix64(np.concatenate(chains).astype(np.int64).view(np.uint64))
         parts = mix64(keys.dtype.type(1 << 63) + numbers[has_part].astype(np.uint64))
@@ -191,7 +192,7 @@ def sampled(
     rate: float | None,
     on_request: Callable[[], None] | None = None,
 ) -> BlockSample:
-    """Return a sample of the workload, see `BlockSampler`."""
+    """Return a sample of the workload; see `BlockSampler`."""
     sampler = BlockSampler(block_size, rate)
     if not isinstance(workload, Iterable):
         raise TypeError(f"workload is {shown(workload)}: expected requests")
@@ -205,7 +206,10 @@ def sampled(
 
 
 def _block_keys(request: WorkloadRequest | BlockIdRequest, block_size: int) -> np.ndarray:
-    """Return int64[num_full]: equal keys mean equal prefixes up to and including the block."""
+    """Return one key per full block, int64[num_full].
+
+    Equal keys mean that the prefixes, including the blocks themselves, are equal.
+    """
     if isinstance(request, BlockIdRequest):
         return request.block_keys(block_size)
     num_full = request.num_tokens // block_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simple model of an engine, which determines how long the requests of a timed replay run."""
+"""A simple engine model that determines how long the requests of a timed replay run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvcache.checks import number, shown
 from kvcache.checks import text as checked_text
 
-# A queue that takes longer than this at the end of the arrivals grew during the whole replay.
+# If the wait at the last arrival exceeds this value, the queue grew during the whole replay.
 _LONG_WAIT_MS, _LONG_WAIT_SHARE = 10_000.0, 0.05
 
 
@@ -59,13 +59,14 @@ class Service:
 def overload(
     service: Service, num_computed: int, span_ms: float, last_wait_ms: float
 ) -> str | None:
-    """Return why the modeled engine cannot keep up with the arrivals, or None if it can.
+    """Return the reason why the modeled engine cannot keep up with the arrivals, or None if it can.
 
     Args:
         service: Speeds of the engine.
-        num_computed: Prompt tokens computed, without hits.
-        span_ms: Time from the first arrival to the last.
-        last_wait_ms: Time that the last served request waited for its prefill to begin.
+        num_computed: Number of computed prompt tokens, without hits.
+        span_ms: Time from the first to the last arrival in milliseconds.
+        last_wait_ms: Time in milliseconds that the last served request waited for its prefill to
+            begin.
     """
     if not span_ms:
         return None  # all requests arrive at once
@@ -84,7 +85,7 @@ def overload(
 
 
 class ServiceClock:
-    """The time of a timed replay in milliseconds, starting at 0."""
+    """The clock of a timed replay, in milliseconds starting at 0."""
 
     def __init__(self, service: Service) -> None:
         self.now_ms = 0.0
@@ -97,13 +98,13 @@ class ServiceClock:
 
     @property
     def prefill_free_ms(self) -> float:
-        """When the prefills of all admitted requests have ended."""
+        """The time at which the prefills of all admitted requests have ended."""
         return self._prefill_free_ms
 
     def admit(
         self, num_computed: int, num_answer: int, load_ms: float = 0.0
     ) -> tuple[float, float]:
-        """Return when a request admitted now has its first token, and when it ends.
+        """Return the times at which a request admitted now produces its first token and ends.
 
         Args:
             num_computed: Prompt tokens to compute, without hits.

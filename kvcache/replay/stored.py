@@ -19,10 +19,10 @@ StoreContents = OrderedDict[BlockKey, None]  # least recently used first
 class SimulatedStore:
     """A store of at most `num_blocks` blocks over all groups, with LRU eviction.
 
-    Like a `StoreTier`, the store is queried for the tokens after the hit, and filled with the
-    blocks that the manager writes to its host tier. Without a host tier, it is filled with blocks
-    that fill on the device. Calls take effect immediately. Raises ValueError for groups that a
-    store does not support.
+    Like a `StoreTier`, the store is queried for the tokens after the hit in the other tiers, and is
+    filled with the blocks that the manager writes to its host tier. Without a host tier, it is
+    filled with blocks as they become full on the device. Calls take effect immediately. Raises
+    ValueError for groups that a store does not support.
 
     Stores with the same `contents` are one store that several managers share.
     """
@@ -45,19 +45,19 @@ class SimulatedStore:
         self._events: list[CacheEvent] = []
 
     def match(self, request: Request) -> int:
-        """Return the number of tokens after the hit that the store has."""
+        """Return the number of tokens after the hit that are in the store."""
         first = self._prefixes.hit_tokens(request)
         found = [key for key in self._prefixes.candidates(request, first) if key in self._blocks]
         return self._prefixes.reach(request, first, found) - first if found else 0
 
     def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
-        """Record the use of the blocks of `num_tokens` tokens that end at token `num_hit`."""
+        """Record a use of the blocks that hold the `num_tokens` tokens before token `num_hit`."""
         for block in self._prefixes.needed(request, num_hit - num_tokens, num_hit):
             self._blocks.move_to_end(block.key)
             self.num_loaded += 1
 
     def save(self) -> None:
-        """Store the blocks that the last step has cached."""
+        """Store the blocks that were cached in the last step."""
         events = self._manager.cache.drain_events()
         self._waiting.observe(events)
         changes = []

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifies one cache group: compares the content of its pages with the expected content.
 
-Content is read in two ways: through the block table and slot mapping, as it was written, and by indexing
-the blocks that the manager reports. Only the second way detects an error that writes and reads share.
+Content is read in two ways: through the block table and slot mapping, as it was written, and by
+indexing the blocks that the manager reports. An error that affects writes and reads alike is
+detected only by the second way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvcache.replay.workload import WorkloadRequest
 from kvcache.worker import GroupTable, KVStorage
 
 NOTHING_WRONG = (0, None)
-Found = tuple[int, Mismatch | None]  # number of wrong tokens, first wrong token
+Found = tuple[int, Mismatch | None]  # number of wrong tokens and the first wrong token
 
 
 @dataclass
@@ -28,7 +29,8 @@ class VerifiedGroup:
     """A group whose pages hold tokens or states.
 
     Args:
-        storage: The group's float32 view of the pages. Content is 32-bit integers, moved as they are.
+        storage: The group's float32 view of the pages. The content consists of 32-bit integers,
+            whose bits are moved unchanged.
         factors: uint64[2 * layers, features], different in each group, so that the content of another
             group is detected as wrong.
         index: Index of the group, reported in a mismatch if there are several groups.
@@ -44,7 +46,7 @@ class VerifiedGroup:
     is_cached: bool = True
 
     def check_arrival(self, span: Span) -> Found:
-        """Check the content that the plan had to move for these tokens, before they are written."""
+        """Check the content that the plan had to move for these tokens, before the tokens are written."""
         return NOTHING_WRONG
 
     def _mismatch(
@@ -67,32 +69,39 @@ class VerifiedGroup:
     def _wrong(
         self, expected: np.ndarray, slots: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return bool[n] twice: tokens that differ when read by slot, and when read by block."""
+        """Return two bool[n]: the tokens that differ when read by slot, and those that differ when
+        read by block.
+        """
         layers = range(self.storage.num_layers)
         mapped = _differing(expected, [x for i in layers for x in self._gather(i, slots)])
         placed = _differing(expected, [x for i in layers for x in self._read(i, blocks, offsets)])
         return mapped, placed
 
     def _gather(self, layer: int, slots: torch.Tensor) -> list[np.ndarray]:
-        """Read K and V of the tokens at these slots with the op."""
+        """Read K and V of the tokens at these slots with the gather op."""
         return [tensor.cpu().numpy().view(np.int32) for tensor in self.storage.gather(layer, slots)]
 
     def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
         """Read K and V of the tokens at these block offsets, without slot mapping and ops."""
         caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
         if self.storage.device.type == "cpu":
-            # Uses NumPy, because torch's threads wait milliseconds for each other on shared cores.
+            # NumPy is used because torch's threads wait milliseconds for each other on shared
+            # cores.
             return [cache.numpy()[blocks, offsets].view(np.int32) for cache in caches]
         place = [torch.from_numpy(x).to(self.storage.device) for x in (blocks, offsets)]
         return [cache[tuple(place)].cpu().numpy().view(np.int32) for cache in caches]
 
 
 class TokenGroup(VerifiedGroup):
-    """A group whose pages hold KV. A token reads all tokens from `first_needed_token` on."""
+    """A group whose pages hold KV.
+
+    Each token reads all tokens from `first_needed_token` up to itself.
+    """
 
     def check_arrival(self, span: Span) -> Found:
-        """Check for zeros before the end of a hit, if a hit of other groups ends inside a block of this
-        group.
+        """Check for zeros before the end of a hit.
+
+        Applies if a hit of other groups ends inside a block of this group.
         """
         first = span.num_hit - span.num_hit % self.storage.block_size
         if self.is_cached or span.start != span.num_hit or first == span.num_hit:
@@ -148,7 +157,8 @@ class TokenGroup(VerifiedGroup):
 class StateGroup(VerifiedGroup):
     """A group whose pages hold states. The state after a token depends only on its content key.
 
-    The storage has one token per page, as wide as the state, so that a block id is a slot.
+    The storage has one token per page with the size of the state, so that block ids can be used as
+    slots.
     """
 
     def check_arrival(self, span: Span) -> Found:
@@ -168,7 +178,7 @@ class StateGroup(VerifiedGroup):
         return self._check(span, span.stop)
 
     def _check(self, span: Span, num_tokens: int) -> Found:
-        """Check that the page of the last token holds the state after `num_tokens` tokens."""
+        """Check that the last token's page holds the state after `num_tokens` tokens."""
         first, column = max(num_tokens - 1, 0), self._column(span.stop)
         expected = self._content(span.request, first, first + 1)
         if num_tokens == 0:
@@ -182,7 +192,7 @@ class StateGroup(VerifiedGroup):
         return 1, self._mismatch(span, first, column, block_id, is_state=True)
 
     def _column(self, num_tokens: int) -> int:
-        """Return the column of the block with the last of `num_tokens` tokens."""
+        """Return the column of the block that contains the last of `num_tokens` tokens."""
         return (num_tokens - 1) // self.table.block_size
 
     def _slot(self, row: int, column: int) -> torch.Tensor:

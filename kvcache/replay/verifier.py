@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification: attaches real storage to the replayed manager and checks the KV of every token.
+"""Attaches real storage to the replayed manager and verifies the KV of every token.
 
-The KV of a token is a fixed mix of its content key, so the expected content of every read is
-known. Verification detects a hit on the wrong block, a wrong slot, and a block that is reused
-while held. It also detects a block that left a window too early, a state or part of a block that
-was not copied, and a page that was assigned to two groups: all groups share the pages, and their
-mixes differ.
+The KV of a token is a fixed mix of its content key, so the expected content of every read is known.
+Verification detects hits on the wrong block, wrong slots, and blocks that are reused while held. It
+also detects blocks that were released from a window too early, states or parts of blocks that were
+not copied, and pages that were assigned to two groups, because all groups share the pages but use
+different mixes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ _ELEMENT_BYTES = 4  # int32
 
 
 class KVVerifier:
-    """Storage and block tables for a manager: writes the new KV of each request and reads it back.
+    """Storage and block tables for a manager. Writes the new KV of each request and reads it back.
 
     Call `reserve` before each step. Then `apply` the step's plan, call `check_arrival` for all of
     its rows, and finally call `write` and `check` for all rows.
 
     Args:
         block_size: Tokens per block of one full-attention group. Alternative to `groups`.
-        groups: The groups of the manager.
+        groups: The manager's groups.
         num_blocks: Pool size, including the null block.
         num_host_blocks: Size of the host tier, including its null block. 0: no host tier.
-        chunk_tokens: Bounds the working memory, not the length of a request. 4,096 to 131,072 were
-            equally fast within noise on the development machine.
+        chunk_tokens: Maximum number of tokens processed at once. Limits the working memory, not the
+            length of requests. Values from 4,096 to 131,072 were equally fast within noise on the
+            development machine.
 
     Raises:
         MemoryError: There is not enough memory.
@@ -89,7 +90,8 @@ class KVVerifier:
         if num_host_blocks:
             _check_memory(host_bytes, "cpu")
             self._host = pages.on_host(num_host_blocks)
-        # Memory that an earlier verifier has freed may hold the values that are expected here.
+        # Memory freed by an earlier verifier may still contain the values that this verifier
+        # expects.
         for each in (pages, self._host):
             if each is not None:
                 each.memory.fill_(_NO_VALUE)
@@ -100,8 +102,8 @@ class KVVerifier:
         self.storages = [
             KVStorage.over(pages, *shape, dtype=torch.float32, layout=layout) for shape in shapes
         ]
-        # A request holds at most every block except the null block. With a sliding window, its row
-        # may grow longer, and `reserve` widens the tables.
+        # A request can hold every block except the null block. With a sliding window, the request's
+        # row may have more columns than that, and `reserve` then widens the tables.
         self._make_tables([max(num_blocks - 1, 1)] * len(specs), last_step_id=-1)
         self.groups = self._make_groups(kinds, num_layers)
 
@@ -116,7 +118,7 @@ class KVVerifier:
         return self.tables[0]
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room in the tables for a request with `num_tokens` tokens."""
+        """Widen the tables, if necessary, for a request with `num_tokens` tokens."""
         widths = [table.max_num_blocks_per_req for table in self.tables.block_tables]
         needed = [
             1 if buffer else -(-num_tokens // spec.block_size)
@@ -141,7 +143,7 @@ class KVVerifier:
         self.worker.apply(plan)
 
     def check_arrival(self, span: Span) -> Found:
-        """Check the content that the plan had to move for these tokens, before the step writes."""
+        """Check the content that the plan had to move for these tokens, before the step writes new KV."""
         return _all(group.check_arrival(span) for group in self.groups)
 
     def write(self, span: Span) -> None:
@@ -152,8 +154,9 @@ class KVVerifier:
     def check(self, span: Span) -> Found:
         """Read all tokens that the given tokens attend to, including themselves, in all groups.
 
-        Returns the number of wrong tokens and the first wrong token. A token is correct if the
-        block table and the manager's block both lead to exactly its K and V.
+        Returns the number of wrong tokens and the first wrong token. A token is correct if reading
+        through the block table and reading through the manager's blocks both return exactly the
+        token's K and V.
         """
         return _all(group.check(span) for group in self.groups)
 
@@ -207,7 +210,7 @@ def _all(found: Iterable[Found]) -> Found:
 
 
 def _check_memory(num_bytes: int, device: str) -> None:
-    """Raise MemoryError for sizes that do not fit, before the system kills the process."""
+    """Raise MemoryError if the sizes do not fit into memory, before the system kills the process."""
     if torch.device(device).type == "cuda":
         available = torch.cuda.mem_get_info(device)[0]
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a workload. Readers and generators create them, and the replayer consumes them."""
+"""The requests of a workload, which readers and generators create and the replayer consumes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class WorkloadRequest:
     """A request of a workload.
 
     Args:
-        index: Position in the workload, from 0.
+        index: Position in the workload, starting at 0.
         arrival_ms: Milliseconds since the start of the workload.
         token_ids: int32[n], the prompt.
         output_length: Tokens of the answer.
-        content: int64[n], one key per token. It identifies the prefix up to and including the
-            token: keys are equal if and only if the prefixes are equal. The KV of a token is a
+        content: int64[n], one key per token. The key identifies the prefix up to and including the
+            token: two keys are equal if and only if the prefixes are equal. A token's KV is a
             function of its key.
 
     Raises:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache events for routers, with a ZMQ publisher that supports replay and a subscriber that mirrors
-the cache.
+"""Cache events for routers: a ZMQ publisher that supports replay, and a subscriber that mirrors the
+cache.
 
 Requires the packages `msgspec` and `pyzmq` (`pip install 'torch-kvcache[events]'`).
 """

@@ -15,8 +15,8 @@ def chains(parents: Mapping[WireHash, WireHash | None]) -> Iterator[list[WireHas
         parents: The parent of each block, by hash.
 
     Yields:
-        The hashes of each run. A run follows the run of its parent. A block whose parent is not in
-        `parents` starts a run.
+        The hashes of each run. A run is yielded after the run that contains its first block's
+        parent. A block whose parent is not in `parents` starts a run.
     """
     children: dict[WireHash | None, list[WireHash]] = {}
     heads = []

@@ -13,8 +13,10 @@ _TRANSPORTS = ("tcp", "ipc", "inproc")
 
 
 def checked_endpoint(endpoint: str, name: str, allow_remote: bool) -> str:
-    """Check an endpoint to bind: tcp on a loopback address, ipc, inproc or, with `allow_remote`,
-    any tcp.
+    """Check an endpoint that is to be bound.
+
+    Valid endpoints are tcp on a loopback address, ipc, inproc and, with `allow_remote`, tcp on any
+    address.
 
     Raises a TypeError or ValueError that names the argument.
     """

@@ -18,7 +18,7 @@ from kvcache.events import BlockStored
 from kvcache.router_events.chains import chains
 from kvcache.router_events.wire import CPU, GPU, STORAGE, WireHash, WireStored
 
-# Names of attention kinds that routers and vLLM use. Other kinds keep their names.
+# The names that routers and vLLM use for attention kinds. Kinds not listed here keep their names.
 _WIRE_KINDS = {
     "chunked_local": "chunked_local_attention",
     "circular_window": "sliding_window",
@@ -41,7 +41,7 @@ class KnownBlock:
         self.tokens = b""
         self.lora_name: str | None = None
         self.extra_keys: tuple[Any, ...] | None = None
-        self.mediums = 0  # bit mask of the mediums that have the block
+        self.mediums = 0  # bit mask of the mediums that hold the block
 
 
 class _Held(NamedTuple):
@@ -53,7 +53,7 @@ class _Held(NamedTuple):
 
 
 class GroupBlocks:
-    """The blocks of one cache group by hash. A removed block stays known until `end_step`."""
+    """The blocks of one cache group by hash. A removed block stays known until `end_step` is called."""
 
     def __init__(self, group: int, event: BlockStored) -> None:
         self._group, self._block_size = group, event.block_size
@@ -133,9 +133,9 @@ class GroupBlocks:
         self._forget_removed()
 
     def store_known(self, hashes: Iterable[WireHash], medium: str) -> Iterator[WireStored]:
-        """Record known blocks that a medium now has.
+        """Record that a medium now holds these known blocks.
 
-        Yield their events, with attributes recorded earlier.
+        Yield the events of these blocks, with the attributes that were recorded earlier.
         """
         hashes = list(hashes)
         for block_hash in hashes:
@@ -144,7 +144,7 @@ class GroupBlocks:
         yield from self._stored(hashes, medium)
 
     def remove(self, hashes: Iterable[WireHash], medium: str) -> list[WireHash]:
-        """Record that a medium no longer has these blocks. Return those whose event was published."""
+        """Record that a medium no longer holds these blocks. Return those whose event was published."""
         published = []
         for block_hash in hashes:
             block = self._blocks.get(block_hash)
@@ -160,7 +160,7 @@ class GroupBlocks:
         return published
 
     def hashes(self, medium: str) -> list[WireHash]:
-        """Return the hashes of a medium's blocks."""
+        """Return the hashes of the blocks on a medium."""
         bit = _MEDIUM_BITS[medium]
         return [each for each, block in self._blocks.items() if block.mediums & bit]
 
@@ -171,8 +171,8 @@ class GroupBlocks:
     def _forget_removed(self) -> None:
         """Discard blocks that are on no medium.
 
-        Called after all events of a step, because a step may write an evicted block to the host at its
-        end.
+        Called after all events of a step, because an evicted block may be written to the host at
+        the end of the step.
         """
         for block_hash in self._removed:
             if self._blocks[block_hash].mediums == 0 and block_hash not in self.held:
@@ -207,7 +207,7 @@ class GroupBlocks:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """Return the attributes that every stored event of the group has."""
+        """Return the attributes that all "stored" events of the group have in common."""
         return {
             "group_idx": self._group,
             "kv_cache_spec_kind": self._kind,

@@ -33,7 +33,7 @@ from kvcache.router_events.wire import (
 _log = logging.getLogger(__name__)
 _BUSY_POLL_MS = 5  # polling interval in ms while a reader of a replay accepts no data
 _QUEUE_CHECK_SECONDS = 0.1
-_LONGEST_SECONDS = 86_400.0  # maximum wait in `close`; ZMQ and threads can wait only a few days
+_LONGEST_SECONDS = 86_400.0  # maximum wait in `close`; the limit of ZMQ and threads is a few days
 _MOST_BYTES_OF_A_SUBSCRIPTION = 4096
 
 
@@ -42,8 +42,10 @@ class PublisherCounts(NamedTuple):
 
     batches: int
     payload_bytes: int
-    replays: int  # replays that were started
-    snapshots: int  # snapshots for readers that requested batches older than the buffer
+    replays: int  # number of replays that were started
+    snapshots: (
+        int  # snapshots sent because a reader requested batches that are no longer in the buffer
+    )
     refused_requests: int  # malformed replay requests
     given_up_replays: int  # replays dropped because the reader left, stalled or sent a new request
 
@@ -51,25 +53,26 @@ class PublisherCounts(NamedTuple):
 class EventPublisher:
     """Publishes cache events over ZMQ, with replay. docs/events.md describes the wire format.
 
-    Call `publish(manager.cache.drain_events())` after each step. The call only queues the events. A
-    thread translates and sends them. A publisher belongs to one manager and receives all of its
-    events, starting with the first.
+    Call `publish(manager.cache.drain_events())` after each step. The call only queues the events,
+    and a background thread translates and sends them. A publisher belongs to one manager and must
+    receive all of the manager's events, starting with the first.
 
     Args:
-        endpoint: Address that readers subscribe to.
+        endpoint: The address that readers subscribe to.
         replay_endpoint: Address for replay requests. None disables replay. Both addresses are bound
-            as given, so each data-parallel rank needs its own addresses.
+            as given, so each data-parallel rank needs a separate pair of addresses.
         allow_remote: Whether to allow addresses other than loopback, ipc and inproc. Anyone who can
             reach such an address can read the tokens of all prompts.
-        topic: Topic of the messages, "kv@POD@MODEL" for routers that expect this form.
+        topic: Topic of the messages. Some routers expect the form "kv@POD@MODEL".
         data_parallel_rank: Data-parallel rank that is sent with every batch.
-        event_encoding: "map", or "array" for subscribers that read only the events of vLLM before
-            0.24, or of SGLang.
+        event_encoding: "map", or "array" for subscribers that support only the event format of
+            SGLang or of vLLM before 0.24.
         hash_seed: The manager's `hash_seed`.
         buffer_steps: Maximum number of batches kept for replay. A reader that requests older
             batches receives a snapshot of all cached blocks.
         buffer_bytes: Maximum total size of these batches.
-        hwm: Maximum number of batches queued for a slow reader. The reader misses later batches.
+        hwm: Maximum number of batches queued for a slow reader. While this queue is full, the
+            reader misses batches.
         max_queue_size: Maximum number of batches queued for the thread. `publish` blocks while the
             queue is full.
         context: The ZMQ context. None: the process-wide context.
@@ -180,10 +183,10 @@ class EventPublisher:
         return PublisherCounts(self._buffer.stop, self._num_bytes, *replays)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Publish queued batches and stop. Replays in progress are ended. May be called repeatedly.
+        """Publish queued batches and stop. Replays in progress are ended. Can be called repeatedly.
 
         Args:
-            timeout_s: Approximate limit in seconds, finite and at least 0.
+            timeout_s: Approximate time limit in seconds. Must be finite and at least 0.
 
         Raises:
             TypeError, ValueError: `timeout_s` is invalid. The publisher continues to run.
@@ -210,8 +213,8 @@ class EventPublisher:
             raise RuntimeError("the publisher is closed")
 
     def _wake_up(self) -> None:
-        # If the pipe is full, the thread wakes up anyway. If the thread has ended, no wake-up is
-        # needed.
+        # If the pipe is full, the thread wakes up anyway. If the thread has ended, it needs no
+        # wake-up.
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
@@ -253,7 +256,7 @@ class EventPublisher:
                 pass
 
     def _publish_some(self) -> bool:
-        """Publish up to 64 batches, so that there is time for replays.
+        """Publish at most 64 batches, so that replays can be served in between.
 
         Return whether the queue is empty.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the most recent batches for readers that missed batches."""
+"""Keeps the most recent batches for readers that have missed some."""
 
 from __future__ import annotations
 

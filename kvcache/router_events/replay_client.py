@@ -20,7 +20,7 @@ def replay(
 ) -> Generator[tuple[int, bytes], None, None]:
     """Yield (sequence number, payload) of the publisher's batches, starting at `first`.
 
-    Each call opens a new connection, so responses to earlier calls cannot interfere. Raises
+    Each call opens a new connection, so that responses to earlier calls cannot interfere. Raises
     ReplayTimeout if the replay has not ended within `timeout_s` seconds. Batches that were already
     yielded remain valid. Raises WireError for a malformed response.
     """

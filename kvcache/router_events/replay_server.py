@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves replay requests a few batches at a time, so that publishing continues meanwhile.
+"""Serves replay requests a few batches at a time, so that publishing can continue in between.
 
-A request is [identity, b"", first sequence number]. The empty frame is optional, and responses omit
-it if the request does. Each batch is one response, [identity, b"", topic, sequence number,
-payload]. The last response has sequence number -1. If the buffer no longer has the requested
-batches, the reader receives a snapshot under the last sequence number. This batch clears the
-reader's view and stores all cached blocks.
+A request is [identity, b"", first sequence number]. The empty frame is optional: if a request omits
+it, the responses do too. Each batch is one response, [identity, b"", topic, sequence number,
+payload]. The last response has sequence number -1. If the requested batches are no longer in the
+buffer, the reader receives a snapshot with the last sequence number. The snapshot is a batch that
+clears the reader's view and then stores all cached blocks.
 
 The data queued for readers is bounded. A batch is passed to ZMQ only while less than
 `MOST_BYTES_OF_A_READER` is queued for its reader and less than `MOST_BYTES` for all readers. ZMQ
-reports when it releases a batch, so bytes are counted until the kernel has accepted them. If a
-reader accepts no data for `SLOW_SECONDS`, the server drops its replay and the kernel drops its
+reports when it releases a batch, so a batch is counted until the kernel has accepted its bytes. If
+a reader accepts no data for `SLOW_SECONDS`, the server drops its replay and the kernel drops its
 connection.
 """
 
@@ -29,12 +29,11 @@ from kvcache.router_events.wire import END_OF_REPLAY, WireError, decode_sequence
 MOST_REQUESTS_WAITING = 64
 _BATCHES_AT_A_TIME = 32
 _MOST_BYTES_OF_A_FRAME = 256  # maximum size of a frame in a request
-_SEND_HWM = 1_000  # messages queued for a reader; beyond this, its replay pauses
+_SEND_HWM = 1_000  # maximum number of messages queued for a reader, above which its replay pauses
 _KERNEL_BYTES = 2**18  # size of the kernel's send buffer for a connection, in bytes
 MOST_BYTES = 2**26  # maximum number of bytes queued for all readers
-MOST_BYTES_OF_A_READER = (
-    MOST_BYTES // MOST_REQUESTS_WAITING
-)  # maximum bytes queued for one reader, so that idle replays leave room for others
+# Maximum number of bytes queued for one reader, so that a stalled replay leaves room for others.
+MOST_BYTES_OF_A_READER = MOST_BYTES // MOST_REQUESTS_WAITING
 SLOW_SECONDS = 10.0
 
 
@@ -48,7 +47,7 @@ class _Replay:
 
 @dataclass
 class _HeldBatches:
-    """Batches that ZMQ holds for a reader, oldest first."""
+    """The batches that ZMQ holds for a reader, oldest first."""
 
     batches: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)
     num_bytes: int = 0
@@ -61,7 +60,10 @@ class _HeldBatches:
         self.num_bytes += size
 
     def waiting(self) -> int:
-        """Number of bytes that ZMQ still holds, even if `let_go` was not called recently."""
+        """Number of bytes that ZMQ still holds.
+
+        Always current, even if `let_go` was not called recently.
+        """
         return sum(size for tracker, size in list(self.batches) if not tracker.done)
 
     def let_go(self) -> None:
@@ -96,7 +98,7 @@ class ReplayServer:
     @staticmethod
     def prepare(socket: zmq.Socket[bytes]) -> None:
         """Set the options that must precede the bind."""
-        # Report full queues and lost readers instead of ignoring them.
+        # Raise an error for full queues and lost readers instead of ignoring them.
         socket.router_mandatory = True
         socket.maxmsgsize = _MOST_BYTES_OF_A_FRAME
         socket.sndhwm = _SEND_HWM
@@ -145,7 +147,7 @@ class ReplayServer:
         self.num_replays += 1
 
     def serve(self) -> None:
-        """Send a few batches to each reader that accepts them."""
+        """Send a few batches to each reader that accepts data."""
         self._let_go()
         for replay in list(self._replays.values()):
             try:
@@ -173,7 +175,7 @@ class ReplayServer:
     def _has_room(self, replay: _Replay) -> bool:
         """Return whether the next batch may be queued for this reader.
 
-        If no batch is queued, the next batch may have any size.
+        If no batch is queued, the size of the next batch is not limited.
         """
         if replay.next >= replay.stop or not self._held:
             return True

@@ -24,7 +24,7 @@ from kvcache.router_events.wire import (
 
 _log = logging.getLogger(__name__)
 _MOST_MESSAGES = 1024  # maximum number of messages per `poll`
-_LONGEST_SECONDS = 86_400.0  # maximum wait per `poll`; ZMQ counts milliseconds in 32 bits
+_LONGEST_SECONDS = 86_400.0  # maximum wait per `poll`, because ZMQ counts milliseconds in 32 bits
 
 
 class SubscriberCounts(NamedTuple):
@@ -37,17 +37,19 @@ class SubscriberCounts(NamedTuple):
 
 
 class EventSubscriber:
-    """Mirrors one publisher's cache. It has no thread. `poll` reads messages that have arrived.
+    """Mirrors one publisher's cache. There is no background thread; `poll` reads the messages that
+    have arrived.
 
-    While `is_exact` is true, `view` is exact as of `next_seq`, that is, all earlier batches or a
-    snapshot were applied. A lost batch is detected when a later batch arrives or when `catch_up` is
-    called, and is then replayed. A restarted publisher is detected by its sequence numbers. In
-    addition, each new connection starts with a replay that compares the last applied batch.
+    While `is_exact` is true, `view` reflects all batches before `next_seq`, which were applied
+    individually or as a snapshot. A lost batch is detected when a later batch arrives or when
+    `catch_up` is called, and is then replayed. A restarted publisher is detected by its sequence
+    numbers. In addition, each new connection starts with a replay that checks whether the
+    publisher's copy of the last applied batch is the same.
 
     Args:
         endpoint: The publisher's endpoint.
         replay_endpoint: The publisher's replay endpoint. None: lost batches are not recovered.
-        topic: Topic of accepted batches, which must match exactly. "": all topics.
+        topic: Topic of the accepted batches, which must match exactly. "": all topics.
         replay_timeout_s: Time limit of a replay. The next `poll` continues an unfinished replay.
             After a replay without any response, the next attempt is delayed by this time limit.
         context: The ZMQ context. None: the process-wide context.
@@ -114,9 +116,8 @@ class EventSubscriber:
         wait_ms = int(min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS) * 1000)
         self._note_connections()
         self._try_to_catch_up()
-        for _ in range(
-            _MOST_MESSAGES
-        ):  # so that the loop ends even if batches arrive faster than it reads
+        # The limit ensures that the loop ends even if batches arrive faster than they are read.
+        for _ in range(_MOST_MESSAGES):
             if not self._socket.poll(wait_ms if self._num_batches == before else 0):
                 break
             self._take(self._socket.recv_multipart())
@@ -167,7 +168,7 @@ class EventSubscriber:
                 raise WireError(f"message has {len(frames)} frames: expected 3")
             topic, sequence, payload = frames
             if self._topic and topic != self._topic:
-                return  # only a prefix of the topic matches
+                return  # only a prefix of the message's topic matches
             seq = decode_sequence(sequence)
         except WireError as error:
             self._note_malformed(error)
@@ -186,7 +187,7 @@ class EventSubscriber:
             self._must_catch_up = self._can_replay
         if self._must_catch_up:
             self._try_to_catch_up()
-            return  # the batch was or will be replayed
+            return  # the batch has been or will be replayed
         if seq >= self.next_seq:
             self._apply(seq, batch, payload)
 
@@ -239,8 +240,8 @@ class EventSubscriber:
         self.is_exact = names_all or seq == 0 or (self.is_exact and not is_jump)
         self.view.apply(batch.events)
         self.next_seq = seq + 1
-        # A snapshot is created for a replay. It differs from the batch with the same sequence
-        # number.
+        # A snapshot is created for a single replay and differs from the batch with the same
+        # sequence number.
         self._last_payload = None if is_jump and names_all else payload
         self._num_batches += 1
 
@@ -286,7 +287,7 @@ class EventSubscriber:
                     self._forget()
                 is_first = False
                 self._apply_replayed(seq, payload)
-        if is_first:  # the publisher has published nothing, or less than before
+        if is_first:  # the publisher has published nothing, or fewer batches than before
             if self.next_seq > 0:
                 return False
             self.is_exact = True

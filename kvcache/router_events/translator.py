@@ -26,25 +26,25 @@ from kvcache.router_events.wire import (
 )
 
 _MEDIUMS = {"gpu": GPU, "cpu": CPU, "storage": STORAGE}
-_ENGINE = "engine:"  # algorithms of the engine; their first blocks have no parent hash
+_ENGINE = "engine:"  # vLLM's algorithms, with which the first block of a chain has no parent hash
 
 
 class EventTranslator:
     """Translates one manager's events in order, and tracks the blocks that were published.
 
-    Events of the host tier, and of blocks that a store already had (medium "storage"), contain only
-    hashes. The translator adds the parents and tokens from the device's events, because every host block
-    was on the device before. If those events were dropped (`AllBlocksCleared.num_dropped`), a host block
-    has neither parent nor tokens.
+    Events of the host tier and events of blocks that a store already had (medium "storage") contain
+    only hashes. The translator adds the parents and tokens from earlier device events, because
+    every host block was previously on the device. If these device events were dropped
+    (`AllBlocksCleared.num_dropped`), the host block's event has neither parent nor tokens.
 
-    `seed` is the manager's `hash_seed`. It determines the parent of first blocks, which is None on the
-    wire.
+    `seed` is the manager's `hash_seed`. It determines the parent hash of each chain's first block,
+    which is sent as None on the wire.
     """
 
     def __init__(self, seed: str) -> None:
         self._seed = seed
-        hash_seed(seed, "hash_seed")  # raises an error immediately if the seed is invalid
-        self._roots: dict[str, int] = {}  # parent of first blocks, by hash algorithm
+        hash_seed(seed, "hash_seed")  # raise an error immediately if the seed is invalid
+        self._roots: dict[str, int] = {}  # parent hash of first blocks, by hash algorithm
         self._groups: dict[int, GroupBlocks] = {}
 
     def translate(self, events: Sequence[CacheEvent]) -> list[WireEvent]:
@@ -115,7 +115,7 @@ class EventTranslator:
     ) -> Iterable[WireEvent]:
         """Emit one event that clears all mediums.
 
-        The manager clears its tiers one after another.
+        The manager clears its tiers one after another, and each tier emits a separate event.
         """
         is_followed = isinstance(following, AllBlocksCleared) and following.medium != event.medium
         cleared = {event.medium, following.medium} if is_followed else {event.medium}
@@ -134,8 +134,9 @@ class EventTranslator:
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
-    """Return one entry per block, without tags: adapter names, (item, start), salts and embedding
-    digests.
+    """Return the extra keys as one entry per block, without tags.
+
+    The keys are adapter names, (item, start) pairs, salts and embedding digests.
     """
     if event.extra_keys is None:
         return None
@@ -149,7 +150,7 @@ def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
 def _keys_of_block(
     hash_blocks: Sequence[tuple[tuple[Any, ...], ...] | None], hash_block_size: int
 ) -> tuple[Any, ...] | None:
-    found: dict[Any, None] = {}  # ordered keys without duplicates
+    found: dict[Any, None] = {}  # removes duplicates and keeps the order
     for i, keys in enumerate(hash_blocks):
         for kind, value, *more in keys or ():
             found[(value, more[0] + i * hash_block_size) if kind == "mm" else value] = None

@@ -17,7 +17,7 @@ from kvcache.router_events.wire import (
 
 
 class CachedBlock(NamedTuple):
-    """A cached block, as described by its event.
+    """A cached block, as described by the event that stored it.
 
     Attributes:
         parent: Hash of the previous block. None for the first block of a prompt, or if unknown.
@@ -34,9 +34,9 @@ class CachedBlock(NamedTuple):
 class CacheView:
     """The blocks that a publisher has stored and not removed, by medium, cache group and hash.
 
-    Mediums are "GPU", "CPU" and "STORAGE", as on the wire. Hashes are unsigned 64-bit integers, or bytes
-    from publishers that send complete digests. An event without a medium refers to "GPU", and an event
-    without a group to group 0.
+    Mediums are "GPU", "CPU" and "STORAGE", as on the wire. Hashes are unsigned 64-bit integers, or
+    bytes from publishers that send complete digests. An event without a medium refers to "GPU", and
+    an event without a group refers to group 0.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class CacheView:
 
     @property
     def places(self) -> list[tuple[str, int]]:
-        """Return (medium, group) of all blocks."""
+        """Return all (medium, group) pairs that have blocks."""
         return [place for place, blocks in self._blocks.items() if blocks]
 
     def hashes(self, medium: str = "GPU", group: int = 0) -> set[WireHash]:

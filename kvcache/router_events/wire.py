@@ -4,10 +4,10 @@ frames.
 
 topic | sequence number, 8 bytes big-endian | [time, [events], data-parallel rank]
 
-An event is a map with a "type" key. Keys without a default are always present, and nil if empty.
-Keys with a default are omitted if unset. In the older encoding, an event is an array that begins
-with the type and has the values of all fields in order, without `session_id`. A hash is a uint64
-with the low 64 bits of the digest. Other publishers may send complete digests.
+An event is a map with a "type" key. Keys without a default are always present, with the value nil
+if empty. Keys with a default are omitted if unset. In the older encoding, an event is an array of
+the type followed by the values of all fields in order, without `session_id`. A hash is the low 64
+bits of the digest, as a uint64. Other publishers may send complete digests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvcache.checks import shown
 from kvcache.events import BlockRemoved, BlockStored
 
 WireHash = int | bytes
-EventEncoding = Literal["map", "array"]  # form of each event; a batch is always an array
+EventEncoding = Literal["map", "array"]  # encoding of the events; a batch is always an array
 EVENT_ENCODINGS: tuple[EventEncoding, ...] = get_args(EventEncoding)
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # mediums
@@ -64,7 +64,7 @@ WireEvent = WireStored | WireRemoved | WireCleared
 
 
 class WireBatch(msgspec.Struct, array_like=True, gc=False):
-    """Events that were sent together. `ts`: seconds since 1970."""
+    """Events that were sent together. `ts`: time of sending in seconds since 1970."""
 
     ts: float
     events: list[WireEvent]
@@ -72,7 +72,7 @@ class WireBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
-    """The first fields of WireStored. Other publishers may end the array earlier.
+    """The leading fields of WireStored, because arrays from other publishers may omit later fields.
 
     SGLang sends a map of metadata instead of `lora_name` if a block has a salt.
     """

@@ -187,7 +187,7 @@ MISSING = {
 }
 # A worker waits for a swap-in before it continues, which also orders the swap-outs of the next
 # plan. These two defects are therefore only detectable if the engine is used without a worker.
-IMPLIED = [name for name in MISSING if name.startswith("a swap-out behind")]
+IMPLIED = [name for name in MISSING if name.startswith("a swap-out after")]
 BETWEEN_DIRECTIONS = [name for name in MISSING if name.startswith("a swap-")]
 
 

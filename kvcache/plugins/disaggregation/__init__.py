@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that the plug-ins for different engines share to exchange KV.
+"""Code shared by the plug-ins that exchange KV between engines.
 
-KV is located by the addresses of an engine's tensors. No module of this package imports an engine.
+KV is located by the addresses of the engine's tensors, so no module of this package imports an
+engine.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of an engine's blocks on one rank, as reads from remote ranks."""
+"""Loads an engine's blocks on one rank by reading from remote ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _MOST_PEERS = 1024  # peers whose metadata is cached
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans for the reads of a local rank from one remote engine.
+    """The read plans of a local rank for one remote engine.
 
-    `readers`: for each remote rank that this rank notifies, the number of readers that it waits for.
+    `readers`: for each remote rank that this rank notifies, the number of readers that the remote
+    rank waits for.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -44,9 +45,10 @@ class Plans:
 
 
 class RankReader(Reader):
-    """State shared by the loads of a rank.
+    """State shared by all loads of a rank.
 
-    `begins`: int64[m], ascending start addresses of the caches' allocations. `device`: their device.
+    `begins`: int64[m], ascending start addresses of the caches' allocations. `device`: the device
+    of the caches.
     """
 
     def __init__(
@@ -65,13 +67,16 @@ class RankReader(Reader):
         self._remote_begins: dict[str, np.ndarray] = {}
 
     def plans(self, remote: tuple[GroupLayout, ...]) -> Plans:
-        """Return the plans for an engine, created on first use."""
+        """Return the plans for a remote engine. They are created on first use."""
         if remote not in self._plans:
             self._plans[remote] = Plans.of(self.layouts, remote, self.rank)
         return self._plans[remote]
 
     def remote_begins(self, metadata: str) -> np.ndarray:
-        """Return the sorted start addresses of a peer's memory regions, cached for recent peers."""
+        """Return the sorted start addresses of a peer's memory regions.
+
+        Results are cached for recent peers.
+        """
         if metadata not in self._remote_begins:
             while len(self._remote_begins) >= _MOST_PEERS:
                 del self._remote_begins[next(iter(self._remote_begins))]
@@ -107,7 +112,10 @@ class RequestFetch(Read):
         return self._has_begun
 
     def _moves(self) -> Iterator[Moves]:
-        """Yield the reads of all groups, each between one local and one remote allocation."""
+        """Yield the reads of all groups.
+
+        Each read stays within one local and one remote allocation.
+        """
         offer = self._load.offer
         remote_ranks = range(len(offer.ranks))
         for group, plan in enumerate(self._plans.groups):

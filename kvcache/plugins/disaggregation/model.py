@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties of a model that must be equal in two engines that exchange KV."""
+"""Collects the model properties that must be equal in two engines that exchange KV."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def model_values(
     max_model_len: int,
     has_weights: bool = True,
 ) -> dict[str, Any]:
-    """Return the properties of a model that must be equal in both engines, as plain values.
+    """Return, as plain values, the model properties that must be equal in both engines.
 
     Args:
         config: The Hugging Face configuration.
-        text_config: The configuration of its language model.
-        num_kv_heads: KV heads of the model.
+        text_config: The configuration of the model's language part.
+        num_kv_heads: Number of KV heads of the model.
         head_size: Elements of K per head.
         dtype: The torch dtype of the model.
         cache_dtype: The engine's option for the dtype of KV, or "auto".
-        quantization: The engine's name of the quantization.
+        quantization: The engine's name for the quantization method.
         name: Folder or Hugging Face name of the model.
-        revision: Its revision.
-        max_model_len: Longest sequence of the engine.
-        has_weights: Whether the weights are read from files. False: they are random.
+        revision: Revision of the model.
+        max_model_len: Maximum sequence length of the engine.
+        has_weights: Whether the weights are read from files. False: the weights are random.
 
     Returns:
         Plain values, by name.
     """
     rope = rope_values(text_config)
-    if has_variable_rope(text_config):  # vLLM chooses the factors by these lengths
+    if has_variable_rope(text_config):  # vLLM selects the scaling factors based on these lengths
         rope |= {"max_model_len": max_model_len}
         rope |= {"max_position_embeddings": text_config.max_position_embeddings}
     weights = "random"
@@ -70,14 +70,15 @@ def model_values(
 
 
 def has_variable_rope(config: Any) -> bool:
-    """Return whether the rotary embedding of a token depends on the length of sequences."""
+    """Return whether a token's rotary embedding depends on the sequence length."""
     values = rope_values(config)
     ropes = [values] if "rope_type" in values else values.values()  # or one per layer type
     return any(each["rope_type"] in _VARIABLE_ROPE for each in ropes)
 
 
 def rope_values(config: Any) -> dict[str, Any]:
-    """Return the rotary embedding of a model, independent of the version of transformers.
+    """Return a model's rotary-embedding parameters in a form independent of the transformers
+    version.
 
     Args:
         config: The configuration of a language model. transformers 5 has `rope_parameters`. Earlier
@@ -101,7 +102,8 @@ def _rope(found: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def weights_digest(name: str, revision: str | None = None) -> str | None:
-    """Return a digest of samples of a model's weight files. None if they are not on this machine.
+    """Return a digest of samples from a model's weight files, or None if they are not on this
+    machine.
 
     Models that were fine-tuned differently have equal configurations but different weights. The digest
     covers the size and 1,024 samples of each file.
@@ -116,7 +118,7 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
             from huggingface_hub import snapshot_download
 
             path = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        except Exception:  # not in the local cache; errors depend on the version
+        except Exception:  # not in the local cache; the exception type varies by version
             return None
     files = [path] if path.is_file() else sorted(path.iterdir())
     files = [each for each in files if each.suffix in _SUFFIXES]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes which bytes of which remote rank fill a local rank's blocks of one group."""
+"""Computes which bytes to read from each remote rank to fill a local rank's blocks of one group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.transfer.plan.fragments import GroupFragments
 from kvcache.transfer.plan.patterns import sources_of_heads
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
-CONVERTS = BY_TOKEN, VEC  # values of `interior` between which `GroupPlan` converts
+CONVERTS = BY_TOKEN, VEC  # the values of `interior` that `GroupPlan` can convert into each other
 _MOST_ROWS = 1 << 19  # rows per piece, to bound memory
 _NO_BORDERS = np.empty(0, np.int64)
 
@@ -29,7 +29,8 @@ class Moves(NamedTuple):
 
 
 class GroupPlan:
-    """The reads of one group for arbitrary blocks, planned by `plan_transfer` from both descriptions.
+    """Plans the reads of one group for arbitrary blocks, based on `plan_transfer` and both
+    descriptions.
 
     Raises ValueError under the same conditions as `check_like`.
     """
@@ -57,9 +58,9 @@ class GroupPlan:
     ) -> Iterator[Moves]:
         """Yield the reads that fill the local blocks, in pieces.
 
-        Adjacent reads are merged, except across borders. On each side, block i of a request holds
-        the tokens starting at i times the block size. Blocks with id 0 on either side, and blocks
-        that the other side does not have, are skipped.
+        Adjacent reads are merged, except across allocation borders. On each side, block i of a
+        request holds the tokens starting at position i times that side's block size. Blocks whose
+        id is 0 on either side and blocks that exist on only one side are skipped.
 
         Args:
             local_addresses: Start of page 0, by region.
@@ -101,7 +102,7 @@ class GroupPlan:
 
 
 class _Rows(NamedTuple):
-    """A plan of reads for a group of tokens that fills whole pages on both sides."""
+    """A read plan for a number of tokens that fills whole pages on both sides."""
 
     local_pages_per_group: int
     remote_pages_per_group: int
@@ -109,7 +110,7 @@ class _Rows(NamedTuple):
 
 
 def _plan_apart(local: GroupLayout, remote: GroupLayout, local_rank: int) -> _Rows:
-    """Plan the reads of K and of V separately, for sides of which at least one uses `VEC`.
+    """Plan the reads of K and V separately, because at least one side uses `VEC`.
 
     `VEC` stores a head's K as [head size, tokens], followed by its V as [tokens, head size].
     """
@@ -123,7 +124,8 @@ def _plan_apart(local: GroupLayout, remote: GroupLayout, local_rank: int) -> _Ro
     found = []
     for kv, size in enumerate((mine.head_size, mine.v_head_size)):
         element_bytes = int(mine.head_bytes[kv]) // size
-        # Tokens and elements of one read: K of `VEC` is contiguous in tokens, other parts in elements.
+        # Tokens and elements per read: K in `VEC` is contiguous along tokens, all other parts along
+        # elements.
         tokens, elements = (math.gcd(*sizes) if all(is_vec) else 1), size
         if kv == 0 and any(is_vec):
             elements = 1
@@ -158,7 +160,7 @@ def _places(
     token: np.ndarray,
     element: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the page, region and offset of elements, int64[n] each."""
+    """Return the page, region and offset of each element, as three int64[n] arrays."""
     description = layout.description
     placed, block_size = description.placement, description.block_size
     page, token = np.divmod(token, block_size)
@@ -173,13 +175,13 @@ def _places(
 
 
 def _pages(blocks: Sequence[int], pages_per_block: int) -> np.ndarray:
-    """Return the pages of blocks as int64[n]. Block 0 marks a missing block and gives page 0."""
+    """Return the pages of blocks as int64[n]. Block 0 marks a missing block and maps to page 0."""
     ids = np.array(blocks, np.int64)[:, None]
     return np.where(ids > 0, ids * pages_per_block + np.arange(pages_per_block), 0).ravel()
 
 
 def _in_groups(pages: np.ndarray, num_groups: int, per_group: int) -> np.ndarray:
-    """Return int64[groups, pages per group], padded with 0."""
+    """Return the pages as int64[groups, pages per group], padded with 0."""
     padded = np.zeros(num_groups * per_group, np.int64)
     taken = pages[: len(padded)]
     padded[: len(taken)] = taken

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that serves and loads the KV in an engine's tensors."""
+"""A rank that serves the KV in an engine's tensors to peers and loads KV into them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class TensorRank(RankThread):
         rank: Index of the rank.
         layouts: Layouts of the transferred groups.
         tensors: The tensors of each group, one per region of its description.
-        others: Tensors in the same allocations that are not transferred.
-        options: Options of the connection.
+        others: Tensors that share these allocations but are not transferred.
+        options: Connection options.
 
     Raises:
         ValueError: As for `make_transport`.
@@ -72,16 +72,17 @@ class TensorRank(RankThread):
         self._is_registered = True
 
     def unregister(self) -> None:
-        """Withdraw the tensors from the transport, before the engine unmaps their memory.
+        """Deregister the tensors from the transport before the engine unmaps their memory.
 
-        Offers remain valid addresses, but peers that read them fail until `restore`, and recompute.
+        The addresses in offers remain valid, but until `restore` is called, peers that read them
+        fail and recompute.
         """
         if self._is_registered:
             self.call(self._unregister)
             self._is_registered = False
 
     def restore(self) -> None:
-        """Register the tensors again, after the engine has mapped memory at the same addresses."""
+        """Register the tensors again after the engine has mapped memory at the same addresses."""
         if not self._is_registered:
             self.call(self._restore)
             self._is_registered = True
@@ -101,7 +102,7 @@ class TensorRank(RankThread):
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the memory of the tensors as bytes, each allocation once."""
+    """Return the memory of the tensors as byte tensors, one per allocation."""
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

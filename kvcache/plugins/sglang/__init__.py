@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill in one engine and decode in another, where one of them is SGLang:
+"""Disaggregated prefill and decode between SGLang and another engine:
 
     KVCACHE_EXCHANGE='{"port": 7000}' sglang serve MODEL --page-size 64
 
@@ -21,20 +21,21 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 def register() -> None:
-    """Exchange KV in the scheduler that this process runs, if KVCACHE_EXCHANGE is set.
+    """Enable the exchange of KV in this process's scheduler if KVCACHE_EXCHANGE is set.
 
-    If the options, or the version or options of SGLang, are not supported, the engine does not start and
-    logs the reason.
+    If these options, SGLang's version or SGLang's own options are not supported, the engine logs
+    the reason and does not start.
     """
     if VARIABLE not in os.environ:
         return
-    # SGLang loads plug-ins in each of its processes. Those that run a scheduler have imported it.
+    # SGLang loads plug-ins in each of its processes. Only processes that run a scheduler have
+    # imported it.
     module = sys.modules.get(_SCHEDULER)
     if module is None:
         return
     from kvcache.plugins.wrapping import wrap_once
 
-    # SGLang ignores errors of this function. `_starting` checks everything else.
+    # SGLang ignores errors raised here, so `_starting` performs all other checks.
     for name, wrap in (
         ("get_init_info", _starting),
         ("run_event_loop", _running),
@@ -51,7 +52,7 @@ def register() -> None:
 
 
 def exchange_of(owner: Any) -> Any:
-    """Return the `Exchange` of a scheduler, or of its batches and output streamer. None without one."""
+    """Return the `Exchange` of a scheduler, one of its batches or its output streamer, or None."""
     return getattr(owner.tree_cache, "kvcache_exchange", None)
 
 
@@ -145,7 +146,7 @@ def _retracting(original: Callable) -> Callable:
     @functools.wraps(original)
     def retract_decode(batch: Any) -> Any:
         if (exchange := exchange_of(batch)) is not None:
-            exchange.end_leases()  # SGLang would abort the last request if leases lock the pool
+            exchange.end_leases()  # if leases lock the pool, SGLang would abort the last request
         return original(batch)
 
     return retract_decode

@@ -16,7 +16,7 @@ VERSIONS = ("0.5.23",)  # the plug-in uses SGLang's internals
 
 
 def check_version() -> None:
-    """Raise ValueError for a version of SGLang whose internals are not known."""
+    """Raise ValueError if the internals of this version of SGLang are not known."""
     if sglang.__version__ not in VERSIONS:
         raise ValueError(
             f"the version of SGLang is {sglang.__version__}: expected {' or '.join(VERSIONS)}"
@@ -24,7 +24,7 @@ def check_version() -> None:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Raise ValueError in one line if a scheduler's KV cannot be exchanged."""
+    """Raise a one-line ValueError if a scheduler's KV cannot be exchanged."""
     check_version()
     arguments, tree = scheduler.server_args, scheduler.tree_cache
     allocator = scheduler.token_to_kv_pool_allocator

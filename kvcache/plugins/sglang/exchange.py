@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers the KV of finished prompts to other engines, and loads the KV that they offer.
+"""Offers the KV of finished prompts to other engines, and loads KV that other engines offer.
 
-All methods run in the scheduler's thread. A separate thread (`TensorRank`) moves the bytes.
+All methods run in the scheduler's thread. A separate thread (`TensorRank`) transfers the data.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kvcache.sources.disaggregation.steps import Load, Results, Step
 
 _log = logging.getLogger("kvcache.exchange")
 _PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline
-_PAUSE_S = 0.0005  # seconds in which the rank's thread runs while the scheduler has no work
-_STUCK_S = 1.0  # seconds for which requests wait before leases end early
-_MOST_HELD = 0.5  # share of the pool that leases and loads may hold
+_PAUSE_S = 0.0005  # seconds for which an idle scheduler yields to the rank's thread
+_STUCK_S = 1.0  # seconds that requests wait before leases are ended early
+_MOST_HELD = 0.5  # maximum fraction of the pool that leases and loads may hold
 
 
 @dataclass
 class _Loading:
     """A request whose KV is loading.
 
-    `tokens` are the tokens of the prefix, `lock` holds its local part, and `slots` are the new slots.
-    `go_on` admits the request.
+    `tokens` are the prefix tokens, `lock` pins the locally cached part of the prefix, and `slots`
+    are the newly allocated slots. `go_on` admits the request.
     """
 
     tokens: Any
@@ -55,11 +55,11 @@ class _Loading:
 
 
 class Exchange:
-    """The exchange of KV between one scheduler and other engines.
+    """Exchanges KV between one scheduler and other engines.
 
     Args:
         scheduler: An initialized scheduler of SGLang.
-        options: Options of the connection.
+        options: Connection options.
 
     Raises:
         ValueError: The version of SGLang, one of its options, or the layout of its pool is not supported.
@@ -78,14 +78,14 @@ class Exchange:
         self._layouts = (layout,)
         self._rank = TensorRank(self._engine_id, 0, self._layouts, [tensors], options)
         self._numbers = LeaseNumbers()
-        self._leases: dict[str, tuple[Any, int]] = {}  # lock and number of tokens, by request
+        self._leases: dict[str, tuple[Any, int]] = {}  # lock and number of tokens, keyed by request
         self._loads: dict[str, _Loading] = {}
         # Slots to which failed loads may still write, by request.
         self._quarantine: dict[str, torch.Tensor] = {}
         self.stats = {"offers": 0, "loads": 0, "loaded_tokens": 0, "failed": 0, "refused": 0}
-        self._moved_at = 0.0  # when requests were last known not to wait for leases
+        self._moved_at = 0.0  # last time at which no request was waiting for leases
         observe_weight_updates(self._after_weight_update, before=self._before_weight_update)
-        _log.info("KV is exchanged with other engines as engine %s", self._engine_id)
+        _log.info("Exchanging KV with other engines as engine %s", self._engine_id)
 
     def describe(self) -> dict[str, int]:
         """Return the counts of `stats`, and the current leases and loads. Part of `/server_info`."""
@@ -93,16 +93,17 @@ class Exchange:
 
     @property
     def num_loads(self) -> int:
-        """Number of loads that have slots."""
+        """Number of loads that hold slots."""
         return len(self._loads) + len(self._quarantine)
 
     # Methods of a sender.
 
     def publish(self, request: Any) -> None:
-        """Offer the prompt of a finished request that asks for it, before its response is sent.
+        """If a finished request asked for an offer, offer its prompt before the response is sent.
 
-        The offer covers whole pages. The radix cache keeps them locked until the lease ends. Without an
-        offer, the response has none, and the other engine computes the prompt.
+        The offer covers whole pages, which stay locked in the radix cache until the lease ends. If
+        no offer can be made, the response contains none, and the other engine recomputes the
+        prompt.
         """
         if (
             value_of(request.sampling_params.custom_params) != ASK
@@ -116,7 +117,7 @@ class Exchange:
         offer = None if self._has_other_inputs(request) else self._offer(request)
         if offer is not None:
             info = request.customized_info or {}
-            # SGLang takes one value per generated token.
+            # SGLang expects one value per generated token.
             info[KEY] = [None] * (num_outputs - 1) + [text_of(offer)]
             request.customized_info = info
             self.stats["offers"] += 1
@@ -124,7 +125,7 @@ class Exchange:
     def _offer(self, request: Any) -> Offer | None:
         prompt, size = request.origin_input_ids, self._page_size
         node, num_tokens = self._match(prompt[: len(prompt) // size * size], request.cache_salt)
-        # Pages that HiCache copies back from the host are in the tree before their bytes are.
+        # HiCache inserts a page into the tree before its data has been copied back from the host.
         is_loading_back = bool(self._tree.ongoing_load_back)
         if not num_tokens or is_loading_back or not self._has_room(num_tokens):
             return None
@@ -150,7 +151,7 @@ class Exchange:
         )
 
     def end_leases(self) -> None:
-        """End all leases, because the pages may be freed. Readers compute the prompts."""
+        """End all leases, because their pages may be freed. Readers recompute the prompts."""
         if not self._leases:
             return
         self._rank.begin(Step(ends=set(self._leases)))
@@ -168,7 +169,7 @@ class Exchange:
             go_on: Admits the request. Called once the load has ended.
 
         Returns:
-            Whether a load has started. If not, the caller admits the request.
+            Whether a load has started. If not, the caller must admit the request.
         """
         value = value_of(recv_req.sampling_params.custom_params)
         if value is None or value == ASK:
@@ -195,7 +196,7 @@ class Exchange:
             return False
         pages = [0] * (num_local // size) + (slots[::size] // size).tolist()
         step = Step(loads={recv_req.rid: Load(offer, num_local, end, (pages,))})
-        # A forward pass in flight may still write to slots that were just freed.
+        # A forward pass in flight may still write to slots that have just been freed.
         with self._scheduler.device_module.StreamContext(self._scheduler.forward_stream):
             self._rank.begin(step)
         deadline = time.monotonic() + self._options.timeout_s + _PATIENCE_S
@@ -203,7 +204,8 @@ class Exchange:
         return True
 
     def poll(self) -> None:
-        """Admit the requests whose loads have ended, and release what is no longer used.
+        """Admit the requests whose loads have ended, and release slots and locks that are no longer
+        used.
 
         Called in each iteration of the event loop.
         """
@@ -218,27 +220,29 @@ class Exchange:
         if self._loads:
             now = time.monotonic()
             for rid in [rid for rid, each in self._loads.items() if now > each.deadline]:
-                _log.warning("KV of request %s is not loaded: its thread does not respond", rid)
+                _log.warning(
+                    "KV of request %s is not loaded: the transfer thread does not respond", rid
+                )
                 self._give_up(rid)
             if not self._is_running() and not self._scheduler.waiting_queue:
                 time.sleep(_PAUSE_S)
         self._free_released(results)
 
     def wait_for_released_slots(self) -> None:
-        """Wait until no failed or canceled load can write to the pool, at most `timeout_s`."""
+        """Wait at most `timeout_s` until no failed or canceled load can write to the pool."""
         until = time.monotonic() + self._options.timeout_s
         while self._quarantine and time.monotonic() < until:
             time.sleep(_PAUSE_S)
             self._free_released(self._take_results())
 
     def _before_weight_update(self) -> None:
-        """End all leases and loads, which belong to the current weights."""
+        """End all leases and loads, because their KV belongs to the current weights."""
         self.cancel("")
         self.wait_for_released_slots()
         self.end_leases()
 
     def _after_weight_update(self) -> None:
-        """Let no other engine take the new weights for those of the files."""
+        """Change the model's identity, because the weights are no longer those in the files."""
         self._model = self._model | {"weights": f"updated at runtime {uuid.uuid4().hex}"}
 
     def _is_running(self) -> bool:
@@ -252,16 +256,18 @@ class Exchange:
         )
 
     def _end_leases_if_stuck(self) -> None:
-        """End all leases if requests have waited for `_STUCK_S` while nothing runs."""
+        """End all leases if requests have waited for `_STUCK_S` while no request is running."""
         now = time.monotonic()
         if not self._leases or not self._scheduler.waiting_queue or self._is_running():
             self._moved_at = now
         elif now - self._moved_at > _STUCK_S:
-            _log.warning("Leases end early, because waiting requests may need their pages")
+            _log.warning(
+                "Leases are ended early, because waiting requests may need the leased pages"
+            )
             self.end_leases()
 
     def _take_results(self) -> Results:
-        """Return the results of the rank, and unlock the pages of ended leases."""
+        """Return the rank's results, and unlock the pages of leases that have ended."""
         results = self._rank.take_results()
         for rid in results.sent:
             self._numbers.give_back(rid)
@@ -276,7 +282,7 @@ class Exchange:
     def cancel(self, prefix: str) -> None:
         """End the loads of requests whose ids begin with a prefix, and admit these requests.
 
-        SGLang then aborts them in its own queue.
+        SGLang then finds these requests in its own queue and aborts them.
         """
         for rid in [rid for rid in self._loads if rid.startswith(prefix)]:
             self._rank.begin(Step(cancels={rid}))
@@ -304,7 +310,7 @@ class Exchange:
 
     @staticmethod
     def _has_other_inputs(request: Any) -> bool:
-        """Return whether the KV of a request depends on more than its tokens and its salt."""
+        """Return whether a request's KV depends on anything besides its tokens and salt."""
         names = ("mm_inputs", "multimodal_inputs", "input_embeds", "positional_embed_overrides")
         names += ("lora_id", "session_params", "session", "session_id", "extra_key")
         return any(getattr(request, name, None) is not None for name in names)
@@ -314,7 +320,7 @@ class Exchange:
         _log.warning("KV of request %s is computed here: %s", recv_req.rid, reason)
 
     def _match(self, tokens: Any, salt: str | None) -> tuple[Any, int]:
-        """Return the node of the longest local prefix, and its number of tokens."""
+        """Return the node and the number of tokens of the longest locally cached prefix."""
         found = self._tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens, cache_salt=salt)))
         return found.last_device_node, found.device_prefix_len
 
@@ -326,21 +332,21 @@ class Exchange:
         return self._allocator.alloc(num_tokens)
 
     def _has_room(self, num_tokens: int) -> bool:
-        """Return whether leases and loads may hold more tokens, so that running requests can go on."""
+        """Return whether leases and loads may hold more tokens without stalling requests."""
         held = sum(count for _, count in self._leases.values())
         held += sum(len(each.slots) for each in self._loads.values())
         held += sum(len(slots) for slots in self._quarantine.values())
         return held + num_tokens <= _MOST_HELD * self._allocator.size
 
     def _insert(self, loading: _Loading) -> None:
-        """Add a loaded prefix to the radix cache, which then owns its slots."""
+        """Insert a loaded prefix into the radix cache, which then owns the prefix's slots."""
         local = self._tree.path_device_indices(loading.node)
         salt = loading.recv_req.cache_salt
         self._tree.insert(
             InsertParams(
                 key=RadixKey(loading.tokens, cache_salt=salt),
                 value=torch.cat([local, loading.slots]).to(torch.int64),
-                prev_prefix_len=len(local),  # the tree frees slots that it already has beyond it
+                prev_prefix_len=len(local),  # duplicates beyond this prefix are freed by the tree
             )
         )
         self._tree.unlock(loading.lock)
@@ -348,7 +354,7 @@ class Exchange:
         self.stats["loaded_tokens"] += len(loading.slots)
 
     def _give_up(self, rid: str) -> None:
-        """Admit a request whose load has failed, and keep its slots until the load has ended."""
+        """Admit a request whose load has failed, but keep its slots until the load has ended."""
         if (loading := self._loads.pop(rid, None)) is None:
             return
         self._quarantine[rid] = loading.slots

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storage of SGLang's HiCache in a store of kvcache, whose values are verified:
+"""A storage backend for SGLang's HiCache that uses a kvcache store and verifies every value:
 
     sglang serve MODEL --page-size 64 --enable-hierarchical-cache --hicache-storage-backend dynamic \\
         --hicache-storage-backend-extra-config '{"backend_name": "kvcache", "interface_v1": 1,
@@ -44,19 +44,20 @@ from kvcache.sources.store.values import HEADER_BYTES, BlockKey, faults, key_tex
 _log = logging.getLogger("kvcache.hicache")
 _OPTIONS = ("store", "capacity")
 _OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")
-_BATCH_BYTES = 64 * 2**20  # size of the memory between a pool and its store
+_BATCH_BYTES = 64 * 2**20  # size of the staging buffer between a pool and its store
 
 
 class HiCacheStore(HiCacheStorage):
     """HiCache pages in a disk store, in Mooncake, or in another registered store.
 
-    Each value carries a digest. A torn or corrupt value is a miss, is counted, and is removed. Values of
-    another model, dtype, layout or rank have other keys, and on a disk also another folder. A store that
-    fails is a miss, and is tried again later.
+    Each value carries a digest. A torn or corrupt value is treated as a miss, counted and removed.
+    Values of a different model, dtype, layout or rank have different keys and, on disk, a different
+    folder. A failed store operation is treated as a miss, and the store is retried later.
 
     Args:
-        config: SGLang's configuration of the storage. `extra_config` has `store`, a folder or URL for
-            `open_store`, and `capacity` in bytes or as text for each pool of each rank (default "10GiB").
+        config: SGLang's storage configuration. `extra_config` contains `store`, a folder or URL for
+            `open_store`, and `capacity`, the size per pool and rank in bytes or as text (default
+            "10GiB").
         kwargs: Not used.
 
     Raises:
@@ -86,7 +87,7 @@ class HiCacheStore(HiCacheStorage):
         observe_weight_updates(self._switch_off)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the store of the KV pool. Raises what `open_store` raises."""
+        """Open the store of the KV pool. Raises the same exceptions as `open_store`."""
         super().register_mem_pool_host(mem_pool_host)
         self._add(PoolName.KV, mem_pool_host)
 
@@ -128,10 +129,10 @@ class HiCacheStore(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the lengths of prefixes whose pages are in the stores of all pools."""
+        """Return the prefix lengths for which the stores of all pools have the required pages."""
         num_pages = self.batch_exists(keys)
         hits = {PoolName.KV: num_pages} if num_pages else {}
-        lengths = np.ones(num_pages + 1, bool)  # by length of the prefix: whether it can be loaded
+        lengths = np.ones(num_pages + 1, bool)  # for each prefix length: whether it can be loaded
         lengths[0] = False
         for transfer in pool_transfers or ():
             has = np.array(self._pools[transfer.name].exists(keys[:num_pages]), bool)
@@ -153,19 +154,21 @@ class HiCacheStore(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Read values into the pages of several pools. Return the results of each."""
+        """Read values into the pages of several pools. Return the results per pool."""
         return self._each(transfers, _Pool.get)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Store pages of several pools. Return the results of each."""
+        """Store pages of several pools. Return the results per pool."""
         return self._each(transfers, _Pool.put)
 
     def clear(self) -> None:
-        """Remove all values. Raises RuntimeError for stores that do not know their keys."""
+        """Remove all values. Raises RuntimeError for stores that cannot list their keys."""
         if not all(pool.knows_keys for pool in self._pools.values()):
-            raise RuntimeError(f"the store {self._place} does not know its keys: remove them there")
+            raise RuntimeError(
+                f"the store {self._place} cannot list its keys: remove the values in the store itself"
+            )
         for pool in self._pools.values():
             pool.clear()
 
@@ -183,7 +186,7 @@ class HiCacheStore(HiCacheStorage):
 
     @functools.cached_property
     def _identity(self) -> list[Any]:
-        """The values on which the pages of all pools depend."""
+        """The values that the pages of all pools depend on."""
         model = get_model()
         return [
             *("hicache", 1, model.model_path, model.revision),
@@ -207,7 +210,7 @@ class HiCacheStore(HiCacheStorage):
         self._pools[name] = _Pool(pool, store, fingerprint, self.stats, self._is_off)
 
     def _switch_off(self) -> None:
-        """Switch the storage off, because its keys belong to the weights in the files."""
+        """Disable the storage, because its keys identify the weights in the files."""
         if not self._is_off.is_set():
             _log.warning("HiCache storage is off: the weights were updated at runtime")
         self._is_off.set()
@@ -226,7 +229,10 @@ _RANKS += ("dp_rank", "dcp_rank", "dcp_size", "is_mla_model")
 
 
 class _Pool:
-    """A host pool and its store. HiCache calls it from several threads, one call runs at a time."""
+    """A host pool and its store.
+
+    HiCache calls the methods from several threads; calls are serialized.
+    """
 
     def __init__(
         self,
@@ -249,24 +255,24 @@ class _Pool:
 
     @property
     def knows_keys(self) -> bool:
-        """Whether the store knows its keys."""
+        """Whether the store can list its keys."""
         return self._store.knows_keys
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key has a value."""
+        """Return, for each key, whether it has a value."""
         names = self._names([_key(key) for key in keys])
         return self._call(len(keys), lambda: self._store.exists(names))
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        """Read values into the pages of these slots."""
+        """Read values into the pages that contain these slots."""
         return self._in_batches(keys, host_indices, self._get)
 
     def put(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        """Store the pages of these slots."""
+        """Store the pages that contain these slots."""
         return self._in_batches(keys, host_indices, self._put)
 
     def clear(self) -> None:
-        """Remove all values that the store knows."""
+        """Remove all values that the store can list."""
         self._call(0, lambda: self._store.remove(self._store.keys()) or [])
 
     def close(self) -> None:
@@ -280,7 +286,7 @@ class _Pool:
         self._is_open = True
 
     def _call(self, count: int, function: Callable[[], list[bool]]) -> list[bool]:
-        """Call the store. A failure is a miss of all keys."""
+        """Call the store. If the call fails, all keys are treated as misses."""
         with self._lock:
             if self._is_off.is_set() or not self._circuit.allows():
                 return [False] * count
@@ -291,7 +297,7 @@ class _Pool:
             except Exception as error:
                 self._stats["failures"] += 1
                 if not self._circuit.is_open:
-                    _log.warning("HiCache storage has failed: %r; its pages are misses", error)
+                    _log.warning("HiCache storage has failed: %r; its pages count as misses", error)
                 self._circuit.failed()
                 self._is_open = False
                 return [False] * count

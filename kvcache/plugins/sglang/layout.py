@@ -20,16 +20,16 @@ _ORDER = ("layer", "kv", "block", "token", "head", "element")
 def layout_of_pool(
     pool: Any, layers: tuple[str, ...], num_kv_heads: int, engine_id: str
 ) -> tuple[GroupLayout, list[torch.Tensor]]:
-    """Return the layout of a pool, and its tensors in the order of the layout's regions.
+    """Return a pool's layout, and the pool's tensors in the order of the layout's regions.
 
     Args:
-        pool: A pool of one of the types `POOLS`. Slots are divided into pages. Page 0 is padding.
+        pool: A pool whose type is in `POOLS`. Its slots are grouped into pages. Page 0 is padding.
         layers: Names of the layers.
-        num_kv_heads: KV heads of the model.
+        num_kv_heads: Number of KV heads of the model.
         engine_id: Name of the engine.
 
     Raises:
-        ValueError: The tensors are not contiguous, or hold another dtype or another number of heads.
+        ValueError: The tensors are not contiguous, or have an unexpected dtype or number of heads.
     """
     tensors = [each for pair in zip(pool.k_buffer, pool.v_buffer) for each in pair]
     key, value, page_size = tensors[0], tensors[1], pool.page_size
@@ -56,7 +56,7 @@ def layout_of_pool(
 
 
 def layer_names(model: torch.nn.Module, num_layers: int) -> tuple[str, ...]:
-    """Return the names of the attention layers, which are equal in vLLM.
+    """Return the names of the attention layers. vLLM uses the same names.
 
     Raises:
         ValueError: The model does not have one attention layer per layer of the pool.
@@ -75,7 +75,7 @@ def layer_names(model: torch.nn.Module, num_layers: int) -> tuple[str, ...]:
 
 
 def model_of(scheduler: Any) -> dict[str, Any]:
-    """Return the properties of the model that must be equal in both engines, as plain values."""
+    """Return, as plain values, the model properties that must be equal in both engines."""
     model, arguments = scheduler.model_config, scheduler.server_args
     return model_values(
         model.hf_config,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the exchange, in an environment variable."""
+"""Reads the options of the exchange from an environment variable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ VARIABLE = "KVCACHE_EXCHANGE"
 
 
 def options_from_environment() -> ConnectorOptions:
-    """Return the options in KVCACHE_EXCHANGE. Raises TypeError or ValueError."""
+    """Return the options in KVCACHE_EXCHANGE.
+
+    Raises TypeError or ValueError if they are invalid.
+    """
     from kvcache.sources.disaggregation.options import ConnectorOptions
 
     try:

@@ -25,7 +25,7 @@ def value_of(custom_params: Any) -> Any:
 
 
 def offer_in(text: Any) -> Offer:
-    """Return the offer in a request. Raises ValueError for any other value."""
+    """Return the offer in a request. Raises ValueError if the value is not an offer."""
     try:
         values = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -47,8 +47,8 @@ def offer_of(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
         meta_info: `meta_info` of SGLang's response to a request that asked for an offer.
 
     Returns:
-        Plain values. vLLM's request takes them in `kv_transfer_params`, together with
-        `"do_remote_prefill": True`, under the name "kvcache".
+        Plain values. In a request to vLLM, pass them as `kv_transfer_params["kvcache"]`, together
+        with `"do_remote_prefill": True`.
 
     Example:
         >>> offer_of({"kvcache": [None, '{"version": 4}']})
@@ -60,7 +60,8 @@ def offer_of(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def params_for(offer: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the `custom_params` of a request that loads an offer, or that asks for one with None.
+    """Return the `custom_params` of a request that loads an offer, or asks for one if `offer` is
+    None.
 
     Args:
         offer: An offer as plain values: `offer_of(meta_info)` of SGLang, or

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtime weight updates, after which KV of the previous weights must not be used."""
+"""Detects runtime weight updates, which invalidate KV computed with earlier weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _after: list[Callable[[], None]] = []
 def observe_weight_updates(
     after: Callable[[], None], before: Callable[[], None] | None = None
 ) -> None:
-    """Call functions after, and before, each update of the weights in this process."""
+    """Call functions before and after each update of the weights in this process."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )

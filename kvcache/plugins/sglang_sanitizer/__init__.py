@@ -21,7 +21,8 @@ def register() -> None:
     """Observe the scheduler that this process runs, if KVCACHE_SANITIZE is set."""
     if os.environ.get("KVCACHE_SANITIZE", "") in ("", "0"):
         return
-    # SGLang loads plug-ins in each of its processes. Those that run a scheduler have imported it.
+    # SGLang loads plug-ins in each of its processes. Only processes that run a scheduler have
+    # imported it.
     module = sys.modules.get(_SCHEDULER)
     if module is None:
         return
@@ -61,10 +62,10 @@ def _with_findings(original: Callable) -> Callable:
 
 
 def findings(server_info: dict[str, Any]) -> list[dict[str, object]]:
-    """Return what the sanitizers of an engine found, one entry per data-parallel rank.
+    """Return the findings of an engine's sanitizers, one entry per data-parallel rank.
 
-    With tensor or pipeline parallelism, SGLang asks the first rank only. The others log what they
-    find.
+    With tensor or pipeline parallelism, SGLang queries only the first rank. The other ranks log
+    their findings.
 
     Args:
         server_info: `Engine.get_server_info()`, or the JSON of a server's `/server_info`.
@@ -72,7 +73,7 @@ def findings(server_info: dict[str, Any]) -> list[dict[str, object]]:
     Returns:
         "reports": pages of text. "counts": findings by kind. "steps", "slots_read",
         "slots_compared", "slots_written": totals. "unchecked": parts of the cache that are not
-        checked, each with the reason. "off": why the sanitizer has switched itself off, or None.
+        checked, each with the reason. "off": the reason why the sanitizer has disabled itself, or None.
         "pages_loaded": pages that HiCache copied from the host.
 
     Raises:
@@ -84,5 +85,5 @@ def findings(server_info: dict[str, Any]) -> list[dict[str, object]]:
         if "kvcache_sanitizer" in state
     ]
     if not found:
-        raise ValueError("the engine has no sanitizer: expected KVCACHE_SANITIZE=1 at its start")
+        raise ValueError("the engine has no sanitizer: expected KVCACHE_SANITIZE=1 at startup")
     return found

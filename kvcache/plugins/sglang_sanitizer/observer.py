@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports the forward passes of an SGLang scheduler to a `Sanitizer`.
 
-The observer reads the inputs of the model runner: the tokens of the batch, the slots of their KV, the
-rows of `req_to_token` and the sequence lengths. It also reads HiCache's copies between host and device.
+The observer reads the inputs of the model runner: the tokens of the batch, the slots of their KV,
+the rows of `req_to_token` and the sequence lengths. It also observes HiCache's copies between host
+and device.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def observe(scheduler: Any, sanitizer: Sanitizer | None = None) -> SchedulerObse
 
     Args:
         scheduler: A scheduler of SGLang, on a CPU or a GPU.
-        sanitizer: Default: one with the options of the environment.
+        sanitizer: The sanitizer. None: a sanitizer with options from the environment.
 
     Returns:
-        The observer, also in `scheduler.kvcache_sanitizer`.
+        The observer, which is also stored in `scheduler.kvcache_sanitizer`.
 
     Raises:
         ValueError: The version of SGLang, its cache layout or one of its options is not supported.
@@ -99,14 +100,16 @@ class SchedulerObserver:
         self._controller = scheduler.tree_cache.cache_controller
         self.unchecked: dict[str, str] = {}
         allocators, groups = [outer], [SanitizedGroup("full", self._size)]
-        self._to_window: torch.Tensor | None = None  # slot of the window group, by slot
+        self._to_window: torch.Tensor | None = (
+            None  # maps each slot to its slot in the window group
+        )
         if isinstance(outer, SWATokenToKVPoolAllocator):
             allocators = [outer.full_attn_allocator]
             if self._controller is not None or outer.swa_req_ring:
                 self._leave_out("sliding-window layers", "HiCache or ring buffers hold them")
             else:
                 allocators.append(outer.swa_attn_allocator)
-                # SGLang's size excludes the query itself.
+                # SGLang's window size excludes the query token itself.
                 window = scheduler.sliding_window_size + 1
                 groups.append(SanitizedGroup("window", self._size, window=window))
                 self._to_window = outer.full_to_swa_index_mapping
@@ -128,8 +131,8 @@ class SchedulerObserver:
             HandedOutPages(sanitizer, self._guard, g, each, counts[g], sum(counts[:g]))
             for g, each in enumerate(allocators)
         ]
-        self._requests: dict[str, weakref.ref] = {}  # SGLang's requests that the sanitizer knows
-        self._batch: Any = None  # the scheduler's batch that runs
+        self._requests: dict[str, weakref.ref] = {}  # requests known to the sanitizer
+        self._batch: Any = None  # the scheduler's running batch
         self._num_loaded = 0
 
     def _leave_out(self, part: str, reason: str) -> None:
@@ -228,7 +231,8 @@ class SchedulerObserver:
         self._finish_ended(names)
         stops = _array(batch.seq_lens).astype(np.int64)
         if mode is ForwardMode.DECODE:
-            # The sequence length may be wrong. The number of tokens computed so far is not.
+            # The sequence length may be wrong, whereas the number of tokens computed so far is
+            # reliable.
             starts = [sanitizer.num_tokens(name) for name in names]
             starts = np.array([stop - 1 if n < 0 else n for n, stop in zip(starts, stops.tolist())])
             counts = np.ones_like(starts)
@@ -258,10 +262,10 @@ class SchedulerObserver:
             sanitizer.observe_read(g, names, starts, stops, table)
 
     def _begin(self, request: Any, num_computed: int) -> int:
-        """Observe a request that computes tokens of its prompt, or resumes after a retraction.
+        """Observe a request that computes prompt tokens or resumes after a retraction.
 
-        Returns the number of tokens before them: those of a prefix hit, of earlier chunks or, in a
-        mixed batch, all tokens computed so far.
+        Returns the number of preceding tokens: the tokens of a prefix hit or of earlier chunks or,
+        in a mixed batch, all tokens computed so far.
         """
         name, known = request.rid, self._requests.get(request.rid)
         is_new = known is None or known() is not request
@@ -277,7 +281,10 @@ class SchedulerObserver:
         return self.sanitizer.num_tokens(name)
 
     def _finish_ended(self, names: list[str]) -> None:
-        """End requests. With overlap scheduling, a request is computed once more after its end."""
+        """End requests that have finished.
+
+        With overlap scheduling, one more step is computed for a request after it has finished.
+        """
         for name in self._requests.keys() - set(names):
             request = self._requests[name]()
             if request is None or request.finished():

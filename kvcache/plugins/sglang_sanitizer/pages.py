@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages that SGLang's allocator has handed out, and the requests that fill them."""
+"""Tracks the pages that SGLang's allocator has allocated, and the requests that fill them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from kvcache.sanitizer.guard import ObserverGuard
 class HandedOutPages:
     """Reports allocations and frees of one allocator to a sanitizer.
 
-    A page is held by the request that fills it, until the allocator gets it back. Meanwhile the radix
-    cache may share it with other requests and keep it after its request has ended.
+    A page is held by the request that fills it, until the page is returned to the allocator. Until
+    then, the radix cache may share the page with other requests and keep it after the request has
+    ended.
 
     Args:
         sanitizer: The sanitizer.
         guard: Calls the observer.
         group: The sanitized group.
         allocator: SGLang's allocator of this group, for tokens or pages.
-        num_pages: Number of its pages, including page 0.
-        first: Block of page 0. Each group has its own pages, whereas blocks are numbered across groups.
+        num_pages: Number of the allocator's pages, including page 0.
+        first: Block number of page 0. Pages are numbered per group, blocks across all groups.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class HandedOutPages:
     ) -> None:
         self._sanitizer, self._guard, self._group, self._first = sanitizer, guard, group, first
         self._allocator, self._size = allocator, allocator.page_size
-        self._is_new = np.zeros(num_pages, bool)  # handed out, and not filled yet
+        self._is_new = np.zeros(num_pages, bool)  # allocated, but not filled yet
         self._holders = np.full(num_pages, None, object)  # names of requests
 
     def install(self) -> None:
@@ -52,12 +53,12 @@ class HandedOutPages:
         wrap_once(self._allocator, "clear", self._clearing)
 
     def blocks(self, slots: np.ndarray) -> np.ndarray:
-        """Return the blocks of slots. Page 0 is the null block in all groups."""
+        """Return the block of each slot. Page 0 is the null block in all groups."""
         pages = slots.astype(np.int64) // self._size
         return np.where(pages > 0, pages + self._first, 0)
 
     def slots(self, slots: np.ndarray) -> np.ndarray:
-        """Return slots of the allocator as slots of the sanitizer."""
+        """Convert the allocator's slots to the sanitizer's slots."""
         return self.blocks(slots) * self._size + slots % self._size
 
     def take(self, name: str, slots: np.ndarray) -> None:
@@ -82,7 +83,7 @@ class HandedOutPages:
     def _freeing(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def free(*indices: Any) -> None:
-            if self._allocator.free_group is None:  # otherwise, the end of the group calls it again
+            if self._allocator.free_group is None:  # otherwise called again when the group ends
                 for each in indices:
                     self._guard(self._freed, each)
             original(*indices)
@@ -100,11 +101,11 @@ class HandedOutPages:
 
     def _allocated(self, slots: Any) -> None:
         slots = slots.cpu().numpy()
-        starts = slots[slots % self._size == 0]  # the others continue pages that are held
+        starts = slots[slots % self._size == 0]  # the other slots continue pages in use
         self._is_new[starts // self._size] = True
 
     def _freed(self, pages: Any) -> None:
-        """Observe pages that the allocator got back. None: all of them."""
+        """Observe pages that were returned to the allocator. None: all pages."""
         pages = np.arange(len(self._holders)) if pages is None else pages.cpu().numpy()
         self._is_new[pages] = False
         holders = self._holders[pages]

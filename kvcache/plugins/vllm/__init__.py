@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with kvcache's allocator:
+"""Runs vLLM's scheduler with kvcache's allocator:
 
     vllm serve MODEL --scheduler-cls kvcache.plugins.vllm.VllmScheduler
 

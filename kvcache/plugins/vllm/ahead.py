@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocates slots of running requests before vLLM's scheduler requests them.
 
-The blocks of a request do not change up to `KVCacheManager.quiet_until` tokens of its row, so no
-call is needed. Each request is registered for the step in which it needs a block. When that step
-begins, one native call serves all requests registered for it. Blocks filled in between are
-published before the next lookup. A wrong prediction of the scheduler's decisions costs time but
-never changes a decision.
+A request needs no call, and its blocks do not change, until its row exceeds
+`KVCacheManager.quiet_until` tokens. Each request is registered for the step in which it will need a
+block. When that step begins, one native call serves all registered requests. Blocks that were
+filled in earlier steps are published before the next lookup. Mispredicting the scheduler's
+decisions costs time but never changes a decision.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Calls = tuple[list[HeldRequest], list[int], list[int]]  # requests, start token
 
 
 class Ahead:
-    """The steps in which requests need blocks, and the calls that allocate them.
+    """Tracks the steps in which requests need blocks, and allocates these blocks.
 
     Attributes:
         step: Number of the current step.
         busy: Due requests that the scheduler has not served yet, by request id.
         num_lookahead: Lookahead tokens of the last call.
-        num_native_calls: Number of calls of `advance` that reached native code.
+        num_native_calls: Number of `advance` calls that made a native call.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Ahead:
         due = self._due.pop(self.step, None)
         if due is None:
             return
-        # A state cannot be rolled back, so only tokens that the scheduler computes may be added.
+        # States cannot be rolled back, so only tokens that the scheduler has scheduled may be
+        # added.
         if self._states.are_copied:
             for held in due:
                 if held.due == self.step:
@@ -70,7 +71,9 @@ class Ahead:
             self.advance(*calls, self.num_lookahead, is_ahead=True)
 
     def _next_calls(self, due: list[HeldRequest]) -> _Calls:
-        """Return the expected calls of the step for due requests that the scheduler cannot shorten."""
+        """Return the expected calls of the step for due requests whose tokens the scheduler will
+        not reduce.
+        """
         calls: _Calls = [], [], []
         rows, starts, stops = calls
         step, lookahead, most = self.step, self.num_lookahead, self._block_sizes[0]
@@ -82,7 +85,7 @@ class Ahead:
             request = held.engine_request
             busy[request.request_id] = held
             if request.status is not RequestStatus.RUNNING:
-                continue  # a session that waits for input may drop its last token
+                continue  # a session waiting for input may drop its last token
             start, num_pending = request.num_computed_tokens, request.num_output_placeholders
             stop = len(request._all_token_ids) + len(request.spec_token_ids) + num_pending
             if stop + lookahead <= held.quiet_until:  # the request was not scheduled in some step
@@ -114,9 +117,10 @@ class Ahead:
     ) -> bool:
         """Allocate slots of several rows in one native call. Return whether all rows fit.
 
-        Only computed tokens are published, because a session may drop its last token. With `is_ahead`,
-        the scheduler may still decide otherwise, so no block becomes a hit before its last token is
-        computed. `are_past` marks rows whose tokens an earlier step has computed (empty: none).
+        Only computed tokens are published, because a session may drop its last token. With
+        `is_ahead`, the scheduler has not decided yet, so no block can be hit until its last token
+        has been computed. `are_past` marks the rows whose tokens were computed in an earlier step
+        (empty: none).
         """
         if not rows:
             return True
@@ -146,7 +150,8 @@ class Ahead:
             held.start, held.num_computed = start, stop
             held.num_known += count
             held.quiet_until = last
-            # Calls that only publish are for tokens before those in flight, without lookahead slots.
+            # Calls that only publish blocks cover tokens before those in flight, without lookahead
+            # slots.
             num_slots = max(stop, held.engine_request.num_computed_tokens)
             self.wait(held, num_slots + max(lookahead, self.num_lookahead))
             if ids:
@@ -163,8 +168,8 @@ class Ahead:
     def start_of(self, request: Request, held: HeldRequest) -> int:
         """Return the first token of a call, which determines the window of the row.
 
-        Drafts of steps in flight may be rejected, so the first token is not after the start of
-        these steps, and not before the end of the hits. A request whose load failed keeps its
+        Drafts of steps in flight may be rejected, so the first token is at or before the start of
+        these steps, but never before the end of the hits. A request whose load failed keeps its
         hits while it recomputes the missing tokens.
         """
         start = request.num_computed_tokens
@@ -180,23 +185,26 @@ class Ahead:
         return max(start - request.num_in_flight_tokens, num_hits, held.start)
 
     def quiet_until(self, rows: list[int]) -> list[int]:
-        """Return, per row, the number of tokens up to which its blocks do not change.
+        """Return, for each row, the number of tokens up to which the row's blocks do not change.
 
-        At most `max_model_len`, so that no request is registered for a step that never comes.
+        The result is at most `max_model_len`, so that no request is registered for a step that it
+        never reaches.
         """
         return np.minimum(self._native.quiet_until[rows], self._native.max_model_len).tolist()
 
     def wait(self, held: HeldRequest, num_slots: int) -> None:
-        """Register the request for the step in which it needs a block at one token per step."""
+        """Register the request for the step in which it will need a block at one token per step."""
         held.due = self.next_due(held, num_slots)
         self._due[held.due].append(held)
 
     def next_due(self, held: HeldRequest, num_slots: int) -> int:
-        """Return the step in which the request needs a block at one token per step."""
+        """Return the step in which the request will need a block at one token per step."""
         return self.step + 1 + max(held.quiet_until - num_slots, 0)
 
     def publish_filled(self, step: int | None) -> None:
-        """Publish the blocks that quiet requests have filled, or will fill in this step.
+        """Publish blocks that requests have filled since their last native call.
+
+        This includes blocks that will be filled in this step.
 
         `step` is the step that the scheduler is about to plan, or None after a step.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The running requests of a step in columns, for steady decode steps."""
+"""Stores the running requests of a step in columns, for steady decode steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Facts(NamedTuple):
     all_token_ids: list[int]
     output_token_ids: list[int]
     num_prompt_tokens: int
-    most_tokens: int  # the request stops at this number of tokens
+    most_tokens: int  # number of tokens at which the request stops
     client_index: int
     hash_span: (
         tuple[int, int] | None
     )  # tokens per hashed block, and lookahead; None: unknown hasher
-    stops: tuple[int | None, ...]  # tokens at which the request may stop
-    is_watched: bool  # every token may stop the request (repetition detection)
+    stops: tuple[int | None, ...]  # token IDs at which the request may stop
+    is_watched: bool  # any token may stop the request (repetition detection)
 
 
 def facts_of(request: Request) -> Facts | None:
@@ -61,9 +61,9 @@ def facts_of(request: Request) -> Facts | None:
 
 
 class SteadyBatch:
-    """The requests of a step, and their facts in columns.
+    """The requests of a step, with one column per attribute.
 
-    `checked`: the epoch in which all attributes of all requests were checked.
+    `checked`: the epoch in which every attribute of every request was last checked.
     """
 
     def __init__(self, columns: Sequence[list[Any]], checked: int = -1) -> None:
@@ -82,15 +82,15 @@ class SteadyBatch:
         self.num_scheduled = dict.fromkeys(self.ids, 1)
 
     def where(self, mask: Iterable[bool]) -> SteadyBatch:
-        """Return the batch of the requests that `mask` marks."""
+        """Return the batch of the requests that are marked in `mask`."""
         return SteadyBatch([list(compress(column, mask)) for column in self.columns], self.checked)
 
     def extended(self, facts: Sequence[Facts]) -> SteadyBatch:
-        """Return the batch with additional requests at its end."""
+        """Return the batch with additional requests appended."""
         return SteadyBatch([[*column, *more] for column, more in zip(self.columns, zip(*facts))])
 
     def num_tokens(self) -> np.ndarray:
-        """Return the known tokens of each request as int64[n]."""
+        """Return the number of known tokens of each request as int64[n]."""
         return np.fromiter(map(len, self.all_ids), np.int64, len(self.ids))
 
 

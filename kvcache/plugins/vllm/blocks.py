@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block ids instead of vLLM's lists of block objects."""
+"""Replaces vLLM's lists of block objects with block ids."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _IN_CACHE = BlockHashWithGroupId(b"in the cache")
 class BlockIds(KVCacheBlocks):
     """The block ids of each group, as lists or int32[k]. Block objects are created on demand.
 
-    `num_cached` is the number of leading blocks per group that are cached (None: 0). The objects
-    of these blocks have a placeholder hash, which only marks them as cached.
+    `num_cached` is the number of leading cached blocks per group (None: 0). The block objects of
+    cached blocks have a placeholder hash, whose only purpose is to mark them as cached.
     """
 
     num_cached: Sequence[int] | None = None
@@ -41,14 +41,16 @@ class BlockIds(KVCacheBlocks):
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
     ) -> tuple[list[int], ...] | None:
-        """Return the ids of each group, or of `group_ids`; None if `allow_none` and all are empty."""
+        """Return the ids of all groups or of `group_ids`; None if `allow_none` is set and all are
+        empty.
+        """
         ids = self.ids if group_ids is None else [self.ids[group] for group in group_ids]
         if allow_none and not any(map(len, ids)):
             return None
         return tuple(map(_listed, ids))
 
     def new_empty(self) -> KVCacheBlocks:
-        """Return an object with the same number of groups and no blocks."""
+        """Return an object with the same number of groups, each without blocks."""
         return KVCacheBlocks(tuple(() for _ in self.ids))
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
@@ -57,9 +59,9 @@ class BlockIds(KVCacheBlocks):
 
 
 class NoBlocks(KVCacheBlocks):
-    """Groups without blocks, the most frequent result in a step.
+    """Groups without blocks, which is the most frequent result in a step.
 
-    Returns ids without looking at groups.
+    Ids are returned without inspecting the groups.
     """
 
     def __init__(self, num_groups: int) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares kvcache's manager with vLLM's own at startup, on the model's groups in a small pool.
 
-Both managers serve the same random requests without a model. Some requests leave the model's windows,
-and some receive their first tokens from outside, as from a connector. With full attention alone, the
-pool also evicts blocks; with windows and states, the managers evict in different orders (docs/vllm.md).
-Hits, new blocks and pool usage must be equal in each step.
+Both managers serve the same random requests without a model. Some requests grow beyond the model's
+windows, and some receive their first tokens from an external source such as a connector. If all
+groups have full attention, blocks are also evicted; with windows or states, nothing is evicted,
+because the managers evict in different orders (docs/vllm.md). Hits, new blocks and pool usage must
+be equal in each step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvcache.plugins.vllm.hashing import get_request_block_hasher
 
 _Pair = tuple[Request, Request]
-_Scheduled = tuple[_Pair, int]  # a pair and its number of tokens in the step
+_Scheduled = tuple[_Pair, int]  # a pair of requests and its number of tokens in the step
 NUM_STEPS = 50
 _MOST_RUNNING = 4
 _MOST_PROMPT_TOKENS = 5120
@@ -38,7 +39,7 @@ _NUM_ENCODER_TOKENS = 10
 
 
 class StartupComparison(NamedTuple):
-    """What was compared at startup."""
+    """The extent of the comparison at startup."""
 
     num_steps: int
     num_requests: int
@@ -47,7 +48,10 @@ class StartupComparison(NamedTuple):
 
 
 class DecisionsDiffer(ValueError):
-    """The managers decide differently about hits or blocks. The message names the first difference."""
+    """Raised if the managers differ in hits or blocks.
+
+    The message describes the first difference.
+    """
 
 
 def compare_managers(
@@ -59,13 +63,13 @@ def compare_managers(
     """Run the same requests in vLLM's manager and in kvcache's.
 
     Args:
-        own: vLLM's class of managers.
-        ours: The same for kvcache.
-        arguments: Arguments with which vLLM's scheduler creates the manager.
+        own: vLLM's manager class.
+        ours: kvcache's manager class.
+        arguments: The arguments that vLLM's scheduler passes to the manager class.
         hash_algorithm: vLLM's `prefix_caching_hash_algo`.
 
     Raises:
-        DecisionsDiffer: The managers decide differently.
+        DecisionsDiffer: The managers make different decisions.
         ValueError: kvcache's manager fails.
     """
     started = time.perf_counter()
@@ -94,7 +98,7 @@ def compare_managers(
 
 
 class _Sides:
-    """vLLM's manager and kvcache's, each with its own copy of every request."""
+    """vLLM's manager and kvcache's manager, each with a separate copy of every request."""
 
     def __init__(
         self,
@@ -108,11 +112,11 @@ class _Sides:
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._unit = arguments["scheduler_block_size"]
         self._has_encoder = any(isinstance(each, CrossAttentionSpec) for each in specs)
-        # A state becomes a hit in a different step than in vLLM, so requests with states run one by
-        # one, and their chunks are single blocks.
+        # kvcache and vLLM publish a state in different steps, so requests with states run one at a
+        # time, in chunks of one block.
         self._has_states = any(isinstance(each, MambaSpec) for each in specs)
         self._most_running = 1 if self._has_states else _MOST_RUNNING
-        self._num_lookahead = 0 if self._has_states else 3  # slots as for three drafts
+        self._num_lookahead = 0 if self._has_states else 3  # slots for three draft tokens
         windows = [getattr(each, "sliding_window", None) or 0 for each in specs]
         most = max(8 * self._unit + self._unit // 2, max(windows) + 4 * self._unit)
         self._longest = arguments["max_model_len"]
@@ -134,8 +138,9 @@ class _Sides:
         self.num_requests = self.num_hit_tokens = self._step = 0
 
     def _num_blocks(self, specs: list[Any]) -> int:
-        """Return a number of blocks that running requests never exhaust, and in which nothing is
-        evicted unless all groups have full attention.
+        """Return a pool size that running requests never exhaust.
+
+        Blocks are evicted from a pool of this size only if all groups have full attention.
         """
         num_tokens = (self._most_running + 2) * (self._num_prompt_tokens + 2 * self._unit)
         if any(not isinstance(each, FullAttentionSpec) for each in specs):
@@ -147,7 +152,7 @@ class _Sides:
         return [self._rng.randrange(1000) for _ in range(count)]
 
     def step(self) -> None:
-        """Compute one step of the running requests, and admit another request."""
+        """Simulate one step of the running requests, and admit another request if possible."""
         self._step += 1
         for manager in self._managers:
             manager.new_step_starts()
@@ -224,13 +229,13 @@ class _Sides:
         return True
 
     def _num_external(self, request: Request, num_hit_tokens: int) -> int:
-        """Return the number of tokens that arrive from outside: whole blocks, or 0."""
+        """Return the number of external tokens: a multiple of the block size, or 0."""
         if self._has_states or self._has_encoder or self.num_requests % 5 != 2:
             return 0
         return (request.num_tokens - 1 - num_hit_tokens) // self._unit * self._unit
 
     def _receive(self, pair: _Pair, found: list[Any], num_external: int) -> list[_Scheduled]:
-        """Admit a request whose next tokens arrive at once, and cache them."""
+        """Admit a request whose external tokens are available immediately, and cache these tokens."""
         answers = [
             manager.allocate_slots(
                 request,
@@ -264,8 +269,9 @@ class _Sides:
         return pair, count
 
     def _chunk(self, request: Request, start: int) -> int:
-        """Return the number of tokens of the next step, which ends at a block boundary or at the last
-        token.
+        """Return the number of tokens in the next step.
+
+        The step ends at a block boundary or at the last token.
         """
         most = 1 if self._has_states else max(self._num_prompt_tokens // (3 * self._unit), 1)
         return min((start // self._unit + most) * self._unit, request.num_tokens) - start

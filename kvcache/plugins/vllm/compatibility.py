@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the installed vLLM has the interfaces that the plug-in replaces and implements.
+"""Checks that the installed vLLM has the interfaces that the plug-in uses and implements.
 
-`TESTED` versions run the whole test suite. A later version is accepted if these checks and the
-comparison at startup (`kvcache.plugins.vllm.comparison`) pass.
+The whole test suite is run with the versions in `TESTED`. A later version is accepted if these
+checks and the comparison at startup (`kvcache.plugins.vllm.comparison`) pass.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ def is_tested(found: str) -> bool:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version."""
+    """Return the major and minor number of a version."""
     return tuple(int(re.match(r"\d*", part)[0] or 0) for part in text.split(".")[:2])
 
 
 def accept_new_parameters(ours: type, theirs: type) -> None:
-    """Let the methods of `ours` accept the parameters that a later version of `theirs` has added.
+    """Make the methods of `ours` accept parameters that a later version of `theirs` has added.
 
-    A value other than vLLM's default is rejected by name when the method is called.
+    If such a method is called with a value other than vLLM's default, it raises an error that names
+    the parameter.
 
     Raises:
         ValueError: A method of `theirs` has a new parameter without a default.
@@ -105,7 +106,7 @@ def _accepting(
 
 
 def missing_attributes(manager: object, modules: Iterable[ModuleType]) -> list[str]:
-    """Return the attributes of `kv_cache_manager` that these modules use and the manager lacks."""
+    """Return the attributes of `kv_cache_manager` that these modules use but the manager lacks."""
     used = re.compile(r"\bkv_cache_manager\.(\w+)(?:\.(\w+))?")
     parts = ("coordinator", "block_pool")
     missing = set()

@@ -19,21 +19,21 @@ class RequestBlocks(Protocol):
 
 
 class ManagerParts(Protocol):
-    """The attributes of the manager that these views read."""
+    """The manager's attributes that these views read."""
 
     native: allocator.KVCacheManager
     block_sizes: tuple[int, ...]
 
     @property
     def usage(self) -> float:
-        """Fraction of the blocks that are held."""
+        """Fraction of blocks that are held."""
 
     def held(self, request_id: str) -> RequestBlocks | None:
         """Return the blocks of a request, or None if it has none."""
 
 
 class KeptBlocks:
-    """Blocks of a finished request that are released later."""
+    """Blocks of a finished request whose release is deferred."""
 
     def __init__(self, request: allocator.Request) -> None:
         self.request = request
@@ -56,7 +56,7 @@ class BlockPoolView:
         return self._manager.native.pool.num_free
 
     def get_usage(self) -> float:
-        """Return the fraction of the blocks that are held."""
+        """Return the fraction of blocks that are held."""
         return self._manager.usage
 
 
@@ -81,7 +81,9 @@ class Coordinator:
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *_args: object, **_more: object
     ) -> int:
-        """Return how many more blocks a request needs for `num_tokens` tokens, ignoring windows."""
+        """Return the number of additional blocks that a request needs for `num_tokens` tokens,
+        ignoring windows.
+        """
         manager = self._manager
         held = manager.held(request_id)
         num_computed = 0 if held is None else held.num_computed

@@ -47,15 +47,16 @@ _SCHEDULERS = {
     False: "kvcache.plugins.vllm.VllmScheduler",
     True: "kvcache.plugins.vllm.VllmAsyncScheduler",
 }
-_MEMORY = 64 << 30  # bytes for the KV cache, which determine only the number of blocks
+_MEMORY = 64 << 30  # KV cache size in bytes; affects only the number of blocks
 
 
 def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
-    """Return (component, finding, whether kvcache supports it) per row.
+    """Return rows of (component, finding, whether kvcache supports it).
 
     Args:
         arguments: The arguments of `vllm serve`: a model, or a folder with its `config.json`, and
-            options. The groups are those of one worker, because parallel workers have the same kinds.
+            options. Only the groups of one worker are reported, because all parallel workers have
+            the same kinds of groups.
     """
     found = check_version()
     version = found if is_tested(found) else f"{found}, which the tests of kvcache do not cover"
@@ -105,7 +106,7 @@ def _conclusion(config: VllmConfig, is_served: bool) -> tuple[str, str, bool]:
 
 
 def _config(arguments: Sequence[str]) -> tuple[VllmConfig, dict[str, int]]:
-    """Return vLLM's configuration with one worker, and the numbers of workers that were given."""
+    """Return vLLM's configuration reduced to one worker, and the worker counts that were given."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -134,7 +135,7 @@ def _scheduler(config: VllmConfig) -> Any:
 
 
 class _NoWorkers(Executor):
-    """Stands in for the workers, which the engine core queries before it creates the scheduler."""
+    """Replaces the workers, which the engine core queries before it creates the scheduler."""
 
     def _init_executor(self) -> None:
         config = self.vllm_config
@@ -216,7 +217,10 @@ def _connector_row(
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the message without line breaks. pydantic's has a headline and a link around it."""
+    """Return the message without line breaks.
+
+    Messages from pydantic are stripped of their headline and link.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not re.match(r"\d+ validation error|For further", line)]
     return " ".join(kept or lines)[:500] or type(error).__name__

@@ -24,7 +24,7 @@ MEDIUM = "GPU"  # vLLM's name for the pool's memory on any device
 
 
 class VllmEventTranslator:
-    """Translate the events of one manager, and add the fields that vLLM reports for each group."""
+    """Translates the events of one manager, and adds the fields that vLLM reports for each group."""
 
     def __init__(self, config: KVCacheConfig) -> None:
         self._kinds = [
@@ -39,7 +39,7 @@ class VllmEventTranslator:
         self._discarded: dict[bytes, list[int]] = {}
 
     def follow(self, hashes: Sequence[bytes]) -> None:
-        """Record the tokens that a session discards although a hash in its list covers them.
+        """Record tokens that a session discards even though a hash in its list covers them.
 
         vLLM keeps the hash in this case, because a drafter's KV depends on these tokens.
         """
@@ -49,9 +49,10 @@ class VllmEventTranslator:
                 del self._discarded[next(iter(self._discarded))]
 
     def labels_of(self, request: Request) -> dict[str, Any]:
-        """Return the `Request` options from which the events of its blocks get their extra keys.
+        """Return the `Request` options that determine the extra keys in the events of the request's
+        blocks.
 
-        Extra keys of prompt embeddings are omitted.
+        Extra keys for prompt embeddings are omitted.
         """
         labels: dict[str, Any] = {"session": request.session_id}
         if request.prompt_embeds is not None:
@@ -102,7 +103,7 @@ class VllmEventTranslator:
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
-    """Return an entry per block, or None if blocks are hashed in parts."""
+    """Return one entry per block, or None if blocks are hashed in parts."""
     if event.hash_block_size != event.block_size:
         return None
     if event.extra_keys is None:

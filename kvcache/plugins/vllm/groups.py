@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts vLLM's KV cache groups to kvcache's. Unsupported kinds are rejected by name."""
+"""Converts vLLM's KV cache groups to kvcache's.
+
+Unsupported kinds are rejected with an error that names them.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,15 @@ def group_specs(
     """Convert each of vLLM's groups.
 
     Args:
-        config: vLLM's configuration of the cache.
-        use_eagle: Whether a drafter needs the last block of a hit to be recomputed in its groups.
-            If no group is marked as the drafter's, this applies to all groups except states.
-        context_parallel_size: Workers over which tokens are distributed, in groups that are not
-            replicated.
+        config: vLLM's cache configuration.
+        use_eagle: Whether a drafter requires the last block of a hit to be recomputed in the
+            drafter's groups. If no group is marked as belonging to the drafter, this applies to all
+            groups except state groups.
+        context_parallel_size: Number of workers over which tokens are distributed, for groups that
+            are not replicated.
 
     Raises:
-        ValueError: A kind of group is not supported.
+        ValueError: A group's kind is not supported.
     """
     groups = config.kv_cache_groups
     of_drafter = [bool(group.is_eagle_group) for group in groups]
@@ -78,6 +82,7 @@ def _state_group(spec: MambaSpec) -> GroupSpec:
         )
     if spec.mamba_cache_mode == "none":  # one block with the maximum number of tokens
         return GroupSpec("full_attention", spec.block_size)
-    if spec.mamba_cache_mode == "all":  # a state in each block; the next token reads the last state
+    # Each block holds one state, and the next token reads the last state.
+    if spec.mamba_cache_mode == "all":
         return GroupSpec("sliding_window", spec.block_size, {"window": 2})
     return GroupSpec("recurrent", spec.block_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's block hashes, computed natively with identical bytes."""
+"""Computes vLLM's block hashes natively, with identical bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm.v1.request import Request
 from kvcache.allocator.hashing import encoded_blocks
 from kvcache.native.load import core
 
-# vLLM's name of a hash function -> kvcache's algorithm with identical bytes.
+# Maps vLLM's hash function names to kvcache's algorithms that produce identical bytes.
 _ALGORITHMS = {"sha256_cbor": "sha256_cbor", "xxhash_cbor": "xxh3_128_cbor"}
 _HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 Hasher = Callable[[Request], Sequence[bytes]]
 
 
 class RequestHashes(core.HashedTokens):
-    """The `block_hashes` of a vLLM request: packed hashes, and the tokens.
+    """The `block_hashes` of a vLLM request: packed hashes and the request's tokens.
 
     Attributes:
         discarded: Maps a block's hash to the tokens after the block that the hash covers. An entry is
@@ -36,7 +36,7 @@ class RequestHashes(core.HashedTokens):
         self._after_last: list[int] = []
 
     def extend(self, hashes: Sequence[bytes]) -> None:
-        """Do nothing: the native hasher has already added the hashes that vLLM appends here."""
+        """Do nothing, because the native hasher has already added the hashes that vLLM appends here."""
 
     def clear(self) -> None:
         """Remove all hashes."""
@@ -51,11 +51,11 @@ class RequestHashes(core.HashedTokens):
         return [*self, *other]
 
     def __reduce__(self) -> tuple:
-        """Pickle and copy as a list, like vLLM's own."""
+        """Pickle and copy this object as a list, like vLLM's own."""
         return list, (list(self),)
 
     def note_last(self, tokens: list[int]) -> None:
-        """Record the tokens after the last block, all of which its hash covers."""
+        """Record the tokens after the last block that are covered by the last block's hash."""
         self._after_last = tokens
 
     def __delitem__(self, blocks: slice) -> None:
@@ -78,7 +78,7 @@ def hash_bytes_of(name: str) -> int:
 def get_request_block_hasher(
     hash_block_size: int, caching_hash_fn: Callable, num_hash_lookahead_tokens: int = 0
 ) -> Hasher:
-    """Replace vLLM's function of this name: native for CBOR, vLLM's own for pickled tokens."""
+    """Replace the vLLM function of this name: natively for CBOR, with vLLM's own for pickled tokens."""
     algorithm = _ALGORITHMS.get(caching_hash_fn.__name__)
     num_lookahead = num_hash_lookahead_tokens
     if algorithm is None:
@@ -117,8 +117,8 @@ def get_request_block_hasher(
 def _extra_keys(
     request: Request, start: int, stop: int, size: int, num_lookahead: int
 ) -> list[bytes] | None:
-    """Return the extra keys of blocks `start` to `stop - 1` as CBOR, by vLLM's rules; None if there are
-    none. They cover the `num_lookahead` tokens after each block.
+    """Return the extra keys of blocks `start` to `stop - 1` as CBOR, following vLLM's rules; None
+    if there are none. The extra keys of a block also cover the `num_lookahead` tokens after it.
     """
     if not (
         request.lora_request

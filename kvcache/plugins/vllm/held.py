@@ -12,7 +12,9 @@ from kvcache.plugins.vllm.blocks import BlockIds
 
 
 class HashSpan(NamedTuple):
-    """The tokens that a block's hash covers: those of the block, and `num_lookahead` after it."""
+    """The tokens that a block's hash covers: the block's own tokens and the `num_lookahead` tokens
+    after it.
+    """
 
     block_size: int
     num_lookahead: int
@@ -50,13 +52,13 @@ class HeldRequest:
         self.request = request
         self.hashed = hashed
         self.row = -1
-        self.start = 0  # start of the request's last native call
+        self.start = 0  # first token of the request's last native call
         self.num_computed = 0  # tokens with slots in the native manager
         self.num_known = 0  # known tokens at the last update of the native manager
-        self.stop = 0  # number of tokens after the scheduler's last call
+        self.stop = 0  # number of tokens covered up to the scheduler's last call
         self.step = 0  # step of the scheduler's last call
         self.quiet_until = 0  # number of slots up to which the blocks do not change
-        self.due = 0  # step that exceeds `quiet_until`, at one token per step
+        self.due = 0  # step in which `quiet_until` is exceeded, at one token per step
         self.ready: BlockIds | None = None  # new blocks not yet returned to the scheduler
         self.num_external = 0
         self.is_receiving = False
@@ -65,6 +67,6 @@ class HeldRequest:
 
     @property
     def num_published(self) -> int:
-        """Tokens of published blocks: known and computed at the last native call."""
+        """Number of tokens in published blocks, as known and computed at the last native call."""
         size = self.hashed.block_size
         return min(self.hashed.num_blocks(self.num_known), self.num_computed // size) * size

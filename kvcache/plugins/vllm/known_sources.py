@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the sources of vLLM's schedulers that `steady.py` repeats.
+"""Source digests of the vLLM scheduler methods that `steady.py` reimplements.
 
-A release that changes one of them, or a subclass that overrides one, schedules every step with its own
-code. To accept a new version: read its changes of these methods, change `steady.py` where needed, run
-`tests/plugins/vllm/test_vllm_steady.py`, and add the digests of `sources_digest`.
+If a release changes one of these methods, or a subclass overrides one, every step is scheduled by
+that release's or subclass's code. To support a new version, review its changes to these methods,
+update `steady.py` where needed, run `tests/plugins/vllm/test_vllm_steady.py`, and add the digests
+that `sources_digest` returns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-# Digests of the sources of vLLM's scheduler and asynchronous scheduler that `steady.py` repeats.
+# Source digests of vLLM's scheduler and asynchronous scheduler.
 KNOWN_SOURCES = {
     "0.32.0": (
         "3b6b7482096f33d126d1ed869752d24af91f5202231efe2195d53918b6bbfee4",
@@ -57,9 +58,9 @@ _OTHERS = (
 
 
 def sources_digest(scheduler: type, without: type) -> str:
-    """Return the digest of the repeated methods, as resolved by the class `scheduler`.
+    """Return the digest of the reimplemented methods, as resolved in the class `scheduler`.
 
-    `without`: the class that calls the repeated code. Its own methods are ignored.
+    `without`: the class that calls the reimplementation. Methods defined in this class are ignored.
     """
     classes = [each for each in scheduler.__mro__ if each is not without]
     found = [vars(each)[name] for name in _METHODS for each in classes if name in vars(each)]
@@ -68,9 +69,9 @@ def sources_digest(scheduler: type, without: type) -> str:
 
 
 def has_known_sources(scheduler: type, without: type) -> bool:
-    """Return whether steady steps may replace vLLM's code in this class of schedulers."""
+    """Return whether steady steps may replace vLLM's code in this scheduler class."""
     try:
         digest = sources_digest(scheduler, without)
-    except (OSError, TypeError):  # no sources, or no functions
+    except (OSError, TypeError):  # no source code is available, or a method is not a function
         return False
     return any(digest in each for each in KNOWN_SOURCES.values())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements vLLM's KVCacheManager with kvcache's manager.
 
-In the common case, the blocks of a request do not change, and its calls return immediately (see
+In most calls, the request's blocks do not change, and the call returns immediately (see
 `kvcache.plugins.vllm.ahead`).
 """
 
@@ -35,7 +35,7 @@ class VllmCacheManager:
     """The `kv_cache_manager` of vLLM's `Scheduler`.
 
     Args:
-        hash_bytes: Size of vLLM's block hashes.
+        hash_bytes: Size of vLLM's block hashes in bytes.
         options: Fields of `CacheOptions`, for example the eviction policy.
 
     Raises:
@@ -87,7 +87,7 @@ class VllmCacheManager:
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.empty_kv_cache_blocks = NoBlocks(len(groups))
         hashes = {}
-        if enable_caching:  # requests arrive with hashes of vLLM's algorithm
+        if enable_caching:  # requests arrive with block hashes from vLLM's algorithm
             hashes = {"hash_algorithm": "engine:vllm", "hash_bytes": hash_bytes}
             hashes["hash_block_size"] = hash_block_size
             hashes["num_hash_lookahead_tokens"] = num_hash_lookahead_tokens
@@ -117,13 +117,14 @@ class VllmCacheManager:
         self._ahead = Ahead(self.native, self._states, self._held)
         self._num_admit_calls = self._num_loads = self._num_failed_loads = 0
         self._has_waiting = lambda: True
-        self._may_look = True  # whether this step may look up hits
+        self._may_look = True  # whether prefix lookups may occur in this step
         self._step_of_lookup = -1
-        # Whether `begin_decode_step` has already begun the step that vLLM's scheduler begins next.
+        # Whether `begin_decode_step` has already begun the step that vLLM's scheduler will begin
+        # next.
         self._has_begun = False
 
     def described(self) -> str:
-        """Return the policy, the number of blocks, the groups and the hashes in one line."""
+        """Return a one-line description: eviction policy, number of blocks, groups and prefix caching."""
         groups = ", ".join(
             f"{group.kind} of {group.block_size} tokens"
             + "".join(f" ({name} {value})" for name, value in group.options.items())
@@ -141,31 +142,35 @@ class VllmCacheManager:
 
     @property
     def copies_states(self) -> bool:
-        """Whether the model has states that workers copy between pages."""
+        """Whether workers copy the model's recurrent states between pages."""
         return self._states.are_copied
 
     def ask_who_waits(self, has_waiting: Callable[[], bool]) -> None:
-        """Set the function that returns whether requests wait. If none wait, steps skip lookups."""
+        """Set a function that returns whether requests are waiting.
+
+        If none are, steps skip lookups.
+        """
         self._has_waiting = has_waiting
 
     # --- prefix hits ---
 
     def prefix_cache_lookup_enabled(self, request: Request) -> bool:
-        """Return whether the request takes hits."""
+        """Return whether the request may use prefix hits."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """Return the blocks of the cached prefix, its length, and the end of a longer prefix that
-        only full attention has cached, or 0.
+        """Return the blocks and the length of the cached prefix.
+
+        The third value is the end of a longer prefix that only full attention has cached, or 0.
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         if self._step_of_lookup != self._ahead.step:  # running requests are scheduled first
             self._step_of_lookup = self._ahead.step
             self._ahead.publish_filled(self._ahead.step)
-        # A step of this engine copies no blocks, so a hit must not end inside a block.
+        # Steps in vLLM do not copy blocks, so a hit must not end inside a block.
         found = self.native.cache.find_prefix(
             self._native_request(request), whole_blocks=True, max_tokens=max_cache_hit_length
         )
@@ -184,7 +189,7 @@ class VllmCacheManager:
     def truncate_computed_blocks(
         self, blocks: KVCacheBlocks, num_computed_tokens: int
     ) -> KVCacheBlocks:
-        """Return only the blocks of the first `num_computed_tokens` tokens."""
+        """Return only the blocks that hold the first `num_computed_tokens` tokens."""
         if num_computed_tokens == 0:
             return self.empty_kv_cache_blocks
         return BlockIds(
@@ -229,7 +234,7 @@ class VllmCacheManager:
             held.stop = stop = request.num_computed_tokens + num_new_tokens
             held.step = self._ahead.step
             if self._states.are_copied and request.status is not RequestStatus.RUNNING:
-                # A session continues, so all of its blocks are sent to the worker again.
+                # When a session continues, all of its blocks are sent to the worker again.
                 held.copied_states = self._states.last_held(
                     self.native, held.request, request.num_computed_tokens
                 )
@@ -267,8 +272,8 @@ class VllmCacheManager:
     def begin_decode_step(self, request_ids: Container[str]) -> dict[str, KVCacheBlocks] | None:
         """Begin a step that computes one token of each of these running requests.
 
-        Return the new blocks by request. None: a request needs a separate native call, which may
-        fail. The step has begun nevertheless: the next `new_step_starts` does nothing, and
+        Return the new blocks, keyed by request. None: a request needs a separate native call, which
+        may fail. Even then, the step has begun: the next `new_step_starts` does nothing, and
         `allocate_slots` serves the requests.
         """
         self.new_step_starts()
@@ -360,9 +365,9 @@ class VllmCacheManager:
         return BlockIds(new_ids)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Finish loading a request's external tokens; `num_computed_tokens` includes them.
+        """Finish loading a request's external tokens, which `num_computed_tokens` already includes.
 
-        Blocks whose tokens are known become hits at the next call that allocates slots.
+        Blocks whose tokens are known can be hit from the next call that allocates slots.
         """
         held = self._held.get(request.request_id)
         if held is None or not held.is_receiving:
@@ -385,7 +390,7 @@ class VllmCacheManager:
             self.native.free(held.request)
 
     def pop_blocks_for_free(self, request: Request) -> list[KeptBlocks]:
-        """Detach the request's blocks; `block_pool.free_blocks` releases the returned blocks."""
+        """Detach and return the request's blocks, to be released with `block_pool.free_blocks`."""
         held = self._taken(request)
         if held is None:
             return []
@@ -393,7 +398,7 @@ class VllmCacheManager:
         return [KeptBlocks(held.request)]
 
     def _taken(self, request: Request) -> HeldRequest | None:
-        """Remove and return the record of a finished request, with its tokens updated."""
+        """Remove and return the record of a finished request, with up-to-date tokens."""
         self._ahead.busy.pop(request.request_id, None)
         held = self._held.pop(request.request_id, None)
         if not self._held:  # no request is being computed
@@ -405,12 +410,13 @@ class VllmCacheManager:
             self.native.finish_receiving(held.request, 0)
             return held
         held.due = -1
-        # Drafts and tokens of steps in flight are not hits yet, unless they were published before.
+        # Drafts and tokens of steps in flight cannot be hit yet, unless they were already
+        # published.
         num_computed = min(
             request.num_computed_tokens - request.num_output_placeholders, request.num_tokens
         )
-        # The native row cannot be rolled back past the start of its last step. This start includes
-        # drafts that may have been rejected since. Without its tokens, a block is not cached.
+        # The native row cannot be rolled back past the start of its last step. This start may
+        # include drafts that have since been rejected. Blocks with unknown tokens are not cached.
         self._append_known(request, held.request, num_computed + self._hashed.num_lookahead)
         num_computed = max(num_computed, held.num_published, held.start)
         # A state cannot be rolled back, so the request's last step counts as computed.
@@ -424,12 +430,12 @@ class VllmCacheManager:
 
     @property
     def usage(self) -> float:
-        """Fraction of the blocks that are held."""
+        """Fraction of blocks that are held."""
         pool = self.native.pool
         return 1.0 - pool.num_free / pool.num_total
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """Return the blocks of a request in all groups."""
+        """Return a request's blocks in all groups."""
         held = self._held.get(request_id)
         if held is None:
             return self.empty_kv_cache_blocks
@@ -444,7 +450,7 @@ class VllmCacheManager:
         return BlockIds(ids, [num_cached // size for size in self.block_sizes])
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Return the block ids of a request in all groups."""
+        """Return a request's block ids in all groups."""
         return self.get_blocks(request_id).get_block_ids()
 
     def get_block_ids_for_computed_tokens(
@@ -458,7 +464,7 @@ class VllmCacheManager:
         )
 
     def estimate_cached_tokens(self, request: Request) -> int:
-        """Return how many of the request's tokens can be hits for other requests."""
+        """Return how many of the request's tokens can be prefix hits for other requests."""
         if not self.enable_caching or request.request_id not in self._held:
             return 0
         # Tokens of steps in flight are not computed yet.
@@ -468,7 +474,7 @@ class VllmCacheManager:
         return min(num_computed // size, num_hashed) * size
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
-        """Record a prefix-cache lookup of a request and its hit tokens."""
+        """Record a request's prefix-cache lookup and its number of hit tokens."""
         if self.log_stats and self.prefix_cache_lookup_enabled(request):
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens,
@@ -484,7 +490,7 @@ class VllmCacheManager:
         return stats
 
     def counts(self) -> dict[str, int]:
-        """Return the counts of `kvcache.plugins.vllm.metrics`, by key."""
+        """Return the counts for `kvcache.plugins.vllm.metrics`, by key."""
         stats, pool = self.native.cache.stats, self.native.pool
         found = {
             "native_calls": self._ahead.num_native_calls + self._num_admit_calls,
@@ -525,14 +531,16 @@ class VllmCacheManager:
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Do nothing: blocks leave their windows in calls that allocate slots."""
+        """Do nothing, because calls that allocate slots also release the blocks that left a window."""
 
     def take_new_block_ids(self) -> list[int]:
         """Return the attention blocks allocated since the last call, if they must be cleared."""
         return self._states.take_new()
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
-        """Record the request's blocks from this token on as new, to be cleared."""
+        """Record the request's blocks that start at or after this token as new, so that they are
+        cleared.
+        """
         self._states.note_new(self._blocks_of_tokens(request_id, start_token))
 
     def take_kv_cache_block_copies(self) -> tuple[list, list]:
@@ -550,13 +558,16 @@ class VllmCacheManager:
     def get_zeroing_block_ids_in_range(
         self, request_id: str, start_token: int, end_token: int
     ) -> list[int]:
-        """Return the request's blocks of these tokens, in the groups whose new blocks are cleared."""
+        """Return the request's blocks that hold these tokens, in groups whose new blocks are cleared."""
         return self._states.zeroed_of(self._blocks_of_tokens(request_id, start_token, end_token))
 
     def _blocks_of_tokens(
         self, request_id: str, first: int, end: int | None = None
     ) -> list[list[int]]:
-        """Return the request's blocks of tokens [`first`, `end`) per group. None: to the end."""
+        """Return, per group, the request's blocks that hold tokens [`first`, `end`).
+
+        None: to the end.
+        """
         request = self._held[request_id].request
         found = []
         for group, size in enumerate(self.block_sizes):
@@ -565,8 +576,9 @@ class VllmCacheManager:
         return found
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Return 0 for each group, as vLLM 0.32's own manager does, because it has no cascade
-        attention.
+        """Return 0 for each group, because cascade attention is not used.
+
+        vLLM 0.32's own manager also returns 0.
         """
         return [0] * self.num_kv_cache_groups
 
@@ -594,7 +606,7 @@ class VllmCacheManager:
 
     @staticmethod
     def _append_known(request: Request, ours: allocator.Request, end: int | None = None) -> None:
-        """Append the tokens before `end` (None: all) that the native request does not have yet."""
+        """Append the tokens before `end` (None: all tokens) that the native request lacks."""
         if tokens := request._all_token_ids[ours.num_tokens : end]:
             ours.append_tokens(tokens)
 

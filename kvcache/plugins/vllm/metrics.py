@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache:` metrics in vLLM's `/metrics`.
+"""Adds the `kvcache:` metrics to vLLM's `/metrics` endpoint.
 
-The engine core adds the manager's counts to the statistics that it sends to the API server, in their
-dictionary of integers (`num_kv_fetch_reqs_by_stage`). vLLM reads only its own keys, and logs them if any
-value is not 0, so the counts are part of the keys. In the API server, vLLM creates the logger below
-through the entry point group `vllm.stat_logger_plugins`.
+The engine core adds the manager's counts to `num_kv_fetch_reqs_by_stage`, a dictionary of integers
+in the statistics that it sends to the API server. vLLM reads only its own keys, and logs them if
+any value in the dictionary is not 0. The counts are therefore encoded in the keys. In the API
+server, vLLM creates the logger below through the entry point group `vllm.stat_logger_plugins`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 _PREFIX = "kvcache:"
-# Key of the counts -> help text. "evicted_blocks 1" is the count of group 1.
+# Maps the key of a count to its help text. For example, "evicted_blocks 1" is the count of group 1.
 _COUNTERS = {
     "native_calls": "Calls in which the manager changed blocks of requests.",
-    "loads": "Loads of KV from outside that have ended.",
-    "failed_loads": "Loads that did not bring all tokens, or were aborted.",
+    "loads": "KV loads from a connector that have ended.",
+    "failed_loads": "KV loads that did not deliver all tokens, or were aborted.",
     "broken_pins": "Pinned blocks that were evicted.",
     "stored_blocks": "Blocks that entered the prefix cache.",
     "evicted_blocks": "Cached blocks that were evicted.",
@@ -43,7 +43,7 @@ def add_counts(stats: SchedulerStats, counts: dict[str, int]) -> None:
 
 
 class KVCacheStatLogger(StatLoggerBase):
-    """Exports the counts of kvcache's managers. Without such a manager, it exports nothing."""
+    """Exports the counts of kvcache's managers, or nothing if there is no such manager."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._model = vllm_config.model_config.served_model_name

@@ -45,7 +45,7 @@ def _each(connector: Any) -> list[Any]:
 
 
 def what_connector_lacks(connector: type) -> str:
-    """Return why a class of connectors cannot be used with kvcache's manager, or ""."""
+    """Return why a connector class cannot be used with kvcache's manager, or "" if it can."""
     base = KVConnectorBase_V1
     for name in ("bind_gpu_block_pool", "bind_kv_cache_manager"):
         if getattr(connector, name, None) is not getattr(base, name, None):
@@ -54,7 +54,7 @@ def what_connector_lacks(connector: type) -> str:
 
 
 def _asked_of_vllms_pool(connector: Any) -> str:
-    """Return the vLLM internals that a connector reads outside the manager's interface, or ""."""
+    """Return the vLLM internals that a connector reads bypassing the manager's interface, or ""."""
     if lacks := what_connector_lacks(type(connector)):
         return lacks
     if getattr(connector, "_bounding_group_ids", ()):
@@ -63,10 +63,10 @@ def _asked_of_vllms_pool(connector: Any) -> str:
 
 
 class _WithManager:
-    """Replace the manager: vLLM's scheduler creates it by a name in its module."""
+    """Replace the manager class that vLLM's scheduler looks up by name in its module."""
 
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
-        # The engine looks up the hasher later.
+        # The engine looks up the hash function later.
         engine_core.get_request_block_hasher = get_request_block_hasher
         own = (vllm_config.additional_config or {}).get("kvcache", {})
         if not isinstance(own, dict):
@@ -102,8 +102,8 @@ class _WithManager:
         finally:
             vllm_scheduler.KVCacheManager = theirs
         self._check_start(make_manager, dict(arguments), algorithm)
-        # Prefill chunks end where a state is kept. States that the worker keeps inside a chunk go
-        # to the null block.
+        # Prefill chunks end at positions where a state is kept. States that the worker would keep
+        # inside a chunk are written to the null block.
         self.mamba_has_prefill_checkpoint_blocks = False
         if self.connector is not None and self.kv_cache_manager.copies_states:
             raise ValueError(
@@ -128,7 +128,7 @@ class _WithManager:
             )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule a step. Steady decode steps do not run vLLM's code."""
+        """Schedule a step. Steady decode steps bypass vLLM's code."""
         if self.steady is not None:
             scheduled = self.steady.schedule(throttle_prefills)
             if scheduled is not None:
@@ -138,7 +138,10 @@ class _WithManager:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Process a step's output. Plain tokens of steady decode steps do not run vLLM's code."""
+        """Process a step's output.
+
+        For plain tokens of steady decode steps, vLLM's code is bypassed.
+        """
         if self.steady is not None:
             outputs = self.steady.update(scheduler_output, model_runner_output)
             if outputs is not None:
@@ -155,7 +158,8 @@ class _WithManager:
     def _check_start(
         self, make_manager: Callable[..., Any], arguments: dict[str, Any], algorithm: str
     ) -> None:
-        """Check the interfaces that vLLM's schedulers use, and compare both managers. Log the result.
+        """Check the interfaces that vLLM's schedulers use, compare both managers, and log the
+        result.
 
         Raises:
             ValueError: An interface is missing, or the managers differ.
@@ -204,4 +208,4 @@ class VllmScheduler(_WithManager, vllm_scheduler.Scheduler):
 
 
 class VllmAsyncScheduler(_WithManager, async_scheduler.AsyncScheduler):
-    """vLLM's scheduler for asynchronous scheduling, with kvcache's manager."""
+    """vLLM's asynchronous scheduler with kvcache's manager."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bookkeeping for recurrent states (Mamba) in vLLM, in addition to their blocks."""
+"""Additional bookkeeping for the blocks of recurrent states (Mamba) in vLLM."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvcache.step import StepReport
 class StateGroups:
     """The state groups of a model, and the state blocks that the current step uses.
 
-    The worker copies a state at the start of a step and writes it at the end. A state written in a step
-    is therefore a hit only for the next step, and the source page of a copy is reused only then. Models
-    with states also need new attention blocks cleared.
+    The worker copies a state at the start of a step and writes it at the end. Therefore, a state
+    written in a step can be hit only from the next step on, and the source page of a copy is not
+    reused before the next step. Models with states also require new attention blocks to be cleared.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StateGroups:
             for g, is_state in enumerate(are_states)
             if config.needs_kv_cache_zeroing and not is_state
         ]
-        self._filled: set[int] = set()  # blocks with states that the current step computes
+        self._filled: set[int] = set()  # blocks whose states are computed in the current step
         self._new: list[int] = []
         self._step_id: int | None = None
         finer = [self._sizes[g] for g in self._copied if self._sizes[g] != hash_block_size]
@@ -62,7 +62,10 @@ class StateGroups:
         self.release_left(native)
 
     def release_left(self, native: KVCacheManager) -> None:
-        """Release the pages that states have left so far. Pages left later stay held."""
+        """Release the pages that states have left so far.
+
+        Pages that they leave later remain held.
+        """
         if not self._copied:
             return
         plan = native.step()
@@ -73,7 +76,7 @@ class StateGroups:
     def note_filled(
         self, native: KVCacheManager, request: allocator.Request, start: int, stop: int
     ) -> None:
-        """Record that the current step computes the tokens [`start`, `stop`) of the request."""
+        """Record that the current step computes the request's tokens [`start`, `stop`)."""
         for group in self._cached:
             first, last = start // self._sizes[group], stop // self._sizes[group]
             if last > first:
@@ -84,7 +87,7 @@ class StateGroups:
         return any(len(hits[g]) and int(hits[g][-1]) in self._filled for g in self._cached)
 
     def last_of(self, hits: Sequence[np.ndarray] | None) -> list[tuple[int, int, int]]:
-        """Return (group, column, block) of the states copied from a hit."""
+        """Return the (group, column, block) of each state that is copied from a hit."""
         if not hits:
             return []
         return [(g, len(hits[g]) - 1, int(hits[g][-1])) for g in self._copied if len(hits[g])]
@@ -92,14 +95,16 @@ class StateGroups:
     def last_held(
         self, native: KVCacheManager, request: allocator.Request, num_computed: int
     ) -> list[tuple[int, int, int]]:
-        """Return (group, column, block) of the request's states after `num_computed` tokens."""
+        """Return the (group, column, block) of each of the request's states after `num_computed`
+        tokens.
+        """
         if num_computed == 0:
             return []
         columns = [(g, (num_computed - 1) // self._sizes[g]) for g in self._copied]
         return [(g, at, int(native.block_ids(request, g)[at])) for g, at in columns]
 
     def note_new(self, ids: Sequence[list[int]], skipped: Sequence[int] = ()) -> None:
-        """Record newly allocated blocks by group. `skipped` groups need no clearing."""
+        """Record newly allocated blocks by group. Groups in `skipped` need no clearing."""
         if ids:
             self._new += self.zeroed_of(ids, skipped)
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steady decode steps of vLLM's scheduler, built from columns instead of one request at a time.
+"""Computes steady decode steps of vLLM's scheduler from columns instead of one request at a time.
 
-In a steady step no request waits and each running request computes one token, so `schedule()` repeats
-the previous step with different numbers, and `update_from_output` appends one token to each
-request. Both change the same state as vLLM's methods. Every condition is checked before anything
-changes, and the methods return None if one fails; the caller then runs vLLM's own code.
+In a steady step, no request is waiting and each running request computes one token. `schedule()`
+then repeats the previous step with updated token counts, and `update_from_output` appends one token
+to each request. Both methods update the same state as vLLM's methods. All conditions are checked
+before anything changes. If a condition is not met, the method returns None, and the caller runs
+vLLM's own code.
 
-The code follows vLLM's line by line, so it runs only with versions of `known_sources.py`.
+The code mirrors vLLM's line by line, so it is used only with the versions in `known_sources.py`.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from vllm.v1.request import Request
 
 from kvcache.plugins.vllm.batches import NOBODY, SteadyBatch, facts_of
 
-_MOST_IN_FLIGHT = 64  # steps whose outputs have not arrived; vLLM has at most two
+_MOST_IN_FLIGHT = 64  # maximum number of vLLM steps whose outputs have not arrived
 
 _status = attrgetter("status")
 
 
 class SteadySteps:
-    """The steady steps of a scheduler.
+    """Schedules the steady steps of a vLLM scheduler.
 
     Attributes:
         num_scheduled: Steps that `schedule` has built.
@@ -46,9 +47,9 @@ class SteadySteps:
         self._batch = NOBODY
         self._refused: Request | None = None  # a running request that needs vLLM's code
         self._in_flight: deque[tuple[SchedulerOutput, SteadyBatch]] = deque(maxlen=_MOST_IN_FLIGHT)
-        self._has_nans = False  # whether requests store their number of NaNs
-        # Only vLLM's schedule() preempts, resumes and admits requests. Between two calls, requests that
-        # were checked need fewer checks.
+        self._has_nans = False  # whether requests record the number of NaNs in their logits
+        # Only vLLM's schedule() preempts, resumes and admits requests. Requests that were checked
+        # need fewer checks until its next call.
         self._epoch = 0
         self.num_scheduled = self.num_updated = 0
 
@@ -66,7 +67,7 @@ class SteadySteps:
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput | None:
         scheduler = self._scheduler
         if not scheduler.running:
-            self._batch = NOBODY  # NOBODY contains no requests
+            self._batch = NOBODY  # `NOBODY` contains no requests
             return None
         if throttle_prefills or not self._is_plain():
             return None
@@ -86,7 +87,7 @@ class SteadySteps:
         return output
 
     def _is_plain(self) -> bool:
-        """Return whether nothing but the running requests' next tokens can be scheduled."""
+        """Return whether only the next token of each running request can be scheduled."""
         scheduler = self._scheduler
         config, num_running = scheduler.scheduler_config, len(scheduler.running)
         return not (
@@ -103,7 +104,7 @@ class SteadySteps:
             or scheduler.num_spec_tokens
             or scheduler.num_lookahead_tokens
             or scheduler.dynamic_sd_lookup is not None
-            # connectors, pipeline stages, and the cadence of prefills
+            # connectors, pipeline stages, and prefill intervals
             or scheduler.connector is not None
             or scheduler.ec_connector is not None
             or scheduler.aux_output_connector is not None
@@ -134,9 +135,11 @@ class SteadySteps:
         return self._batch
 
     def _steady_part(self, batch: SteadyBatch) -> tuple[SteadyBatch, list[int]] | None:
-        """Return the requests that compute one token, and their numbers of computed tokens.
+        """Return the batch of requests that compute one token, and their numbers of computed
+        tokens.
 
-        Requests that get their last token from a step in flight are left out. None: vLLM's code must run.
+        Requests whose last token is computed by a step in flight are omitted. None: vLLM's code
+        must run.
         """
         scheduler, found = self._scheduler, []
         is_unchecked, is_async = batch.checked != self._epoch, self._is_async
@@ -167,12 +170,13 @@ class SteadySteps:
         if (
             not found
             or max(found) + 2 > scheduler.max_model_len
-            # vLLM's first model runner receives all tokens of the other requests.
+            # vLLM's V1 model runner is sent all tokens of requests that were not in the previous
+            # step.
             or not (
                 scheduler.use_v2_model_runner
                 or scheduler.prev_step_scheduled_req_ids.issuperset(batch.ids)
             )
-            # Chunks of prompts end where a state is kept.
+            # Prompt chunks end at positions where a state is kept.
             or (
                 scheduler.need_mamba_block_aligned_split
                 and any(map(int.__lt__, found, batch.num_prompt_tokens))
@@ -203,7 +207,7 @@ class SteadySteps:
                 all_token_ids={},
                 new_block_ids=new_block_ids,
                 num_computed_tokens=num_computed,
-                # known outputs and placeholders
+                # known output tokens and placeholders
                 num_output_tokens=(np.array(num_computed) + batch.from_outputs).tolist(),
             ),
             num_scheduled_tokens=batch.num_scheduled.copy(),
@@ -220,7 +224,7 @@ class SteadySteps:
         )
 
     def _advance(self, batch: SteadyBatch) -> None:
-        """Change the scheduler's and the requests' state as vLLM does after a step."""
+        """Update the state of the scheduler and its requests as vLLM does after a step."""
         scheduler, requests = self._scheduler, batch.requests
         scheduler.current_step += 1
         scheduler.prefill_capacity_bound = False
@@ -270,7 +274,7 @@ class SteadySteps:
         return self._outputs(batch, outputs, answered)
 
     def _taken(self, scheduled: SchedulerOutput) -> SteadyBatch | None:
-        """Remove and return the batch of a step, with those before it; None if vLLM built the step."""
+        """Remove and return a step's batch, and discard earlier batches; None if vLLM built the step."""
         for i, (output, batch) in enumerate(self._in_flight):
             if output is scheduled:
                 for _ in range(i + 1):
@@ -332,9 +336,9 @@ class SteadySteps:
         return sampled if set(map(type, chain.from_iterable(sampled))) == {int} else None
 
     def _append(self, batch: SteadyBatch, sampled: list[list[int]]) -> np.ndarray:
-        """Append a token to each request, and hash the blocks that became full.
+        """Append a token to each request, and hash the blocks that are now full.
 
-        Return the known tokens of each request as int64[n].
+        Return the number of known tokens of each request as int64[n].
         """
         requests = batch.requests
         rows = zip(requests, batch.all_ids, batch.output_ids, chain.from_iterable(sampled))
@@ -367,7 +371,7 @@ class SteadySteps:
         num_tokens: np.ndarray,
         outputs: list[EngineCoreOutput],
     ) -> None:
-        """Free the requests that stop, and write their outputs. vLLM's `check_stop` decides."""
+        """Free the requests that stop according to vLLM's `check_stop`, and write their outputs."""
         scheduler = self._scheduler
         limits = np.minimum(batch.limits, scheduler.max_model_len)
         may_stop = set(np.flatnonzero(num_tokens >= limits).tolist())

@@ -52,7 +52,7 @@ def findings(worker: Any) -> dict[str, object]:
     Returns:
         "reports": pages of text. "counts": findings by kind. "steps", "slots_read",
         "slots_compared", "slots_written": totals. "unchecked": groups that are not checked, each
-        with the reason. "off": the reason why the sanitizer has switched itself off, or None.
+        with the reason. "off": the reason why the sanitizer has disabled itself, or None.
         "blocks_loaded": blocks that a host tier loaded. "loads_checked": loaded blocks whose bytes
         were compared.
 

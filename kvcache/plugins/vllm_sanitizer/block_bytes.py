@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the bytes of vLLM's blocks. The sanitizer uses them to check what a host tier loads."""
+"""Computes digests of the bytes of vLLM's blocks, so that blocks loaded from a host tier can be
+checked.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,17 @@ import torch
 
 from kvcache.sanitizer import Sanitizer
 
-_HOST_TIERS = ("OffloadingConnector", "SimpleCPUOffloadConnector")  # load what they stored
+# Connectors that load only blocks that they have stored.
+_HOST_TIERS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 def has_host_tier(connector: object) -> bool:
-    """Return whether a connector only stores and loads blocks of its own engine."""
+    """Return whether a connector stores and loads only blocks of its own engine."""
     return any(each.__name__ in _HOST_TIERS for each in type(connector).__mro__)
 
 
 class BlockBytes:
-    """Observes digests of blocks as they become full, and checks the digests of loaded blocks.
+    """Records digests of blocks as they become full, and checks the digests of loaded blocks.
 
     Args:
         runner: vLLM's model runner.
@@ -32,9 +35,9 @@ class BlockBytes:
         self._sanitizer = sanitizer
         self._num_blocks = runner.kv_cache_config.num_blocks
         self._caches: dict[int, list[torch.Tensor]] = {}  # by sanitized group
-        self._num_full: dict[str, int] = {}  # tokens in blocks that were observed
+        self._num_full: dict[str, int] = {}  # number of tokens in observed blocks
         self.num_loaded = self.num_checked = 0
-        self.unchecked: dict[int, str] = {}  # groups whose bytes are not checked, with the reason
+        self.unchecked: dict[int, str] = {}  # groups whose bytes are not checked, and the reason
         layers = runner.compilation_config.static_forward_context
         for g, gid in enumerate(gids):
             if sanitizer.groups[g].kind == "state":
@@ -47,7 +50,7 @@ class BlockBytes:
                 self.unchecked[gid] = "bytes of loads: the layout of its caches is unknown"
 
     def begin(self, name: str, blocks: list[list[int]], num_computed: int, is_loaded: bool) -> None:
-        """Check the blocks that a new or resumed request has loaded."""
+        """Check the blocks that were loaded for a new or resumed request."""
         self._num_full[name] = num_computed
         for g in self._caches if is_loaded else ():
             size = self._sanitizer.groups[g].block_size
@@ -56,7 +59,7 @@ class BlockBytes:
             self.num_checked += self._sanitizer.check_digests(g, full, self._digests(g, full))
 
     def observe(self, name: str, blocks: list[list[int]], num_tokens: int) -> None:
-        """Observe the blocks that a request has filled, up to `num_tokens` verified tokens."""
+        """Observe the blocks that a request has filled with its first `num_tokens` verified tokens."""
         before = self._num_full.get(name, num_tokens)
         for g in self._caches:
             size = self._sanitizer.groups[g].block_size

@@ -22,12 +22,15 @@ class Holds:
     def __init__(self, sanitizer: Sanitizer, gids: list[int], sizes: list[int]) -> None:
         self._sanitizer, self._gids, self._sizes = sanitizer, gids, sizes
         self._blocks: dict[str, list[list[int]]] = {}  # per group, by column; 0 if released
-        self._left: dict[str, list[int]] = {}  # number of columns that are no longer read
+        self._left: dict[str, list[int]] = {}  # number of leading columns that are no longer read
         self._holders: dict[int, set[tuple[str, int]]] = {}  # by block: (name, group)
         self.scheduled: Iterable[str] = ()
 
     def take(self, name: str, blocks: tuple[list[int], ...], num_computed: int) -> None:
-        """Append blocks to a request. Blocks of the first `num_computed` tokens may be shared."""
+        """Append blocks to a request.
+
+        Blocks that hold the first `num_computed` tokens may be shared.
+        """
         held = self._blocks.setdefault(name, [[] for _ in self._gids])
         self._left.setdefault(name, [0] * len(self._gids))
         for g, gid in enumerate(self._gids):
@@ -41,7 +44,9 @@ class Holds:
                 self._sanitizer.observe_allocation(name, new, group=g)
 
     def exclusive(self, name: str, g: int, blocks: list[int]) -> list[int]:
-        """Return the blocks, with 0 for blocks that other requests also hold. Loads do not fill these."""
+        """Return the blocks, with 0 for blocks that other requests also hold, because loads do not
+        fill these.
+        """
         own = {(name, g)}
         return [block if self._holders.get(block) == own else 0 for block in blocks]
 
@@ -71,9 +76,9 @@ class Holds:
     def _take_over(self, block: int, name: str, g: int, is_shared: bool) -> None:
         """Release a block from requests that cannot hold it any longer.
 
-        The worker is not informed when the scheduler releases blocks of requests that are not in a
-        step. If a block is assigned to another group, or is new to a request, its earlier holders must
-        have released it.
+        If the scheduler releases blocks of a request that is not in the current step, it does not
+        inform the worker. However, if a block is assigned to another group or newly assigned to a
+        request, its earlier holders must have released it.
         """
         for holder, group in list(self._holders.get(block, ())):
             waits = holder not in self.scheduled and holder != name

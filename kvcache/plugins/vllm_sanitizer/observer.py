@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports the steps of a vLLM worker to a `Sanitizer`.
 
-The observer reads the inputs of the kernels: the tokens and positions of the batch, the slot mapping and
-block table of each cache group, copies of blocks and of recurrent states, and blocks that a connector
-filled.
+The observer reads the kernels' inputs: the tokens and positions of the batch, the slot mapping and
+block table of each cache group, copies of blocks and recurrent states, and blocks that a connector
+has filled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
         sanitizer: The sanitizer. None: a sanitizer with options from the environment.
 
     Returns:
-        The observer, also in `worker.model_runner.kvcache_sanitizer`.
+        The observer, which is also stored in `worker.model_runner.kvcache_sanitizer`.
 
     Raises:
         ValueError: The model runner or its cache layout is not supported.
@@ -129,10 +129,10 @@ class WorkerObserver:
         self._arguments: dict[str, dict[str, object]] = {}  # of `observe_request`
         self._loaded: set[str] = set()  # requests for which a connector loaded blocks
         self._bytes: BlockBytes | None = None
-        self._verified: dict[
-            str, int
-        ] = {}  # number of tokens per request of the last step, without drafts
-        self._drafted: dict[str, int] = {}  # start of requests that had drafts in the last step
+        # Number of tokens of each request in the last step, without drafts.
+        self._verified: dict[str, int] = {}
+        # First token of each request that had drafts in the last step.
+        self._drafted: dict[str, int] = {}
         self._is_computing = False
         self._has_sync_loads = False
         self._guard = ObserverGuard(sanitizer)
@@ -221,7 +221,7 @@ class WorkerObserver:
     # A step -------------------------------------------------------------------------------------------
 
     def _begin(self, output: Any) -> None:
-        """Observe what the scheduler has decided, before the worker acts on it."""
+        """Observe the scheduler's decisions before the worker acts on them."""
         sanitizer, holds = self.sanitizer, self._holds
         self._output = output
         if self._bytes is not None:
@@ -268,7 +268,7 @@ class WorkerObserver:
             self._begin_request(*each)
 
     def _num_computed(self, cached: Any) -> list[int]:
-        """Return the number of tokens of each request that are certain to be computed."""
+        """Return, for each request, the number of tokens that are certain to be computed."""
         if not (self._runner.use_async_scheduling and self._drafted):
             return cached.num_computed_tokens
         # The scheduler counts all drafts of the previous step, although some may be rejected.
@@ -336,7 +336,7 @@ class WorkerObserver:
             tokens = self._runner.input_batch.token_ids_cpu[row, first : starts[row]].astype(
                 np.int64
             )
-            if tokens.min() >= 0:  # otherwise, they are still on the device
+            if tokens.min() >= 0:  # otherwise, the counts are still on the device
                 self.sanitizer.observe_tokens([name], [first], [len(tokens)], tokens)
         drafts = self._output.scheduled_spec_decode_tokens
         self._drafted = {name: int(starts[i]) for i, name in enumerate(names) if name in drafts}
@@ -362,7 +362,7 @@ class WorkerObserver:
     def _observe_checkpoints(
         self, g: int, names: list[str], starts: np.ndarray, layer: Any
     ) -> None:
-        """Observe states that a prompt's chunk writes at a position inside it."""
+        """Observe states that a prompt chunk writes at positions inside the chunk."""
         found = getattr(layer, "checkpoint_meta", None) or getattr(layer, "checkpoint", None)
         if found is None:
             return
@@ -380,7 +380,10 @@ class WorkerObserver:
         return metadata.get(self._runner.kv_cache_config.kv_cache_groups[gid].layer_names[0])
 
     def _table(self, layer: Any, gid: int, num_rows: int) -> np.ndarray:
-        """Return a group's block table, from the layer's metadata if that contains one like vLLM's."""
+        """Return a group's block table.
+
+        It is read from the layer's metadata if these contain one like vLLM's.
+        """
         runner = self._runner
         ours = runner.input_batch.block_table[gid]
         table = ours.get_device_tensor(num_rows)

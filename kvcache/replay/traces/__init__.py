@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of common trace formats: one file per format, registered by name."""
+"""Readers for common trace formats, with one file per format. Readers are registered by name."""
 
-# Imported in the order in which formats are tried on a line.
+# The import order is the order in which the formats are tried on a line.
 import kvcache.replay.traces.bailian
 from kvcache.replay.traces.fields import TraceError
 from kvcache.replay.traces.mooncake import read_mooncake

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alibaba's traces of Qwen on Bailian: JSON lines, with ids of blocks of 16 tokens as content.
+"""Alibaba's traces of Qwen on Bailian: JSON lines that identify content by ids of 16-token blocks.
 
 Fields are `chat_id`, `timestamp` (seconds), `input_length`, `output_length` (tokens) and `hash_ids`, one
 per block of the prompt. If a partial last block has no id, its tokens are treated as unique.
@@ -25,7 +25,7 @@ from kvcache.replay.traces.fields import (
 from kvcache.replay.traces.registry import register_block_ids, register_trace_form
 from kvcache.replay.workload import WorkloadRequest
 
-_NUM_TOKENS = 16  # per block
+_NUM_TOKENS = 16  # tokens per block
 
 
 def _is_bailian(_: Line, record: dict | None) -> bool:

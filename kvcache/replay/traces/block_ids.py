@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and content of prompts in traces that contain only block ids.
+"""Derives the tokens and content keys of prompts in traces that contain only block ids.
 
-Equal ids mean equal content and equal prefixes. The tokens are derived from the ids.
+Blocks with equal ids have equal content and equal prefixes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_BLOCK_ID = VOCABULARY**2 - 1  # two tokens encode an id
 
 
 class BlockIdRequest(NamedTuple):
-    """A request of a trace with block ids, before the ids are expanded to tokens."""
+    """A request from a trace with block ids, before the ids are expanded to tokens."""
 
     index: int
     arrival_ms: int
@@ -50,7 +50,7 @@ def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:
     """Return the tokens int32[k, num_tokens] of blocks int64[k], all below `VOCABULARY`.
 
     The first two tokens encode the id, so blocks with different ids always have different tokens.
-    The other tokens are a mix of id and offset.
+    The other tokens are computed by mixing the id and the offset.
     """
     mixed = mix64(ids.astype(np.uint64))[:, None] ^ _mixed_offsets(num_tokens)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
@@ -66,10 +66,11 @@ def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:
 def block_content(ids: np.ndarray, num_tokens: int) -> np.ndarray:
     """Return content keys int64[k, num_tokens] of the blocks int64[k] of one prompt, from id and offset.
 
-    The first token does not encode the whole id of its block. Two different blocks that follow the same
-    block may start with the same token. If a cache's blocks have one token, or extend beyond the block
-    boundary of the trace, this token is then correctly a hit. The key of a first token is therefore
-    derived from the previous block and the token. It is negative, unlike all other keys.
+    A block's first token does not encode the whole block id, so two different blocks that follow
+    the same block may start with the same token. If the cache uses blocks of one token, or blocks
+    that extend beyond the trace's block boundaries, a hit on this token is correct. The key of a
+    first token is therefore derived from the previous block and the token itself. It is negative,
+    unlike all other keys.
     """
     return _keys_at(ids, num_tokens, np.arange(len(ids) * num_tokens)).reshape(-1, num_tokens)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request logs of engines: vLLM (`--enable-log-requests`) and SGLang (`--log-requests`).
 
-Other lines are skipped. In vLLM logs, each request line with `prompt_token_ids: [...]` counts; newer
-versions write them only at level DEBUG. In SGLang logs, each line `Receive: obj=GenerateReqInput(...)`
-counts, with its `input_ids` or, without these, the words of its `text`; the log level must include
-complete prompts. Arrival times are the timestamps at the start of the lines, if any, in seconds. The
-lengths of the answers are unknown.
+Other lines are skipped. In vLLM logs, each request line with `prompt_token_ids: [...]` is a
+request; newer versions write these lines only at level DEBUG. In SGLang logs, each line `Receive:
+obj=GenerateReqInput(...)` is a request. Its tokens are its `input_ids` or, if these are missing,
+the words of its `text`. The log level must include complete prompts. Arrival times, in seconds, are
+the timestamps at the start of the lines, if any. Answer lengths are unknown.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _TIME = re.compile(r"(?:\d\d(\d\d)-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 def _vllm_ids(line: Line) -> re.Match[str] | None:
     """Return the ids in a request line: the last match, because a prompt may contain similar text.
 
-    The search has several steps, because a single expression would try every pair of colons in the line.
+    The search uses several steps, because a single regular expression would try every pair of
+    colons in the line.
     """
     text = _decoded(line)
     request = _VLLM_REQUEST.search(text)

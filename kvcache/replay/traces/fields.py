@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace lines and their JSON fields, with checks that report the location of an error."""
+"""Reads trace lines and their JSON fields, with checks that report the location of an error."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from kvcache.checks import MAX_INT32
 from kvcache.native.load import core
 
-_MOST_TIME = 2**53 - 1  # seconds or milliseconds; floats represent integers up to here exactly
+_MOST_TIME = 2**53 - 1  # seconds or milliseconds; floats represent integers up to it exactly
 
 
 class TraceError(ValueError):
-    """A trace line is malformed. The message names file, line, field and value."""
+    """Raised if a trace line is malformed. The message names the file, line, field and value."""
 
 
 class Line(NamedTuple):
     text: bytes
-    where: str  # file and line number, the start of an error message
+    where: str  # file and line number, with which error messages start
 
 
 def record_of(line: Line) -> dict:
@@ -52,7 +52,10 @@ def milliseconds(record: dict, name: str, line: Line) -> int:
 
 
 def check_times(record: dict, line: Line, expected: bool | None) -> bool:
-    """Return whether a line has a `timestamp`; TraceError if earlier lines differ (`expected`)."""
+    """Return whether a line has a `timestamp`.
+
+    Raises TraceError if the result differs from `expected`.
+    """
     found = "timestamp" in record
     if expected not in (None, found):
         what = "is missing" if expected else f"is {quoted(record['timestamp'])}"
@@ -107,7 +110,7 @@ def record_with_arrays(line: Line, most: int) -> dict:
 
 
 def whole_number_array(record: dict, name: str, most: int, line: Line) -> np.ndarray:
-    """Return a list of integers from 0 to `most`, of a record from `record_with_arrays`, as int64[n]."""
+    """Return a list of integers from 0 to `most` in a record from `record_with_arrays`, as int64[n]."""
     values = record.get(name)
     if isinstance(values, np.ndarray):
         return values

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's traces (FAST'25): JSON lines, with block ids as content.
+"""Mooncake's traces (FAST'25): JSON lines that identify content by block ids.
 
-Fields are `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one per block of the
-prompt. The last block may be partial. Mooncake's blocks have 512 tokens. Other traces of this form have
-blocks of another power of two, from 16 to 4,096, which is inferred from the first lines.
+Fields are `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one per block
+of the prompt. The last block may be partial. Mooncake's blocks have 512 tokens. Other traces in
+this format use a different power of two, from 16 to 4,096, which is inferred from the first lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcache.replay.traces.registry import read_trace, register_block_ids, regis
 from kvcache.replay.workload import WorkloadRequest
 
 _SIZES = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)  # tokens per block, most probable first
-_NUM_LOOKED_AT = 64  # lines
+_NUM_LOOKED_AT = 64  # number of lines
 
 
 def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
@@ -64,7 +64,7 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
 
 
 def _block_size(lines: list[Line]) -> int:
-    """Return the tokens per block with which most lines agree."""
+    """Return the number of tokens per block that is consistent with the most lines."""
     found = []
     for line in lines:
         try:

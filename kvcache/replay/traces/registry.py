@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace formats by name, and the detection of a file's format."""
+"""Registers trace formats by name, and detects the format of a file."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from kvcache.replay.workload import WorkloadRequest
 
 try:
     import zstandard
-except ImportError:  # only needed for files of this form
+except ImportError:  # needed only for files in this format
     zstandard = None
 _ZstdError = zlib.error if zstandard is None else zstandard.ZstdError
 
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
 _Of = TypeVar("_Of", bound=Callable[[Iterator[Line]], Iterator[BlockIdRequest]])
 _MOST_LOOKED_AT = 10_000  # maximum number of log lines before the first request
-MOST_LINE_BYTES = 2**26  # larger than a prompt of several million tokens
+MOST_LINE_BYTES = 2**26  # exceeds the size of a prompt with several million tokens
 
 
 class _ZstdStream(io.RawIOBase):
-    """The content of a file of Zstandard frames. Unlike `zstandard.stream_reader`, it raises EOFError if
-    the last frame is cut off.
+    """The decompressed content of a file of Zstandard frames.
+
+    Unlike `zstandard.stream_reader`, it raises EOFError if the last frame is truncated.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -72,14 +73,16 @@ _BLOCK_ID_READERS: dict[str, Callable[[Iterator[Line]], Iterator[BlockIdRequest]
 def register_trace_form(
     name: str, has: Callable[[Line, dict | None], bool]
 ) -> Callable[[Reader], Reader]:
-    """Register a reader of a trace format.
+    """Register a reader for a trace format.
 
     Args:
         name: Name of the format.
-        has: Returns whether a line, and the JSON object in it (or None), identify this format.
+        has: Returns whether a line belongs to this format, given the line and its JSON object (or
+            None).
 
     Returns:
-        A decorator for a reader, which receives the lines that are not blank and yields their requests.
+        A decorator for the reader, a function that receives the nonblank lines and yields their
+        requests.
 
     Raises:
         ValueError: The name is already registered.
@@ -95,7 +98,7 @@ def register_trace_form(
 
 
 def register_block_ids(name: str) -> Callable[[_Of], _Of]:
-    """Register a second reader of a format, which yields block ids without their tokens."""
+    """Register an additional reader for a format, which yields block ids without their tokens."""
 
     def registered(read: _Of) -> _Of:
         _BLOCK_ID_READERS[name] = read
@@ -137,7 +140,7 @@ def read_block_ids(
     """Yield the requests of a trace file, without tokens if its format has block ids.
 
     Reading block ids is faster, because they are not expanded to tokens. Arguments and errors are
-    those of `read_trace`.
+    the same as for `read_trace`.
     """
     return _requests(*_checked(path, form), with_tokens=False)
 
@@ -168,7 +171,7 @@ def _requests(name: str, form: str | None, with_tokens: bool) -> Iterator:
 
 
 def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
-    """Return a stream of the content, whether it is compressed or not."""
+    """Return a stream of the file's content, decompressed if necessary."""
     magic = file.peek(4)[:4]
     if magic.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=file)
@@ -205,7 +208,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
 def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
     """Return the format that the lines identify, and an iterator over all lines.
 
-    Raises TraceError at a JSON object of no known format.
+    Raises TraceError if a JSON object matches no known format.
     """
     load_extensions()
     seen: list[Line] = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces with text: JSON lines with `prompt`, or with `messages` of `role` and `content`.
 
-Each word and each punctuation mark is one token; a real tokenizer yields slightly more. Equal prefixes
-remain equal, which is sufficient for a replay. `timestamp` (ms) and `output_length` (tokens) are optional
-and must be present in either all lines or none.
+Each word and each punctuation mark becomes one token; a real tokenizer yields slightly more tokens.
+Equal prefixes remain equal, which is sufficient for a replay. `timestamp` (ms) and `output_length`
+(tokens) are optional and must be present in either all lines or none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def tokens_of_text(text: str) -> np.ndarray:
-    """Return int32[n] with one token per word or punctuation mark, below `VOCABULARY`."""
+    """Return one token id below `VOCABULARY` per word or punctuation mark, as int32[n]."""
     words = _WORD.findall(text)
     keys = (zlib.crc32(word.encode(errors="surrogatepass")) for word in words)
     return np.array([key % VOCABULARY for key in keys], np.int32)

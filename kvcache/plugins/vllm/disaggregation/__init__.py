@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode in two vLLM engines. Blocks are transferred between their pools:
+"""Prefill and decode in two vLLM engines, with block transfers between their pools:
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVCacheConnector", "kv_role": "kv_producer",
         "kv_connector_module_path": "kvcache.plugins.vllm.disaggregation"}'
 
-The other engine has `"kv_role": "kv_consumer"`. Pass options with `kv_connector_extra_config`; they are
-the fields of `Options`.
+The other engine is started with `"kv_role": "kv_consumer"`. Pass options, which are the fields of
+`Options`, with `kv_connector_extra_config`.
 """
 
 from kvcache.plugins.vllm.compatibility import check_version

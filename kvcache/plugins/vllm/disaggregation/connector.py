@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's connector interface, on the scheduler side and the worker side."""
+"""Implements vLLM's connector interface for the scheduler side and the worker side."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         )
         check_kinds(kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
-        # The scheduler reads this field later; vLLM's default would fail the request.
+        # The scheduler reads this field later. vLLM's default would abort the request.
         transfer.kv_load_failure_policy = options.on_failure
         if role == KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(options, vllm_config, kv_cache_config)
@@ -107,7 +107,9 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Return True: the caches are withdrawn from the transport before they are unmapped."""
+        """Return True, because the caches are deregistered from the transport before they are
+        unmapped.
+        """
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -139,7 +141,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the finished transfers.
 
-        A failed request recomputes all of its blocks, even with one group.
+        A request whose load failed recomputes all of its blocks, even if there is only one group.
         """
         return KVConnectorTransferResults(*self._worker.take_results())
 

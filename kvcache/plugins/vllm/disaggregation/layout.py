@@ -35,12 +35,13 @@ def layout_of_group(
         tensors: The cache of each layer.
         engine_id: Name of the engine.
         num_blocks: Blocks of the group.
-        total_num_kv_heads: KV heads of the model. A rank holds an equal share, or one replicated head.
+        total_num_kv_heads: Number of KV heads of the model. Each rank holds an equal share of them,
+            or one replicated head.
         tp_size: Tensor-parallel size.
         is_mla: Whether the layers use MLA.
-        head_size: Elements of K per head, followed by those of V. None: the content is described as one
+        head_size: Elements of K per head. V follows K. None: the content is described as one
             vector, and only vLLM engines can read it.
-        interior: Order of the content of a page.
+        interior: Order of the elements within a page.
 
     Raises:
         ValueError: Pages are not contiguous, or differ between layers.

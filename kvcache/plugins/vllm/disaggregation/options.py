@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the connector, read from `kv_connector_extra_config`."""
+"""The connector's options, read from `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Options(ConnectorOptions):
     """Options of the connector.
 
     Args:
-        on_failure: What happens to a request whose load fails: "recompute", or "fail" to return an error.
+        on_failure: How to handle a request whose load fails: "recompute", or "fail" to return an
+            error.
 
     Raises:
         TypeError, ValueError: An option is unknown or out of range.

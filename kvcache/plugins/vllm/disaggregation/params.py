@@ -14,7 +14,8 @@ _KEY = "kvcache"
 def params_of(offer: Offer) -> dict[str, Any]:
     """Return the offer as JSON values.
 
-    Proxies read the additional names, which vLLM's connectors also use.
+    Besides the offer, the values contain the keys that proxies read and that vLLM's own connectors
+    also set.
     """
     return {"do_remote_prefill": True, "do_remote_decode": False, _KEY: offer.to_dict()}
 
@@ -22,8 +23,8 @@ def params_of(offer: Offer) -> dict[str, Any]:
 def offer_in(params: Mapping[str, Any] | None) -> Offer | None:
     """Return the offer in a request's `kv_transfer_params`, or None if there are no parameters.
 
-    Raises ValueError under the same conditions as `Offer.from_dict`, and for another connector's
-    parameters.
+    Raises ValueError under the same conditions as `Offer.from_dict`, and if the parameters are from
+    another connector.
     """
     if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
         return None

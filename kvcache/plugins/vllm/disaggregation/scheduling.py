@@ -33,7 +33,7 @@ _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class Scheduling:
-    """Decides which transfers to start. The worker side moves the bytes."""
+    """Decides which transfers to start. The worker side performs them."""
 
     def __init__(
         self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -49,7 +49,7 @@ class Scheduling:
         cache = vllm_config.cache_config
         self._algorithm = cache.prefix_caching_hash_algo if cache.enable_prefix_caching else None
         self._handshakes: list[RankHandshake] = []
-        self._offers: dict[str, Offer | None] = {}  # by request id, until loaded
+        self._offers: dict[str, Offer | None] = {}  # keyed by request id, until loaded
         self._step = TransferMetadata()
         self._numbers = LeaseNumbers()
 
@@ -58,7 +58,7 @@ class Scheduling:
         self._handshakes = [handshakes[rank] for rank in sorted(handshakes)]
 
     def num_to_load(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return the number of tokens to load, and whether they are loaded in the background."""
+        """Return the number of tokens to load, and whether to load them in the background."""
         offer = self._offer(request)
         if offer is None:
             return 0, False
@@ -67,7 +67,7 @@ class Scheduling:
             return 0, False
         own = self._handshakes[0].groups
         for spec, mine, layout, blocks in zip(self._specs, own, offer.groups, offer.blocks):
-            # A loaded block may later be part of a hit of a different length, so all of its tokens
+            # A loaded block may later belong to a hit of a different length, so all of its tokens
             # must be loaded.
             first = first_needed(spec, end) // mine.block_size * mine.block_size
             first = max(num_computed_tokens, first)
@@ -78,7 +78,10 @@ class Scheduling:
         return end - num_computed_tokens, True
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_to_load: int) -> None:
-        """Record the blocks into which a request is loaded. Each request is loaded once."""
+        """Record the blocks into which a request's KV is loaded.
+
+        Each request is loaded at most once.
+        """
         offer = self._offers.get(request.request_id)
         if offer is None:
             return
@@ -100,7 +103,7 @@ class Scheduling:
     def finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the blocks are kept, and the parameters for the other engine."""
+        """Return whether the blocks must be kept, and the parameters for the other engine."""
         unread = self._offers.pop(request.request_id, None)
         if unread is not None:
             self._step.unread.append(unread)
@@ -137,12 +140,15 @@ class Scheduling:
         return True, params_of(offer)
 
     def take_output(self, output: KVConnectorOutput) -> None:
-        """Process the workers' report: free the lease numbers of sent requests."""
+        """Process the workers' report, and free the lease numbers of requests that were sent."""
         for request_id in output.finished_sending or ():
-            self._numbers.give_back(request_id)  # no effect for requests of another connector
+            self._numbers.give_back(request_id)  # has no effect for requests of another connector
 
     def _offer(self, request: Request) -> Offer | None:
-        """Return the offer of a request, checked once. An invalid offer is logged in one line."""
+        """Return a request's offer, which is checked only once.
+
+        An invalid offer is logged in one line.
+        """
         if request.request_id in self._offers:
             return self._offers[request.request_id]
         if not self._is_consumer or not request.kv_transfer_params:
@@ -178,7 +184,7 @@ class Scheduling:
 
 
 def model_of(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return the properties of the model that must be equal in both engines, as plain values."""
+    """Return, as plain values, the model properties that must be equal in both engines."""
     model, load = vllm_config.model_config, vllm_config.load_config
     return model_values(
         model.hf_config,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps and handshakes in the classes that vLLM passes between its processes."""
+"""Wraps steps and handshakes in classes that vLLM passes between its processes."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class TransferMetadata(Step, KVConnectorMetadata):
 
 
 class Handshake(RankHandshake, KVConnectorHandshakeMetadata):
-    """A message that each worker sends once."""
+    """A message that each worker sends once to the scheduler side."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes which tokens a group's layers read, so that blocks outside a window are not requested."""
+"""Computes which tokens a group's layers read, so that blocks outside a window are not loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import (
 
 
 def check_kinds(config: KVCacheConfig) -> None:
-    """Raise ValueError for groups whose blocks do not hold K and V of tokens."""
+    """Raise ValueError for groups whose blocks contain anything other than the K and V of tokens."""
     for group in config.transfer_group_ids:
         spec = config.kv_cache_groups[group].kv_cache_spec
         if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):

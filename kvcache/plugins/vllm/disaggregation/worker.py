@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side of the connector: registers caches, keeps leases, and loads blocks in a thread."""
+"""The worker side of the connector: registers caches, tracks leases, and loads blocks in a thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class TransferWorker:
         self.handshake: Handshake | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the caches by layer, and start to listen. Raises ValueError for an unknown layout."""
+        """Register each layer's cache, and start listening.
+
+        Raises ValueError for an unknown layout.
+        """
         groups = self._cache.kv_cache_groups
         chosen = [
             [kv_caches[name] for name in groups[group].layer_names]
@@ -52,12 +55,12 @@ class TransferWorker:
         self.handshake = Handshake(own.groups, own.address)
 
     def unregister(self) -> None:
-        """Withdraw the caches from the transport, before vLLM unmaps their memory."""
+        """Deregister the caches from the transport before vLLM unmaps their memory."""
         if self._rank is not None:
             self._rank.unregister()
 
     def restore(self) -> None:
-        """Register the caches again, after vLLM has mapped memory at the same addresses."""
+        """Register the caches again after vLLM has mapped memory at the same addresses."""
         if self._rank is not None:
             self._rank.restore()
 
@@ -66,9 +69,10 @@ class TransferWorker:
         self._rank.begin(step)
 
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests sent, received, and failed to receive since the last call.
+        """Return the requests that were sent, received, or could not be received since the last
+        call.
 
-        A failed request is reported once the transport no longer writes to its blocks.
+        A request whose load failed is reported once the transport no longer writes to its blocks.
         """
         found = self._rank.take_results() if self._rank is not None else Results()
         return found.sent, found.received | found.released, found.released
@@ -85,7 +89,8 @@ class TransferWorker:
         has_both = not is_mla and tensors[0].shape[-1] == sum(sizes)  # K and V, and no scales
         interior = BY_TOKEN
         if current_platform.is_cpu() and not is_mla:
-            # vLLM keeps the kernels' ISA in the metadata builders; this function exists in 0.32.
+            # vLLM stores the kernels' ISA in the metadata builders. This function exists in
+            # 0.32.
             from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
             dtype = self._config.cache_config.cache_dtype
@@ -105,10 +110,11 @@ class TransferWorker:
 
 
 def interior_of_kernel(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> str:
-    """Return the order in which a CPU kernel stores a block: `VEC`, or the kernel's name if the order
-    is another one.
+    """Return the order in which a CPU kernel stores a block: `VEC`, or the kernel's name for any
+    other order.
 
-    The order is found by a write to a small cache, so that a change of the kernel cannot go unnoticed.
+    The order is determined by writing to a small cache, so that changes to the kernel are always
+    detected.
 
     Args:
         isa: Name of the kernel.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcache's host tier for vLLM's offloading:
+"""Uses kvcache's host tier for vLLM's KV offloading:
 
 vllm serve MODEL --kv-transfer-config '{
     "kv_connector": "OffloadingConnector",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's OffloadingConnector with kvcache's host tier, with support for failed loads."""
+"""vLLM's OffloadingConnector with kvcache's host tier and support for failed loads."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def _choose_spec(extra: dict[str, Any]) -> None:
 class OffloadingConnector(of_vllm.OffloadingConnector):
     """vLLM's connector with kvcache's spec.
 
-    vLLM's connector assumes that every load succeeds. Here, a failed load is a miss: its request
-    recomputes the tokens (`kv_load_failure_policy` is set to "recompute"), and chunks that could not be
-    loaded are discarded. Raises ValueError or TypeError for invalid options.
+    vLLM's connector assumes that every load succeeds. This connector treats a failed load as a
+    miss: the request recomputes the tokens (`kv_load_failure_policy` is set to "recompute"), and
+    chunks that could not be loaded are discarded. Raises ValueError or TypeError for invalid
+    options.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
     ) -> KVConnectorPromMetrics:
         """Create the metrics of kvcache's spec.
 
-        The API server calls this in a process without a connector, so its configuration names no spec.
+        The API server calls this method in a process without a connector, where the configuration
+        does not name a spec.
         """
         _choose_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(vllm_config, *args, **options)
@@ -74,9 +76,10 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
         return results
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Extend vLLM's method: discard the chunks of failed loads, and load no more for their requests.
+        """Extend vLLM's method: discard the chunks of failed loads, and start no further loads for
+        the requests.
 
-        vLLM's scheduler reserves blocks for such a request as if it were running. Another load
+        vLLM's scheduler reserves blocks for such a request as if it were running. A further load
         could wait for these blocks forever.
         """
         scheduler = self.connector_scheduler

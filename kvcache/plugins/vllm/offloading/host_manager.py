@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of the host tier: assigns chunks of host memory to blocks."""
+"""The scheduler side of the host tier: assigns host memory chunks to blocks."""
 
 from __future__ import annotations
 
@@ -40,23 +40,24 @@ _MOST_COUNTED = 65_536  # maximum number of keys with a request count, for "sele
 
 @dataclass(frozen=True)
 class HostChunks(LoadStoreSpec):
-    """Chunks of host memory in the order of their keys. `counts`: chunks per group."""
+    """Host memory chunks in the order of their keys. `counts`: number of chunks per group."""
 
     chunks: np.ndarray
     counts: list[int]
 
 
 class HostManager(OffloadingManager):
-    """Chunks by key, over a `BlockPool`. The eviction policy chooses among chunks not held by transfers.
+    """Maps keys to chunks, based on a `BlockPool`. Only chunks that no transfer holds can be
+    evicted.
 
-    A request's chunks are released when they are stored or loaded, and once more when the request ends.
-    The last chunk is released first, so the first chunks stay longest.
+    A request's chunks are released when they have been stored or loaded, and once more when the
+    request ends. The last chunk is released first, so the first chunks stay cached longest.
 
     Args:
         num_chunks: Chunks of host memory, at least 1.
         tokens_per_chunk: Tokens of a chunk, by group number.
-        chained_groups: Numbers of the groups in which a chunk is a hit only after all earlier chunks. A
-            chunk of these groups is not evicted before a chunk that follows it.
+        chained_groups: Numbers of the groups in which a chunk can be hit only if all earlier chunks
+            are hits. In these groups, a chunk is never evicted before a chunk that follows it.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class HostManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether a chunk can be loaded now, or after its pending store."""
+        """Return whether a chunk can be loaded now, or once its pending store has completed."""
         if key not in self._chunk_of:
             return LookupResult.MISS
         if not req_context.load_tier_filter.allows(Medium.CPU, Locality.LOCAL):
@@ -92,15 +93,15 @@ class HostManager(OffloadingManager):
         return LookupResult.HIT_PENDING if key in self._storing else LookupResult.HIT
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Return host memory as the source. vLLM 0.31 does not call this method."""
+        """Return host memory as the source of the load. vLLM 0.31 does not call this method."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         return CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostChunks:
-        """Hold the chunks until `complete_load`.
+        """Hold the chunks until `complete_load` is called.
 
-        Raises KeyError for an unknown key and then holds nothing.
+        If a key is unknown, raises KeyError and holds no chunks.
         """
         keys = list(keys)
         chunks = self._chunks(keys)
@@ -121,7 +122,7 @@ class HostManager(OffloadingManager):
         self._pool.release(chunks)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Count a use of the stored chunks."""
+        """Record a use of the stored chunks."""
         self._touch([key for key in keys if key in self._chunk_of])
 
     # --- stores ---
@@ -175,7 +176,10 @@ class HostManager(OffloadingManager):
             self._end(state)
 
     def distrust(self, keys: Collection[OffloadKey]) -> None:
-        """Discard chunks whose load failed. They become misses, and can be stored again."""
+        """Discard chunks whose load failed.
+
+        Lookups of these chunks then miss, and the chunks can be stored again.
+        """
         chunks = [
             self._chunk_of[key]
             for key in keys
@@ -186,14 +190,14 @@ class HostManager(OffloadingManager):
         self._stats.increase_counter(metrics.FAILED_LOADS)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Release the request's chunks once more, in order, as soon as all are stored."""
+        """Release the request's chunks once more, in order, as soon as all of them are stored."""
         state = self._state(req_context)
         state.has_ended = True
         if not state.storing:
             self._end(state)
 
     def reset_cache(self) -> None:
-        """Clear the cache. Transfers in flight are not completed here, because vLLM discards them."""
+        """Clear the cache. Transfers in flight are not completed, because vLLM discards them."""
         options = self.options
         self._pool = BlockPool(self.num_chunks + 1, options.eviction, options.eviction_options)
         self._chunk_of: dict[OffloadKey, int] = {}
@@ -223,7 +227,7 @@ class HostManager(OffloadingManager):
         return stats
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the chunks and the pool are inconsistent. For tests."""
+        """Raise AssertionError if the chunks and the pool are inconsistent. Used by tests."""
         self._pool.check_invariants()
         for key, chunk in self._chunk_of.items():
             assert self._key_of[chunk] == key, "a chunk has another key"
@@ -243,7 +247,7 @@ class HostManager(OffloadingManager):
         return state
 
     def _wanted(self, new: list[OffloadKey], state: RequestKeys) -> list[OffloadKey]:
-        """Return the keys to store: all keys, or the keys that enough requests have used."""
+        """Return the keys to store: all keys, or only those that enough requests have used."""
         if self.options.store != SELECTIVE:
             return new
         counts, wanted = self._num_requests, []
@@ -298,7 +302,7 @@ class HostManager(OffloadingManager):
                 self._pool.publish(self._chunks(run), _hashes(run), group, parent)
 
     def _end(self, state: RequestKeys) -> None:
-        """Release the chunks of a finished request together, so that the policy sees one release."""
+        """Release a finished request's chunks in one call, so that the policy sees a single release."""
         for group, last_first in state.by_group().items():
             last_first = [
                 (position, key)
@@ -333,7 +337,7 @@ class HostManager(OffloadingManager):
 
 
 def _hashes(keys: Sequence[OffloadKey]) -> np.ndarray:
-    """Return the hashes as uint8[n, 32], with shorter hashes padded."""
+    """Return the hashes as uint8[n, 32]. Shorter hashes are padded."""
     packed = b"".join([get_offload_block_hash(key).ljust(32, b"\0") for key in keys])
     return np.frombuffer(packed, np.uint8).reshape(-1, 32)
 
@@ -353,7 +357,7 @@ def _counts(keys: Sequence[OffloadKey]) -> list[int]:
 
 
 def _last_first(keys: Iterable[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
-    """Sort by position, the end of the request first. This is the eviction order."""
+    """Sort by position, from the end of the request to its start. This is the eviction order."""
     return sorted(sorted(keys), key=req_context.get_offload_key_position, reverse=True)
 
 

@@ -28,7 +28,7 @@ _NO_PAIRS = np.empty((0, 2), np.int64)
 
 @dataclass
 class _Transfer:
-    """One of vLLM's jobs. `pages`: the host pages that it writes or reads."""
+    """One of vLLM's transfer jobs. `pages`: the host pages that the job writes or reads."""
 
     is_load: bool
     pages: np.ndarray
@@ -39,15 +39,18 @@ class _Transfer:
 
 
 class HostWorker(OffloadingWorker):
-    """Moves blocks with a `SwapEngine`. A chunk consists of `blocks_per_chunk` pages of host memory.
+    """Copies blocks with a `SwapEngine`. A chunk consists of `blocks_per_chunk` pages of host
+    memory.
 
-    A failed transfer raises no error. vLLM assumes that every job succeeds, so a failed job is reported
-    as a success with 0 bytes. A load that reads a host page that a store did not fill fails, and moves
-    nothing. `take_failed_loads` returns the failed loads.
+    A failed transfer raises no error. vLLM assumes that every job succeeds, so a failed job is
+    reported as successful with 0 bytes. A load fails, and copies nothing, if one of its host pages
+    was not filled by a store. `take_failed_loads` returns the failed loads.
 
     Args:
-        kv_caches: vLLM's tensors on a CUDA device or the CPU. Unused bytes of a page are not moved.
-        num_chunks: Chunks of host memory. With tensors on a CUDA device, the memory is pinned in pieces.
+        kv_caches: vLLM's tensors on a CUDA device or the CPU. Unused bytes of a page are not
+            copied.
+        num_chunks: Number of host memory chunks. If the tensors are on a CUDA device, the memory is
+            pinned piece by piece.
         blocks_per_chunk: Blocks per chunk.
 
     Raises:
@@ -69,7 +72,7 @@ class HostWorker(OffloadingWorker):
         self._failed_loads: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: HostChunks) -> bool:
-        """Start to copy blocks to chunks."""
+        """Start copying blocks to chunks."""
         all_pages = self._pages_of(dst_spec.chunks).ravel()
         self._is_filled[all_pages], self._filler[all_pages] = False, job_id
         pairs = self._pairs(src_spec, dst_spec, must_fill=True)
@@ -84,14 +87,14 @@ class HostWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        """Start to copy chunks to blocks.
+        """Start copying chunks to blocks.
 
         `expedited` (vLLM 0.33) has no effect: loads do not wait for stores.
         """
         pairs = self._pairs(dst_spec, src_spec, must_fill=False)
         transfer = _Transfer(True, pairs[:, 1], time.perf_counter())
         if len(pairs) < len(dst_spec.block_ids) or not self._is_filled[pairs[:, 1]].all():
-            transfer.error = RuntimeError("a store did not fill all of its pages")
+            transfer.error = RuntimeError("a store has not filled all host pages of this load")
             pairs = _NO_PAIRS
         self._start(job_id, transfer, pairs[:, ::-1])
         return True
@@ -127,10 +130,12 @@ class HostWorker(OffloadingWorker):
         return chunks.astype(np.int64)[:, None] * self._per_chunk + np.arange(self._per_chunk)
 
     def _pairs(self, gpu: GPULoadStoreSpec, host: HostChunks, *, must_fill: bool) -> np.ndarray:
-        """Return (device block, host page) pairs, int64[n, 2]. A group may begin inside its first chunk.
+        """Return (device block, host page) pairs as int64[n, 2]. A group may begin inside its first
+        chunk.
 
-        With `must_fill`, a group must end with its last chunk. If a group does not, one of its
-        blocks has left the window and vLLM does not report which block, so the group is skipped.
+        With `must_fill`, a group must end at the end of its last chunk. Otherwise, one of its
+        blocks has left the window, and the group is skipped because vLLM does not report which
+        block it was.
         """
         pages, blocks, first, block = [], [], 0, 0
         counts = iter(host.counts)
@@ -154,7 +159,7 @@ class HostWorker(OffloadingWorker):
         except (RuntimeError, ValueError, MemoryError) as error:
             transfer.error = error
         self._transfers[job_id] = transfer
-        self._is_over(transfer)  # on the CPU, the job completes here, so its time is measured
+        self._is_over(transfer)  # on the CPU, the job completes here, so its duration is measured
 
     def _is_over(self, transfer: _Transfer) -> bool:
         if transfer.ended is None and (transfer.job is None or transfer.job.poll()):

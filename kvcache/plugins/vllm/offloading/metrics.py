@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the host tier: vLLM's own metrics, and additional metrics."""
+"""The metrics of the host tier: vLLM's own, and additional ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILED_LOADS = "vllm:kv_offload_host_failed_loads"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Return the kind of each metric by name."""
+    """Return the kind of each metric, keyed by name."""
     return {
         HELD: OffloadingGaugeMetadata("Fraction of host chunks held by transfers."),
         WRITTEN: OffloadingGaugeMetadata("Fraction of host chunks being stored."),
@@ -33,7 +33,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
             buckets=(1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144),
         ),
         SKIPPED: OffloadingCounterMetadata(
-            "Chunks not stored because too few requests had them (store='selective')."
+            "Chunks not stored because too few requests used them (store='selective')."
         ),
         EVICTED: OffloadingCounterMetadata("Evicted host chunks."),
         FAILED_LOADS: OffloadingCounterMetadata(

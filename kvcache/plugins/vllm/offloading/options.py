@@ -34,7 +34,8 @@ _NOT_STORES = {
 
 @dataclass(frozen=True)
 class HostTierOptions:
-    """Options of the host tier. An invalid value raises TypeError or ValueError, which names the option.
+    """Options of the host tier. An invalid value raises a TypeError or ValueError that names the
+    option.
 
     Example:
         >>> HostTierOptions.of({"cpu_bytes_to_use": "1 GiB"}).cpu_bytes_to_use
@@ -51,12 +52,12 @@ class HostTierOptions:
     """Options of the eviction policy, by name."""
 
     store: str = THROUGH
-    """Which blocks are stored: "through" stores each filled block; "selective" stores only blocks that
-    at least `num_requests_to_store` requests contained.
+    """Which blocks are stored: "through" stores each filled block; "selective" stores only blocks
+    that occurred in at least `num_requests_to_store` requests.
     """
 
     num_requests_to_store: int = 2
-    """Number of requests, at least 1; see `store`."""
+    """Number of requests for `store="selective"`, at least 1."""
 
     def __post_init__(self) -> None:
         num_bytes = byte_count(self.cpu_bytes_to_use, "cpu_bytes_to_use")
@@ -87,7 +88,7 @@ class HostTierOptions:
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> HostTierOptions:
-        """Return the options that are not vLLM's own in `kv_connector_extra_config`."""
+        """Return the options in `kv_connector_extra_config` that are not vLLM's own."""
         names = [each.name for each in fields(cls)]
         for name in extra_config:
             if name in names or name in _OF_VLLM:

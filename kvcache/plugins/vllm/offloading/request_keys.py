@@ -12,19 +12,19 @@ from kvcache.allocator import BlockPool
 
 
 class RequestKeys:
-    """State attached to vLLM's context of a request, and valid until the cache is reset."""
+    """State that is attached to vLLM's context of a request and is valid until the cache is reset."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.own: set[OffloadKey] = set()  # keys that the request has stored
         self.storing: set[OffloadKey] = set()  # subset of `own` with stores in flight
         self.hits: set[OffloadKey] = set()
-        self.counted: set[OffloadKey] = set()  # keys counted in the request counts
+        self.counted: set[OffloadKey] = set()  # keys that are included in the request counts
         self.has_ended = False
         self._at: defaultdict[int, dict[int, OffloadKey]] = defaultdict(dict)
 
     def add(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Record keys by group and position."""
+        """Record keys by their group and position."""
         for key in keys:
             position = req_context.get_offload_key_position(key)
             self._at[get_offload_group_idx(key)][position] = key

@@ -22,7 +22,7 @@ from kvcache.plugins.vllm.offloading.options import HostTierOptions
 
 
 class KVCacheOffloadingSpec(OffloadingSpec):
-    """Create the manager for the scheduler and the `HostWorker` for a worker.
+    """Creates the manager for the scheduler and the `HostWorker` for a worker.
 
     Raises ValueError or TypeError for invalid options.
     """
@@ -31,7 +31,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        """Return vLLM's metrics of a host tier, and additional metrics."""
+        """Return vLLM's metrics of a host tier and additional metrics."""
         return metrics.definitions()
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -72,7 +72,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker side.
 
-        Raises ValueError with vLLM's own connector, which does not support failed loads.
+        Raises ValueError if vLLM's own connector is used, because it does not support failed loads.
         """
         if not self.loads_may_fail:
             raise ValueError(
