@@ -158,7 +158,7 @@ inline bool flag_argument(const py::handle& value, const char* name) {
   throw py::type_error(std::string(name) + " is " + short_repr(value) + ": expected True or False");
 }
 
-// Converts an integer argument in the range from `least` to `most`.
+// Converts an integer argument. Raises ValueError unless it is between `least` and `most`.
 inline int64_t int_argument(const py::handle& value, const char* name, int64_t least,
                             int64_t most) {
   const int64_t number = int_argument(value, name);
@@ -192,8 +192,8 @@ inline void check_num_entries(const py::handle& value, const char* name) {
 // The int32 values of a one-dimensional integer sequence. C-contiguous int32 arrays are not copied,
 // lists and tuples of ints are converted directly, and everything else is converted by numpy with
 // range checks. Raises TypeError for floats, True and False, and ValueError for values beyond
-// int32. A `least` of 0 only changes the error message, because the callee checks values that fit
-// int32.
+// int32. `least` affects only the message for values beyond int32: the callee checks values that
+// fit int32.
 class Int32Input {
  public:
   Int32Input(const py::handle& value, const char* name, int64_t least = kMinInt32)

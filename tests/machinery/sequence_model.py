@@ -331,7 +331,7 @@ class ModelSpace:
         self.sequences[child_key] = child
 
     def can_mark(self, keys, count):
-        """Return whether these marks do not split a prompt that must be computed in one step."""
+        """Return True if none of these marks splits a prompt that must be computed in one step."""
         found = [self.sequences[key] for key in keys]
         return not any(
             each.skips and min(each.num_marked + count, len(each.tokens)) < each.num_prompt

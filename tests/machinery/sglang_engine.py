@@ -18,7 +18,7 @@ import traceback
 from array import array
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-# Reserve only few tokens for answers, so that requests have to be retracted.
+# Reserve only a few tokens for outputs, so that requests have to be retracted.
 os.environ.setdefault("SGLANG_INIT_NEW_TOKEN_RATIO", "0.01")
 os.environ.setdefault("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "1")
 os.environ.setdefault("SGLANG_RETRACT_DECODE_STEPS", "1")

@@ -88,7 +88,7 @@ MODELS = {
         **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0},
     },
 }
-FEW = 12  # number of requests in a tight pool for models that run only few requests
+FEW = 12  # number of requests in a tight pool for models that run only a few requests
 # Options of vLLM's `LLM`. Each pool can hold at most 3 of the 16 requests in a batch.
 OPTIONS = {
     "llama": {"num_gpu_blocks_override": 40},

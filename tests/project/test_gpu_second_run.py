@@ -99,7 +99,7 @@ class ThreadAsProcess:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Use threads instead of processes, and transfer only few bytes."""
+    """Use threads instead of processes, and transfer only a few bytes."""
     context = SimpleNamespace(Pipe=Pipe, Process=ThreadAsProcess)
     monkeypatch.setattr(transports, "get_context", lambda _: context)
     close = transports.Pair.close

@@ -539,7 +539,7 @@ def test_learned_keeps_windows_and_states_with_their_chains(groups, num_blocks, 
 
 
 def test_caching_all_states_with_learned_costs_few_hits():
-    """States at the ends of chunks are evicted first, so caching them costs only few hits."""
+    """States at the ends of chunks are evicted first, so caching them costs only a few hits."""
     hits = []
     for interval in (None, 0):
         replayer = Replayer(

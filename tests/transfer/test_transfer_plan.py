@@ -336,7 +336,7 @@ def test_wrong_permutation_is_detected(wrong):
         (of(block_size=4, layout="HND"), of(block_size=4, layout="NHD")),
     ],
 )
-def test_permutation_equals_the_op(local, remote):
+def test_permutation_matches_the_permute_op(local, remote):
     import torch
 
     from kvcache import KVStorage

@@ -264,8 +264,9 @@ def plan_transfer(
         The plan.
 
     Raises:
-        ValueError: `is_mla`, layers, heads, head sizes, dtype or scales differ, the least common
-            multiple of the block sizes is millions of tokens, or the rank is out of range.
+        ValueError: The engines differ in `is_mla`, number of layers or heads, head sizes, dtype or
+            scales; the least common multiple of their block sizes has more than 2**22 (token, head)
+            pairs; or `local_rank` is out of range.
 
     Example:
         >>> from kvcache.layouts import backend

@@ -79,7 +79,7 @@ def test_unknown_model_runners_are_rejected_and_the_engine_continues(monkeypatch
 
 def test_findings_of_a_worker_without_a_sanitizer():
     worker = types.SimpleNamespace(model_runner=types.SimpleNamespace())
-    with pytest.raises(ValueError, match="expected KVCACHE_SANITIZE=1"):
+    with pytest.raises(ValueError, match="start it with KVCACHE_SANITIZE=1"):
         findings(worker)
 
 
