@@ -170,7 +170,7 @@ def _hardware(path: str | None) -> Hardware | None:
     try:
         return fleets.read_hardware(path)
     except fleets.HardwareError as error:
-        raise UsageError(f"--hardware has {error}") from None
+        raise UsageError(f"--hardware: {error}") from None
     except OSError as error:
         raise UsageError(
             f"--hardware is {quoted(path)}: expected a readable file ({error.strerror})"

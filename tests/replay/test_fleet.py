@@ -205,8 +205,12 @@ def test_traces_without_times_or_order_are_rejected():
     backwards = [request(0, range(20), 50), request(1, range(20), 40)]
     with pytest.raises(ValueError, match="request 1 arrives at 40 ms, but the previous"):
         simulate_fleet(lambda: backwards, Fleet(1, 100))
-    with pytest.raises(TypeError, match="expected a function that returns requests"):
-        simulate_fleet(same, Fleet(1, 100))
+    with pytest.raises(
+        TypeError, match="workload is 5: expected a list of requests, or a function"
+    ):
+        simulate_fleet(5, Fleet(1, 100))
+    with pytest.raises(ValueError, match="routers is empty: expected one value or more"):
+        plan_fleet(same, Fleet(1, 100), p99_ms=1.0, routers=[])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_traces_without_times_or_order_are_rejected():
         ("price_per_hour = -1.0", "price_per_hour is -1.0: expected 0 or more"),
         ("price_per_hour = 'much'", "price_per_hour is 'much': expected a number"),
         ("price_per_hour = inf", "price_per_hour is inf: expected 0 or more"),
-        ("price_per_hour", "is not TOML"),
+        ("price_per_hour", "expected TOML, such as price_per_hour = 2.5"),
     ],
 )
 def test_hardware_files_are_checked(text, message, tmp_path):

@@ -78,26 +78,6 @@ class Hardware:
         """The speeds of prefill and decode."""
         return Service(self.prefill_speed, self.decode_speed)
 
-    def load_ms(self, host_tokens: int, store_tokens: int) -> float:
-        """Return the time that hits on other tiers take to load, in milliseconds."""
-        seconds = host_tokens / self.host_gb_per_s + store_tokens / self.store_gb_per_s
-        return 1000 * seconds * self.bytes_per_token / 1e9
-
-    def price(self, replicas: int, host_tokens: float, store_tokens: float) -> float | None:
-        """Return the price of a fleet per hour, or None if `price_per_hour` is None.
-
-        Args:
-            replicas: Number of replicas.
-            host_tokens: Tokens that the host tier of each replica can hold.
-            store_tokens: Tokens that the shared store can hold.
-        """
-        if self.price_per_hour is None:
-            return None
-        gib_per_token = self.bytes_per_token / 2**30
-        host = host_tokens * gib_per_token * self.host_price_per_gib_hour
-        store = store_tokens * gib_per_token * self.store_price_per_gib_hour
-        return replicas * (self.price_per_hour + host) + store
-
 
 def read_hardware(path: str | os.PathLike) -> Hardware:
     """Read the entries of `Hardware` from a TOML file. Entries that are missing have their defaults.
@@ -114,14 +94,20 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
         try:
             entries = tomllib.load(file)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise HardwareError(f"{name}: is not TOML ({error})") from None
+            raise HardwareError(
+                f"path is {name!r}: expected TOML, such as price_per_hour = 2.5 ({error})"
+            ) from None
     known = [each.name for each in fields(Hardware)]
     for entry in entries:
         if entry not in known:
-            raise HardwareError(f"{name}: {shown(entry)} is unknown: expected {', '.join(known)}")
+            raise HardwareError(
+                f"path is {name!r}: {shown(entry)} is unknown: expected {', '.join(known)}"
+            )
     if "price_per_hour" not in entries:
-        raise HardwareError(f"{name}: price_per_hour is missing: expected the price of a replica")
+        raise HardwareError(
+            f"path is {name!r}: price_per_hour is missing: expected the price of a replica"
+        )
     try:
         return Hardware(**entries)
     except (TypeError, ValueError) as error:
-        raise HardwareError(f"{name}: {error}") from None
+        raise HardwareError(f"path is {name!r}: {error}") from None

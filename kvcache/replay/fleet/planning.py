@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcache.checks import MAX_INT32, instance, instances, integer, listed, number, shown
 from kvcache.replay.fleet.hardware import Hardware
-from kvcache.replay.fleet.simulation import Fleet, FleetReport, simulate_fleet
-from kvcache.replay.workload import WorkloadRequest
+from kvcache.replay.fleet.simulation import Fleet, FleetReport, Workload, simulate_fleet
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,13 +33,19 @@ class FleetPlan:
     recommended: FleetReport | None = None
     reason: str | None = None
 
+    def __post_init__(self) -> None:
+        self.p99_ms = float(number(self.p99_ms, "p99_ms"))
+        instances(self.reports, FleetReport, "reports", "reports")
+        if self.recommended is not None:
+            instance(self.recommended, FleetReport, "recommended")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON."""
         return asdict(self)
 
 
 def plan_fleet(
-    workload: Callable[[], Iterable[WorkloadRequest]],
+    workload: Workload,
     fleet: Fleet,
     *,
     p99_ms: float,
@@ -60,7 +65,8 @@ def plan_fleet(
     never slower.
 
     Args:
-        workload: Returns an iterator over the requests, in order of arrival. Called once per simulation.
+        workload: The requests in order of arrival, as a list or as a function that returns an iterator
+            over them, which is called for every simulation.
         fleet: The sizes that do not vary. The search begins with its number of replicas.
         p99_ms: Required 99th percentile of the time to first token, in milliseconds.
         routers: Routers to simulate. None: that of `fleet`.
@@ -89,18 +95,29 @@ def plan_fleet(
     p99_ms = number(p99_ms, "p99_ms")
     if not 0 < p99_ms < float("inf"):
         raise ValueError(f"p99_ms is {shown(p99_ms)}: expected more than 0 milliseconds")
-    routers = instances([fleet.router] if routers is None else routers, str, "routers", "names")
-    hosts = [fleet.host_blocks] if host_blocks is None else listed(host_blocks, "host_blocks")
-    stores = [fleet.store_blocks] if store_blocks is None else listed(store_blocks, "store_blocks")
-    integer(most_replicas, "most_replicas", 1, MAX_INT32)
+    varied = {
+        "routers": [fleet.router] if routers is None else routers,
+        "host_blocks": [fleet.host_blocks] if host_blocks is None else host_blocks,
+        "store_blocks": [fleet.store_blocks] if store_blocks is None else store_blocks,
+    }
     if replicas is not None:
-        replicas = [
-            integer(each, "replicas", 1, MAX_INT32) for each in listed(replicas, "replicas")
-        ]
+        varied["replicas"] = replicas
+    for name, values in varied.items():
+        varied[name] = listed(values, name)
+        if not varied[name]:
+            raise ValueError(f"{name} is empty: expected one value or more")
+    for i, count in enumerate(varied.get("replicas", ())):
+        integer(count, f"replicas[{i}]", 1)
+    integer(most_replicas, "most_replicas", 1, MAX_INT32)
+    integer(max_simulated, "max_simulated", 1, MAX_INT32)
+    if on_report is not None and not callable(on_report):
+        raise TypeError(f"on_report is {shown(on_report)}: expected a function or None")
     # Checks all sizes before the first simulation.
     bases = [
         replace(fleet, router=router, host_blocks=host, store_blocks=store)
-        for router, host, store in itertools.product(routers, hosts, stores)
+        for router, host, store in itertools.product(
+            varied["routers"], varied["host_blocks"], varied["store_blocks"]
+        )
     ]
     plan = FleetPlan(p99_ms)
 
@@ -114,7 +131,7 @@ def plan_fleet(
 
     for base in bases:
         if replicas is not None:
-            for count in replicas:
+            for count in varied["replicas"]:
                 simulate(base, count)
         else:
             _search(simulate, base, p99_ms, most_replicas)

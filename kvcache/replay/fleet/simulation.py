@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvcache.allocator import Request
-from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown
+from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown, text
 from kvcache.replay.fleet.hardware import Hardware
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.fleet.sessions import Sessions, share_of
+from kvcache.replay.policies import parse_eviction
 from kvcache.replay.replayer import Replayer
 from kvcache.replay.running import Running
 from kvcache.replay.stored import StoreContents
-from kvcache.replay.workload import WorkloadRequest, checked_workload
+from kvcache.replay.workload import WorkloadRequest, checked_requests, checked_workload
+
+Workload = Sequence[WorkloadRequest] | Callable[[], Iterable[WorkloadRequest]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Fleet:
         store_blocks: Blocks of the store that all replicas share. 0: no store.
         router: One of `ROUTERS`.
         concurrency: Maximum number of running requests per replica.
-        eviction: Eviction policy of both tiers of a replica.
+        eviction: Eviction policy of both tiers of a replica, as `policy[:option=value]...`.
         num_preallocate_tokens: Tokens that a replica preallocates for answers (`CacheOptions`).
 
     Raises:
@@ -58,10 +61,15 @@ class Fleet:
             ("num_preallocate_tokens", 0),
         ):
             integer(getattr(self, name), name, least)
-        if self.router not in ROUTERS:
+        if text(self.router, "router") not in ROUTERS:
             raise ValueError(
                 f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"
             )
+        text(self.eviction, "eviction")
+        try:
+            parse_eviction(self.eviction)
+        except ValueError as error:
+            raise ValueError(f"eviction is {error}") from None
 
 
 @dataclass
@@ -121,9 +129,11 @@ class Replica:
     """A replica with its own manager and clock."""
 
     def __init__(self, fleet: Fleet, hardware: Hardware, store: StoreContents, blocks: int) -> None:
-        options: dict[str, Any] = {"eviction": fleet.eviction}
+        name, values = parse_eviction(fleet.eviction)
+        options: dict[str, Any] = {"eviction": name, "eviction_options": values}
         if fleet.host_blocks:
-            options |= {"num_host_blocks": fleet.host_blocks, "host_eviction": fleet.eviction}
+            options |= {"host_eviction": name, "host_eviction_options": values}
+            options["num_host_blocks"] = fleet.host_blocks
         self._hardware, self._ends = hardware, []
         self._replayer = Replayer(
             num_blocks=fleet.num_blocks,
@@ -151,7 +161,7 @@ class Replica:
         """Return the time to the first token of a request, if it were served here."""
         cached = self._replayer.manager.cache.cached_tokens(request)
         num_cached = min(cached.with_host, item.num_tokens - 1)
-        load_ms = self._hardware.load_ms(max(num_cached - cached.on_device, 0), 0)
+        load_ms = self._seconds_to_load(max(num_cached - cached.on_device, 0), 0) * 1000
         computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
         return max(self.wait_ms(now_ms), load_ms) + computed_ms
 
@@ -164,7 +174,14 @@ class Replica:
         return served
 
     def _load_ms(self, running: Running) -> float:
-        return self._hardware.load_ms(running.num_host_hit, running.num_store_hit)
+        return self._seconds_to_load(running.num_host_hit, running.num_store_hit) * 1000
+
+    def _seconds_to_load(self, host_tokens: int, store_tokens: int) -> float:
+        speeds = self._hardware
+        gigabytes = speeds.bytes_per_token / 1e9
+        return gigabytes * (
+            host_tokens / speeds.host_gb_per_s + store_tokens / speeds.store_gb_per_s
+        )
 
 
 @dataclass
@@ -178,7 +195,7 @@ class _Share:
 
 
 def simulate_fleet(
-    workload: Callable[[], Iterable[WorkloadRequest]],
+    workload: Workload,
     fleet: Fleet,
     hardware: Hardware | None = None,
     *,
@@ -198,8 +215,8 @@ def simulate_fleet(
     small fleets, in which more sessions share a replica with others that have the same prefix.
 
     Args:
-        workload: Returns an iterator over the requests, in order of arrival. Called once or, with
-            sampling, once per sample.
+        workload: The requests in order of arrival, as a list or as a function that returns an iterator
+            over them, which is called once per sample.
         fleet: The fleet.
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_replicas: Maximum number of replicas without sampling.
@@ -219,10 +236,11 @@ def simulate_fleet(
         >>> simulate_fleet(lambda: chat_workload(200), fleet).requests
         200
     """
-    if not callable(workload):
-        raise TypeError(f"workload is {shown(workload)}: expected a function that returns requests")
+    workload = _repeatable(workload)
+    if on_request is not None and not callable(on_request):
+        raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
     instance(fleet, Fleet, "fleet")
-    hardware = hardware or Hardware()
+    hardware = Hardware() if hardware is None else hardware
     instance(hardware, Hardware, "hardware")
     integer(max_replicas, "max_replicas", 1, MAX_INT32)
     integer(num_samples, "num_samples", 2, MAX_INT32)
@@ -234,6 +252,17 @@ def simulate_fleet(
         for share in range(min(num_samples, num_shares))
     ]
     return _combined(shares, fleet, hardware)
+
+
+def _repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
+    if callable(workload):
+        return workload
+    if not isinstance(workload, list | tuple):
+        raise TypeError(
+            f"workload is {shown(workload)}: expected a list of requests, or a function that returns them"
+        )
+    requests = checked_requests(workload, "workload")
+    return lambda: requests
 
 
 def _simulate(
@@ -342,9 +371,10 @@ def _finished(share: _Share, fleet: Fleet, hardware: Hardware) -> FleetReport:
 
 
 def _priced(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
-    size = fleet.block_size
-    report.price_per_hour = hardware.price(
-        fleet.replicas, fleet.host_blocks * size, fleet.store_blocks * size
-    )
+    gib = hardware.bytes_per_token * fleet.block_size / 2**30  # per block
+    if hardware.price_per_hour is not None:
+        host = fleet.host_blocks * gib * hardware.host_price_per_gib_hour
+        store = fleet.store_blocks * gib * hardware.store_price_per_gib_hour
+        report.price_per_hour = fleet.replicas * (hardware.price_per_hour + host) + store
     report.watts = None if hardware.watts is None else fleet.replicas * hardware.watts
     return report
