@@ -67,11 +67,11 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--hardware",
-        metavar="FILE.toml",
+        metavar="FILE.json",
         help="speeds and prices; without it, default speeds and the fewest replicas",
     )
     sub.add_argument(
-        "--write-hardware", metavar="FILE.toml", help="write an example for --hardware, and exit"
+        "--write-hardware", metavar="FILE.json", help="write an example for --hardware, and exit"
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     sub.add_argument(
@@ -178,13 +178,13 @@ def _hardware(path: str | None) -> Hardware | None:
 
 
 def _write_hardware(path: str) -> int:
-    from kvcache.replay.fleet.hardware import TEMPLATE
+    from kvcache.replay.fleet.hardware import example_hardware
 
     if os.path.exists(path):
         raise UsageError(f"--write-hardware is {quoted(path)}: expected a file that does not exist")
     try:
         with open(path, "w") as file:
-            file.write(TEMPLATE)
+            file.write(example_hardware())
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}") from None
     return 0

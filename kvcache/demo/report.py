@@ -145,7 +145,7 @@ def _sections(report: DemoReport) -> list[list[tuple[str, str, str]]]:
             (
                 "dense cache",
                 _mib(report.dense_bytes),
-                f"for the same concurrency: {times:.1f} times",
+                f"for as many chats: {times:.1f} times",
             ),
         ],
     ]

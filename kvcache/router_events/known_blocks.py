@@ -44,7 +44,7 @@ class KnownBlock:
         self.mediums = 0  # bit mask of the mediums that hold the block
 
 
-class _Held(NamedTuple):
+class _WaitingEvent(NamedTuple):
     """Blocks on the device whose event is held until their parent is on the device."""
 
     step: int  # when the event was held
@@ -63,7 +63,7 @@ class GroupBlocks:
         self._removed: set[WireHash] = set()
         self._step = 0
         self.held: set[WireHash] = set()  # device blocks that are not published yet
-        self._held_by_parent: dict[WireHash, list[_Held]] = {}
+        self._held_by_parent: dict[WireHash, list[_WaitingEvent]] = {}
         self._held_parents: deque[tuple[int, WireHash]] = deque()  # with the step, oldest first
 
     def store(self, stored: WireStored, tokens: bytes) -> Iterator[WireStored]:
@@ -88,7 +88,7 @@ class GroupBlocks:
             parent = block_hash
         if stored.medium == GPU and first is not None and self._is_loading(first):
             self.held.update(each for each in stored.block_hashes if not self._is_on_device(each))
-            held = _Held(self._step, stored.block_hashes, stored.session_id)
+            held = _WaitingEvent(self._step, stored.block_hashes, stored.session_id)
             self._held_by_parent.setdefault(first, []).append(held)
             self._held_parents.append((self._step, first))
             return
@@ -101,8 +101,8 @@ class GroupBlocks:
     def _is_loading(self, block_hash: WireHash) -> bool:
         """Return whether a block whose child was just computed is not on the device yet."""
         block = self._blocks.get(block_hash)
-        if block is None or self._is_on_device(block_hash):
-            return False
+        if self._kind != "full_attention" or block is None or self._is_on_device(block_hash):
+            return False  # other kinds release blocks that later blocks do not need
         return block.mediums != 0 or block_hash in self.held
 
     def _is_on_device(self, block_hash: WireHash) -> bool:

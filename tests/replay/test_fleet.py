@@ -216,24 +216,25 @@ def test_traces_without_times_or_order_are_rejected():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prefill_speed = 5.0", "price_per_hour is missing"),
-        ("price_per_hour = 1.0\nprice = 2", "'price' is unknown: expected prefill_speed"),
-        ("price_per_hour = 1.0\nwatts = 0", "watts is 0.0: expected more than 0"),
-        ("price_per_hour = -1.0", "price_per_hour is -1.0: expected 0 or more"),
-        ("price_per_hour = 'much'", "price_per_hour is 'much': expected a number"),
-        ("price_per_hour = inf", "price_per_hour is inf: expected 0 or more"),
-        ("price_per_hour", "expected TOML, such as price_per_hour = 2.5"),
+        ('{"prefill_speed": 5.0}', "price_per_hour is missing"),
+        ('{"price_per_hour": 1, "price": 2}', "'price' is unknown: expected prefill_speed"),
+        ('{"price_per_hour": 1.0, "watts": 0}', "watts is 0.0: expected more than 0"),
+        ('{"price_per_hour": -1.0}', "price_per_hour is -1.0: expected 0 or more"),
+        ('{"price_per_hour": "much"}', "price_per_hour is 'much': expected a number"),
+        ('{"price_per_hour": Infinity}', "price_per_hour is inf: expected 0 or more"),
+        ("price_per_hour", "expected a JSON object"),
+        ("[1]", "expected a JSON object"),
     ],
 )
 def test_hardware_files_are_checked(text, message, tmp_path):
-    path = tmp_path / "hardware.toml"
+    path = tmp_path / "hardware.json"
     path.write_text(text)
     with pytest.raises(HardwareError, match=message):
         read_hardware(path)
 
 
 def test_the_command_writes_an_example_that_it_reads(tmp_path, capsys):
-    path, plot = tmp_path / "hardware.toml", tmp_path / "plan.png"
+    path, plot = tmp_path / "hardware.json", tmp_path / "plan.png"
     pytest.importorskip("matplotlib")
     assert main(["plan", "--write-hardware", str(path)]) == 0
     assert read_hardware(path).price_per_hour == 2.5
@@ -251,7 +252,7 @@ def test_the_command_writes_an_example_that_it_reads(tmp_path, capsys):
     [
         (["--router", "random"], 2, "--router has 'random': expected names of round_robin"),
         (["--p99", "0"], 2, "--p99 is '0': expected more than 0 milliseconds"),
-        (["--hardware", "none.toml"], 2, "--hardware is 'none.toml': expected a readable file"),
+        (["--hardware", "none.json"], 2, "--hardware is 'none.json': expected a readable file"),
         (["--num-blocks", "5"], 1, "no fleet is recommended: 100 of 100 requests do not fit"),
         (["--eviction", "random"], 2, "eviction"),
         (["none.jsonl"], 2, "TRACE is 'none.jsonl': expected an existing file"),

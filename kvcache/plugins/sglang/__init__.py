@@ -33,8 +33,10 @@ def register() -> None:
     module = sys.modules.get(_SCHEDULER)
     if module is None:
         return
+    from kvcache.plugins.sglang.weights import wrap_weight_updates
     from kvcache.plugins.wrapping import wrap_once
 
+    wrap_weight_updates()  # the scheduler is not created yet
     # SGLang ignores errors raised here, so `_starting` performs all other checks.
     for name, wrap in (
         ("get_init_info", _starting),

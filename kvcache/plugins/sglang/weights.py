@@ -17,16 +17,25 @@ _after: list[Callable[[], None]] = []
 def observe_weight_updates(
     after: Callable[[], None], before: Callable[[], None] | None = None
 ) -> None:
-    """Call functions before and after each update of the weights in this process."""
+    """Call functions before and after each update of the weights in this process.
+
+    Takes effect only if `wrap_weight_updates` is called before the scheduler's request dispatcher is
+    created: the dispatcher holds bound methods. Stores of HiCache are created before it.
+    """
+    wrap_weight_updates()
+    _after.append(after)
+    if before is not None:
+        _before.append(before)
+
+
+def wrap_weight_updates() -> None:
+    """Wrap the methods that update the weights, once per process."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
 
     for source in _SOURCES:
         wrap_once(SchedulerWeightUpdaterManager, f"update_weights_from_{source}", _observed)
-    _after.append(after)
-    if before is not None:
-        _before.append(before)
 
 
 def _observed(original: Callable) -> Callable:

@@ -3,34 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, fields
-
-import tomllib
+from dataclasses import asdict, dataclass, fields
 
 from kvcache.checks import number, shown
 from kvcache.checks import path as checked_path
 from kvcache.replay.service import Service
 
-TEMPLATE = """\
-# Speeds and prices for `kvcache plan`. All values are examples: measure the speeds of your engine
-# (`vllm bench serve`), and enter your prices.
-
-prefill_speed = 20000.0        # prompt tokens per second of a replica
-decode_speed = 50.0            # tokens per second of each answer
-bytes_per_token = 131072.0     # K and V of a token in all layers, on all GPUs of a replica
-host_gb_per_s = 20.0           # bandwidth of loads from the host, in 10**9 bytes per second
-store_gb_per_s = 5.0           # bandwidth of loads from the store, per replica
-
-price_per_hour = 2.5           # of a replica, without the memory below
-host_price_per_gib_hour = 0.004
-store_price_per_gib_hour = 0.0002
-watts = 900.0                  # of a replica
-"""
-
 
 class HardwareError(ValueError):
-    """A hardware file is malformed. The message names the file and the entry."""
+    """A hardware file is malformed. The message names the file and the field."""
 
 
 @dataclass(frozen=True)
@@ -80,30 +63,30 @@ class Hardware:
 
 
 def read_hardware(path: str | os.PathLike) -> Hardware:
-    """Read the entries of `Hardware` from a TOML file. Entries that are missing have their defaults.
+    """Read the fields of `Hardware` from a JSON object. Fields that are missing have their defaults.
 
     Args:
         path: The file.
 
     Raises:
-        HardwareError: The file is not TOML, an entry is unknown or invalid, or there is no price.
+        HardwareError: The file has no JSON object, a field is unknown or invalid, or there is no price.
         OSError: The file cannot be read.
     """
     name = checked_path(path, "path")
-    with open(name, "rb") as file:
+    with open(name, encoding="utf-8") as file:
         try:
-            entries = tomllib.load(file)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise HardwareError(
-                f"path is {name!r}: expected TOML, such as price_per_hour = 2.5 ({error})"
-            ) from None
+            entries = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise HardwareError(f"path is {name!r}: expected a JSON object ({error})") from None
+    if not isinstance(entries, dict):
+        raise HardwareError(f"path is {name!r}, with {shown(entries)}: expected a JSON object")
     known = [each.name for each in fields(Hardware)]
     for entry in entries:
         if entry not in known:
             raise HardwareError(
                 f"path is {name!r}: {shown(entry)} is unknown: expected {', '.join(known)}"
             )
-    if "price_per_hour" not in entries:
+    if entries.get("price_per_hour") is None:
         raise HardwareError(
             f"path is {name!r}: price_per_hour is missing: expected the price of a replica"
         )
@@ -111,3 +94,14 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
         return Hardware(**entries)
     except (TypeError, ValueError) as error:
         raise HardwareError(f"path is {name!r}: {error}") from None
+
+
+def example_hardware() -> str:
+    """Return a file for `read_hardware` with all fields. The prices and the power are examples."""
+    example = Hardware(
+        price_per_hour=2.5,
+        host_price_per_gib_hour=0.004,
+        store_price_per_gib_hour=0.0002,
+        watts=900.0,
+    )
+    return json.dumps(asdict(example), indent=2) + "\n"

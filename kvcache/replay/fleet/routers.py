@@ -3,14 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvcache.allocator import Request
 from kvcache.replay.workload import WorkloadRequest
 
-if TYPE_CHECKING:
-    from kvcache.replay.fleet.simulation import Replica
+
+class ReplicaState(Protocol):
+    """The state of a replica at the arrival of a request."""
+
+    def num_unfinished(self, now_ms: float) -> int:
+        """Return the number of requests that have not ended."""
+
+    def wait_ms(self, now_ms: float) -> float:
+        """Return how long a prefill would wait for earlier ones."""
+
+    def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
+        """Return the time to the first token of a request, if it were served here."""
 
 
 class Router(Protocol):
@@ -23,7 +33,11 @@ class Router(Protocol):
     keeps_sessions: bool
 
     def choose(
-        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+        self,
+        replicas: Sequence[ReplicaState],
+        item: WorkloadRequest,
+        request: Request,
+        session: int,
     ) -> int:
         """Return the position of the replica that serves the request."""
 
@@ -37,7 +51,11 @@ class RoundRobin:
         self._next = 0
 
     def choose(
-        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+        self,
+        replicas: Sequence[ReplicaState],
+        item: WorkloadRequest,
+        request: Request,
+        session: int,
     ) -> int:
         """Return the replica after the last one."""
         chosen, self._next = self._next, (self._next + 1) % len(replicas)
@@ -50,7 +68,11 @@ class LeastLoaded:
     keeps_sessions = False
 
     def choose(
-        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+        self,
+        replicas: Sequence[ReplicaState],
+        item: WorkloadRequest,
+        request: Request,
+        session: int,
     ) -> int:
         """Return the replica with the least load."""
         now = item.arrival_ms
@@ -68,7 +90,11 @@ class SessionAffinity:
         self._chosen: dict[int, int] = {}
 
     def choose(
-        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+        self,
+        replicas: Sequence[ReplicaState],
+        item: WorkloadRequest,
+        request: Request,
+        session: int,
     ) -> int:
         """Return the replica of the session."""
         if session not in self._chosen:
@@ -85,7 +111,11 @@ class PrefixAware:
     keeps_sessions = True
 
     def choose(
-        self, replicas: list[Replica], item: WorkloadRequest, request: Request, session: int
+        self,
+        replicas: Sequence[ReplicaState],
+        item: WorkloadRequest,
+        request: Request,
+        session: int,
     ) -> int:
         """Return the replica with the earliest first token, then the least load."""
         now = item.arrival_ms

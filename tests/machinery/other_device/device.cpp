@@ -1,5 +1,6 @@
-// SPDX-License-Identifier: Apache-2.0 The device "sealed", a PrivateUse1 backend whose memory the
-// host can only access during the device's own copies.
+// SPDX-License-Identifier: Apache-2.0
+// The device "sealed", a PrivateUse1 backend whose memory the host can only access during the
+// device's own copies.
 //
 // Each allocation is a separate mapping that is PROT_NONE except during copies by the device. Any
 // other access causes SIGSEGV at the first byte. The device implements allocation, views, fills and
