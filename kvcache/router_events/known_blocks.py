@@ -48,6 +48,7 @@ class _WaitingEvent(NamedTuple):
     """Blocks on the device whose event is held until their parent is on the device."""
 
     step: int  # when the event was held
+    parent: WireHash
     hashes: list[WireHash]
     session_id: str | None
 
@@ -63,8 +64,8 @@ class GroupBlocks:
         self._removed: set[WireHash] = set()
         self._step = 0
         self.held: set[WireHash] = set()  # device blocks that are not published yet
-        self._held_by_parent: dict[WireHash, list[_WaitingEvent]] = {}
-        self._held_parents: deque[tuple[int, WireHash]] = deque()  # with the step, oldest first
+        self._waiting: dict[WireHash, list[_WaitingEvent]] = {}  # by parent
+        self._oldest: deque[_WaitingEvent] = deque()  # also those that are released by now
 
     def store(self, stored: WireStored, tokens: bytes) -> Iterator[WireStored]:
         """Record stored blocks with their parents.
@@ -86,19 +87,20 @@ class GroupBlocks:
             block.lora_name = stored.lora_name
             block.extra_keys = None if stored.extra_keys is None else stored.extra_keys[i]
             parent = block_hash
-        if stored.medium == GPU and first is not None and self._is_loading(first):
+        is_on_device = all(map(self._is_on_device, stored.block_hashes))
+        if stored.medium == GPU and not is_on_device and self._is_loading(first):
             self.held.update(each for each in stored.block_hashes if not self._is_on_device(each))
-            held = _WaitingEvent(self._step, stored.block_hashes, stored.session_id)
-            self._held_by_parent.setdefault(first, []).append(held)
-            self._held_parents.append((self._step, first))
+            event = _WaitingEvent(self._step, first, stored.block_hashes, stored.session_id)
+            self._waiting.setdefault(first, []).append(event)
+            self._oldest.append(event)
             return
         self._place(stored.block_hashes, stored.medium)
         yield stored
-        if stored.medium == GPU and self.held:
+        if stored.medium == GPU and self._waiting:
             self.held.difference_update(stored.block_hashes)
             yield from self._release(stored.block_hashes)
 
-    def _is_loading(self, block_hash: WireHash) -> bool:
+    def _is_loading(self, block_hash: WireHash | None) -> bool:
         """Return whether a block whose child was just computed is not on the device yet."""
         block = self._blocks.get(block_hash)
         if self._kind != "full_attention" or block is None or self._is_on_device(block_hash):
@@ -116,7 +118,7 @@ class GroupBlocks:
         """Yield the events held for these parents, and those held for the blocks of these events."""
         parents = [*hashes]
         while parents:
-            for held in self._held_by_parent.pop(parents.pop(), ()):
+            for held in self._waiting.pop(parents.pop(), ()):
                 found = [each for each in held.hashes if each in self.held]
                 self.held.difference_update(found)
                 self._place(found, GPU)
@@ -126,10 +128,16 @@ class GroupBlocks:
                     yield event
 
     def end_step(self) -> Iterator[WireStored]:
-        """End a batch of events. Yield events that were held for too long."""
+        """End a batch of events. Yield events that were held for too long, parents first."""
         self._step += 1
-        while self._held_parents and self._held_parents[0][0] <= self._step - _MOST_STEPS_HELD:
-            yield from self._release([self._held_parents.popleft()[1]])
+        while self._oldest and self._oldest[0].step <= self._step - _MOST_STEPS_HELD:
+            event = self._oldest.popleft()
+            if not any(each is event for each in self._waiting.get(event.parent, ())):
+                continue  # released
+            first = event.parent
+            while first in self.held:
+                first = self._blocks[first].parent
+            yield from self._release([first])
         self._forget_removed()
 
     def store_known(self, hashes: Iterable[WireHash], medium: str) -> Iterator[WireStored]:
