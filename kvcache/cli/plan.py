@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from kvcache.cli.parsing import MAX_INT32, MAX_INT64, number, plot_file
 from kvcache.cli.replay import check_trace, read_workload, write_plot
 
 if TYPE_CHECKING:
+    from kvcache.replay import WorkloadRequest
     from kvcache.replay.fleet import FleetPlan, FleetReport, Hardware
 
 _ROUTERS = ("round_robin", "least_loaded", "session", "prefix")
@@ -84,16 +85,28 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.write_hardware is not None:
         return _write_hardware(args.write_hardware)
     check_trace(args)
+    if args.format is not None and args.trace is None:
+        raise UsageError(f"--format is {quoted(args.format)}: expected only with TRACE")
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     fleets = import_module("kvcache.replay.fleet")
     replay = import_module("kvcache.replay")
     hardware = _hardware(args.hardware)
-    name, _ = read_workload(args)
+    name, workload = read_workload(args)
+    if args.trace is not None and not os.path.isfile(args.trace):
+        requests = list(workload)  # a pipe can be read only once
+
+        def read() -> Iterable[WorkloadRequest]:
+            return requests
+    else:
+
+        def read() -> Iterable[WorkloadRequest]:
+            return read_workload(args)[1]
+
     try:
         with _progress(args) as on_report:
             plan = fleets.plan_fleet(
-                lambda: read_workload(args)[1],
+                read,
                 fleets.Fleet(
                     replicas=1,
                     num_blocks=args.num_blocks,
@@ -113,6 +126,11 @@ def run_plan(args: argparse.Namespace) -> int:
             )
     except replay.TraceError as error:
         raise UsageError(str(error)) from None
+    except MemoryError as error:
+        raise UsageError(
+            f"{name}: the fleets do not fit into memory ({error}): expected fewer blocks or replicas, "
+            "or a smaller --max-simulated"
+        ) from None
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from None
     if args.plot is not None:

@@ -240,6 +240,8 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
     has_prices = all(each.price_per_hour is not None for each in plan.reports)
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in plan.reports:
+        if each.rejected_requests:
+            continue
         fleet = each.fleet
         tiers = [f"{fleet[name]:,} {name[:-7]} blocks" for name in _TIERS if fleet[name]]
         at = each.price_per_hour if has_prices else fleet["replicas"]

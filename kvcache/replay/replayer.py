@@ -240,6 +240,8 @@ class Replayer:
                 item.output_length,
                 0.0 if load_ms is None else load_ms(new),
             )
+            if self._store is not None:
+                self._store.complete(new.first_ms)
             own_ms = 1000 * (item.num_tokens - new.num_hit) / self.service.prefill_speed
             self._first_token_ms.append(new.first_ms - item.arrival_ms)
             self._last_wait_ms = new.first_ms - own_ms - item.arrival_ms
@@ -247,6 +249,11 @@ class Replayer:
         if self.series is not None:
             self._record(new, is_served)
         return new if is_served else None
+
+    @property
+    def now_ms(self) -> float:
+        """The time of the replay in milliseconds, which may be after the last arrival."""
+        return self._now_ms if self._clock is None else self._clock.now_ms
 
     @property
     def prefill_free_ms(self) -> float:
@@ -346,7 +353,7 @@ class Replayer:
         if new is not None:
             external, count, num_reserved = None, None, 0
             if self._store is not None and new.may_load:
-                new.num_store_hit = self._store.match(new.request)
+                new.num_store_hit = self._store.match(new.request, self.now_ms)
                 external = External(new.num_store_hit)
             if self.chunk_tokens is not None:
                 count = self._chunk(new, 0)

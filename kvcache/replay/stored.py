@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from typing import NamedTuple
 
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.events import CacheEvent
@@ -13,7 +15,16 @@ from kvcache.sources.store.values import BlockKey
 from kvcache.sources.store.writes import WaitingBlocks
 
 _NO_LIMIT = 2**62
-StoreContents = OrderedDict[BlockKey, None]  # least recently used first
+
+
+class StoredBlock(NamedTuple):
+    """When a block is complete, in a timed replay, and the store that put it."""
+
+    ready_ms: float
+    owner: SimulatedStore
+
+
+StoreContents = OrderedDict[BlockKey, StoredBlock]  # least recently used first
 
 
 class SimulatedStore:
@@ -24,7 +35,8 @@ class SimulatedStore:
     filled with blocks as they become full on the device. Calls take effect immediately. Raises
     ValueError for groups that a store does not support.
 
-    Stores with the same `contents` are one store that several managers share.
+    Stores with the same `contents` are one store that several managers share. A manager finds the
+    blocks of the others once they are complete (`complete`).
     """
 
     def __init__(
@@ -43,11 +55,17 @@ class SimulatedStore:
         self.num_blocks = num_blocks
         self.num_stored = self.num_loaded = self.num_evicted = 0
         self._events: list[CacheEvent] = []
+        self._incomplete: list[BlockKey] = []
 
-    def match(self, request: Request) -> int:
-        """Return the number of tokens after the hit that are in the store."""
+    def match(self, request: Request, now_ms: float = 0.0) -> int:
+        """Return the number of tokens after the hit that are in the store at a time."""
         first = self._prefixes.hit_tokens(request)
-        found = [key for key in self._prefixes.candidates(request, first) if key in self._blocks]
+        found = [
+            key
+            for key in self._prefixes.candidates(request, first)
+            if (block := self._blocks.get(key))
+            and (block.owner is self or block.ready_ms <= now_ms)
+        ]
         return self._prefixes.reach(request, first, found) - first if found else 0
 
     def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
@@ -65,13 +83,21 @@ class SimulatedStore:
             if key not in self._blocks:
                 self.num_stored += 1
                 changes.append(stored_event(self._manager, key))
-            self._blocks[key] = None
+                self._blocks[key] = StoredBlock(math.inf, self)
+            self._incomplete.append(key)
             self._blocks.move_to_end(key)
             while len(self._blocks) > self.num_blocks:
                 changes.append(removed_event(self._blocks.popitem(last=False)[0]))
                 self.num_evicted += 1
         if self._announces:
             self._events += [*events, *changes]
+
+    def complete(self, ready_ms: float) -> None:
+        """Set the time at which the blocks that were put since the last call are complete."""
+        for key in self._incomplete:
+            if (block := self._blocks.get(key)) and ready_ms < block.ready_ms:
+                self._blocks[key] = StoredBlock(ready_ms, self)
+        self._incomplete.clear()
 
     def drain_events(self) -> list[CacheEvent]:
         """Return the events of the manager and of the store since the last call."""

@@ -122,6 +122,61 @@ def test_replicas_share_a_store_and_loads_take_time():
     assert report.mean_ms_to_first_token == pytest.approx((80 + (144 + 8) + 5) / 3)
 
 
+def test_blocks_in_the_store_are_found_once_their_prefill_has_ended():
+    hardware = Hardware(100.0, 20.0, bytes_per_token=1e3)
+    fleet = Fleet(replicas=2, num_blocks=201, router="round_robin", store_blocks=500)
+    prompt = [*range(1600)]  # 16 s
+    for arrival_ms, expected in ((1, 0), (15_999, 0), (16_001, 1584)):
+        pair = [request(0, prompt, 0), request(1, prompt, arrival_ms)]
+        assert simulate_fleet(pair, fleet, hardware).store_hit_tokens == expected
+
+
+def test_loads_of_a_replica_share_the_bandwidth():
+    hardware = Hardware(1e6, 20.0, bytes_per_token=1e6, store_gb_per_s=1.0)
+    prompts = [[*range(1000 * i, 1000 * i + 161)] for i in range(4)]
+    fleet = Fleet(replicas=2, num_blocks=401, router="round_robin", store_blocks=500)
+    first = [request(2 * i, prompt, 10 * i) for i, prompt in enumerate(prompts)]
+    filler = [request(2 * i + 1, [7], 10 * i) for i in range(4)]
+    requests = [each for pair in zip(first, filler) for each in pair]
+    # The other replica then loads all four prompts at once: 160 ms each.
+    requests.append(request(8, [7], 5000))
+    for i, prompt in enumerate(prompts):
+        requests += [request(9 + 2 * i, prompt, 5000), request(10 + 2 * i, [7], 5000)]
+    found = {}
+    simulate_fleet(
+        *(requests, fleet, hardware),
+        on_request=lambda item, replica, served: found.setdefault(item.index, served),
+    )
+    loaded = [found[9 + 2 * i] for i in range(4)]
+    assert [each.num_store_hit for each in loaded] == [160] * 4
+    assert [round(each.first_ms) for each in loaded] == [5160, 5320, 5480, 5640]
+
+
+def test_routers_consider_the_wait_for_running_requests_and_spread_idle_time():
+    hardware = Hardware(1e5, 1.0)
+    fleet = Fleet(replicas=2, num_blocks=401, router="prefix", concurrency=1)
+    prompt = [*range(1600)]
+    pair = [request(0, prompt, 0, 100), request(1, [*prompt, 1], 1000)]
+    assert simulate_fleet(pair, fleet, hardware).mean_ms_to_first_token < 20
+    for router in ROUTERS:
+        fleet, counts = Fleet(replicas=4, num_blocks=401, router=router), [0] * 4
+        apart = [request(i, range(1000 * i, 1000 * i + 40), 10_000 * i, 1) for i in range(40)]
+        simulate_fleet(
+            *(apart, fleet, HARDWARE),
+            on_request=lambda item, replica, served, c=counts: c.__setitem__(
+                replica, c[replica] + 1
+            ),
+        )
+        assert counts == [10] * 4, router
+
+
+def test_empty_workloads_and_missing_prices_of_tiers_are_rejected():
+    with pytest.raises(ValueError, match="workload is empty: expected one request or more"):
+        plan_fleet([], Fleet(1, 100), p99_ms=1.0)
+    with pytest.raises(ValueError, match="host_price_per_gib_hour is None: expected a price"):
+        simulate_fleet(chats(), Fleet(1, 100, host_blocks=10), Hardware(price_per_hour=1.0))
+
+
 def test_samples_of_sessions_estimate_a_large_fleet_within_their_error():
     shape = ChatShape(num_conversations=200)
     workload = lambda: chat_workload(3000, 5, shape)  # noqa: E731
@@ -161,7 +216,12 @@ def test_the_search_finds_the_fewest_replicas(router):
 
 
 def test_the_cheapest_of_several_tiers_is_recommended():
-    hardware = Hardware(1000.0, 20.0, price_per_hour=1.0, host_price_per_gib_hour=1e9)
+    hardware = Hardware(
+        *(1000.0, 20.0),
+        price_per_hour=1.0,
+        host_price_per_gib_hour=1e9,
+        store_price_per_gib_hour=1.0,
+    )
     plan = plan_fleet(
         *(chats(), Fleet(replicas=1, num_blocks=301)),
         **{"p99_ms": 1e6, "hardware": hardware, "host_blocks": [200, 0], "store_blocks": [0, 500]},
@@ -219,9 +279,9 @@ def test_traces_without_times_or_order_are_rejected():
         ('{"prefill_speed": 5.0}', "price_per_hour is missing"),
         ('{"price_per_hour": 1, "price": 2}', "'price' is unknown: expected prefill_speed"),
         ('{"price_per_hour": 1.0, "watts": 0}', "watts is 0.0: expected more than 0"),
-        ('{"price_per_hour": -1.0}', "price_per_hour is -1.0: expected 0 or more"),
+        ('{"price_per_hour": -1.0}', "price_per_hour is -1.0: expected 0 to 1e"),
         ('{"price_per_hour": "much"}', "price_per_hour is 'much': expected a number"),
-        ('{"price_per_hour": Infinity}', "price_per_hour is inf: expected 0 or more"),
+        ('{"price_per_hour": Infinity}', "price_per_hour is inf: expected 0 to 1e"),
         ("price_per_hour", "expected a JSON object"),
         ("[1]", "expected a JSON object"),
     ],

@@ -11,6 +11,8 @@ from kvcache.checks import number, shown
 from kvcache.checks import path as checked_path
 from kvcache.replay.service import Service
 
+_MOST = 1e15  # of every field
+
 
 class HardwareError(ValueError):
     """A hardware file is malformed. The message names the file and the field."""
@@ -27,8 +29,8 @@ class Hardware:
         host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second.
         store_gb_per_s: Bandwidth of loads from the store, per replica.
         price_per_hour: Price of a replica, in any currency. None: no prices are reported.
-        host_price_per_gib_hour: Price of host memory.
-        store_price_per_gib_hour: Price of the store.
+        host_price_per_gib_hour: Price of host memory. Needed for fleets with a host tier.
+        store_price_per_gib_hour: Price of the store. Needed for fleets with a store.
         watts: Power of a replica. None: not reported.
 
     Raises:
@@ -41,8 +43,8 @@ class Hardware:
     host_gb_per_s: float = 20.0
     store_gb_per_s: float = 5.0
     price_per_hour: float | None = None
-    host_price_per_gib_hour: float = 0.0
-    store_price_per_gib_hour: float = 0.0
+    host_price_per_gib_hour: float | None = None
+    store_price_per_gib_hour: float | None = None
     watts: float | None = None
 
     def __post_init__(self) -> None:
@@ -52,8 +54,8 @@ class Hardware:
                 continue
             value = number(value, each.name)
             may_be_zero = "price" in each.name
-            if value < 0 or not (value or may_be_zero) or not value < float("inf"):
-                expected = "0 or more" if may_be_zero else "more than 0"
+            if value < 0 or not (value or may_be_zero) or not value < _MOST:
+                expected = f"0 to {_MOST:g}" if may_be_zero else f"more than 0, at most {_MOST:g}"
                 raise ValueError(f"{each.name} is {shown(value)}: expected {expected}")
 
     @property

@@ -61,8 +61,8 @@ def plan_fleet(
     """Simulate fleets of several sizes, tiers and routers, and recommend the cheapest.
 
     For each router and each combination of tiers, the number of replicas is doubled until the fleet meets
-    `p99_ms`. The smallest such number is then found by bisection, which assumes that more replicas are
-    never slower.
+    `p99_ms`. A smaller such number is then searched by bisection. It is the smallest one if more replicas
+    are never slower, which is not always the case: a router may spread a session over more of them.
 
     Args:
         workload: The requests in order of arrival, as a list or as a function that returns an iterator
@@ -103,7 +103,7 @@ def plan_fleet(
     if replicas is not None:
         varied["replicas"] = replicas
     for name, values in varied.items():
-        varied[name] = listed(values, name)
+        varied[name] = [*dict.fromkeys(listed(values, name))]
         if not varied[name]:
             raise ValueError(f"{name} is empty: expected one value or more")
     for i, count in enumerate(varied.get("replicas", ())):
@@ -185,7 +185,8 @@ def _recommend(plan: FleetPlan) -> None:
 def _cost(report: FleetReport) -> tuple[float, ...]:
     price = report.price_per_hour
     tiers = report.fleet["host_blocks"], report.fleet["store_blocks"]
-    return (0.0 if price is None else price, report.fleet["replicas"], *tiers)
+    p99_ms = report.p99_ms_to_first_token
+    return (0.0 if price is None else price, report.fleet["replicas"], *tiers, p99_ms)
 
 
 def fleet_plan_table(plan: FleetPlan) -> Table:

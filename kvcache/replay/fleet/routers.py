@@ -13,6 +13,8 @@ from kvcache.replay.workload import WorkloadRequest
 class ReplicaState(Protocol):
     """The state of a replica at the arrival of a request."""
 
+    num_served: int
+
     def num_unfinished(self, now_ms: float) -> int:
         """Return the number of requests that have not ended."""
 
@@ -63,7 +65,9 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Chooses the replica with the fewest unfinished requests, then the shortest wait."""
+    """Chooses the replica with the fewest unfinished requests, then the shortest wait, then the fewest
+    served requests.
+    """
 
     keeps_sessions = False
 
@@ -76,7 +80,9 @@ class LeastLoaded:
     ) -> int:
         """Return the replica with the least load."""
         now = item.arrival_ms
-        loads = [(each.num_unfinished(now), each.wait_ms(now)) for each in replicas]
+        loads = [
+            (each.num_unfinished(now), each.wait_ms(now), each.num_served) for each in replicas
+        ]
         return loads.index(min(loads))
 
 
@@ -117,10 +123,11 @@ class PrefixAware:
         request: Request,
         session: int,
     ) -> int:
-        """Return the replica with the earliest first token, then the least load."""
+        """Return the replica with the earliest first token, then the fewest requests."""
         now = item.arrival_ms
         costs = [
-            (each.first_token_ms(now, item, request), each.num_unfinished(now)) for each in replicas
+            (each.first_token_ms(now, item, request), each.num_unfinished(now), each.num_served)
+            for each in replicas
         ]
         return costs.index(min(costs))
 

@@ -91,7 +91,9 @@ class FleetReport:
         busy_share: Share of the time from the first arrival to the last that prefill takes, on
             average.
         busiest_share: This share for the busiest replica. Above 1, it cannot keep up.
-        answer_tokens_per_s: Answer tokens per second of the whole fleet.
+        answer_tokens_per_s: Answer tokens of the whole fleet per second, from the first arrival to the
+            last end.
+        loaded_bytes: Bytes that the whole fleet loads from hosts and store.
         price_per_hour: Price of the whole fleet. None: no prices are known.
         watts: Power of the whole fleet. None: unknown.
     """
@@ -134,7 +136,9 @@ class Replica:
         if fleet.host_blocks:
             options |= {"host_eviction": name, "host_eviction_options": values}
             options["num_host_blocks"] = fleet.host_blocks
-        self._hardware, self._ends = hardware, []
+        self._hardware, self._concurrency = hardware, fleet.concurrency
+        self._ends: list[float] = []  # a heap
+        self._links = {"host": 0.0, "store": 0.0}  # when their loads have ended
         self._replayer = Replayer(
             num_blocks=fleet.num_blocks,
             block_size=fleet.block_size,
@@ -145,7 +149,8 @@ class Replica:
             store_contents=store,
             **options,
         )
-        self.num_computed = 0
+        self.num_served = self.num_computed = 0
+        self.last_end_ms = 0.0
 
     def num_unfinished(self, now_ms: float) -> int:
         """Return the number of requests that have not ended."""
@@ -154,34 +159,51 @@ class Replica:
         return len(self._ends)
 
     def wait_ms(self, now_ms: float) -> float:
-        """Return how long a prefill would wait for earlier ones."""
-        return max(self._replayer.prefill_free_ms - now_ms, 0.0)
+        """Return how long a prefill would wait for earlier ones and for a running request to end."""
+        start = max(now_ms, self._replayer.prefill_free_ms)
+        too_many = self.num_unfinished(now_ms) - self._concurrency + 1
+        if too_many > 0:
+            start = max(start, heapq.nsmallest(too_many, self._ends)[-1])
+        return start - now_ms
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
-        """Return the time to the first token of a request, if it were served here."""
+        """Return the time to the first token of a request, if it were served here.
+
+        Blocks in the store are not considered, because all replicas can load them.
+        """
         cached = self._replayer.manager.cache.cached_tokens(request)
         num_cached = min(cached.with_host, item.num_tokens - 1)
-        load_ms = self._seconds_to_load(max(num_cached - cached.on_device, 0), 0) * 1000
+        wait_ms = self.wait_ms(now_ms)
+        loaded_ms = self._loaded_ms(now_ms, "host", max(num_cached - cached.on_device, 0)) - now_ms
         computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
-        return max(self.wait_ms(now_ms), load_ms) + computed_ms
+        return max(wait_ms, loaded_ms) + computed_ms
 
     def serve(self, item: WorkloadRequest, request: Request) -> Running | None:
         """Serve a request. Return it with its hits and times, or None if it does not fit."""
         served = self._replayer.arrive(item, request, self._load_ms)
         if served is not None:
+            self.num_served += 1
             heapq.heappush(self._ends, served.end_ms)
+            self.last_end_ms = max(self.last_end_ms, served.end_ms)
             self.num_computed += item.num_tokens - served.num_hit
         return served
 
     def _load_ms(self, running: Running) -> float:
-        return self._seconds_to_load(running.num_host_hit, running.num_store_hit) * 1000
+        now_ms = self._replayer.now_ms
+        tokens = {"host": running.num_host_hit, "store": running.num_store_hit}
+        for link, count in tokens.items():
+            if count:
+                self._links[link] = self._loaded_ms(now_ms, link, count)
+        ended = [self._links[link] for link, count in tokens.items() if count]
+        return max(ended, default=now_ms) - now_ms
 
-    def _seconds_to_load(self, host_tokens: int, store_tokens: int) -> float:
-        speeds = self._hardware
-        gigabytes = speeds.bytes_per_token / 1e9
-        return gigabytes * (
-            host_tokens / speeds.host_gb_per_s + store_tokens / speeds.store_gb_per_s
-        )
+    def _loaded_ms(self, now_ms: float, link: str, num_tokens: int) -> float:
+        """Return when a load that begins after earlier ones has ended."""
+        if not num_tokens:
+            return now_ms
+        bytes_per_ms = 1e6 * getattr(self._hardware, f"{link}_gb_per_s")
+        duration_ms = num_tokens * self._hardware.bytes_per_token / bytes_per_ms
+        return max(now_ms, self._links[link]) + duration_ms
 
 
 @dataclass
@@ -191,7 +213,8 @@ class _Share:
     report: FleetReport
     first_token_ms: list[float] = field(default_factory=list)
     num_answered: int = 0
-    span_ms: float = 0.0
+    span_ms: float = 0.0  # from the first arrival to the last
+    duration_ms: float = 0.0  # from the first arrival to the last end
 
 
 def simulate_fleet(
@@ -242,6 +265,13 @@ def simulate_fleet(
     instance(fleet, Fleet, "fleet")
     hardware = Hardware() if hardware is None else hardware
     instance(hardware, Hardware, "hardware")
+    for tier in ("host", "store"):
+        name = f"{tier}_price_per_gib_hour"
+        is_missing = hardware.price_per_hour is not None and getattr(hardware, name) is None
+        if is_missing and getattr(fleet, f"{tier}_blocks"):
+            raise ValueError(
+                f"{name} is None: expected a price, because the fleet has {tier} blocks"
+            )
     integer(max_replicas, "max_replicas", 1, MAX_INT32)
     integer(num_samples, "num_samples", 2, MAX_INT32)
     if fleet.replicas <= max_replicas or not ROUTERS[fleet.router]().keeps_sessions:
@@ -251,7 +281,7 @@ def simulate_fleet(
         _simulate(workload, fleet, hardware, num_shares, share, on_request)
         for share in range(min(num_samples, num_shares))
     ]
-    return _combined(shares, fleet, hardware)
+    return _combined(shares, num_shares, fleet, hardware)
 
 
 def _repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
@@ -306,7 +336,10 @@ def _simulate(
         result.num_answered += item.output_length
         if on_request is not None:
             on_request(item, chosen, served)
-    result.span_ms = last_ms - (first_ms or 0)
+    if first_ms is None:
+        raise ValueError("workload is empty: expected one request or more")
+    result.span_ms = last_ms - first_ms
+    result.duration_ms = max(each.last_end_ms for each in replicas) - first_ms
     if report.requests > 1 and not result.span_ms:
         raise ValueError("all requests arrive at the same time: expected a trace with times")
     _fill(result, [each.num_computed for each in replicas], hardware)
@@ -322,29 +355,29 @@ def _fill(result: _Share, num_computed: list[int], hardware: Hardware) -> None:
     report.p50_ms_to_first_token, report.p99_ms_to_first_token = (
         float(np.percentile(times, percent, method="inverted_cdf")) for percent in (50, 99)
     )
-    span_s = max(result.span_ms / 1000, 1e-9)
-    busy = [each / hardware.prefill_speed / span_s for each in num_computed]
-    report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
-    report.answer_tokens_per_s = result.num_answered / span_s
+    if result.span_ms:
+        busy = [1000 * each / hardware.prefill_speed / result.span_ms for each in num_computed]
+        report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
+    if result.duration_ms > 0:
+        report.answer_tokens_per_s = 1000 * result.num_answered / result.duration_ms
     loaded = report.host_hit_tokens + report.store_hit_tokens
     report.loaded_bytes = int(loaded * hardware.bytes_per_token)
 
 
-def _combined(shares: list[_Share], fleet: Fleet, hardware: Hardware) -> FleetReport:
+def _combined(
+    shares: list[_Share], num_shares: int, fleet: Fleet, hardware: Hardware
+) -> FleetReport:
     """Return the report of several samples: sums of counts, and means of rates with their errors."""
     served = [each.report for each in shares if each.report.requests]
     if len(served) < 2:
         raise ValueError(
-            f"{len(served)} samples of 1/{-(-fleet.replicas // served[0].simulated_replicas)} of the "
-            "sessions have requests: expected a longer trace, or a larger max_replicas"
-            if served
-            else "no sample has a request: expected a longer trace, or a larger max_replicas"
+            f"{len(served)} samples of 1/{num_shares} of the sessions have requests: expected 2 or more "
+            "(use a longer trace, or a larger max_replicas)"
         )
     total = FleetReport(asdict(fleet), served[0].simulated_replicas)
-    factor = fleet.replicas / total.simulated_replicas
     for name in (
         *("requests", "rejected_requests", "prompt_tokens", "device_hit_tokens"),
-        *("host_hit_tokens", "store_hit_tokens", "loaded_bytes"),
+        *("host_hit_tokens", "store_hit_tokens"),
     ):
         setattr(total, name, sum(getattr(each, name) for each in served))
     hits = total.device_hit_tokens + total.host_hit_tokens + total.store_hit_tokens
@@ -354,9 +387,10 @@ def _combined(shares: list[_Share], fleet: Fleet, hardware: Hardware) -> FleetRe
         setattr(total, name, float(np.mean([getattr(each, name) for each in served])))
     total.busy_share = float(np.mean([each.busy_share for each in served]))
     total.busiest_share = max(each.busiest_share for each in served)
-    total.answer_tokens_per_s = factor * float(
+    total.answer_tokens_per_s = num_shares * float(
         np.mean([each.answer_tokens_per_s for each in served])
     )
+    total.loaded_bytes = int(num_shares * np.mean([each.loaded_bytes for each in served]))
     total.hit_rate_error = _standard_error([each.token_hit_rate for each in served])
     total.p99_error = _standard_error([each.p99_ms_to_first_token for each in served])
     return _priced(total, fleet, hardware)
@@ -371,10 +405,10 @@ def _finished(share: _Share, fleet: Fleet, hardware: Hardware) -> FleetReport:
 
 
 def _priced(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
-    gib = hardware.bytes_per_token * fleet.block_size / 2**30  # per block
     if hardware.price_per_hour is not None:
-        host = fleet.host_blocks * gib * hardware.host_price_per_gib_hour
-        store = fleet.store_blocks * gib * hardware.store_price_per_gib_hour
+        gib = hardware.bytes_per_token * fleet.block_size / 2**30  # per block
+        host = fleet.host_blocks and fleet.host_blocks * gib * hardware.host_price_per_gib_hour
+        store = fleet.store_blocks and fleet.store_blocks * gib * hardware.store_price_per_gib_hour
         report.price_per_hour = fleet.replicas * (hardware.price_per_hour + host) + store
     report.watts = None if hardware.watts is None else fleet.replicas * hardware.watts
     return report
