@@ -1,6 +1,7 @@
-// SPDX-License-Identifier: Apache-2.0 A library to preload whose `operator new` throws
-// std::bad_alloc in the n-th call after fail_new_at(n), in the thread that called fail_new_at. With
-// n < 0, it never throws. With `spares`, calls from torch's own libraries are not counted.
+// SPDX-License-Identifier: Apache-2.0
+// A library to preload whose `operator new` throws std::bad_alloc in the n-th call after
+// fail_new_at(n), in the thread that called fail_new_at. With n < 0, it never throws. With `spares`,
+// calls from torch's own libraries are not counted.
 #include <dlfcn.h>
 
 #include <cstdlib>
