@@ -98,6 +98,8 @@ class Run:
         took = time.monotonic() - began
         for timer in timers:
             timer.join()
+        if fault == "kill":
+            engine.process.wait(timeout=30)
         if tokens is None:
             self.found["lost"] += len(prompts)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcache.checks import MAX_INT32, instance, instances, integer, listed, number, shown
+from kvcache.checks import MAX_INT32, instance, instances, integer, listed, number, shown, text
 from kvcache.replay.fleet.hardware import Hardware
 from kvcache.replay.fleet.simulation import Fleet, FleetReport, Workload, simulate_fleet
 
@@ -103,11 +103,15 @@ def plan_fleet(
     if replicas is not None:
         varied["replicas"] = replicas
     for name, values in varied.items():
-        varied[name] = [*dict.fromkeys(listed(values, name))]
-        if not varied[name]:
+        found = listed(values, name)
+        for i, each in enumerate(found):
+            if name == "routers":
+                text(each, f"routers[{i}]")
+            else:
+                integer(each, f"{name}[{i}]", int(name == "replicas"))
+        if not found:
             raise ValueError(f"{name} is empty: expected one value or more")
-    for i, count in enumerate(varied.get("replicas", ())):
-        integer(count, f"replicas[{i}]", 1)
+        varied[name] = [*dict.fromkeys(found)]
     integer(most_replicas, "most_replicas", 1, MAX_INT32)
     integer(max_simulated, "max_simulated", 1, MAX_INT32)
     if on_report is not None and not callable(on_report):

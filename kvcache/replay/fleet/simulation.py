@@ -22,6 +22,7 @@ from kvcache.replay.running import Running
 from kvcache.replay.stored import StoreContents
 from kvcache.replay.workload import WorkloadRequest, checked_requests, checked_workload
 
+_MOST_MS = 2**53 - 1  # floats represent integers up to here exactly
 Workload = Sequence[WorkloadRequest] | Callable[[], Iterable[WorkloadRequest]]
 
 
@@ -61,6 +62,8 @@ class Fleet:
             ("num_preallocate_tokens", 0),
         ):
             integer(getattr(self, name), name, least)
+        if self.host_blocks == 1:
+            raise ValueError("host_blocks is 1: expected 0, or 2 or more with the null block")
         if text(self.router, "router") not in ROUTERS:
             raise ValueError(
                 f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"
@@ -316,6 +319,10 @@ def _simulate(
             raise ValueError(
                 f"request {item.index} arrives at {item.arrival_ms} ms, but the previous request at "
                 f"{last_ms} ms: expected a timed trace in order of arrival"
+            )
+        if item.arrival_ms > _MOST_MS:
+            raise ValueError(
+                f"workload has request {item.index} at {item.arrival_ms} ms: expected at most {_MOST_MS}"
             )
         first_ms, last_ms = item.arrival_ms if first_ms is None else first_ms, item.arrival_ms
         session = sessions.of(item) if needs_sessions else 0

@@ -366,6 +366,12 @@ def trace(w: World) -> str:
     return os.fspath(path)
 
 
+def hardware(w: World) -> str:
+    path = w.get("folder") / "hardware.json"
+    path.write_text('{"price_per_hour": 1}')
+    return os.fspath(path)
+
+
 def publisher(w: World) -> object:
     from kvcache.router_events import EventPublisher
 

@@ -463,6 +463,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "found": lambda w: [],
     # replay and events
     "path": lambda w: w.get("trace"),
+    "read_hardware.path": m.hardware,
     "requests_of_trace": lambda w: [w.get("WorkloadRequest")],
     "compare.requests": lambda w: [w.get("WorkloadRequest")],
     "optimum.requests": lambda w: [w.get("WorkloadRequest")],
