@@ -177,7 +177,7 @@ def seconds_of_each(call: Callable, arguments: list[tuple]) -> float:
 
 
 def medians(lives: Iterable[Iterator[dict[str, float]]]) -> list[dict[str, float]]:
-    """Return the median time of each call in us, alternating between the managers."""
+    """Time each call, alternating between the managers, and return the median times in microseconds."""
     lives = list(lives)
     times: list[dict[str, list[float]]] = [defaultdict(list) for _ in lives]
     for each_round in zip_longest(*lives, fillvalue={}):

@@ -372,7 +372,7 @@ class KVTopology:
         Args:
             head: A KV head on this worker.
             remote_tp_size: Tensor-parallel size of the remote engine.
-            remote_pp_size: Pipeline size of the remote engine.
+            remote_pp_size: Pipeline-parallel size of the remote engine.
 
         Returns:
             The remote tensor-parallel rank.
@@ -412,7 +412,7 @@ class KVTopology:
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.
-            remote_pp_size: Pipeline size of the remote engine.
+            remote_pp_size: Pipeline-parallel size of the remote engine.
 
         Returns:
             `(global_rank, pp_rank, tp_rank)` in ascending order, with
@@ -450,7 +450,7 @@ class KVTopology:
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.
-            remote_pp_size: Pipeline size of the remote engine.
+            remote_pp_size: Pipeline-parallel size of the remote engine.
 
         Returns:
             `(global_rank, pp_rank, tp_rank)` in ascending order. Empty if this worker's KV heads
@@ -480,7 +480,7 @@ class KVTopology:
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.
-            remote_pp_size: Pipeline size of the remote engine.
+            remote_pp_size: Pipeline-parallel size of the remote engine.
 
         Returns:
             Mapping from the global rank of a remote worker to its number of readers.

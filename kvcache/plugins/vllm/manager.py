@@ -566,7 +566,7 @@ class VllmCacheManager:
     ) -> list[list[int]]:
         """Return, per group, the request's blocks that hold tokens [`first`, `end`).
 
-        None: to the end.
+        If `end` is None, return all blocks from token `first` on.
         """
         request = self._held[request_id].request
         found = []
