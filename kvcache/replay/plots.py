@@ -235,6 +235,7 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     has_prices = all(each.price_per_hour is not None for each in plan.reports)
@@ -253,10 +254,15 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
         axes.plot(*zip(*sorted(points)), marker="o", markersize=4, color=color, label=name)
     axes.axhline(plan.p99_ms, color=_GRAY, linewidth=1, linestyle="--")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("price per hour" if has_prices else "replicas")
-    _finish(axes, "Time to first token at p99 in ms (dashed: required; circle: recommended)")
-    figure.suptitle(f"Fleets for {trace}", x=0.02, ha="left", fontsize=11, parse_math=False)
+    _finish(axes, "p99 in ms")
+    figure.suptitle(
+        f"Fleets for {trace}: time to first token (dashed: required; circle: recommended)",
+        **{"x": 0.02, "ha": "left", "fontsize": 11, "parse_math": False},
+    )
     try:
         figure.savefig(checked_path(path, "path"), dpi=130)
     finally:
