@@ -29,6 +29,11 @@ def wrap_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> No
         setattr(owner, name, replacement)
 
 
+def is_wrapped(function: Callable, wrap: Callable) -> bool:
+    """Return whether `wrap_once` has wrapped a function with `wrap`."""
+    return (wrap.__module__, wrap.__qualname__) in getattr(function, _MARK, ())
+
+
 def start_observer(observe: Callable[[], object]) -> None:
     """Call `observe`. If it fails, log the reason, so that the engine runs without the sanitizer.
 

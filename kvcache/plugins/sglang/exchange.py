@@ -23,7 +23,7 @@ from kvcache.plugins.disaggregation.rank import TensorRank
 from kvcache.plugins.sglang.compatibility import check_scheduler
 from kvcache.plugins.sglang.layout import layer_names, layout_of_pool, model_of
 from kvcache.plugins.sglang.params import ASK, KEY, offer_in, text_of, value_of
-from kvcache.plugins.sglang.weights import observe_weight_updates
+from kvcache.plugins.sglang.weights import check_observed, observe_weight_updates
 from kvcache.sources.disaggregation.layout import check_like
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import Offer, digest_of
@@ -67,6 +67,7 @@ class Exchange:
 
     def __init__(self, scheduler: Any, options: ConnectorOptions) -> None:
         check_scheduler(scheduler)
+        check_observed(scheduler)
         self._options, self._tree = options, scheduler.tree_cache
         self._scheduler, self._allocator = scheduler, scheduler.token_to_kv_pool_allocator
         self._page_size = scheduler.page_size

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kvcache.plugins.wrapping import wrap_once
+from kvcache.plugins.wrapping import is_wrapped, wrap_once
 
 _SOURCES = ("disk", "distributed", "tensor", "ipc")
 _before: list[Callable[[], None]] = []
@@ -36,6 +36,17 @@ def wrap_weight_updates() -> None:
 
     for source in _SOURCES:
         wrap_once(SchedulerWeightUpdaterManager, f"update_weights_from_{source}", _observed)
+
+
+def check_observed(scheduler: Any) -> None:
+    """Raise ValueError if the dispatcher of a scheduler holds methods from before they were wrapped."""
+    for handler in scheduler._request_dispatcher._mapping.values():
+        name = getattr(handler, "__name__", "")
+        if name.startswith("update_weights_from_") and not is_wrapped(handler, _observed):
+            raise ValueError(
+                f"SGLang's {name} is not observed: expected the plug-in to be loaded before the "
+                "scheduler is created"
+            )
 
 
 def _observed(original: Callable) -> Callable:

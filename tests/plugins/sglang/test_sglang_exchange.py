@@ -439,6 +439,17 @@ def test_leases_end_before_a_running_request_is_retracted(engines, folders):
         sglang.close()
 
 
+def test_weight_updates_that_are_not_observed_are_rejected_at_startup():
+    from kvcache.plugins.sglang.weights import check_observed
+
+    def update_weights_from_disk(request):
+        pass
+
+    dispatcher = types.SimpleNamespace(_mapping={int: print, str: update_weights_from_disk})
+    with pytest.raises(ValueError, match="update_weights_from_disk is not observed"):
+        check_observed(types.SimpleNamespace(_request_dispatcher=dispatcher))
+
+
 def test_prompts_that_hicache_still_copies_back_have_no_offer():
     from kvcache.plugins.sglang.exchange import Exchange
 
