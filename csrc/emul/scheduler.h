@@ -220,7 +220,7 @@ class Emulator {
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
-  // Switches from the running thread to the scheduler. Returns once the thread was released.
+  // Switches from the running thread to the scheduler. Returns once the thread has been released.
   void suspend(Wait wait, unsigned mask, Site site) {
     Thread& self = *current_;
     self.wait = wait;

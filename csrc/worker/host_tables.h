@@ -50,8 +50,8 @@ class HostTables {
   const TableGroup& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
 
   // Applies a step: empties the rows in `clear`, appends ids in every group, then replaces entries.
-  // A row in `clear` beyond the tables counts as empty, so a manager that has more rows can clear
-  // any of them. First validates all rows, widths and existing columns, and that ids are in [0,
+  // Rows in `clear` beyond the tables are treated as empty, so a manager with more rows can clear
+  // any of its rows. First validates all rows, widths and existing columns, and that ids are in [0,
   // num_blocks) (num_blocks < 0: unknown). If any of them is invalid, throws std::invalid_argument
   // without changing anything.
   void apply(const int32_t* clear, int64_t num_clear, const int32_t* append, int64_t num_append,
@@ -78,7 +78,7 @@ class HostTables {
   // device. Every call that changes a row sets this state.
   bool is_changed() const { return is_changed_; }
   bool is_changed(int64_t g) const { return changed_[static_cast<size_t>(g)] != 0; }
-  // Records that all used rows of a group have been sent as a whole.
+  // Records that one copy has sent all used rows of a group to the device.
   void mark_sent(int64_t g) { changed_[static_cast<size_t>(g)] = 0; }
   // Returns the number of plans that `apply` has applied.
   int64_t num_applied() const { return num_applied_; }

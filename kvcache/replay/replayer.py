@@ -19,7 +19,7 @@ from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
 from kvcache.replay.service import Service, ServiceClock, overload
 from kvcache.replay.stored import SimulatedStore, StoreContents
-from kvcache.replay.workload import WorkloadRequest, checked_workload
+from kvcache.replay.workload import WorkloadRequest, check_arrival, checked_workload
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
 
@@ -207,11 +207,7 @@ class Replayer:
             `end_ms` are its times.
         """
         if self._clock is not None:
-            if item.arrival_ms < self._last_arrival_ms:
-                raise ValueError(
-                    f"request {item.index} arrives at {item.arrival_ms} ms, but the previous request at "
-                    f"{self._last_arrival_ms} ms: expected a timed trace in order of arrival"
-                )
+            check_arrival(item, self._last_arrival_ms)
             if self._first_arrival_ms is None:
                 self._first_arrival_ms = item.arrival_ms
             self._last_arrival_ms = item.arrival_ms
@@ -240,11 +236,11 @@ class Replayer:
                 item.output_length,
                 0.0 if load_ms is None else load_ms(new),
             )
-            if self._store is not None:
-                self._store.complete(new.first_ms)
             own_ms = 1000 * (item.num_tokens - new.num_hit) / self.service.prefill_speed
             self._first_token_ms.append(new.first_ms - item.arrival_ms)
             self._last_wait_ms = new.first_ms - own_ms - item.arrival_ms
+        if self._store is not None:
+            self._store.complete(new.first_ms)
         self._peak_running = max(self._peak_running, len(self._running))
         if self.series is not None:
             self._record(new, is_served)

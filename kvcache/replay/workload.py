@@ -71,6 +71,15 @@ def checked_workload(
         raise TypeError(f"workload is {shown(workload)}: expected requests") from None
 
 
+def check_arrival(item: WorkloadRequest, last_ms: int) -> None:
+    """Raise ValueError if a request arrives before the previous one, which arrived at `last_ms`."""
+    if item.arrival_ms < last_ms:
+        raise ValueError(
+            f"request {item.index} arrives at {item.arrival_ms} ms, but the previous request at "
+            f"{last_ms} ms: expected a timed trace in order of arrival"
+        )
+
+
 def checked_requests(requests: Sequence[WorkloadRequest], name: str) -> list[WorkloadRequest]:
     """Return the requests as a list. Raises TypeError or ValueError for invalid requests."""
     return instances(requests, WorkloadRequest, name, "requests")

@@ -87,9 +87,11 @@ class GroupBlocks:
             block.lora_name = stored.lora_name
             block.extra_keys = None if stored.extra_keys is None else stored.extra_keys[i]
             parent = block_hash
-        is_on_device = all(map(self._is_on_device, stored.block_hashes))
-        if stored.medium == GPU and not is_on_device and self._is_loading(first):
-            self.held.update(each for each in stored.block_hashes if not self._is_on_device(each))
+        missing = ()
+        if stored.medium == GPU and self._is_loading(first):
+            missing = [each for each in stored.block_hashes if not self._is_on_device(each)]
+        if missing:
+            self.held.update(missing)
             event = _WaitingEvent(self._step, first, stored.block_hashes, stored.session_id)
             self._waiting.setdefault(first, []).append(event)
             self._oldest.append(event)

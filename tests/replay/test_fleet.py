@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from kvcache.cli import main
+from kvcache.cli.plan import _ROUTERS
 from kvcache.replay import ChatShape, Replayer, WorkloadRequest, chat_workload
 from kvcache.replay.content import prefix_keys
 from kvcache.replay.fleet import (
     ROUTERS,
     Fleet,
+    FleetReport,
     Hardware,
     HardwareError,
     plan_fleet,
     read_hardware,
     simulate_fleet,
 )
+from kvcache.replay.fleet.planning import _search
 from kvcache.replay.fleet.sessions import Sessions, share_of
 
 HARDWARE = Hardware(prefill_speed=2000.0, decode_speed=20.0)
@@ -215,6 +218,21 @@ def test_the_search_finds_the_fewest_replicas(router):
     json.dumps(plan.to_dict())
 
 
+@pytest.mark.parametrize("first", [1, 3])
+def test_the_search_ends_at_any_number_of_replicas(first):
+    for needed in range(1, 71):
+        simulated = []
+
+        def simulate(base, count, needed=needed, simulated=simulated):
+            simulated.append(count)
+            return FleetReport({}, count, p99_ms_to_first_token=1.0 if count >= needed else 9.0)
+
+        _search(simulate, Fleet(first, 100), 5.0, 64)
+        fast = [count for count in simulated if count >= needed]
+        assert (min(fast) == needed) if needed <= 64 else not fast
+        assert len(simulated) == len({*simulated}) <= 14
+
+
 def test_the_cheapest_of_several_tiers_is_recommended():
     hardware = Hardware(
         *(1000.0, 20.0),
@@ -291,6 +309,10 @@ def test_hardware_files_are_checked(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(HardwareError, match=message):
         read_hardware(path)
+
+
+def test_the_command_knows_all_routers():
+    assert list(_ROUTERS) == list(ROUTERS)
 
 
 def test_the_command_writes_an_example_that_it_reads(tmp_path, capsys):

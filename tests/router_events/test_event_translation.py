@@ -388,6 +388,27 @@ def test_blocks_whose_parents_never_arrive_are_published_after_some_batches(load
     assert [each for each in batches if each] == [[100]] and batches.index([100]) == 62
 
 
+def test_held_events_expire_parents_first():
+    """The parent of a held block is itself held later, because its own parent is not loaded."""
+    manager, reader = make(), Reader()
+    manager.step(new=[Request("a", range(4))])
+    reader.take(manager)
+    group = reader.translator._groups[0]
+
+    def store(block, parent, medium="GPU"):
+        event = WireStored([block], parent, [block] * 4, 4, None, medium, None)
+        return [each.block_hashes for each in group.store(event, bytes(16))]
+
+    assert [store(1, None), store(2, 1)] == [[[1]], [[2]]]
+    store(1, None, "CPU"), store(2, 1, "CPU")
+    group.remove([1, 2], "GPU")
+    batches = []
+    for held in ((3, 2), (2, 1), *[None] * 70):
+        assert held is None or store(*held) == []
+        batches.append([each.block_hashes for each in group.end_step()])
+    assert [each for each in batches if each] == [[[2], [3]]]
+
+
 def test_held_blocks_that_are_removed_are_not_published(loading):
     manager, reader, plan = loading
     reader.take(manager)

@@ -95,7 +95,7 @@ def test_ranks_equal_the_topology(heads, is_mla):
 @pytest.mark.parametrize(
     ("local", "remote", "permutation", "num_fragments"),
     [
-        # K and V of two layers are four separate parts.
+        # K and V of two layers form four separate parts.
         (of(), of(), None, 4),
         (of(packing="block_major"), of(packing="block_major"), None, 1),
         (of(packing="block_major"), of(packing="blocks_first"), None, 2),

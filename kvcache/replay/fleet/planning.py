@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.checks import MAX_INT32, instance, instances, integer, listed, number, shown, text
 from kvcache.replay.fleet.hardware import Hardware
-from kvcache.replay.fleet.simulation import Fleet, FleetReport, Workload, simulate_fleet
+from kvcache.replay.fleet.simulation import (
+    Fleet,
+    FleetReport,
+    Workload,
+    repeatable,
+    simulate_fleet,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,6 +97,7 @@ def plan_fleet(
         >>> plan.recommended.fleet["replicas"]
         1
     """
+    workload = repeatable(workload)
     instance(fleet, Fleet, "fleet")
     p99_ms = number(p99_ms, "p99_ms")
     if not 0 < p99_ms < float("inf"):

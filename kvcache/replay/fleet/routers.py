@@ -29,7 +29,8 @@ class Router(Protocol):
     """Chooses the replica of each request, in order of arrival.
 
     `keeps_sessions` is whether most requests of a session are served by the same replica. Only then does
-    a sample of the sessions on fewer replicas have the hit rate of the fleet.
+    a sample of the sessions on fewer replicas have the hit rate of the fleet, and only then is `session`
+    always the session of the request.
     """
 
     keeps_sessions: bool

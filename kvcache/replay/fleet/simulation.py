@@ -20,7 +20,12 @@ from kvcache.replay.policies import parse_eviction
 from kvcache.replay.replayer import Replayer
 from kvcache.replay.running import Running
 from kvcache.replay.stored import StoreContents
-from kvcache.replay.workload import WorkloadRequest, checked_requests, checked_workload
+from kvcache.replay.workload import (
+    WorkloadRequest,
+    check_arrival,
+    checked_requests,
+    checked_workload,
+)
 
 _MOST_MS = 2**53 - 1  # floats represent integers up to here exactly
 Workload = Sequence[WorkloadRequest] | Callable[[], Iterable[WorkloadRequest]]
@@ -262,7 +267,7 @@ def simulate_fleet(
         >>> simulate_fleet(lambda: chat_workload(200), fleet).requests
         200
     """
-    workload = _repeatable(workload)
+    workload = repeatable(workload)
     if on_request is not None and not callable(on_request):
         raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
     instance(fleet, Fleet, "fleet")
@@ -278,7 +283,8 @@ def simulate_fleet(
     integer(max_replicas, "max_replicas", 1, MAX_INT32)
     integer(num_samples, "num_samples", 2, MAX_INT32)
     if fleet.replicas <= max_replicas or not ROUTERS[fleet.router]().keeps_sessions:
-        return _finished(_simulate(workload, fleet, hardware, 1, 0, on_request), fleet, hardware)
+        share = _simulate(workload, fleet, hardware, 1, 0, on_request)
+        return _priced(share.report, fleet, hardware)
     num_shares = -(-fleet.replicas // max_replicas)
     shares = [
         _simulate(workload, fleet, hardware, num_shares, share, on_request)
@@ -287,7 +293,8 @@ def simulate_fleet(
     return _combined(shares, num_shares, fleet, hardware)
 
 
-def _repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
+def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
+    """Return a function that returns the requests of a workload. Raises TypeError or ValueError."""
     if callable(workload):
         return workload
     if not isinstance(workload, list | tuple):
@@ -311,15 +318,11 @@ def _simulate(
     store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
     replicas = [Replica(fleet, hardware, store, store_blocks) for _ in range(num_replicas)]
     router, sessions = ROUTERS[fleet.router](), Sessions(fleet.block_size)
-    needs_sessions = num_shares > 1 or fleet.router == "session"
+    needs_sessions = num_shares > 1 or router.keeps_sessions
     result = _Share(FleetReport(asdict(fleet), num_replicas))
     report, first_ms, last_ms = result.report, None, 0
     for item in checked_workload(workload(), None):
-        if item.arrival_ms < last_ms:
-            raise ValueError(
-                f"request {item.index} arrives at {item.arrival_ms} ms, but the previous request at "
-                f"{last_ms} ms: expected a timed trace in order of arrival"
-            )
+        check_arrival(item, last_ms)
         if item.arrival_ms > _MOST_MS:
             raise ValueError(
                 f"workload has request {item.index} at {item.arrival_ms} ms: expected at most {_MOST_MS}"
@@ -355,8 +358,7 @@ def _simulate(
 
 def _fill(result: _Share, num_computed: list[int], hardware: Hardware) -> None:
     report = result.report
-    hits = report.device_hit_tokens + report.host_hit_tokens + report.store_hit_tokens
-    report.token_hit_rate = hits / max(report.prompt_tokens, 1)
+    _set_hit_rate(report)
     times = np.array(result.first_token_ms or [0.0])
     report.mean_ms_to_first_token = float(times.mean())
     report.p50_ms_to_first_token, report.p99_ms_to_first_token = (
@@ -387,8 +389,7 @@ def _combined(
         *("host_hit_tokens", "store_hit_tokens"),
     ):
         setattr(total, name, sum(getattr(each, name) for each in served))
-    hits = total.device_hit_tokens + total.host_hit_tokens + total.store_hit_tokens
-    total.token_hit_rate = hits / max(total.prompt_tokens, 1)
+    _set_hit_rate(total)
     for name in ("mean", "p50", "p99"):
         name = f"{name}_ms_to_first_token"
         setattr(total, name, float(np.mean([getattr(each, name) for each in served])))
@@ -403,12 +404,13 @@ def _combined(
     return _priced(total, fleet, hardware)
 
 
+def _set_hit_rate(report: FleetReport) -> None:
+    hits = report.device_hit_tokens + report.host_hit_tokens + report.store_hit_tokens
+    report.token_hit_rate = hits / max(report.prompt_tokens, 1)
+
+
 def _standard_error(values: list[float]) -> float:
     return float(np.std(values, ddof=1) / len(values) ** 0.5)
-
-
-def _finished(share: _Share, fleet: Fleet, hardware: Hardware) -> FleetReport:
-    return _priced(share.report, fleet, hardware)
 
 
 def _priced(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
