@@ -9,12 +9,14 @@ can be pickled, so the planes may run in two processes. This module does not nee
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
+from kvcache.checks import instances, shown
 from kvcache.native.load import core
 
 PLAN_VERSION = 3
@@ -193,3 +195,40 @@ class StepReport:
     completed: bool
     failed_pages: list[int] = field(default_factory=list)
     failed_host_pages: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of_ranks(reports: Sequence[StepReport]) -> StepReport:
+        """Combine the reports of all ranks of an engine for one step.
+
+        A step is completed if it is completed on all ranks. A page is failed if it is failed on any
+        rank, so that all ranks discard the same blocks.
+
+        Args:
+            reports: One report per rank.
+
+        Returns:
+            The report for `KVCacheManager.report`.
+
+        Raises:
+            TypeError, ValueError: There is no report, or reports are of different steps.
+
+        Example:
+            >>> StepReport.of_ranks([StepReport(3, True, [5]), StepReport(3, True, [2, 5])])
+            StepReport(step_id=3, completed=True, failed_pages=[2, 5], failed_host_pages=[])
+        """
+        found = instances(reports, StepReport, "reports")
+        if not found:
+            raise ValueError("reports is empty: expected one report per rank")
+        step_id = found[0].step_id
+        for i, each in enumerate(found):
+            if each.step_id != step_id:
+                raise ValueError(
+                    f"reports[{i}] is of step {shown(each.step_id)}: expected {shown(step_id)}, as in "
+                    "reports[0]"
+                )
+        return StepReport(
+            step_id,
+            all(each.completed for each in found),
+            sorted({page for each in found for page in each.failed_pages}),
+            sorted({page for each in found for page in each.failed_host_pages}),
+        )

@@ -52,6 +52,11 @@ class Circuit:
         """Whether the circuit is open, that is, whether the store or peer is considered dead."""
         return self._num_failures >= self._most
 
+    @property
+    def would_allow(self) -> bool:
+        """Whether `allows` would return True. Does not count as a trial call."""
+        return not self.is_open or self._clock() >= self._retry_at
+
     def allows(self) -> bool:
         """Return whether a call is allowed now.
 
@@ -59,7 +64,7 @@ class Circuit:
         """
         if not self.is_open:
             return True
-        if self._clock() < self._retry_at:
+        if not self.would_allow:
             return False
         self._retry_at = self._clock() + self._retry_s  # no further trial until then
         return True

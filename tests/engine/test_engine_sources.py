@@ -105,7 +105,7 @@ def test_tokens_of_a_failed_load_are_computed(filled, fault):
     def found(keys):
         answer = exists(keys)
         if fault == "slow":
-            tier._timeout_s = 0.1  # applies to the load only, not to the lookup
+            tier._ranks[0]._timeout_s = 0.1  # applies to the load only, not to the lookup
         return answer
 
     def failing(keys, values):

@@ -118,7 +118,9 @@ class EngineRun:
             if rng.random() < 0.05 and self.checks_invariants:
                 check_invariants(self.paged.cache.manager)
         for source in engine.sources:
-            assert source.close() and source._staging.num_free == source._staging.num_values
+            assert source.close()
+            for rank in source._ranks:
+                assert rank._staging.num_free == rank._staging.num_values
         manager = self.paged.cache.manager
         check_invariants(manager)
         assert manager.pool.num_free == manager.pool.num_total, "blocks are still held"

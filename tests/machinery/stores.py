@@ -115,24 +115,33 @@ class StoreUser:
             groups, num_blocks, 256, num_preallocate_tokens=0, enable_events=True,
             num_host_blocks=num_host_blocks, max_num_reqs=concurrency, **options,
         )  # fmt: skip
-        self.verifier = KVVerifier(
+        self.store, self.staging_blocks = store, staging_blocks
+        self.verifier = self.make_verifier(
             groups=groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
-            max_num_reqs=concurrency, num_layers=2, num_kv_heads=1, device=device,
+            max_num_reqs=concurrency, num_kv_heads=1, device=device,
         )  # fmt: skip
-        pages = self.verifier.storage.pages
-        self.tier = StoreTier(
-            self.manager, pages, store, model=model, contents=self.verifier.storages,
-            host_pages=self.verifier._host,
-            staging_bytes=staging_blocks * (pages.page_bytes + 192), timeout_s=timeout_s,
-            announce=announce, circuit=circuit, write_from=write_from,
-        )  # fmt: skip
-        self.store = store
+        self.tier = self.make_tier(
+            {"announce": announce, "write_from": write_from},
+            {"model": model, "timeout_s": timeout_s, "circuit": circuit},
+        )
         self.concurrency = concurrency
         self.waiting: list[Running] = []
         self.running: dict[str, Running] = {}
         self.receiving: dict[str, Running] = {}
         self.events = []
         self.num_hit = self.num_loaded = self.num_finished = 0
+
+    def make_verifier(self, **sizes):
+        return KVVerifier(num_layers=2, **sizes)
+
+    def make_tier(self, of_tier, of_rank):
+        host = self.verifier._host if of_tier["write_from"] in ("auto", "host") else None
+        given = {**of_tier, **of_rank, **self.of_verifier(self.verifier), "host_pages": host}
+        return StoreTier(self.manager, self.verifier.storage.pages, self.store, **given)
+
+    def of_verifier(self, verifier):
+        staging_bytes = self.staging_blocks * (verifier.storage.pages.page_bytes + 192)
+        return {"contents": verifier.storages, "staging_bytes": staging_bytes}
 
     def add(self, item: WorkloadRequest, **options):
         self.verifier.reserve(item.num_tokens)
@@ -239,9 +248,9 @@ class StoreUser:
                 self.running[name].num_computed = self.running[name].num_hit = start
 
     def settle(self):
-        """Wait until no put is pending."""
-        deadline = time.monotonic() + 60
-        while self.tier.num_waiting_blocks or self.tier._arriving:
+        """Wait until no put is pending. Blocks are written to the host one step after they are filled."""
+        deadline, num_steps = time.monotonic() + 60, 0
+        while self.tier.is_busy or num_steps < 2:
             assert time.monotonic() < deadline, self.tier.stats
             plan = self.manager.step()
             self.verifier.apply(plan)
@@ -249,6 +258,7 @@ class StoreUser:
             self.manager.report(report)
             self.tier.save(report)
             self.tier.poll()
+            num_steps += 1
             time.sleep(0.001)
         self.events += self.tier.drain_events()
 
@@ -265,7 +275,8 @@ class StoreUser:
         if self.manager.host_pool is not None:
             assert self.manager.host_pool.num_free == self.manager.host_pool.num_total
         check_invariants(self.manager)
-        assert self.tier._staging.num_free == self.tier._staging.num_values
+        for rank in self.tier._ranks:
+            assert rank._staging.num_free == rank._staging.num_values
         assert self.tier.num_loading_requests == 0 and self.tier._num_writing == 0
         self.events += self.tier.drain_events()
 

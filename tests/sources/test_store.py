@@ -429,7 +429,7 @@ def test_answer_of_an_unexpected_type_is_a_failure(method, answer):
     is_right = method == "exists" and answer in (["x"] * 7, [1 << 70] * 7)
     is_right |= method == "take_evicted" and answer in ([], ["x"] * 7)
     assert other.num_loaded == (28 if is_right else 0)
-    assert other.num_finished == 1 and not other.tier._puts
+    assert other.num_finished == 1 and not other.tier._saves
     delattr(store, method)
     other.end()
 
@@ -452,7 +452,7 @@ def test_too_few_sizes_are_an_error():
 def test_invalid_keys_are_ignored(keys):
     store = MemoryStore()
     user = a_user(store)
-    prefix = key_text(user.tier._fingerprint, BlockKey(0, b""))[:-2]
+    prefix = key_text(user.tier._ranks[0]._fingerprint, BlockKey(0, b""))[:-2]
     user.end()
     if isinstance(keys, list) and keys != [5]:
         keys = [prefix + key for key in keys]
@@ -614,7 +614,7 @@ def test_content_is_correct_for_any_store_behavior(seed):
         user.settle()
     user.end()
     assert told(user) == {
-        key for text in store.values if (key := key_of_text(user.tier._fingerprint, text))
+        key for text in store.values if (key := key_of_text(user.tier._ranks[0]._fingerprint, text))
     }
 
 
@@ -651,7 +651,7 @@ def test_routers_receive_events_of_the_store():
     view.apply(decode_batch(encode_batch(batch)).events)
     expected = {}
     for text in store.values:
-        key = key_of_text(user.tier._fingerprint, text)
+        key = key_of_text(user.tier._ranks[0]._fingerprint, text)
         expected.setdefault(key.group, set()).add(int.from_bytes(key.block_hash[-8:], "big"))
     assert set(view.places) == {("STORAGE", group) for group in expected}
     for group, hashes in expected.items():
@@ -831,7 +831,8 @@ def test_copies_are_ordered_on_late_streams(seed):
     pages, store = Pages.allocate(16, [[64, 64]] * 2), MemoryStore()
     given = {"model": "m", "contents": "bytes", "staging_bytes": 6 * 512, "timeout_s": 20}
     tier = StoreTier(manager, pages, store, **given)
-    tier._swaps = SwapEngine(pages, tier._staging.pages, method="kernel", streams=streams)
+    (rank,) = tier._ranks
+    rank._swaps = SwapEngine(pages, rank._staging.pages, method="kernel", streams=streams)
     wrong, num_checked = [], 0
 
     def content(tokens):
@@ -886,10 +887,10 @@ def test_copies_are_ordered_on_late_streams(seed):
         if choose.random() < 0.3:
             manager.cache.reset()
         streams.advance(choose.randint(0, 3))
-    while tier._num_writing or tier._arriving:
+    while tier._num_writing or rank._arriving:
         streams.advance(1)
         tier.poll()
         time.sleep(0)
     streams.advance()
     assert tier.close(20) and not wrong and num_checked > 100
-    assert tier._staging.num_free == tier._staging.num_values
+    assert rank._staging.num_free == rank._staging.num_values

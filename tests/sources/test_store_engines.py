@@ -263,7 +263,10 @@ def refused_folder(tmp_path, how):
         ("a folder that others write to", "has mode 1777: expected a mode in which only its owner"),
         ("a link to a file", "blocks.kv is a link: expected a file"),
         ("a file of another user", "blocks.kv' belongs to user 12345: expected"),
-        ("a file that others write to", "blocks.kv' has mode 660: expected a mode in which only its owner"),
+        (
+            "a file that others write to",
+            "blocks.kv' has mode 660: expected a mode in which only its owner",
+        ),
         ("a file of two names", "or has 2 hard links: expected a file with one link"),
         ("a pipe", "is not a regular file, or has 1 hard links"),
     ],

@@ -888,3 +888,14 @@ def test_apply_reads_the_plan_after_the_number_of_blocks():
     with pytest.raises(ValueError, match="PyCapsule"):
         w.tables.apply(given, Releases())
     assert content(w.tables)[0] == []
+
+
+def test_reports_of_ranks_are_combined():
+    reports = [StepReport(4, True, [9, 2], [1]), StepReport(4, True, [2], [])]
+    assert StepReport.of_ranks(reports) == StepReport(4, True, [2, 9], [1])
+    reports.append(StepReport(4, False))
+    assert not StepReport.of_ranks(reports).completed
+    with pytest.raises(ValueError, match=r"reports\[1\] is of step 5: expected 4, as in reports\[0\]"):
+        StepReport.of_ranks([StepReport(4, True), StepReport(5, True)])
+    with pytest.raises(ValueError, match="reports is empty: expected one report per rank"):
+        StepReport.of_ranks([])

@@ -6,11 +6,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvcache.allocator import KVCacheManager
-from kvcache.checks import instance, instances, integer, text
+from kvcache.checks import instance, instances, integer, listed, shown, text
 
 if TYPE_CHECKING:
     from kvcache.worker import KVStorage, Pages
@@ -19,12 +21,176 @@ FORMAT_VERSION = 2
 FINGERPRINT_BYTES = 16
 
 
+@dataclass(frozen=True)
+class Share:
+    """The part of each block that a rank holds: some layers and KV heads, and in context parallelism
+    some tokens.
+
+    Ranks with equal shares hold equal bytes, for example if there are more tensor-parallel ranks than
+    KV heads. They share the blocks of a store, as do engines of different sizes whose ranks have equal
+    shares.
+
+    Args:
+        layers: First layer and end (exclusive).
+        num_layers: Number of layers of the model.
+        heads: First KV head and end (exclusive).
+        num_heads: Number of KV heads of the model.
+        cp_rank: Rank in context parallelism.
+        cp_world_size: Number of ranks in context parallelism.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid.
+
+    Example:
+        >>> str(Share((0, 16), 32, (4, 8), 8))
+        'layers 0 to 15 of 32, heads 4 to 7 of 8'
+    """
+
+    layers: tuple[int, int]
+    num_layers: int
+    heads: tuple[int, int]
+    num_heads: int
+    cp_rank: int = 0
+    cp_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads"):
+            given = getattr(self, name)
+            most = integer(getattr(self, f"num_{name}"), f"num_{name}", 1)
+            ends = listed(given, name)
+            if len(ends) != 2:
+                raise ValueError(f"{name} is {shown(given)}: expected the first one and the end")
+            first = integer(ends[0], f"{name}[0]", 0, most - 1)
+            end = integer(ends[1], f"{name}[1]", first + 1, most)
+            object.__setattr__(self, name, (first, end))
+        integer(self.cp_world_size, "cp_world_size", 1)
+        integer(self.cp_rank, "cp_rank", 0, self.cp_world_size - 1)
+
+    @classmethod
+    def of_rank(
+        cls,
+        *,
+        num_layers: int,
+        num_heads: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        layers: tuple[int, int] | None = None,
+        cp_rank: int = 0,
+        cp_world_size: int = 1,
+    ) -> Share:
+        """Return the share of a tensor-parallel rank, with KV heads distributed as in vLLM.
+
+        Args:
+            num_layers: Number of layers of the model.
+            num_heads: Number of KV heads of the model. One of it and `tp_size` must be a multiple of the
+                other.
+            tp_rank: Rank in tensor parallelism.
+            tp_size: Number of ranks in tensor parallelism.
+            layers: First layer and end (exclusive) of the pipeline stage. None: all layers.
+            cp_rank: Rank in context parallelism.
+            cp_world_size: Number of ranks in context parallelism.
+
+        Returns:
+            The share.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+
+        Example:
+            >>> [Share.of_rank(num_layers=2, num_heads=2, tp_rank=i, tp_size=4).heads for i in range(4)]
+            [(0, 1), (0, 1), (1, 2), (1, 2)]
+        """
+        size, count = integer(tp_size, "tp_size", 1), integer(num_heads, "num_heads", 1)
+        number = integer(tp_rank, "tp_rank", 0, size - 1)
+        if size % count and count % size:
+            raise ValueError(
+                f"tp_size is {size}: expected a divisor or a multiple of num_heads, {count}"
+            )
+        first = number * count // size
+        heads = (first, first + max(count // size, 1))
+        if layers is None:
+            layers = (0, integer(num_layers, "num_layers", 1))
+        return cls(layers, num_layers, heads, count, cp_rank, cp_world_size)
+
+    def __str__(self) -> str:
+        layers, heads = (f"{first} to {end - 1}" for first, end in (self.layers, self.heads))
+        text = f"layers {layers} of {self.num_layers}, heads {heads} of {self.num_heads}"
+        if self.cp_world_size > 1:
+            text += f", tokens of rank {self.cp_rank} of {self.cp_world_size}"
+        return text
+
+
+def check_shares(ranks: Sequence[str | Share]) -> None:
+    """Check that ranks together hold each block completely. Raises ValueError."""
+    shares = [each for each in ranks if isinstance(each, Share)]
+    if len(shares) < len(ranks):
+        for i, each in enumerate(ranks):
+            if each in ranks[:i]:
+                raise ValueError(
+                    f"ranks[{i}] has rank {shown(each)}, as ranks[{ranks.index(each)}]: expected another "
+                    "one, or a Share if both hold the same layers and heads"
+                )
+        return
+    first = shares[0]
+    sizes = [(each.num_layers, each.num_heads, each.cp_world_size) for each in shares]
+    for i, each in enumerate(sizes):
+        if each != sizes[0]:
+            raise ValueError(
+                f"ranks[{i}] has {shares[i]}: expected a share of the same model as ranks[0], {first}"
+            )
+    is_held = np.zeros(sizes[0], bool)
+    for each in shares:
+        is_held[slice(*each.layers), slice(*each.heads), each.cp_rank] = True
+    if not is_held.all():
+        layer, head, tokens = np.argwhere(~is_held)[0].tolist()
+        raise ValueError(
+            f"ranks lack layer {layer}, head {head} (context-parallel rank {tokens}): expected each part "
+            "of a block on a rank"
+        )
+
+
+def cache_identity(manager: KVCacheManager) -> str:
+    """Return what a fingerprint covers of a manager, for `fingerprint` in another process.
+
+    Args:
+        manager: The manager.
+
+    Returns:
+        The hash options, groups and context parallelism, as JSON.
+
+    Raises:
+        TypeError: `manager` is not a manager.
+
+    Example:
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+        >>> identity = cache_identity(manager)
+        >>> fingerprint(identity, None, model="llama") == fingerprint(manager, None, model="llama")
+        True
+    """
+    instance(manager, KVCacheManager, "manager")
+    described = {
+        "version": FORMAT_VERSION,
+        "hash": [
+            manager.cache.hash_algorithm,
+            manager.options.hash_seed,
+            manager.cache.hash_bytes,
+            manager.cache.hash_block_size,
+        ],
+        "groups": [[_plain(spec), size] for spec, size in zip(manager.groups, manager.block_sizes)],
+    }
+    if manager.options.num_hash_lookahead_tokens:
+        described["hash_lookahead"] = manager.options.num_hash_lookahead_tokens
+    if manager.cache.context_parallel.world_size > 1:
+        described["context_parallel"] = _plain(manager.cache.context_parallel)
+    return json.dumps(described, sort_keys=True)
+
+
 def fingerprint(
-    manager: KVCacheManager,
+    manager: KVCacheManager | str,
     pages: Pages | None,
     *,
     model: str,
-    rank: str = "",
+    rank: str | Share = "",
     contents: str | Sequence[KVStorage] | None = None,
     cp_kv_cache_interleave_size: int | None = None,
 ) -> bytes:
@@ -37,12 +203,12 @@ def fingerprint(
     strings `model` and `rank`. `python -m tests.machinery.fingerprint_table` lists every field.
 
     Args:
-        manager: The manager of the blocks.
+        manager: The manager of the blocks, or its `cache_identity`.
         pages: The memory of the blocks. None: the manager has no memory, and the fingerprint does
             not cover page contents.
         model: A string that identifies weights, quantization and scales.
-        rank: A string that identifies the layers and heads that this process holds, that is, its
-            ranks and sizes in tensor and pipeline parallelism.
+        rank: The layers and heads that this process holds: a `Share`, or a string that identifies them,
+            such as ranks and sizes in tensor and pipeline parallelism.
         contents: Description of the page contents, required if `pages` does not define them. Either
             one storage per group over the pages, or a string. Pages created by `kvcache.build` or
             `KVStorage` define their contents, except those of `KVStorage.over`. `Pages.allocate`
@@ -67,30 +233,33 @@ def fingerprint(
     """
     from kvcache.worker.pages.pages import Pages
 
-    instance(manager, KVCacheManager, "manager")
     if pages is not None:
         instance(pages, Pages, "pages")
-    described = {
-        "version": FORMAT_VERSION,
-        "model": text(model, "model"),
-        "rank": text(rank, "rank"),
-        "hash": [
-            manager.cache.hash_algorithm,
-            manager.options.hash_seed,
-            manager.cache.hash_bytes,
-            manager.cache.hash_block_size,
-        ],
-        "groups": [[_plain(spec), size] for spec, size in zip(manager.groups, manager.block_sizes)],
-    }
-    if manager.options.num_hash_lookahead_tokens:
-        described["hash_lookahead"] = manager.options.num_hash_lookahead_tokens
+    rank = str(rank) if isinstance(rank, Share) else text(rank, "rank")
+    described = _identity(manager) | {"model": text(model, "model"), "rank": rank}
+    context_parallel = described.pop("context_parallel", None)
     if pages is not None:
-        described["contents"] = _contents(pages, contents, len(manager.groups))
-        if manager.cache.context_parallel.world_size > 1:
+        described["contents"] = _contents(pages, contents, len(described["groups"]))
+        if context_parallel is not None:
             interleave = _interleave(pages, cp_kv_cache_interleave_size)
-            described["context_parallel"] = [_plain(manager.cache.context_parallel), interleave]
+            described["context_parallel"] = [context_parallel, interleave]
     encoded = json.dumps(described, sort_keys=True).encode()
     return hashlib.sha256(encoded).digest()[:FINGERPRINT_BYTES]
+
+
+def _identity(manager: KVCacheManager | str) -> dict[str, Any]:
+    found = manager if isinstance(manager, str) else cache_identity(manager)
+    try:
+        described = json.loads(found)
+        version = described["version"]
+        len(described["hash"]), len(described["groups"])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        raise ValueError(
+            f"manager is {shown(found)}: expected a manager, or the result of cache_identity"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise ValueError(f"manager has version {shown(version)}: expected {FORMAT_VERSION}")
+    return described
 
 
 def _plain(spec: object) -> dict[str, object]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,50 +11,55 @@ from typing import Literal
 import numpy as np
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.checks import MAX_INT64, flag, instance, integer, seconds, shown
-from kvcache.checks import number as checked_number
+from kvcache.checks import MAX_INT64, flag, instance, integer, listed, seconds, shown, text
 from kvcache.events import BlockRemoved, CacheEvent
 from kvcache.sources.base import Arrived
 from kvcache.sources.circuit import Circuit
 from kvcache.sources.loads import SourceLoad, SourceLoads
-from kvcache.sources.store import answers
 from kvcache.sources.store.announcements import removed_event, stored_event
 from kvcache.sources.store.base import BlockStore
-from kvcache.sources.store.identity import fingerprint
-from kvcache.sources.store.prefixes import NeededBlock, StoredPrefixes
-from kvcache.sources.store.staging import ValueStaging
+from kvcache.sources.store.identity import Share, cache_identity, check_shares
+from kvcache.sources.store.orders import (
+    Evicted,
+    Found,
+    GiveUp,
+    Held,
+    LoadBlocks,
+    Loaded,
+    LookUp,
+    Order,
+    PageOfBlock,
+    RankDescription,
+    RemoveBlocks,
+    SaveBlocks,
+    Saved,
+    StartEpoch,
+    StoreRankLink,
+    StoreResults,
+)
+from kvcache.sources.store.prefixes import StoredPrefixes
+from kvcache.sources.store.rank import StoreRank
 from kvcache.sources.store.stats import StoreStats
-from kvcache.sources.store.thread import READ, WRITE, Call, StoreThread
-from kvcache.sources.store.values import BlockKey, faults, key_of_text, key_text, seal
+from kvcache.sources.store.values import BlockKey
 from kvcache.sources.store.writes import Described, WaitingBlocks
 from kvcache.step import StepReport
-from kvcache.worker import KVStorage, Pages, SwapEngine, SwapJob
-from kvcache.worker.pages.page_copy import PageCopy
+from kvcache.worker import KVStorage, Pages
 
 _MOST_LOOKUPS = 4096  # maximum number of cached lookup results; the oldest is dropped first
-# Limits on bytes and blocks per call. They are small enough that a read waits only milliseconds for
-# a write, and large enough that many blocks share the fixed cost of a call. Mooncake accepts at
-# most 1,024 keys.
-_BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
-_TOO_LATE = "the store did not answer in time"
-_WRONG = {
-    "missing": "the store no longer has a block",
-    "corrupt": "the digest of a block is wrong",
-    "misfit": "a block has the wrong size or key",
-    "error": "a call to the store failed",
-}
 _MEDIUMS = {"device": "gpu", "host": "cpu"}
+_OUTCOMES = ("dropped", "refused", "stored", "known")  # of several ranks, the first one counts
 
 
 @dataclass(eq=False)
 class _Lookup:
     """The result of looking up a request's blocks in the store."""
 
+    number: int
     request: Request  # the object, because IDs may be reused by requests with other tokens
     first_token: int  # end of the hit at the lookup
-    call: Call | None
-    deadline: float  # deadline of the call, then expiry of its result
-    found: frozenset[BlockKey] = frozenset()
+    pending: set[int]  # ranks that have not answered
+    deadline: float  # deadline of the ranks, then expiry of their result
+    found: frozenset[BlockKey] = frozenset()  # blocks that all ranks that have answered have found
     # The arguments of the last `match` (end of the hit, number of the request's tokens), and the
     # end of the tokens found for them.
     reach: tuple[tuple[int, int], int] | None = None
@@ -65,18 +69,17 @@ class _Lookup:
 class _Arrival:
     """A load of blocks into the pages of a request."""
 
-    blocks: deque[tuple[NeededBlock, int]]  # blocks still to be requested, with their pages
+    number: int
+    pending: set[int]  # ranks that may still write to the pages
     deadline: float
     first_token: int
     arrived_until: int  # position of the first token that will not arrive
     keys: frozenset[BlockKey]  # keys of all blocks
-    calls: list[Call] = field(default_factory=list)  # number of calls in flight
     error: str | None = None
 
     def fail_at(self, token: int, error: str) -> None:
-        """Record that tokens from `token` onwards will not arrive, and stop requesting blocks."""
+        """Record that tokens from `token` onwards will not arrive."""
         self.arrived_until = max(min(self.arrived_until, token), self.first_token)
-        self.blocks.clear()
         self.error = self.error or error
 
 
@@ -84,24 +87,14 @@ _PageLoad = SourceLoad[_Arrival]
 
 
 @dataclass(eq=False)
-class _Get:
-    """A call of `get`, with the staged values and the blocks and pages that they are read for."""
+class _Save:
+    """Blocks that ranks are storing."""
 
-    load: _PageLoad
-    numbers: list[int]
-    blocks: list[tuple[NeededBlock, int]]
-    fingerprint: bytes
-
-
-@dataclass(eq=False)
-class _Put:
-    """A call of `put`."""
-
-    numbers: list[int]
-    keys: list[BlockKey]
+    keys: tuple[BlockKey, ...]
     described: list[Described | None]
-    fingerprint: bytes
-    invalid: set[BlockKey] = field(default_factory=set)  # invalidated after the call started
+    epoch: int
+    pending: set[int]  # ranks that have not answered
+    outcomes: list[tuple[str, ...] | None] = field(default_factory=list)  # of each rank
 
 
 class StoreTier:
@@ -111,6 +104,9 @@ class StoreTier:
     that accesses only the tier's staging memory. Pages are copied on the current stream. The
     store's failures are counted in `stats` and never raised by the tier. After several consecutive
     failures, the tier stops calling the store for some time.
+
+    This constructor creates the tier of a process with all pages. `StoreTier.over` creates one over
+    several ranks.
 
     Args:
         manager: The manager, created with `enable_events`. The tier drains the manager's events. To
@@ -125,8 +121,8 @@ class StoreTier:
         write_from: "device": store each block once it is full. "host": store the blocks that the
             manager writes to its host tier (see `host_write`). None: store nothing. "auto": "host"
             if there is a host tier, otherwise "device".
-        staging_bytes: Size in bytes of the host memory through which blocks are copied. Writes use
-            at most half of it.
+        staging_bytes: Size in bytes of the host memory through which blocks are copied. Half of it is
+            reserved for writes.
         timeout_s: Seconds after which a lookup or a whole load is abandoned and counts as a miss.
         announce: Whether to keep events for `drain_events`: the manager's events and, if the store
             can list its keys (`BlockStore.knows_keys`), the store's.
@@ -148,7 +144,7 @@ class StoreTier:
         store: BlockStore,
         *,
         model: str,
-        rank: str = "",
+        rank: str | Share = "",
         contents: str | Sequence[KVStorage] | None = None,
         cp_kv_cache_interleave_size: int | None = None,
         host_pages: Pages | None = None,
@@ -158,88 +154,106 @@ class StoreTier:
         announce: bool = False,
         circuit: Circuit | None = None,
     ) -> None:
-        instance(manager, KVCacheManager, "manager")
+        medium = _medium(manager, write_from)
         instance(pages, Pages, "pages")
-        instance(store, BlockStore, "store")
-        if circuit is not None:
-            instance(circuit, Circuit, "circuit")
-        if isinstance(write_from, str) and write_from == "auto":
-            write_from = "device" if manager.host_pool is None else "host"
-        self._check(manager, pages, host_pages, write_from)
-        self._manager, self._pages, self._host = manager, pages, host_pages
-        self._prefixes = StoredPrefixes(manager)
-        self._identity = {
-            "rank": rank,
-            "contents": contents,
-            "cp_kv_cache_interleave_size": cp_kv_cache_interleave_size,
-        }
-        self._fingerprint = fingerprint(manager, pages, model=model, **self._identity)
-        self._epoch = manager.cache.epoch
-        self._timeout_s = checked_number(timeout_s, "timeout_s", "seconds")
-        if not 0 < self._timeout_s < float("inf"):
-            raise ValueError(f"timeout_s is {timeout_s}: expected seconds, more than 0")
-        self._announces = flag(announce, "announce") and store.knows_keys
-        self._circuit = Circuit() if circuit is None else circuit
+        _check_pages("pages", pages.num_blocks, manager.pool.num_blocks)
+        if medium == "host":
+            if host_pages is None:
+                raise ValueError(
+                    "write_from is 'host': expected a manager with num_host_blocks, and host_pages"
+                )
+            instance(host_pages, Pages, "host_pages")
+            _check_pages("host_pages", host_pages.num_blocks, manager.host_pool.num_blocks)
+        prefixes = StoredPrefixes(manager)
+        flag(announce, "announce")
+        link = StoreRank(
+            *(manager, pages, store),
+            model=model,
+            rank=rank,
+            contents=contents,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+            host_pages=host_pages if medium == "host" else None,
+            staging_bytes=staging_bytes,
+            timeout_s=timeout_s,
+            circuit=circuit,
+        )
+        self._set_up(manager, [link], prefixes, medium, announce)
+
+    @classmethod
+    def over(
+        cls,
+        manager: KVCacheManager,
+        ranks: Sequence[StoreRankLink],
+        *,
+        write_from: Literal["auto", "device", "host"] | None = "auto",
+        announce: bool = False,
+    ) -> StoreTier:
+        """Create a tier over several ranks, which together hold each block (tensor, pipeline and context
+        parallelism).
+
+        The tier decides for all ranks: only blocks that all of them find are loaded, a request
+        continues from the first token that any of them has not loaded, and a rank that fails or does
+        not answer causes a miss. No rank waits for another one.
+
+        Args:
+            manager: See `StoreTier`.
+            ranks: One `StoreRank` per rank, or a connection to it (`StoreRankLink`).
+            write_from: See `StoreTier`.
+            announce: See `StoreTier`.
+
+        Returns:
+            The tier.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid, a rank was created for another manager or
+                model, or the ranks do not hold all of each block (`Share`).
+        """
+        medium = _medium(manager, write_from)
+        links = listed(ranks, "ranks")
+        if not links:
+            raise ValueError("ranks is empty: expected one rank or more")
+        described = [_description(each, f"ranks[{i}]") for i, each in enumerate(links)]
+        for i, each in enumerate(described):
+            _check_rank(f"ranks[{i}]", each, manager, described[0].model, medium)
+        check_shares([each.rank for each in described])
+        tier = cls.__new__(cls)
+        prefixes = StoredPrefixes(manager)
+        tier._set_up(manager, links, prefixes, medium, flag(announce, "announce"))
+        return tier
+
+    def _set_up(
+        self,
+        manager: KVCacheManager,
+        ranks: list[StoreRankLink],
+        prefixes: StoredPrefixes,
+        medium: str | None,
+        announce: bool,
+    ) -> None:
+        self._manager, self._ranks, self._prefixes = manager, ranks, prefixes
+        described = [each.description for each in ranks]
+        self._medium, self._model = medium, described[0].model
+        self._epoch, self._store_epoch = manager.cache.epoch, 0
+        self._epoch_of_rank = [0] * len(ranks)  # epoch of the tier at a rank's epoch 0
+        self._timeout_s = max(each.timeout_s for each in described)
+        self._num_writes = min(each.num_writes for each in described)
+        self._per_call = min(each.num_per_call for each in described)
+        self._announces = announce and all(each.knows_keys for each in described)
         self.stats = StoreStats()
-        self._staging = ValueStaging(pages, integer(staging_bytes, "staging_bytes", most=MAX_INT64))
-        fitting = _BYTES_PER_CALL // self._staging.value_bytes
-        self._per_call = min(max(fitting, _LEAST_PER_CALL), _MOST_PER_CALL)
-        self._swaps = SwapEngine(pages, self._staging.pages)
-        self._from_host = None
-        if write_from == "host":
-            self._from_host = PageCopy(host_pages, self._staging.pages)
         self._waiting = None
-        if write_from is not None:
-            most = max(8 * self._staging.num_values, 4096)
-            medium = _MEDIUMS[write_from]
-            self._waiting = WaitingBlocks(medium, most, describes=self._announces)
+        if medium is not None:
+            most = max(16 * self._num_writes, 4096)
+            self._waiting = WaitingBlocks(_MEDIUMS[medium], most, describes=self._announces)
+        self._number = 0
         self._lookups: dict[str, _Lookup] = {}
+        self._asked: dict[int, _Lookup] = {}  # lookups that ranks have not answered
         self._loads: SourceLoads[_Arrival] = SourceLoads(manager, self.stats)
-        self._num_writing = 0  # number of staged values being written
-        self._puts: set[_Put] = set()  # calls of `put` in flight
-        self._invalid: deque[list[str]] = deque()  # keys still to be removed from the store
-        self._removal: Call | None = None  # the removal in flight
-        # Copies in flight, and the staged values that they read.
-        self._arriving: list[tuple[SwapJob, list[int]]] = []
+        self._loading: dict[int, _PageLoad] = {}
+        self._saves: dict[int, _Save] = {}
+        self._num_writing = 0  # number of blocks being stored
+        self._states = [StoreResults() for _ in ranks]  # the last results of each rank
         self._drained: list[CacheEvent] = []  # manager events that were not processed yet
         self._events: list[CacheEvent] = []
-        self._announced: set[BlockKey] = set()
-        self._slow: Call | None = None  # the last call that was counted as too slow
-        self._store = store
-        self._thread = StoreThread(store, self._open)
-        self._thread.submit(lambda: None, READ)  # open the store before the first lookup
-
-    @staticmethod
-    def _check(
-        manager: KVCacheManager, pages: Pages, host_pages: Pages | None, write_from: object
-    ) -> None:
-        if not manager.options.enable_events:
-            raise ValueError(
-                "manager has enable_events=False: expected True, because the tier reads its events"
-            )
-        if write_from is not None and (
-            not isinstance(write_from, str) or write_from not in _MEDIUMS
-        ):
-            raise ValueError(
-                f"write_from is {shown(write_from)}: expected 'auto', 'device', 'host' or None"
-            )
-        if pages.num_blocks < manager.pool.num_blocks:
-            raise ValueError(
-                f"pages has {pages.num_blocks} pages: expected {manager.pool.num_blocks}, as in the "
-                "manager's pool"
-            )
-        if write_from != "host":
-            return
-        if manager.host_pool is None or host_pages is None:
-            raise ValueError(
-                "write_from is 'host': expected a manager with num_host_blocks, and host_pages"
-            )
-        instance(host_pages, Pages, "host_pages")
-        if host_pages.num_blocks < manager.host_pool.num_blocks:
-            raise ValueError(
-                f"host_pages has {host_pages.num_blocks} pages: expected {manager.host_pool.num_blocks}, "
-                "as in the manager's host tier"
-            )
+        self._holders: dict[BlockKey, int] = {}  # a bit per rank whose store has the block
 
     # Reads -----------------------------------------------------------------------------------------
 
@@ -266,14 +280,16 @@ class StoreTier:
         lookup = self._lookups.get(request.request_id)
         now = time.monotonic()
         is_of_another = lookup is None or lookup.request is not request
-        is_old = not is_of_another and lookup.call is None and now >= lookup.deadline
+        is_old = not is_of_another and not lookup.pending and now >= lookup.deadline
         if is_of_another or is_old or first < lookup.first_token:
             lookup = self._ask(request, first)
-        if lookup.call is not None:
+        if lookup.pending:
             if now < lookup.deadline:
                 return None
-            self._give_up(lookup.call)
-            lookup.call, lookup.deadline = None, now + self._timeout_s
+            self._tell(GiveUp(lookup.number, is_late=True), ranks=lookup.pending)
+            self._asked.pop(lookup.number, None)
+            lookup.found, lookup.deadline = frozenset(), now + self._timeout_s
+            lookup.pending = set()
         of = first, request.num_tokens
         if lookup.found and (lookup.reach is None or lookup.reach[0] != of):
             lookup.reach = of, self._prefixes.reach(request, first, lookup.found)
@@ -286,7 +302,7 @@ class StoreTier:
 
     def begin(self, request: Request) -> None:
         """Begin to load the tokens that `match` found. The plan that admits the request must have
-        been applied.
+        been applied, or sent to all ranks.
 
         The request is in the receiving state until `poll` returns it.
 
@@ -299,17 +315,25 @@ class StoreTier:
         first, stop = load.first_token, load.end_token
         groups = range(len(self._manager.groups))
         tables = [self._manager.block_ids(request, g).tolist() for g in groups]
-        blocks = deque(
-            (block, page)
+        blocks = tuple(
+            PageOfBlock(block.key, page, block.first_token)
             for block in self._prefixes.needed(request, first, stop)
             if (page := tables[block.key.group][block.column]) > 0
         )
-        deadline = time.monotonic() + self._timeout_s
-        keys = frozenset(block.key for block, _ in blocks)
-        load.detail = _Arrival(blocks, deadline, first, stop, keys)
+        # A rank ends a load after `timeout_s` by itself. The time until the second deadline is for
+        # messages to a rank in another process.
+        load.detail = _Arrival(
+            number=self._next_number(),
+            pending=self._all_ranks(),
+            deadline=time.monotonic() + 2 * self._timeout_s,
+            first_token=first,
+            arrived_until=stop,
+            keys=frozenset(block.key for block in blocks),
+        )
         self._loads.begin(load)
-        self._lookups.pop(request.request_id, None)
-        self._ask_for_blocks(load)
+        self._loading[load.detail.number] = load
+        self._forget(request.request_id)
+        self._tell(LoadBlocks(load.detail.number, blocks))
 
     def poll(self) -> list[Arrived]:
         """Copy arrived blocks into their pages, and return the loads that have ended.
@@ -321,29 +345,24 @@ class StoreTier:
         now = time.monotonic()
         arrived = []
         for load in self._loads.under_way:
-            coming = load.detail
-            if coming.blocks and now >= coming.deadline:
-                coming.fail_at(coming.blocks[0][0].first_token, _TOO_LATE)
-            self._ask_for_blocks(load)
-            if now >= coming.deadline:
-                for call in coming.calls:
-                    coming.fail_at(call.tag.blocks[0][0].first_token, _TOO_LATE)
-                    self._give_up(call)
-                coming.calls.clear()
-            if not coming.blocks and not coming.calls:
+            if load.detail.pending and now >= load.detail.deadline:
+                self.stats.timeouts += 1
+                self._abandon(load, "a rank did not answer in time")
+            if not load.detail.pending:
                 arrived += self._end(load)
         return arrived
 
     def cancel(self, request: Request) -> None:
         """Free a request that is matched or loading, and end its load.
 
-        The store's thread writes only to staging memory, so the blocks can be reused immediately.
+        No rank writes to the blocks after it has received the order to stop, which precedes all later
+        plans. The blocks can therefore be reused immediately.
         """
         instance(request, Request, "request")
         self._forget(request.request_id)
         if request in self._loads:
             load = self._loads[request.request_id]
-            load.detail.fail_at(load.first_token, "it was canceled")
+            self._abandon(load, "it was canceled")
             self._end(load)
         self._loads.free(request)
 
@@ -354,14 +373,14 @@ class StoreTier:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Always 0, because the store's thread never writes to the blocks of a request."""
+        """Always 0, because blocks can be reused as soon as their load is abandoned."""
         return self._loads.num_quarantined_blocks
 
     @property
     def is_busy(self) -> bool:
         """Whether loads or puts are in flight, or blocks are waiting to be put."""
-        is_moving = len(self._loads) > 0 or bool(self._arriving)
-        return is_moving or self.num_waiting_blocks > 0 or bool(self._invalid)
+        is_moving = len(self._loads) > 0 or any(each.is_busy for each in self._states)
+        return is_moving or self.num_waiting_blocks > 0
 
     def _check_epoch(self) -> None:
         if self._manager.cache.epoch != self._epoch:
@@ -373,90 +392,40 @@ class StoreTier:
     def _ask(self, request: Request, first: int) -> _Lookup:
         self._forget(request.request_id)
         keys = self._prefixes.candidates(request, first) if request.read_cache else []
-        lookup = _Lookup(request, first, None, time.monotonic() + self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        lookup = _Lookup(self._next_number(), request, first, set(), deadline)
         self._lookups[request.request_id] = lookup
         if len(self._lookups) > _MOST_LOOKUPS:
             self._forget(next(iter(self._lookups)))
-        if not keys:
-            return lookup
-        if not self._may_ask():
-            self.stats.unasked += 1
-            return lookup
-        self.stats.lookups += 1
-        texts = self._texts(keys)
-        lookup.call = self._thread.submit(lambda: self._exists(texts), READ, tag=(lookup, keys))
+        if keys:
+            lookup.found, lookup.pending = frozenset(keys), self._all_ranks()
+            self._asked[lookup.number] = lookup
+            self._tell(LookUp(lookup.number, tuple(keys)))
+            self._take_over()  # a rank that may not call the store has answered
         return lookup
 
     def _forget(self, request_id: str) -> None:
         """Forget the lookup of a request that is not loading."""
-        self._lookups.pop(request_id, None)
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            self._asked.pop(lookup.number, None)
         self._loads.forget(request_id)
 
-    def _ask_for_blocks(self, load: _PageLoad) -> None:
-        waiting = load.detail.blocks
-        while waiting and self._staging.num_free:
-            count = min(len(waiting), self._staging.num_free, self._per_call)
-            blocks = [waiting.popleft() for _ in range(count)]
-            numbers = [self._staging.take() for _ in blocks]
-            get = _Get(load, numbers, blocks, self._fingerprint)
-            call = self._thread.submit(lambda g=get: self._get(g), READ, tag=get)
-            load.detail.calls.append(call)
-
-    def _get(self, get: _Get) -> list[str | None]:
-        """Read blocks. Runs in the store's thread. Returns each block's fault, or None for a valid
-        block.
-        """
-        own, numbers, keys = get.fingerprint, get.numbers, [block.key for block, _ in get.blocks]
-        texts = [key_text(own, key) for key in keys]
-        self._remove_invalid()
-        sizes = self._store.get(texts, self._staging.of(numbers))
-        sizes = answers.sizes(sizes, len(texts), "get")
-        found = faults(self._staging.values, numbers, sizes, own, keys)
-        wrong = [text for text, each in zip(texts, found) if each in ("corrupt", "misfit")]
-        if wrong:
-            self._store.remove(wrong)
-        return found
-
-    def _got(self, call: Call) -> None:
-        """Process a finished call's blocks, and copy those that belong to active loads into their
-        pages.
-        """
-        get: _Get = call.tag
-        load, coming = get.load, get.load.detail
-        if call in coming.calls:
-            coming.calls.remove(call)
-        each_found = ["error"] * len(get.blocks) if call.result is None else call.result
-        right = []
-        for number, (block, page), found in zip(get.numbers, get.blocks, each_found):
-            if found is None:
-                right.append((number, page, block))
-                continue
-            coming.fail_at(block.first_token, _WRONG[found])
-            if found != "error":
-                name = f"{found}_blocks"
-                setattr(self.stats, name, getattr(self.stats, name) + 1)
-        pairs = np.array([pair[:2] for pair in right], np.int64).reshape(-1, 2)
-        if not len(pairs) or not self._loads.is_receiving(load):
-            self._staging.give_back(get.numbers)
-            return
-        job = self._swaps.swap_in(pairs)
-        self._swaps.before_read(job)
-        if job.error is not None:
-            first = min(block.first_token for _, _, block in right)
-            coming.fail_at(first, f"blocks were not copied: {job.error}")
-        self.stats.loaded_blocks += len(pairs)
-        self.stats.loaded_bytes += len(pairs) * self._pages.page_bytes
-        self._arriving.append((job, get.numbers))
+    def _abandon(self, load: _PageLoad, error: str) -> None:
+        """End the load of a request on all ranks, without any tokens."""
+        arrival = load.detail
+        arrival.fail_at(load.first_token, error)
+        self._tell(GiveUp(arrival.number, is_late=False), ranks=arrival.pending)
+        arrival.pending = set()
 
     def _end(self, load: _PageLoad) -> list[Arrived]:
-        coming = load.detail
-        for call in coming.calls:
-            call.is_given_up = True
+        arrival = load.detail
+        del self._loading[arrival.number]
         if not self._loads.is_receiving(load):
             self._loads.drop(load)
             return []
-        num_arrived = coming.arrived_until - load.first_token
-        return [self._loads.finish(load, num_arrived, coming.error)]
+        num_arrived = arrival.arrived_until - load.first_token
+        return [self._loads.finish(load, num_arrived, arrival.error)]
 
     # Writes ----------------------------------------------------------------------------------------
 
@@ -485,83 +454,40 @@ class StoreTier:
         self._waiting.num_dropped = 0
 
     def _put_waiting(self) -> None:
-        half = max(self._staging.num_values // 2, 1)
         while len(self._waiting):
-            count = min(half - self._num_writing, self._staging.num_free, self._per_call)
-            if count <= 0 or not self._may_ask():
+            count = min(self._num_writes - self._num_writing, self._per_call)
+            if count <= 0 or not all(each.may_write for each in self._states):
                 return
             taken = self._waiting.take(self._manager, count)
             if not taken:
                 continue
-            put = _Put(
-                [self._staging.take() for _ in taken],
-                [key for key, _, _ in taken],
-                [described for _, _, described in taken],
-                self._fingerprint,
-            )
-            pairs = np.array([(page, n) for (_, page, _), n in zip(taken, put.numbers)], np.int64)
-            job = None
-            if self._from_host is not None:
-                self._from_host.copy(pairs)
-            else:
-                job = self._swaps.swap_out(pairs)
-                self._swaps.before_write(pairs[:, 0])
-            self._num_writing += len(taken)
-            self._puts.add(put)
-            self._thread.submit(lambda p=put, j=job: self._put(p, j), WRITE, tag=put)
+            keys, pages, described = zip(*taken)
+            number = self._next_number()
+            self._saves[number] = _Save(keys, described, self._store_epoch, self._all_ranks())
+            self._num_writing += len(keys)
+            self._tell(SaveBlocks(number, keys, pages))
+            if self.is_dead:
+                return  # the call that was just sent is the trial call
 
-    def _put(self, put: _Put, job: SwapJob | None) -> list[str]:
-        """Put blocks into the store.
-
-        Runs in the store's thread. Returns "stored", "known", "refused" or "dropped" for each
-        block.
-        """
-        own, keys, numbers = put.fingerprint, put.keys, put.numbers
-        if job is not None:
-            job.wait()
-        texts = [key_text(own, key) for key in keys]
-        found = ["known" if each else "refused" for each in self._exists(texts)]
-        # Blocks that are invalidated after this line are removed after this call.
-        found = ["dropped" if key in put.invalid else each for key, each in zip(keys, found)]
-        new = [i for i, each in enumerate(found) if each == "refused"]
-        if not new:
-            return found
-        of_new = [numbers[i] for i in new]
-        seal(self._staging.values, of_new, own, [keys[i] for i in new])
-        taken = self._store.put([texts[i] for i in new], self._staging.of(of_new))
-        for i, is_taken in zip(new, answers.flags(taken, len(new), "put")):
-            found[i] = "stored" if is_taken else "refused"
-        return found
-
-    def _exists(self, texts: list[str]) -> list[bool]:
-        """Look up keys. Runs in the store's thread."""
-        self._remove_invalid()
-        return answers.flags(self._store.exists(texts), len(texts), "exists")
-
-    def _remove_invalid(self) -> None:
-        """Remove invalid blocks from the store.
-
-        Runs in the store's thread before every other call, so that no call finds an invalid block.
-        If the store fails, the blocks are removed later, and the call counts as failed.
-        """
-        while self._invalid:
-            self._store.remove(self._invalid[0])
-            self._invalid.popleft()
-
-    def _has_put(self, call: Call) -> None:
-        put: _Put = call.tag
-        self._puts.remove(put)
-        self._num_writing -= len(put.numbers)
-        self._staging.give_back(put.numbers)
-        if call.error is not None:
+    def _has_saved(self, number: int, rank: int, outcomes: tuple[str, ...] | None) -> None:
+        save = self._saves.get(number)
+        if save is None or rank not in save.pending:
             return
-        for key, described, answer in zip(put.keys, put.described, call.result):
-            name = f"{answer}_blocks"
+        save.pending.discard(rank)
+        save.outcomes.append(outcomes)
+        if save.epoch == self._store_epoch:
+            for key, described, each in zip(save.keys, save.described, outcomes or ()):
+                if each in ("stored", "known"):
+                    self._tell_stored(key, rank, described)
+        if save.pending:
+            return
+        del self._saves[number]
+        self._num_writing -= len(save.keys)
+        if None in save.outcomes:  # the call of a rank failed
+            return
+        for of_ranks in zip(*save.outcomes):
+            name = f"{min(of_ranks, key=_OUTCOMES.index)}_blocks"
             setattr(self.stats, name, getattr(self.stats, name) + 1)
-            if answer == "stored":
-                self.stats.stored_bytes += self._pages.page_bytes
-            if answer in ("stored", "known") and put.fingerprint == self._fingerprint:
-                self._tell_stored(key, described)
 
     # Events ----------------------------------------------------------------------------------------
 
@@ -583,30 +509,34 @@ class StoreTier:
             self._events += events
         return events
 
-    def _tell_stored(self, key: BlockKey, described: Described | None) -> None:
-        if not self._announces or key in self._announced:
+    def _tell_stored(self, key: BlockKey, rank: int, described: Described | None = None) -> None:
+        """Record that a rank's store has a block. Emit an event if all ranks have it now."""
+        held = self._holders.get(key, 0)
+        if not self._announces or held >> rank & 1:
             return
-        self._announced.add(key)
-        self._events.append(stored_event(self._manager, key, described))
+        self._holders[key] = held | 1 << rank
+        if self._is_on_all_ranks(key):
+            self._events.append(stored_event(self._manager, key, described))
 
-    def _tell_evicted(self, texts: list[str]) -> None:
-        self.stats.evicted_blocks += len(texts)
-        for text in texts:
-            key = key_of_text(self._fingerprint, text)
-            if key is not None and key in self._announced:
-                self._announced.remove(key)
+    def _tell_evicted(self, keys: Sequence[BlockKey], rank: int) -> None:
+        for key in keys:
+            if self._is_on_all_ranks(key):
                 self._events.append(removed_event(key))
+            if left := self._holders.pop(key, 0) & ~(1 << rank):
+                self._holders[key] = left
 
-    def _tell_found(self, texts: list[str]) -> None:
-        """Emit events for all blocks in a store that was just opened."""
-        for text in texts:
-            key = key_of_text(self._fingerprint, text)
-            if key is None or key.group >= len(self._manager.groups):
+    def _tell_found(self, keys: Sequence[BlockKey], rank: int) -> None:
+        """Record all blocks of a store that was just opened."""
+        for key in keys:
+            if key.group >= len(self._manager.groups):
                 continue
             if len(key.block_hash) == self._manager.cache.hash_bytes:
-                self._tell_stored(key, None)
+                self._tell_stored(key, rank)
 
-    # Common -----------------------------------------------------------------------------------------
+    def _is_on_all_ranks(self, key: BlockKey) -> bool:
+        return self._holders.get(key, 0) == (1 << len(self._ranks)) - 1
+
+    # Common ----------------------------------------------------------------------------------------
 
     def start_epoch(self, model: str) -> None:
         """Start a new epoch in the manager, and stop using blocks computed with the old weights.
@@ -620,20 +550,21 @@ class StoreTier:
             ValueError: `model` is the current value, under which the store still holds KV of the
                 old weights.
         """
-        new = fingerprint(self._manager, self._pages, model=model, **self._identity)
-        if new == self._fingerprint:
+        if text(model, "model") == self._model:
             raise ValueError(
                 f"model is {shown(model)}: expected a new string, because the store still has KV of the "
                 "old weights under the current string"
             )
         self._manager.cache.start_epoch()
-        self._epoch, self._fingerprint = self._manager.cache.epoch, new
-        self._events += map(removed_event, self._announced)
-        self._announced.clear()
+        self._epoch, self._model = self._manager.cache.epoch, model
+        self._store_epoch += 1
+        self._events += map(removed_event, filter(self._is_on_all_ranks, self._holders))
+        self._holders.clear()
         for request_id in list(self._lookups):
             self._forget(request_id)
         for load in self._loads.under_way:
-            load.detail.fail_at(load.first_token, "the weights have changed")
+            self._abandon(load, "the weights have changed")
+        self._tell(StartEpoch(model))
 
     def invalidate(self, ids: np.ndarray) -> dict[str, int]:
         """Call `KVCacheManager.invalidate`, and remove the affected blocks from the store, too.
@@ -660,21 +591,55 @@ class StoreTier:
         }
         if not keys:
             return affected
-        for put in self._puts:  # set before the removal, which may start immediately
-            put.invalid.update(keys.intersection(put.keys))
         for load in self._loads.under_way:
             if not keys.isdisjoint(load.detail.keys):
-                load.detail.fail_at(load.first_token, "its blocks were found to be invalid")
-        self._invalid.append(self._texts([*keys]))
-        self._removal = self._thread.submit(self._remove_invalid, READ)
+                self._abandon(load, "its blocks were found to be invalid")
+        self._tell(RemoveBlocks(tuple(keys)))
         return affected
+
+    def replace_rank(self, index: int, rank: StoreRankLink) -> None:
+        """Continue with another process for a rank, after the earlier one has died.
+
+        The other ranks keep their state. Loads in flight end without any tokens, and lookups find
+        nothing. The pages of the new rank are empty: first invalidate or reset what the manager has
+        cached.
+
+        Args:
+            index: Index of the rank.
+            rank: The new rank, with the `model` string of the current epoch.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid, or the new rank differs from the earlier one.
+                Nothing has changed.
+        """
+        index = integer(index, "index", 0, len(self._ranks) - 1)
+        new = _description(rank, "rank")
+        _check_rank("rank", new, self._manager, self._model, self._medium)
+        described = self._ranks[index].description
+        for name in ("rank", "num_writes", "num_per_call", "knows_keys"):
+            given, expected = getattr(new, name), getattr(described, name)
+            if given != expected:
+                raise ValueError(
+                    f"rank has {name} {shown(given)}: expected {shown(expected)}, as before"
+                )
+        for load in self._loads.under_way:
+            load.detail.pending.discard(index)
+            self._abandon(load, "a rank was replaced")
+        for lookup in [*self._asked.values()]:
+            self._has_found(lookup.number, index, frozenset())
+        self._ranks[index] = rank
+        self._states[index] = StoreResults()
+        self._epoch_of_rank[index] = self._store_epoch
+        self._tell_evicted([*self._holders], index)
+        for number in [*self._saves]:
+            self._has_saved(number, index, None)
 
     @property
     def is_dead(self) -> bool:
         """Whether the store is considered dead after repeated failures, so that only occasional
         trial calls are made.
         """
-        return self._circuit.is_open
+        return any(each.is_dead for each in self._states)
 
     @property
     def num_waiting_blocks(self) -> int:
@@ -685,7 +650,7 @@ class StoreTier:
         """End all loads, wait for the puts in flight, and stop the store's thread.
 
         Args:
-            timeout_s: Maximum time to wait, in seconds.
+            timeout_s: Maximum time to wait for each rank, in seconds.
 
         Returns:
             Whether the thread has ended. If not, it continues in the background and keeps its
@@ -693,68 +658,109 @@ class StoreTier:
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         for load in self._loads.under_way:
-            load.detail.fail_at(load.first_token, "the tier was closed")
+            self._abandon(load, "the tier was closed")
             self._end(load)
-        if self._invalid:  # one last attempt, in case an earlier one has failed
-            self._thread.submit(self._remove_invalid, READ)
-        is_over = self._thread.close(timeout_s)
+        is_over = [rank.close(timeout_s) for rank in self._ranks]
         self._take_over()
-        return is_over
+        return all(is_over)
 
-    def _open(self) -> list[str]:
-        """Open the store. Runs in the store's thread."""
-        self._store.open(self._staging.memory, self._staging.value_bytes)
-        return answers.texts(self._store.keys(), "keys")
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
 
-    def _texts(self, keys: list[BlockKey]) -> list[str]:
-        return [key_text(self._fingerprint, key) for key in keys]
+    def _all_ranks(self) -> set[int]:
+        return set(range(len(self._ranks)))
 
-    def _may_ask(self) -> bool:
-        """Return whether the store may be called, that is, whether it is alive or due for a trial
-        call.
-        """
-        running, now = self._thread.running, time.monotonic()
-        if running is None or now - running.begun_at <= self._timeout_s:
-            return self._circuit.allows()
-        if running is not self._slow:
-            self._slow = running
-            self.stats.timeouts += 1
-            self._circuit.failed()
-        return False
-
-    def _give_up(self, call: Call) -> None:
-        """Abandon a call, because its result is no longer needed."""
-        call.is_given_up = True
-        self.stats.timeouts += 1
-        self._circuit.failed()
+    def _tell(self, order: Order, ranks: set[int] | None = None) -> None:
+        """Send an order to the given ranks, or to all of them."""
+        for i, rank in enumerate(self._ranks):
+            if ranks is None or i in ranks:
+                self._states[i].is_busy = True
+                rank.begin([order])
 
     def _take_over(self) -> None:
-        """Process the calls that the thread has finished since the last time."""
-        self._arriving = [each for each in self._arriving if not self._has_arrived(*each)]
-        for call in self._thread.take_over():
-            if call.tag == "opened":
-                self._tell_found(call.result)
-                continue
-            if call.error is not None:
-                self.stats.errors += 1
-                self._circuit.failed()
-            elif not call.is_given_up:
-                self._circuit.worked()
-            if isinstance(call.tag, _Get):
-                self._got(call)
-            elif isinstance(call.tag, _Put):
-                self._has_put(call)
-            elif call.tag is not None:
-                lookup, keys = call.tag
-                lookup.call = None
-                if call.error is None and call.result is not None:
-                    lookup.found = frozenset(k for k, has in zip(keys, call.result) if has)
-            self._tell_evicted(call.evicted)
-        if self._invalid and self._removal.is_over and self._may_ask():  # the call failed
-            self._removal = self._thread.submit(self._remove_invalid, READ)
+        """Process the results of the ranks since the last time."""
+        for load in self._loads.under_way:
+            if load.detail.pending and not self._loads.is_receiving(load):
+                self._abandon(load, "its request was freed")
+        for i, rank in enumerate(self._ranks):
+            while (results := rank.take_results()) is not None:
+                self._states[i] = results
+                for name, count in results.counts.items():
+                    setattr(self.stats, name, getattr(self.stats, name) + count)
+                for entry in results.entries:
+                    self._process(entry, i)
 
-    def _has_arrived(self, job: SwapJob, numbers: list[int]) -> bool:
-        if not job.poll():
-            return False
-        self._staging.give_back(numbers)
-        return True
+    def _process(self, entry: Found | Loaded | Saved | Held | Evicted, rank: int) -> None:
+        if isinstance(entry, Found):
+            self._has_found(entry.number, rank, entry.keys)
+        elif isinstance(entry, Loaded):
+            load = self._loading.get(entry.number)
+            if load is not None and rank in load.detail.pending:
+                load.detail.pending.discard(rank)
+                if entry.failed_at is not None:
+                    load.detail.fail_at(entry.failed_at, entry.error)
+        elif isinstance(entry, Saved):
+            self._has_saved(entry.number, rank, entry.outcomes)
+        elif entry.epoch + self._epoch_of_rank[rank] == self._store_epoch:
+            tell = self._tell_found if isinstance(entry, Held) else self._tell_evicted
+            tell(entry.keys, rank)
+
+    def _has_found(self, number: int, rank: int, keys: frozenset[BlockKey]) -> None:
+        lookup = self._asked.get(number)
+        if lookup is None or rank not in lookup.pending:
+            return
+        lookup.pending.discard(rank)
+        lookup.found &= keys
+        if not lookup.pending:
+            del self._asked[number]
+
+
+def _medium(manager: KVCacheManager, write_from: object) -> str | None:
+    """Return where blocks are stored from: "device", "host" or None. Raises TypeError or ValueError."""
+    instance(manager, KVCacheManager, "manager")
+    if not manager.options.enable_events:
+        raise ValueError(
+            "manager has enable_events=False: expected True, because the tier reads its events"
+        )
+    if isinstance(write_from, str) and write_from == "auto":
+        return "device" if manager.host_pool is None else "host"
+    if write_from is not None and (not isinstance(write_from, str) or write_from not in _MEDIUMS):
+        raise ValueError(
+            f"write_from is {shown(write_from)}: expected 'auto', 'device', 'host' or None"
+        )
+    if write_from == "host" and manager.host_pool is None:
+        raise ValueError(
+            "write_from is 'host': expected a manager with num_host_blocks, and host_pages"
+        )
+    return write_from
+
+
+def _check_pages(name: str, num_pages: int, expected: int) -> None:
+    if num_pages < expected:
+        where = "the manager's host tier" if "host" in name else "the manager's pool"
+        raise ValueError(f"{name} has {num_pages} pages: expected {expected}, as in {where}")
+
+
+def _description(rank: StoreRankLink, name: str) -> RankDescription:
+    found = getattr(rank, "description", None)
+    if not isinstance(found, RankDescription):
+        raise TypeError(f"{name} is {shown(rank)}: expected a StoreRank, or a StoreRankLink")
+    return found
+
+
+def _check_rank(
+    name: str, rank: RankDescription, manager: KVCacheManager, model: str, medium: str | None
+) -> None:
+    if rank.identity != cache_identity(manager):
+        raise ValueError(
+            f"{name} was created for a manager with other groups or hashes: expected cache_identity of "
+            "this manager"
+        )
+    if rank.model != model:
+        raise ValueError(f"{name} has model {shown(rank.model)}: expected {shown(model)}")
+    _check_pages(name, rank.num_pages, manager.pool.num_blocks)
+    if medium == "host":
+        _check_pages(f"{name}.host_pages", rank.num_host_pages, manager.host_pool.num_blocks)
+    elif medium == "device" and rank.num_host_pages:
+        raise ValueError(f"{name} has host_pages: expected none, because write_from is 'device'")

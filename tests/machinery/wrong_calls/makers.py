@@ -330,6 +330,16 @@ def tier(w: World) -> object:
     return tier
 
 
+def store_rank(w: World) -> object:
+    from kvcache.sources.store import StoreRank
+    from tests.machinery.stores import MemoryStore
+
+    given = {"model": "m", "rank": "another", "staging_bytes": 8192}
+    rank = StoreRank(w.get("StoreTier")._manager, w.get("Pages"), MemoryStore(), **given)
+    w.on_close.append(rank.close)
+    return rank
+
+
 def of_tier(name: str) -> Callable[[World], object]:
     def make(w: World) -> object:
         w.get("StoreTier")
@@ -655,6 +665,8 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "Arrived": lambda w: kvcache.sources.Arrived(w.get("Request"), 8),
     "LoadStats": lambda w: kvcache.sources.LoadStats(),
     "StoreTier": tier,
+    "StoreRank": store_rank,
+    "Share": lambda w: __import__("kvcache.sources.store").sources.store.Share((0, 2), 2, (0, 1), 1),
     "stored request": of_tier("stored request"),
     "stored report": of_tier("stored report"),
     "BlockStore": block_store,

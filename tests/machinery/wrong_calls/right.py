@@ -123,6 +123,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "KVCacheManager.take_cached.request": lambda w: w.get("steps").slots,
     "KVCacheManager.step_id": lambda w: w.get("steps").plan.step_id,
     "KVCacheManager.abort.step_id": lambda w: w.get("steps").plan.step_id,
+    "StepReport.of_ranks.reports": lambda w: [w.get("StepReport")],
     "KVCacheManager.report.report": lambda w: StepReport(w.get("steps").plan.step_id, True),
     "KVCacheManager.advance.rows": lambda w: [w.get("KVCacheManager").row(w.get("steps").slots)],
     "KVCacheManager.advance.starts": lambda w: [TOKENS],
@@ -439,6 +440,17 @@ RIGHT: dict[str, Callable[[World], object]] = {
     # stores
     "model": lambda w: "m",
     "StoreTier.store": lambda w: w.get("BlockStore"),
+    "StoreRank.store": lambda w: w.get("BlockStore"),
+    "StoreRank.cache": lambda w: w.get("StoreRank").description.identity,
+    "StoreRank.begin.orders": lambda w: [
+        __import__("kvcache.sources.store.orders").sources.store.orders.LookUp(1, ())
+    ],
+    "StoreTier.over.ranks": lambda w: [w.get("StoreRank")],
+    "StoreTier.over.manager": lambda w: w.get("StoreTier")._manager,
+    "StoreTier.replace_rank.index": lambda w: 0,
+    "StoreTier.replace_rank.rank": lambda w: w.get("StoreTier")._ranks[0],
+    "layers": lambda w: (0, 1),
+    "heads": lambda w: (0, 1),
     "StoreTier.manager": lambda w: KVCacheManager(4, 12, 64, enable_events=True),
     **{
         f"StoreTier.{call}.request": lambda w: w.get("stored request")

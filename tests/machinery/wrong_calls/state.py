@@ -46,6 +46,7 @@ PROBES: dict[str, Callable] = {
     "Connector": lambda each: each._manager,
     "CacheRank": lambda each: None,  # changed by a thread
     "StoreTier": lambda each: (each.num_waiting_blocks, each._manager),
+    "StoreRank": lambda each: None,  # changed by a thread
     "DiskStore": lambda each: each.folder,
 }
 _BLIND = (

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between a store tier in the scheduler and its ranks. All of them can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvcache.sources.store.identity import Share
+from kvcache.sources.store.values import BlockKey
+
+
+class LookUp(NamedTuple):
+    """Look up which of these blocks the store has."""
+
+    number: int
+    keys: tuple[BlockKey, ...]
+
+
+class PageOfBlock(NamedTuple):
+    """A block to load: its key, its page, and the index of its first token."""
+
+    key: BlockKey
+    page: int
+    first_token: int
+
+
+class LoadBlocks(NamedTuple):
+    """Load blocks into pages."""
+
+    number: int
+    blocks: tuple[PageOfBlock, ...]
+
+
+class SaveBlocks(NamedTuple):
+    """Store blocks. `pages` has the page of each block, on the medium that the tier stores from."""
+
+    number: int
+    keys: tuple[BlockKey, ...]
+    pages: tuple[int, ...]
+
+
+class GiveUp(NamedTuple):
+    """Abandon a lookup or a load. `is_late` is whether its deadline has passed."""
+
+    number: int
+    is_late: bool
+
+
+class RemoveBlocks(NamedTuple):
+    """Remove invalid blocks from the store, before any other access to it."""
+
+    keys: tuple[BlockKey, ...]
+
+
+class StartEpoch(NamedTuple):
+    """Use another `model` string for all later orders."""
+
+    model: str
+
+
+Order = LookUp | LoadBlocks | SaveBlocks | GiveUp | RemoveBlocks | StartEpoch
+
+
+class Found(NamedTuple):
+    """The result of a `LookUp`: the blocks that the store has."""
+
+    number: int
+    keys: frozenset[BlockKey]
+
+
+class Loaded(NamedTuple):
+    """The result of a `LoadBlocks`. No block is written to any more.
+
+    `failed_at` is the first token that was not loaded, and `error` the reason. Both are None if all
+    blocks were loaded.
+    """
+
+    number: int
+    failed_at: int | None
+    error: str | None
+
+
+class Saved(NamedTuple):
+    """The result of a `SaveBlocks`: "stored", "known", "refused" or "dropped" for each block. None if
+    the call failed.
+    """
+
+    number: int
+    outcomes: tuple[str, ...] | None
+
+
+class Held(NamedTuple):
+    """Blocks that the store had when it was opened, in the rank's `epoch`."""
+
+    keys: tuple[BlockKey, ...]
+    epoch: int
+
+
+class Evicted(NamedTuple):
+    """Blocks that the store has evicted or removed, in the rank's `epoch`."""
+
+    keys: tuple[BlockKey, ...]
+    epoch: int
+
+
+@dataclass
+class StoreResults:
+    """What a rank reports.
+
+    Attributes:
+        entries: Results in order of completion.
+        counts: Increments of the fields of `StoreStats`, by name.
+        may_write: Whether the rank accepts `SaveBlocks`.
+        is_dead: Whether the rank's circuit breaker is open.
+        is_busy: Whether the rank has work left other than loads.
+    """
+
+    entries: list[Found | Loaded | Saved | Held | Evicted] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    may_write: bool = True
+    is_dead: bool = False
+    is_busy: bool = False
+
+
+@dataclass(frozen=True)
+class RankDescription:
+    """What a tier must know about a rank.
+
+    Attributes:
+        identity: `cache_identity` of the manager for which the rank was created.
+        model: The `model` string.
+        rank: The `rank` argument.
+        fingerprint: The fingerprint of the rank's blocks.
+        num_pages: Number of device pages.
+        num_host_pages: Number of host pages. 0: none.
+        num_writes: Maximum number of blocks that can be stored concurrently.
+        num_per_call: Maximum number of blocks per call of the store.
+        timeout_s: Seconds after which the rank abandons a load.
+        knows_keys: Whether the store reports its keys and evictions.
+    """
+
+    identity: str
+    model: str
+    rank: str | Share
+    fingerprint: bytes
+    num_pages: int
+    num_host_pages: int
+    num_writes: int
+    num_per_call: int
+    timeout_s: float
+    knows_keys: bool
+
+
+class StoreRankLink(Protocol):
+    """A `StoreRank`, or a connection to one in another process.
+
+    A connection must deliver the orders in order with the step plans: a rank receives an order after all
+    plans that were sent before it, and before all plans that are sent after it. This is why blocks can
+    be reused as soon as a load is abandoned, without an answer from the rank.
+    """
+
+    description: RankDescription
+
+    def begin(self, orders: Sequence[Order]) -> None:
+        """Send orders to the rank, without waiting."""
+
+    def take_results(self) -> StoreResults | None:
+        """Return the next results of `StoreRank.take_results` in order, without waiting. None: none have
+        arrived.
+        """
+
+    def close(self, timeout_s: float) -> bool:
+        """Close the rank. Return whether it has ended all calls of the store."""

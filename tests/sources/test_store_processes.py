@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks in processes that are killed, over a store that survives them: all answers are the model's."""
+
+import random
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.machinery.ranked_engine import FORMS, prompts_of, serve
+
+
+def test_answers_are_correct_although_ranks_are_killed(tmp_path):
+    loaded = {}
+    for name in ("TP 2", "PP 2", "TP 4"):
+        prompts, num_kills = prompts_of(random.Random(3), 20), int(name != "TP 4")
+        found = serve(FORMS[name], tmp_path, prompts, num_kills)
+        assert found["wrong"] == found["hung"] == 0, (name, found)
+        assert found["deaths"] == sum(found["kills"].values()) == num_kills
+        loaded[name] = found["loaded_tokens"]
+    # The four ranks of "TP 4" have the shares of the two ranks of "TP 2", whose blocks they load.
+    assert loaded["TP 4"] > loaded["TP 2"] > 0, loaded
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", FORMS)
+def test_answers_are_correct_in_longer_runs(tmp_path, name, seed):
+    found = serve(FORMS[name], tmp_path, prompts_of(random.Random(seed), 60), 6, seed)
+    assert found["wrong"] == found["hung"] == 0 and found["deaths"] == 6, found
