@@ -5,10 +5,8 @@ The peer registers memory with a known pattern, reports its metadata, and execut
 names a protocol violation that it commits, and `delay` a step that takes longer.
 """
 
-import ctypes
 import json
 import os
-import subprocess
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -18,11 +16,10 @@ import torch
 
 from kvcache.transfer.transport import base, connection, factory, handshake, lane
 from tests.machinery.forked import Forked, received, send
+from tests.machinery.network import enter
 
 POOL_BYTES = 1 << 20
 _FRAGMENT = 4096
-_CLONE_NEWNS = 0x00020000
-_CLONE_NEWNET = 0x40000000
 
 
 def pattern(seed: int) -> np.ndarray:
@@ -112,20 +109,6 @@ def attempt(
     except (ConnectionError, base.TransferError, ValueError) as raised:
         error = str(raised)
     return {"error": error, "is_right": is_right, "seconds": time.monotonic() - begin}
-
-
-def enter(namespace: str) -> None:
-    """Make this process open all later sockets in this network namespace."""
-    with open(f"/run/netns/{namespace}") as file:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
-        # UCX looks for network devices in /sys, which shows the devices of the namespace in which
-        # it was mounted.
-        if libc.unshare(_CLONE_NEWNS) != 0:
-            raise OSError(ctypes.get_errno(), "unshare of the mounts")
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=True)
 
 
 def serve(

@@ -3,7 +3,7 @@
 cut at times.
 
 A transfer must deliver correct bytes or raise an error. The network is a thread of this process
-that connects two network namespaces (`tests/machinery/wire.py`).
+that connects network namespaces (`tests/machinery/network.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import time
 
 import pytest
 
+from tests.machinery.network import DEVICE, Faults, Network, why_not
 from tests.machinery.transport_peer import Peer, pattern
-from tests.machinery.wire import Faults, Wire, why_not
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
+AGENTS = ("reader", "server")
 TIMEOUT_S, GRACE_S = 3.0, 10.0
 RELIABLE_S = 20.0  # the timeout in tests where every transfer must succeed
 SIZE = 256 << 10
@@ -45,13 +46,13 @@ FAULTS = {
 class Two:
     """Two transports, one per namespace. The first one reads from the second and writes to it."""
 
-    def __init__(self, wire, name, digest=False, timeout_s=TIMEOUT_S):
-        self.wire, self.timeout_s = wire, timeout_s
+    def __init__(self, network, name, digest=False, timeout_s=TIMEOUT_S):
+        self.timeout_s = timeout_s
         self.sides = []
-        for end, agent in enumerate(("reader", "server")):
-            environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": wire.devices[end]}
-            options = {"host": wire.addresses[end], "timeout_s": timeout_s, "seed": 1 + end}
-            options |= {"namespace": wire.namespaces[end], "environment": environment}
+        for end, agent in enumerate(AGENTS):
+            environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": DEVICE}
+            options = {"host": network.addresses[agent], "timeout_s": timeout_s, "seed": 1 + end}
+            options |= {"namespace": network.namespaces[agent], "environment": environment}
             self.sides.append(Peer(name, agent, digest=digest, **options))
 
     def __enter__(self):
@@ -95,15 +96,15 @@ def come(two, kind, within_s=60.0):
 def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
     are_all_right = faults in ("none", "delay and reordering", "repetition")
     timeout_s = RELIABLE_S if are_all_right else TIMEOUT_S
-    with Wire() as wire, Two(wire, name, timeout_s=timeout_s) as two:
+    with Network(*AGENTS) as network, Two(network, name, timeout_s=timeout_s) as two:
         come(two, "read")
-        before = wire.num_packets
-        wire.faults = FAULTS[faults]
+        before = network.num_packets
+        network.faults = FAULTS[faults]
         found = [two.attempt(kind) for kind in ("read", "write", "read")]
-        # Shows that the bytes passed through this wire.
-        assert wire.num_packets - before > SIZE // 9000
+        # Shows that the bytes passed through this network.
+        assert network.num_packets - before > SIZE // 9000
         assert all(found) or not are_all_right
-        wire.faults = Faults()
+        network.faults = Faults()
         come(two, "read")
         come(two, "write")
 
@@ -111,25 +112,25 @@ def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("name", NAMES)
 def test_partition_raises_in_time(name, kind):
-    with Wire() as wire, Two(wire, name) as two:
+    with Network(*AGENTS) as network, Two(network, name) as two:
         come(two, kind)
-        wire.faults = Faults(is_cut=True)
+        network.faults = Faults(is_cut=True)
         assert not two.attempt(kind)
-        wire.faults = Faults()
+        network.faults = Faults()
         come(two, kind)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_partition_during_transfer_gives_no_wrong_bytes(name):
-    with Wire() as wire, Two(wire, name) as two:
+    with Network(*AGENTS) as network, Two(network, name) as two:
         come(two, "read")
         for seconds in (0.01, 0.05, 0.2):
-            wire.faults = Faults(delay_s=(0.01, 0.03))
-            cut = threading.Timer(seconds, lambda: setattr(wire, "faults", Faults(is_cut=True)))
+            network.faults = Faults(delay_s=(0.01, 0.03))
+            cut = threading.Timer(seconds, lambda: setattr(network, "faults", Faults(is_cut=True)))
 
             def healed(cut=cut):
-                cut.join()  # otherwise, a late timer could cut the wire permanently
-                wire.faults = Faults()
+                cut.join()  # otherwise, a late timer could cut the network permanently
+                network.faults = Faults()
 
             heal = threading.Timer(1.0, healed)
             cut.start()
