@@ -108,7 +108,7 @@ def test_stores_of_other_packages_are_selected_by_the_scheme_of_a_url(run):
         "    print(*error.args)"
     )
     assert said[:2] == ["memory://here", str(2**21)]
-    wrong = "place is 'redis://there': expected a folder, or a URL with memory://"
+    wrong = "place is 'redis://there': expected a folder, or a URL with memory://, mooncake://"
     assert " ".join(said[2:]) == wrong
 
 

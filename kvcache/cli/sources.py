@@ -9,7 +9,7 @@ import json
 import uuid
 from typing import TYPE_CHECKING
 
-from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.errors import MissingError, UsageError, quoted
 from kvcache.cli.modules import require_module
 from kvcache.cli.parsing import number
 
@@ -26,13 +26,14 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--store",
         metavar="DIR|URL",
-        help="store computed KV blocks in this folder, or at the URL of a registered store, and load "
-        "them from there, even after a restart",
+        help="store computed KV blocks in this folder, in the Mooncake store with its master at "
+        "mooncake://HOST:PORT, or at the URL of a registered store, and load them from there",
     )
     sub.add_argument(
         "--store-capacity",
         metavar="BYTES",
-        help="size of the store; the least recently used blocks are evicted; default 10GiB",
+        help="size of the store; the least recently used blocks are evicted; default 10GiB. For "
+        "Mooncake: memory of this server that the store may use; default 1GiB",
     )
     sub.add_argument(
         "--prefill",
@@ -64,12 +65,14 @@ def check_source_options(args: argparse.Namespace) -> None:
     """Check the options before a model is loaded. Raise UsageError or MissingError if one fails."""
     if args.store is None and args.store_capacity is not None:
         raise UsageError("--store-capacity is given: expected only with --store")
-    for is_given, option in (
-        (args.store is not None, "--store"),
-        (args.transport == "nixl", "--transport nixl"),
+    is_folder = args.store is not None and "://" not in args.store
+    for is_given, option, module in (
+        (is_folder, "--store", "nixl"),
+        ((args.store or "").startswith("mooncake://"), "--store", "mooncake"),
+        (args.transport == "nixl", "--transport nixl", "nixl"),
     ):
         if is_given:
-            require_module("nixl", option, "pip install 'torch-kvcache[nixl]'")
+            require_module(module, option, f"pip install 'torch-kvcache[{module}]'")
     if args.prefill_from is not None:
         from kvcache.sources.disaggregation.prefill import host_and_port
 
@@ -145,12 +148,14 @@ def _store(args: argparse.Namespace, weights: str, cache: KVCache, announce: boo
         return StoreTier(
             cache.manager,
             cache.pages,
-            open_store(args.store, args.store_capacity or "10GiB"),
+            open_store(args.store, args.store_capacity),
             model=weights,
             host_pages=cache.host_pages,
             write_from="device",
             announce=announce,
         )
+    except ModuleNotFoundError as error:
+        raise MissingError(f"--store: {error}") from None
     except (OSError, StoreError, ValueError) as error:
         raise UsageError(f"--store: {error}") from None
 

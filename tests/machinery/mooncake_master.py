@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Mooncake Store master in a separate process on the loopback interface."""
+"""Runs a Mooncake Store master in a separate process."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def is_installed() -> bool:
 class Master:
     """A master process. Leaving the `with` block kills the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         import mooncake
 
         self._program = Path(mooncake.__file__).parent / "mooncake_master"
-        self.port, self._metrics_port = free_port(), free_port()
+        self.host, self.port, self._metrics_port = host, free_port(), free_port()
         self.process: subprocess.Popen | None = None
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self) -> None:
         command = [
-            str(self._program), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}",
+            str(self._program), f"--rpc_address={self.host}", f"--rpc_port={self.port}",
             "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}",
         ]  # fmt: skip
         environment = {**os.environ, "GLOG_minloglevel": "3"}
@@ -47,7 +47,7 @@ class Master:
         while True:
             assert self.process.poll() is None, "the master ended"
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                socket.create_connection((self.host, self.port), 1).close()
                 return
             except OSError:
                 assert time.monotonic() < deadline, "the master does not listen"

@@ -13,11 +13,15 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
+from tests.machinery import mooncake_master
 from tests.machinery.http.process import ServeProcess, ask
 from tests.machinery.shared import sampled
 
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+)
+needs_mooncake = pytest.mark.skipif(
+    not mooncake_master.is_installed(), reason="Mooncake is not installed"
 )
 PROMPT = [(7 * i) % 251 + 1 for i in range(200)]
 
@@ -91,6 +95,26 @@ def test_unusable_store_does_not_stop_the_server(alone, tmp_path):
     with ServeProcess(*options) as first, ServeProcess(*options) as second:
         assert answer(first) == answer(second) == (alone, 0)
         wait_until(lambda: counts(second, "store")["errors"] > 0)
+
+
+@needs_mooncake
+def test_servers_share_a_mooncake_store(alone):
+    with mooncake_master.Master() as master:
+        options = ("--store", f"mooncake://{master.address}", "--store-capacity", "64MiB")
+        with ServeProcess(*options) as first, ServeProcess(*options) as second:
+            assert answer(first) == (alone, 0)
+            wait_until(lambda: counts(first, "store")["stored_blocks"] == 211 // 16)
+            assert answer(second) == (alone, 192)
+            wait_for_counts(second, "store", loads=1, loaded_tokens=192, failed_tokens=0)
+            for each in (first, second):
+                each.wait_until_empty()
+
+
+def test_invalid_url_is_rejected_by_the_name_of_the_option():
+    with pytest.raises(
+        RuntimeError, match="--store: place is 'x://y': expected a folder, or a URL"
+    ):
+        ServeProcess("--store", "x://y")
 
 
 @needs_nixl

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import re
 import time
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from kvcache import GroupSpec
 from kvcache.events import BlockRemoved
-from kvcache.sources.store import Circuit, DiskStore, MooncakeStore, StoreError
+from kvcache.sources.store import Circuit, DiskStore, MooncakeStore, StoreError, open_store
 from tests.machinery import mooncake_master
 from tests.machinery.stores import MemoryStore, StoreUser, patient
 from tests.replay.test_replay import as_workload
@@ -71,6 +72,31 @@ def opened(request, tmp_path):
         master = request.getfixturevalue("master")
         store = MooncakeStore(master.address, segment_bytes="64MiB")
     yield Opened(store)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("mooncake://", "expected mooncake://HOST:PORT"),
+        ("mooncake://master", "expected mooncake://HOST:PORT"),
+        ("mooncake://master:99999", "expected mooncake://HOST:PORT"),
+        ("mooncake://a@master:1", "expected mooncake://HOST:PORT"),
+        ("mooncake://master:1/path", "expected mooncake://HOST:PORT"),
+        ("mooncake://master:1?hosts=", "with hosts: expected host, protocol, devices, metadata"),
+    ],
+)
+def test_invalid_url_of_a_mooncake_store_is_rejected(url, expected):
+    with pytest.raises(ValueError, match=re.escape(f"place is '{url}'") + ".*" + expected):
+        open_store(url)
+
+
+@needs_mooncake
+def test_url_of_a_mooncake_store_sets_its_options(master):
+    store = open_store(f"mooncake://{master.address}?protocol=tcp", "64MiB")
+    opened = Opened(store, 1)
+    opened.fill(0)
+    assert store.put(["url"], opened.values(0)) == [True]
     store.close()
 
 

@@ -56,8 +56,8 @@ class HiCacheStore(HiCacheStorage):
 
     Args:
         config: SGLang's storage configuration. `extra_config` contains `store`, a folder or URL for
-            `open_store`, and `capacity`, the size per pool and rank in bytes or as text (default
-            "10GiB").
+            `open_store`, and `capacity`, the size per pool and rank, with the default of
+            `open_store`.
         kwargs: Not used.
 
     Raises:
@@ -80,7 +80,7 @@ class HiCacheStore(HiCacheStorage):
         if "store" not in extra:
             raise ValueError("store is missing: expected a folder or the URL of a store")
         self._place = text(extra["store"], "store")
-        self._capacity = extra.get("capacity", "10GiB")
+        self._capacity = extra.get("capacity")
         self._pools: dict[str, _Pool] = {}
         self.stats: Counter[str] = Counter()
         self._is_off = threading.Event()

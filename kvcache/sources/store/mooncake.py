@@ -37,7 +37,8 @@ class MooncakeStore(BlockStore):
         master: Address of the master, "host:port".
         segment_bytes: Bytes of this machine's memory that the store may use for blocks from all
             clients. 0: no memory.
-        host: Address at which other clients reach this memory.
+        host: Address at which other clients reach this memory. None: the address from which this
+            machine connects to the master.
         protocol: "tcp" or "rdma".
         devices: Names of the RDMA devices.
         metadata: "P2PHANDSHAKE", or the address of a metadata server.
@@ -52,7 +53,7 @@ class MooncakeStore(BlockStore):
         master: str,
         *,
         segment_bytes: int | str = 0,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         protocol: str = "tcp",
         devices: str = "",
         metadata: str = "P2PHANDSHAKE",
@@ -67,8 +68,8 @@ class MooncakeStore(BlockStore):
                 name="mooncake",
             ) from error
         self._new_client = MooncakeDistributedStore
+        self._host = None if host is None else text(host, "host")
         self._setup = (
-            text(host, "host"),
             text(metadata, "metadata"),
             byte_count(segment_bytes, "segment_bytes", 0),
             byte_count(buffer_bytes, "buffer_bytes", 1 << 20),
@@ -81,10 +82,10 @@ class MooncakeStore(BlockStore):
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
         """Connect to the master. Raises StoreError if there is none."""
         self.close()
-        self._connect()
+        own = self._connect()
         client = self._new_client()
         with _limits():
-            _check(client.setup(*self._setup), "setup")
+            _check(client.setup(self._host or own, *self._setup), "setup")
         self._client = client
         _check(client.register_buffer(memory.ctypes.data, memory.nbytes), "register_buffer")
 
@@ -141,11 +142,13 @@ class MooncakeStore(BlockStore):
             return
         client.close()
 
-    def _connect(self) -> None:
-        """Raise OSError if the master does not accept connections."""
+    def _connect(self) -> str:
+        """Return this machine's address. Raises OSError if the master accepts no connections."""
         address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
-        if address is not None:  # otherwise, it names a service that returns the master's
-            socket.create_connection((address[1], int(address[2])), _CONNECT_S).close()
+        if address is None:  # it names a service that returns the master's address
+            return "127.0.0.1"
+        with socket.create_connection((address[1], int(address[2])), _CONNECT_S) as connection:
+            return connection.getsockname()[0]
 
 
 @contextmanager

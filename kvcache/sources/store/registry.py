@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from urllib.parse import parse_qsl, urlsplit
 
 from kvcache.checks import byte_count, check_name, instance, shown, text
 from kvcache.extensions import load_extensions
@@ -13,6 +14,9 @@ from kvcache.sources.store.base import BlockStore
 StoreFactory = Callable[[str, int], BlockStore]
 
 _FACTORIES: dict[str, StoreFactory] = {}
+_CAPACITY = "10GiB"  # default of a folder and of registered stores
+_MEMORY = "1GiB"  # default of a Mooncake store, which is memory of this process
+_OF_MOONCAKE = ("host", "protocol", "devices", "metadata")
 
 
 def register_store(scheme: str) -> Callable[[StoreFactory], StoreFactory]:
@@ -46,12 +50,17 @@ def register_store(scheme: str) -> Callable[[StoreFactory], StoreFactory]:
     return add
 
 
-def open_store(place: str, capacity: int | str = "10GiB") -> BlockStore:
+def open_store(place: str, capacity: int | str | None = None) -> BlockStore:
     """Create the store for a folder or URL.
 
     Args:
-        place: A folder, for a `DiskStore`, or a URL whose scheme is registered.
-        capacity: Size of the store in bytes, or text such as "20GiB".
+        place: A folder, for a `DiskStore`; "mooncake://HOST:PORT", the address of a master, for a
+            `MooncakeStore`; or a URL whose scheme is registered. The URL of a Mooncake store may set
+            `host`, `protocol`, `devices` and `metadata`, as in
+            "mooncake://10.0.0.1:50051?protocol=rdma&devices=mlx5_0".
+        capacity: Size of the store in bytes, or text such as "20GiB". For a Mooncake store, the
+            memory of this process that the store may use. None: 10 GiB, or 1 GiB for a Mooncake
+            store.
 
     Returns:
         The store, which is not open yet.
@@ -64,8 +73,9 @@ def open_store(place: str, capacity: int | str = "10GiB") -> BlockStore:
         >>> open_store("/var/cache/kv", "20GiB")  # doctest: +SKIP
         <kvcache.sources.store.disk.DiskStore object at 0x7f0a1c0f5e10>
     """
-    place, size = text(place, "place"), byte_count(capacity, "capacity")
-    scheme, separator, _ = place.partition("://")
+    scheme, separator, _ = text(place, "place").partition("://")
+    default = _MEMORY if scheme == "mooncake" and separator else _CAPACITY
+    size = byte_count(default if capacity is None else capacity, "capacity")
     if not separator:
         from kvcache.sources.store.disk import DiskStore
 
@@ -79,3 +89,22 @@ def open_store(place: str, capacity: int | str = "10GiB") -> BlockStore:
     store = _FACTORIES[scheme](place, size)
     instance(store, BlockStore, f"the store of {shown(place)}")
     return store
+
+
+@register_store("mooncake")
+def _mooncake_store(url: str, capacity_bytes: int) -> BlockStore:
+    from kvcache.sources.store.mooncake import MooncakeStore
+
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := sorted(set(options) - set(_OF_MOONCAKE)):
+        raise ValueError(
+            f"place is {shown(url)}, with {', '.join(unknown)}: expected {', '.join(_OF_MOONCAKE)}"
+        )
+    try:
+        is_address = bool(parts.hostname and parts.port) and "@" not in parts.netloc
+    except ValueError:  # the port is out of range
+        is_address = False
+    if not is_address or parts.path not in ("", "/"):
+        raise ValueError(f"place is {shown(url)}: expected mooncake://HOST:PORT")
+    return MooncakeStore(parts.netloc, segment_bytes=capacity_bytes, **options)
