@@ -196,7 +196,7 @@ class Engine:
     @property
     def _is_storing(self) -> bool:
         """Whether blocks of previous steps are still queued for a store that is working."""
-        if self._event_tap is self.cache.manager or self._event_tap.is_dead:
+        if self._event_tap is self.cache.manager.cache or self._event_tap.is_dead:
             return False
         return not self._is_saved or self._event_tap.num_waiting_blocks > 0
 

@@ -133,6 +133,14 @@ def test_closing_an_engine_stores_queued_blocks():
     assert len(store.values) == 93 // 16 and store.is_closed
 
 
+def test_closing_an_engine_without_a_store_does_not_wait_for_busy_sources():
+    source = Scripted()
+    engine = an_engine(source.of)
+    answer(engine)
+    source.is_busy = True  # as with leases of prompts that others load
+    engine.close()
+
+
 def test_the_first_source_with_tokens_loads_them(filled):
     empty, sources = Scripted(), []
     full = a_tier(filled)

@@ -24,8 +24,8 @@ needs_dynamo = pytest.mark.skipif(
 class Indexer:
     """An indexer in a separate process."""
 
-    def __init__(self, folder):
-        self.port, self.log = free_port(), folder / "indexer.log"
+    def __init__(self, folder, host="127.0.0.1"):
+        self.host, self.port, self.log = host, free_port(), folder / "indexer.log"
         self.process = subprocess.Popen(
             [sys.executable, "-c", START, "--port", str(self.port)],
             **{"stdout": self.log.open("a"), "stderr": subprocess.STDOUT},
@@ -34,7 +34,7 @@ class Indexer:
 
     def call(self, path, **body):
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
+            f"http://{self.host}:{self.port}{path}",
             json.dumps(body).encode() if body else None,
             {"Content-Type": "application/json"},
         )

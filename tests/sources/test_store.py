@@ -364,6 +364,18 @@ def test_put_in_flight_at_a_new_epoch_is_not_announced():
     assert len(user.store.values) > 7 and not told(user)
 
 
+def test_events_of_the_manager_are_kept_if_the_store_does_not_know_its_keys():
+    store = MemoryStore()
+    store.knows_keys = False
+    user = a_user(store)
+    user.run(*prompts(LONG))
+    user.settle()
+    events = user.events + user.tier.drain_events()
+    assert {each.medium for each in events} == {"gpu"}
+    assert len(user.store.values) == 7
+    user.end()
+
+
 def test_host_tier_selects_the_blocks_written_to_the_store():
     user = a_user(num_blocks=9, num_host_blocks=30, host_write="back")
     user.run(*prompts(LONG[:9]))

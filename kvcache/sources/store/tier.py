@@ -237,6 +237,7 @@ class StoreTier:
         self._timeout_s = max(each.timeout_s for each in described)
         self._num_writes = min(each.num_writes for each in described)
         self._per_call = min(each.num_per_call for each in described)
+        self._keeps_events = announce
         self._announces = announce and all(each.knows_keys for each in described)
         self.stats = StoreStats()
         self._waiting = None
@@ -505,7 +506,7 @@ class StoreTier:
         events, self._drained = self._drained + self._manager.cache.drain_events(), []
         if self._waiting is not None:
             self._waiting.observe(events)
-        if self._announces:
+        if self._keeps_events:
             self._events += events
         return events
 

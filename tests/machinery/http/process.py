@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import torch
 
 from kvcache.cli import main
 from tests.machinery.forked import context
+from tests.machinery.network import enter
 
 
 class Reply(NamedTuple):
@@ -29,15 +31,16 @@ class Reply(NamedTuple):
 class ServeProcess:
     """A context manager that runs a server of a tiny model.
 
-    `args`: options of `kvcache serve`. After the process has ended, `log` holds its stderr. The
-    stderr pipe is read only then, so request logging is off by default.
+    `args`: options of `kvcache serve`. `namespace`: path of the network namespace in which the
+    server runs, from which the methods must be called (`network.Network.inside`). After the process
+    has ended, `log` holds its stderr. Request logging is off by default.
     """
 
-    def __init__(self, *args: str, model: str = "llama") -> None:
-        self.log = ""
+    def __init__(self, *args: str, model: str = "llama", namespace: str | None = None) -> None:
+        self.log, self._reader = "", None
         self._pipe, theirs = context.Pipe(duplex=False)
         argv = ["serve", model, "--port", "0", "--log-level", "warning", *args]
-        self._process = context.Process(target=_serve, args=(argv, theirs), daemon=True)
+        self._process = context.Process(target=_serve, args=(argv, theirs, namespace), daemon=True)
         self._process.start()
         theirs.close()
         self._errors = os.fdopen(os.dup(self._pipe.fileno()))
@@ -46,13 +49,15 @@ class ServeProcess:
             lines.append(self._errors.readline())
             if not lines[-1]:
                 raise RuntimeError(f"no server: {''.join(lines)}{self._end()}")
-            found = re.search(r"http://[^ ]+:(\d+)/v1", lines[-1])
+            found = re.search(r"http://([^ ]+):(\d+)/v1", lines[-1])
         self.start = "".join(lines)
-        self.port = int(found[1])
+        self.host, self.port = found[1], int(found[2])
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> ServeProcess:
         until = time.monotonic() + 60
-        while ask(self.port, "GET", "/health").status != 200:
+        while self.ask("GET", "/health").status != 200:
             assert time.monotonic() < until, "the server does not answer"
             time.sleep(0.02)
         return self
@@ -62,6 +67,9 @@ class ServeProcess:
             self.send_signal(signal.SIGTERM)
         self.log = self._end()
 
+    def _read(self) -> None:
+        self.log = self._errors.read()
+
     def _end(self) -> str:
         """Wait until the process has ended, and return the rest of its stderr."""
         self._process.join(60)
@@ -70,7 +78,11 @@ class ServeProcess:
             self._process.kill()
             self._process.join()
         with self._pipe, self._errors:
-            log = self._errors.read()
+            if self._reader is None:
+                self._read()
+            else:
+                self._reader.join()
+            log = self.log
         if is_late:
             raise TimeoutError(f"the server did not end within 60 s: {log}")
         return log
@@ -86,7 +98,11 @@ class ServeProcess:
 
     def state(self) -> dict:
         """Return the server's reported state."""
-        return json.loads(ask(self.port, "GET", "/state").body)
+        return json.loads(self.ask("GET", "/state").body)
+
+    def ask(self, method: str, path: str, body: bytes | dict = b"", seconds: float = 60) -> Reply:
+        """Send a request. See `ask`."""
+        return ask(self.port, method, path, body, seconds, host=self.host)
 
     def wait_until_empty(self, seconds: float = 60) -> None:
         """Wait until the server has no requests and holds no blocks."""
@@ -100,8 +116,10 @@ class ServeProcess:
             time.sleep(0.1)
 
 
-def _serve(argv: list[str], errors: Connection) -> None:
+def _serve(argv: list[str], errors: Connection, namespace: str | None) -> None:
     """Run a command line in a forked process, with stderr on a pipe."""
+    if namespace is not None:
+        enter(namespace)
     os.dup2(errors.fileno(), 2)
     errors.close()
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -116,19 +134,27 @@ def request_of(method: str, path: str, body: bytes | dict = b"", *, more: str = 
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def ask(port: int, method: str, path: str, body: bytes | dict = b"", seconds: float = 60) -> Reply:
+def ask(
+    port: int,
+    method: str,
+    path: str,
+    body: bytes | dict = b"",
+    seconds: float = 60,
+    *,
+    host: str = "127.0.0.1",
+) -> Reply:
     """Send a request and return the reply. Raises TimeoutError if it does not finish in time."""
     try:
-        with connect(port, seconds) as connection:
+        with connect(port, seconds, host) as connection:
             connection.sendall(request_of(method, path, body))
             return reply_of(connection, seconds)
     except (ConnectionError, BrokenPipeError):
         return Reply(0, b"")
 
 
-def connect(port: int, seconds: float) -> socket.socket:
+def connect(port: int, seconds: float, host: str = "127.0.0.1") -> socket.socket:
     """Open a connection. Each call on it times out after `seconds`."""
-    return socket.create_connection(("127.0.0.1", port), timeout=seconds)
+    return socket.create_connection((host, port), timeout=seconds)
 
 
 def reply_of(connection: socket.socket, seconds: float) -> Reply:
