@@ -24,6 +24,10 @@ from kvcache.router_events.wire import (
 
 _log = logging.getLogger(__name__)
 _MOST_MESSAGES = 1024  # maximum number of messages per `poll`
+# A subscriber sends nothing, so it would never notice that the publisher's side of its connection is
+# gone. After so many seconds without data, TCP sends probes at this interval. If none of them is
+# acknowledged, the connection is opened again.
+_PROBE_SECONDS, _NUM_PROBES = 5, 3
 _LONGEST_SECONDS = 86_400.0  # maximum wait per `poll`, because ZMQ counts milliseconds in 32 bits
 
 
@@ -93,6 +97,8 @@ class EventSubscriber:
         self._socket = self._context.socket(zmq.SUB)
         try:
             self._socket.linger = 0
+            self._socket.tcp_keepalive, self._socket.tcp_keepalive_cnt = 1, _NUM_PROBES
+            self._socket.tcp_keepalive_idle = self._socket.tcp_keepalive_intvl = _PROBE_SECONDS
             self._socket.ipv6 = "[" in endpoint
             self._connections = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED)
             self._is_connected = False

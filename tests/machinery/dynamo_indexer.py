@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 
+from tests.machinery.network import die_with_parent
 from tests.machinery.pasted import free_port
 
 BLOCK, TIERS = 16, {"device": "GPU", "host_pinned": "CPU"}
@@ -29,6 +30,7 @@ class Indexer:
         self.process = subprocess.Popen(
             [sys.executable, "-c", START, "--port", str(self.port)],
             **{"stdout": self.log.open("a"), "stderr": subprocess.STDOUT},
+            preexec_fn=die_with_parent,
         )
         wait_for(lambda: self.call("/workers") == [])
 

@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.machinery.network import die_with_parent
+
 
 def is_installed() -> bool:
     """Whether Mooncake is usable: its package and its library's dependencies are installed."""
@@ -42,7 +44,9 @@ class Master:
             "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}",
         ]  # fmt: skip
         environment = {**os.environ, "GLOG_minloglevel": "3"}
-        self.process = subprocess.Popen(command, env=environment, stdout=-3, stderr=-3)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=-3, stderr=-3, preexec_fn=die_with_parent
+        )
         deadline = time.monotonic() + 20
         while True:
             assert self.process.poll() is None, "the master ended"

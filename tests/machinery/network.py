@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNS, _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x00020000, 0x40000000, 1
@@ -112,6 +113,11 @@ class Network:
         finally:
             os.close(before)
 
+    def set(self, name: str, setting: str, value: int) -> None:
+        """Set a kernel setting of a namespace, such as "net/ipv4/tcp_retries2"."""
+        with self.inside(name):
+            Path("/proc/sys", setting).write_text(str(value))
+
     def _add(self, name: str) -> None:
         _call("unshare", _CLONE_NEWNET)
         self._held[name] = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
@@ -187,14 +193,18 @@ def enter(namespace: str) -> None:
     """Move this process, which must have a single thread, to a namespace.
 
     The process also gets its own /sys, because UCX looks for network devices there, and /sys shows
-    the devices of the namespace in which it was mounted. It is killed when its parent ends.
+    the devices of the namespace in which it was mounted.
     """
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(namespace) as file:
         _call("setns", file.fileno(), _CLONE_NEWNET)
     _call("unshare", _CLONE_NEWNS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=True)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. For `preexec_fn`."""
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _call(name: str, *arguments: int) -> None:

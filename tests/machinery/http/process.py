@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -120,11 +121,17 @@ def _serve(argv: list[str], errors: Connection, namespace: str | None) -> None:
     """Run a command line in a forked process, with stderr on a pipe."""
     if namespace is not None:
         enter(namespace)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(errors.fileno(), 2)
     errors.close()
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
     sys.exit(main(argv))
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def request_of(method: str, path: str, body: bytes | dict = b"", *, more: str = "") -> bytes:

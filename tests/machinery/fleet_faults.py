@@ -1,0 +1,508 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a fleet of `kvcache serve` in network namespaces while processes are killed and links fail.
+
+    python -m tests.machinery.real_parts --fleet-faults [--seconds S] [--seed N]
+
+Clients, a router (Dynamo's indexer), a store (Mooncake), the replicas, and a pair of a prefill and a
+decode server each have a namespace. Clients send each request to the replica that has most of its
+prompt according to the router. Every answer is compared with that of the model without a cache, and
+after each fault, no server may hold a block, and the router must list exactly the cached blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import zmq
+
+from kvcache.engine.transformers.tiny_models import tiny_model
+from kvcache.events import BlockStored
+from kvcache.router_events import EventPublisher, EventSubscriber
+from kvcache.server import ByteTexts
+from tests.machinery import mooncake_master, network
+from tests.machinery.dynamo_indexer import BLOCK, Indexer
+from tests.machinery.http.process import ServeProcess, ask
+from tests.machinery.network import Faults, Network
+
+HTTP, EVENTS, REPLAYS = 8000, 5557, 5558
+PREFIX, SUFFIX, NUM_TOKENS = 128, 20, 4  # tokens of a session's prefix, of the rest, of an answer
+CLIENTS, ANSWER_S, QUERY_S, DOWN_S = 3, 30.0, 1.0, 1.0
+PREFILL_TIMEOUT_S = 2
+WINDOW = 12  # the hit rate has recovered once it is that of `before` over so many requests
+BAD = Faults(loss=0.02, delay_s=(0.002, 0.015))
+ROUTER, STORE, CLIENT = "router", "store", "client"
+
+
+@dataclass
+class Answer:
+    """An answered request. `ended` is on the monotonic clock."""
+
+    prompt: list[int]
+    text: str
+    num_cached: int
+    ended: float
+    seconds: float
+    is_counted: bool  # whether it belongs to the hit rate
+
+
+def hit_rate(answers: Iterable[Answer]) -> float | None:
+    """Return the fraction of prompt tokens that were hits, or None without requests."""
+    answers = [each for each in answers if each.is_counted]
+    total = sum(len(each.prompt) for each in answers)
+    return sum(each.num_cached for each in answers) / total if total else None
+
+
+class Server:
+    """A `kvcache serve` process in its namespace, which can be killed and started again."""
+
+    def __init__(self, fleet: Fleet, name: str, *options: str) -> None:
+        self.fleet, self.name, self.number = fleet, name, len(fleet.servers)
+        self.address = fleet.network.addresses[name]
+        self.endpoints = tuple(f"tcp://{self.address}:{port}" for port in (EVENTS, REPLAYS))
+        self.options = (
+            *("--host", self.address, "--port", str(HTTP), "--log-level", "error"),
+            *("--block-size", str(BLOCK), "--budget", "2MiB", "--max-model-len", "512", *options),
+        )
+        with fleet.network.inside(name):  # this context's sockets belong to the namespace
+            self.context = zmq.Context()
+            self.context.socket(zmq.SUB).close()
+        self.down_until = 0.0
+        self.process: ServeProcess | None = None
+        fleet.servers.append(self)
+
+    def start(self) -> None:
+        self.process = ServeProcess(
+            *self.options, namespace=self.fleet.network.namespaces[self.name]
+        )
+        with self.fleet.network.inside(self.name):
+            self.process.__enter__()
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.is_running:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.__exit__()
+
+    def close(self) -> None:
+        self.kill()
+        self.context.destroy(linger=0)
+
+    def state(self) -> dict:
+        with self.fleet.network.inside(self.name):
+            return self.process.state()
+
+    def leaks(self) -> dict:
+        """Return what the server holds: nothing, if no request is in flight."""
+        state = self.state()
+        pool = state["pool"]
+        found = {"sequences": state["num_sequences"], "held": pool["held"] + pool["held_cached"]}
+        for each in state["sources"]:
+            for name in ("loading_requests", "quarantined_blocks"):
+                found[name] = found.get(name, 0) + each[name]
+        return {name: count for name, count in found.items() if count}
+
+    def hashes(self) -> set[int]:
+        """Return the hashes of all cached blocks, read from the events over the loopback device."""
+        with EventSubscriber(*self.endpoints, context=self.context) as reader:
+            until = time.monotonic() + 20
+            while not reader.catch_up():
+                assert time.monotonic() < until, f"{self.name} does not replay its events"
+            return reader.view.hashes()
+
+
+class Fleet:
+    """The fleet, which exists within its `with` block."""
+
+    def __init__(self, num_replicas: int = 3, seconds: float = 4.0, seed: int = 1) -> None:
+        self.seconds, self.rng = seconds, random.Random(seed)
+        self.names = [f"replica {i}" for i in range(num_replicas)]
+        self.network = Network(CLIENT, ROUTER, STORE, *self.names, "prefill", "decode", seed=seed)
+        self.servers: list[Server] = []
+        self.sessions = [self.tokens(PREFIX) for _ in range(3 * num_replicas)]
+        self.answers: list[Answer] = []
+        self.lost: list[str] = []  # requests that no replica answered
+        self.rows: list[dict] = []
+        self._model = tiny_model("llama", dtype=torch.float64)
+        self._turn, self._running = 0, False
+        self._request: Callable[[], None] = self.request_by_index
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Fleet:
+        with ExitStack() as stack:
+            stack.enter_context(self.network)
+            addresses = self.network.addresses
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            with self.network.inside(STORE):
+                self.master = mooncake_master.Master(addresses[STORE])
+                self.master.start()
+            stack.callback(self.master.kill)
+            self.start_router()
+            stack.callback(lambda: self.indexer.close())
+            store = ("--store", f"mooncake://{self.master.address}", "--store-capacity", "32MiB")
+            for name in self.names:
+                events = (f"tcp://{addresses[name]}:{port}" for port in (EVENTS, REPLAYS))
+                events = [*zip(("--events", "--events-replay"), events)]
+                Server(self, name, *store, *(each for pair in events for each in pair))
+            timeout = ("--prefill-timeout", str(PREFILL_TIMEOUT_S))
+            Server(self, "prefill", "--prefill", *timeout)
+            Server(self, "decode", "--prefill-from", f"{addresses['prefill']}:{HTTP}", *timeout)
+            self.replicas = self.servers[: len(self.names)]
+            self.prefill, self.decode = self.servers[len(self.names) :]
+            for each in self.servers:
+                stack.callback(each.close)
+            with ThreadPoolExecutor(2) as threads:
+                list(threads.map(Server.start, self.servers))
+            self.register()
+            time.sleep(0.5)  # until the router's sockets are connected
+            for i, session in enumerate(self.sessions):
+                self.send(self.replicas[i % len(self.replicas)], session)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # Requests ----------------------------------------------------------------------------------------
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(3, 256) for _ in range(count)]
+
+    def num_wrong(self) -> int:
+        """Return how many answers differ from those of the model without a cache."""
+        by_length: dict[int, list[Answer]] = {}
+        for each in self.answers:
+            by_length.setdefault(len(each.prompt), []).append(each)
+        num_wrong = 0
+        for length, answers in by_length.items():
+            tokens = torch.tensor([each.prompt for each in answers])
+            with torch.inference_mode():
+                for _ in range(NUM_TOKENS):
+                    logits = self._model(tokens, use_cache=False, logits_to_keep=1).logits
+                    tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            texts = [ByteTexts().decode(each) for each in tokens[:, length:].tolist()]
+            num_wrong += sum(each.text != text for each, text in zip(answers, texts))
+        return num_wrong
+
+    def send(self, server: Server, prompt: list[int], is_counted: bool = True) -> bool:
+        """Send a request from the clients. Return whether the server has answered it."""
+        body = {"model": "llama", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+        began = time.monotonic()
+        try:
+            with self.network.inside(CLIENT):
+                path = "/v1/completions"
+                reply = ask(HTTP, "POST", path, body, ANSWER_S, host=server.address)
+        except OSError:
+            return False
+        if reply.status != 200:
+            return False
+        value = json.loads(reply.body)
+        cached = value["usage"]["prompt_tokens_details"]["cached_tokens"]
+        now = time.monotonic()
+        text = value["choices"][0]["text"]
+        self.answers.append(Answer(prompt, text, cached, now, now - began, is_counted))
+        return True
+
+    def scores(self, prompt: list[int]) -> dict[int, int]:
+        """Return the number of tokens that each replica has, as far as the router answers."""
+        body = {"token_ids": prompt, "model_name": "m", "block_size": BLOCK}
+        with suppress(OSError, ValueError, KeyError), self.network.inside(CLIENT):
+            host = self.network.addresses[ROUTER]
+            reply = ask(self.indexer.port, "POST", "/query", body, QUERY_S, host=host)
+            found = json.loads(reply.body)["instances"]
+            return {int(number): each["gpu"] for number, each in found.items()}
+        return {}
+
+    def request_by_index(self) -> None:
+        """Continue a session on the replica that has most of it, or in turn on the next replica."""
+        prompt = self.rng.choice(self.sessions) + self.tokens(SUFFIX)
+        scores = self.scores(prompt)
+        self._turn += 1
+        turn, most = self._turn, len(self.replicas)
+        order = sorted(
+            self.replicas,
+            key=lambda each: (-scores.get(each.number, 0), (each.number - turn) % most),
+        )
+        for each in order:
+            if time.monotonic() < each.down_until:
+                continue
+            if self.send(each, prompt):
+                return
+            each.down_until = time.monotonic() + DOWN_S
+        self.lost.append(f"no replica answers at {time.monotonic():.1f}")
+        time.sleep(0.1)
+
+    def request_by_store(self) -> None:
+        """Compute a new prompt on one replica, and send it to another, which finds it in the store."""
+        first, second = self.rng.sample(self.replicas, 2)
+        prompt = self.tokens(PREFIX)
+        if not self.send(first, prompt, is_counted=False):
+            self.lost.append(first.name)
+        time.sleep(0.15)  # until the blocks are stored
+        if not self.send(second, prompt):
+            self.lost.append(second.name)
+
+    def request_by_prefill(self) -> None:
+        if not self.send(self.decode, self.tokens(PREFIX + SUFFIX)):
+            self.lost.append(self.decode.name)
+
+    def _client(self) -> None:
+        while self._running:
+            self._request()
+
+    # Scenarios ---------------------------------------------------------------------------------------
+
+    def start_router(self) -> None:
+        with self.network.inside(ROUTER):
+            self.indexer = Indexer(self.folder, self.network.addresses[ROUTER])
+
+    def register(self) -> None:
+        with self.network.inside(ROUTER):
+            for each in self.replicas:
+                self.indexer.register(each.number, *each.endpoints)
+
+    def listed(self, replica: Server) -> set[int]:
+        """Return the hashes that the router's index has of a replica."""
+        with self.network.inside(ROUTER):
+            dump = self.indexer.call("/dump")
+            if not dump.get("m:default", {}).get("events"):
+                return set()
+            return {each for medium, each in self.indexer.blocks(replica.number) if medium == "GPU"}
+
+    def scenario(
+        self,
+        name: str,
+        fault: Callable[[], None],
+        heal: Callable[[], None],
+        *,
+        request: Callable[[], None] | None = None,
+        fault_s: float | None = None,
+    ) -> dict:
+        """Run one scenario with traffic, check that it leaves nothing behind, and return its row."""
+        self._request = request or self.request_by_index
+        self.answers, self.lost, self._running = [], [], True
+        clients = [threading.Thread(target=self._client) for _ in range(CLIENTS)]
+        for each in clients:
+            each.start()
+        try:
+            began = time.monotonic()
+            time.sleep(self.seconds)
+            faulted = time.monotonic()
+            fault()
+            time.sleep(self.seconds if fault_s is None else fault_s)
+            heal()
+            healed = time.monotonic()
+            index_s = self._until_listed(healed) if request is None else None
+            before = hit_rate(each for each in self.answers if began < each.ended < faulted)
+            hits_s, recovered = self._until_hits(healed, before)
+            time.sleep(self.seconds)
+        finally:
+            self._running = False
+            for each in clients:
+                each.join()
+        answers = self.answers
+        during = [each for each in answers if faulted < each.ended < healed]
+        row = {
+            "scenario": name,
+            "requests": len(answers),
+            "hit_rate_before": before,
+            "hit_rate_during": hit_rate(during),
+            "hit_rate_after": hit_rate(each for each in answers if each.ended > recovered),
+            "index_recovered_s": index_s,
+            "hits_recovered_s": hits_s,
+            "longest_answer_s": max(each.seconds for each in answers),
+            "lost": len(self.lost),
+        }
+        row |= self._checked()
+        self.rows.append(row)
+        return row
+
+    def _until_listed(self, since: float) -> float:
+        """Wait until the index has been corrected: it has no block that was evicted, and lacks no
+        block that was cached, at the end of the fault.
+        """
+        wrong = []
+        for each in self.replicas:
+            cached, listed = each.hashes(), self.listed(each)
+            wrong.append((cached - listed, listed - cached))
+        until = time.monotonic() + 60
+        while True:
+            is_right = True
+            for each, (missing, stale) in zip(self.replicas, wrong):
+                listed = self.listed(each)
+                if lacking := missing - listed:
+                    is_right &= not lacking & each.hashes()
+                if lying := stale & listed:
+                    is_right &= lying <= each.hashes()
+            if is_right:
+                return time.monotonic() - since
+            assert time.monotonic() < until, f"the index is not corrected: {wrong}"
+            time.sleep(0.05)
+
+    def _until_hits(self, since: float, before: float) -> tuple[float, float]:
+        """Wait until the last requests have almost the hit rate of before the fault. Return the
+        seconds since `since`, and when these requests began.
+        """
+        until = time.monotonic() + 60
+        while True:
+            after = [each for each in self.answers if each.ended - each.seconds > since]
+            for first in range(len(after) - WINDOW + 1):
+                some = after[first : first + WINDOW]
+                if hit_rate(some) >= 0.9 * before:
+                    return some[0].ended - since, some[0].ended - some[0].seconds
+            assert time.monotonic() < until, f"the hit rate is {hit_rate(after[-WINDOW:])}"
+            time.sleep(0.05)
+
+    def _checked(self) -> dict:
+        """Check answers, leaks, and that the index equals the caches. Return the counts."""
+        num_wrong = self.num_wrong()
+        until = time.monotonic() + 40
+        while leaks := {each.name: found for each in self.servers if (found := each.leaks())}:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        differing = {}
+        if self._request == self.request_by_index:
+            for each in self.replicas:  # a last message, which reveals the loss of those before it
+                self.send(each, self.tokens(PREFIX), is_counted=False)
+                self._settle(each, differing)
+        return {"wrong": num_wrong, "leaks": leaks, "index_differs": differing}
+
+    def _settle(self, replica: Server, differing: dict) -> None:
+        until = time.monotonic() + 20
+        while True:
+            cached, listed, state = replica.hashes(), self.listed(replica), replica.state()
+            pool = state["pool"]
+            if cached == listed and len(cached) == pool["cached"] + pool["held_cached"]:
+                return
+            if time.monotonic() > until:
+                differing[replica.name] = [len(cached - listed), len(listed - cached), pool]
+                return
+            time.sleep(0.1)
+
+    def delay_and_loss(self) -> dict:
+        def bad() -> None:
+            self.network.faults = BAD
+
+        def good() -> None:
+            self.network.faults = Faults()
+
+        return self.scenario("delay and loss on all links", bad, good)
+
+    def router_cut(self) -> dict:
+        """Events of a replica are delayed, and arrive once the partition has ended."""
+        return self.scenario(
+            "partition between the router and a replica",
+            lambda: self.network.cut(ROUTER, self.names[0]),
+            self.network.heal,
+        )
+
+    def router_cut_for_long(self) -> dict:
+        """The partition is longer than TCP's connections survive, so that events are lost."""
+        ends = (ROUTER, self.names[0])
+        for each in ends:
+            self.network.set(each, "net/ipv4/tcp_retries2", 1)
+        try:
+            return self.scenario(
+                "the same, until connections are lost",
+                lambda: self.network.cut(*ends),
+                self.network.heal,
+                fault_s=max(self.seconds, 3.0),
+            )
+        finally:
+            for each in ends:
+                self.network.set(each, "net/ipv4/tcp_retries2", 15)
+
+    def prefill_cut(self) -> dict:
+        return self.scenario(
+            "partition between the prefill and the decode server",
+            lambda: self.network.cut("prefill", "decode"),
+            self.network.heal,
+            request=self.request_by_prefill,
+        )
+
+    def prefill_delay(self) -> dict:
+        def bad() -> None:
+            self.network.links[frozenset(("prefill", "decode"))] = BAD
+
+        return self.scenario(
+            "delay and loss between them", bad, self.network.heal, request=self.request_by_prefill
+        )
+
+    def replica_killed(self) -> dict:
+        victim = self.replicas[-1]
+        return self.scenario("a replica is killed and restarts", victim.kill, victim.start)
+
+    def master_killed(self) -> dict:
+        def start() -> None:
+            with self.network.inside(STORE):
+                self.master.start()
+
+        return self.scenario(
+            "the store's master is killed and restarts",
+            *(self.master.kill, start),
+            request=self.request_by_store,
+        )
+
+    def router_restarts(self) -> dict:
+        def start() -> None:
+            self.start_router()
+            self.register()
+
+        return self.scenario(
+            "the router restarts with an empty index", lambda: self.indexer.close(), start
+        )
+
+
+SCENARIOS = (
+    "delay_and_loss",
+    "router_cut",
+    "router_cut_for_long",
+    "replica_killed",
+    "router_restarts",
+    "master_killed",
+    "prefill_delay",
+    "prefill_cut",
+)
+
+
+def why_not() -> str | None:
+    """Return the reason why this machine cannot run the fleet, or None."""
+    if importlib.util.find_spec("dynamo") is None:
+        return "Dynamo is not installed"
+    if not mooncake_master.is_installed():
+        return "Mooncake is not installed"
+    return network.why_not()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of each phase")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scenarios", nargs="*", default=SCENARIOS, choices=SCENARIOS)
+    options = parser.parse_args()
+    if reason := why_not():
+        print(f"SKIPPED: {reason}")
+        return 0
+    torch.set_num_threads(1)
+    with Fleet(options.replicas, options.seconds, options.seed) as fleet:
+        for name in options.scenarios:
+            print(json.dumps(getattr(fleet, name)()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
