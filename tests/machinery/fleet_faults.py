@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a fleet of `kvcache serve` in network namespaces while processes are killed and links fail.
 
-    python -m tests.machinery.real_parts --fleet-faults [--seconds S] [--seed N]
+    python -m tests.machinery.fleet_faults [--replicas N] [--seconds S] [--no-store] [--json FILE]
 
 Clients, a router (Dynamo's indexer), a store (Mooncake), the replicas, and a pair of a prefill and a
 decode server each have a namespace. Clients send each request to the replica that has most of its
@@ -14,28 +14,31 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import zmq
 
+from benchmarks.gpu.machine import commit, processor, write_results
+from kvcache import KVCacheManager, Request
 from kvcache.engine.transformers.tiny_models import tiny_model
-from kvcache.events import BlockStored
 from kvcache.router_events import EventPublisher, EventSubscriber
 from kvcache.server import ByteTexts
 from tests.machinery import mooncake_master, network
 from tests.machinery.dynamo_indexer import BLOCK, Indexer
-from tests.machinery.http.process import ServeProcess, ask
+from tests.machinery.http.process import ServeProcess, ask, connect, reply_of, request_of
 from tests.machinery.network import Faults, Network
 
 HTTP, EVENTS, REPLAYS = 8000, 5557, 5558
@@ -45,6 +48,8 @@ PREFILL_TIMEOUT_S = 2
 WINDOW = 12  # the hit rate has recovered once it is that of `before` over so many requests
 BAD = Faults(loss=0.02, delay_s=(0.002, 0.015))
 ROUTER, STORE, CLIENT = "router", "store", "client"
+LIAR = 100  # the router has the lies about replica i as those of instance LIAR + i
+NUM_LIES = 400
 
 
 @dataclass
@@ -126,7 +131,10 @@ class Server:
 class Fleet:
     """The fleet, which exists within its `with` block."""
 
-    def __init__(self, num_replicas: int = 3, seconds: float = 4.0, seed: int = 1) -> None:
+    def __init__(
+        self, num_replicas: int = 3, seconds: float = 4.0, seed: int = 1, *, has_store: bool = True
+    ) -> None:
+        self.has_store = has_store
         self.seconds, self.rng = seconds, random.Random(seed)
         self.names = [f"replica {i}" for i in range(num_replicas)]
         self.network = Network(CLIENT, ROUTER, STORE, *self.names, "prefill", "decode", seed=seed)
@@ -137,6 +145,9 @@ class Fleet:
         self.rows: list[dict] = []
         self._model = tiny_model("llama", dtype=torch.float64)
         self._turn, self._running = 0, False
+        self._lies: dict[tuple[int, ...], None] = {}  # prompts falsely listed as cached
+        self._untold: Iterator[tuple[int, ...]] = iter(())
+        self.num_misled = self.num_unrouted = 0
         self._request: Callable[[], None] = self.request_by_index
         self._stack = ExitStack()
 
@@ -155,7 +166,12 @@ class Fleet:
             for name in self.names:
                 events = (f"tcp://{addresses[name]}:{port}" for port in (EVENTS, REPLAYS))
                 events = [*zip(("--events", "--events-replay"), events)]
-                Server(self, name, *store, *(each for pair in events for each in pair))
+                Server(
+                    self,
+                    name,
+                    *(store if self.has_store else ()),
+                    *(each for pair in events for each in pair),
+                )
             timeout = ("--prefill-timeout", str(PREFILL_TIMEOUT_S))
             Server(self, "prefill", "--prefill", *timeout)
             Server(self, "decode", "--prefill-from", f"{addresses['prefill']}:{HTTP}", *timeout)
@@ -220,15 +236,27 @@ class Fleet:
         body = {"token_ids": prompt, "model_name": "m", "block_size": BLOCK}
         with suppress(OSError, ValueError, KeyError), self.network.inside(CLIENT):
             host = self.network.addresses[ROUTER]
-            reply = ask(self.indexer.port, "POST", "/query", body, QUERY_S, host=host)
-            found = json.loads(reply.body)["instances"]
-            return {int(number): each["gpu"] for number, each in found.items()}
+            with connect(self.indexer.port, QUERY_S, host) as connection:
+                kind = "Content-Type: application/json\r\n"
+                connection.sendall(request_of("POST", "/query", body, more=kind))
+                found = json.loads(reply_of(connection, QUERY_S).body)["instances"]
+            scores: dict[int, int] = {}
+            for number, each in found.items():
+                number = int(number) % LIAR
+                scores[number] = max(scores.get(number, 0), each["gpu"])
+            return scores
+        self.num_unrouted += 1
         return {}
 
     def request_by_index(self) -> None:
         """Continue a session on the replica that has most of it, or in turn on the next replica."""
-        prompt = self.rng.choice(self.sessions) + self.tokens(SUFFIX)
+        self.send_by_index(self.rng.choice(self.sessions) + self.tokens(SUFFIX))
+
+    def send_by_index(self, prompt: list[int]) -> None:
         scores = self.scores(prompt)
+        self.num_misled += (
+            tuple(prompt[:PREFIX]) in self._lies and max(scores.values(), default=0) > 0
+        )
         self._turn += 1
         turn, most = self._turn, len(self.replicas)
         order = sorted(
@@ -243,6 +271,13 @@ class Fleet:
             each.down_until = time.monotonic() + DOWN_S
         self.lost.append(f"no replica answers at {time.monotonic():.1f}")
         time.sleep(0.1)
+
+    def request_of_lies(self) -> None:
+        """Send a prompt that the router falsely lists as cached."""
+        try:
+            self.send_by_index([*next(self._untold), *self.tokens(SUFFIX)])
+        except StopIteration:
+            self.request_by_index()
 
     def request_by_store(self) -> None:
         """Compute a new prompt on one replica, and send it to another, which finds it in the store."""
@@ -293,37 +328,40 @@ class Fleet:
         """Run one scenario with traffic, check that it leaves nothing behind, and return its row."""
         self._request = request or self.request_by_index
         self.answers, self.lost, self._running = [], [], True
+        self.num_unrouted = 0
         clients = [threading.Thread(target=self._client) for _ in range(CLIENTS)]
         for each in clients:
             each.start()
         try:
             began = time.monotonic()
             time.sleep(self.seconds)
-            faulted = time.monotonic()
+            before = time.monotonic()
             fault()
+            faulted = time.monotonic()
             time.sleep(self.seconds if fault_s is None else fault_s)
             heal()
             healed = time.monotonic()
             index_s = self._until_listed(healed) if request is None else None
-            before = hit_rate(each for each in self.answers if began < each.ended < faulted)
-            hits_s, recovered = self._until_hits(healed, before)
+            usual = hit_rate(each for each in self.answers if began < each.ended < before)
+            hits_s, recovered = self._until_hits(healed, usual)
             time.sleep(self.seconds)
         finally:
             self._running = False
             for each in clients:
                 each.join()
         answers = self.answers
-        during = [each for each in answers if faulted < each.ended < healed]
+        during = [each for each in answers if faulted < each.ended - each.seconds < healed]
         row = {
             "scenario": name,
             "requests": len(answers),
-            "hit_rate_before": before,
+            "hit_rate_before": usual,
             "hit_rate_during": hit_rate(during),
             "hit_rate_after": hit_rate(each for each in answers if each.ended > recovered),
             "index_recovered_s": index_s,
             "hits_recovered_s": hits_s,
             "longest_answer_s": max(each.seconds for each in answers),
             "lost": len(self.lost),
+            "without_index": self.num_unrouted,
         }
         row |= self._checked()
         self.rows.append(row)
@@ -410,20 +448,29 @@ class Fleet:
         )
 
     def router_cut_for_long(self) -> dict:
-        """The partition is longer than TCP's connections survive, so that events are lost."""
-        ends = (ROUTER, self.names[0])
-        for each in ends:
-            self.network.set(each, "net/ipv4/tcp_retries2", 1)
+        """The partition is longer than the replica's connection survives, so that events are lost."""
+        name, left = self.names[0], []
+
+        def heal() -> None:
+            with self.network.inside(name):
+                sockets = subprocess.run(["ss", "-tnH"], capture_output=True, text=True).stdout
+            address = self.network.addresses[ROUTER]
+            left.extend(each for each in sockets.splitlines() if f" {address}:" in each)
+            self.network.heal()
+
+        self.network.set(name, "net/ipv4/tcp_retries2", 1)
         try:
-            return self.scenario(
-                "the same, until connections are lost",
-                lambda: self.network.cut(*ends),
-                self.network.heal,
-                fault_s=max(self.seconds, 3.0),
+            row = self.scenario(
+                "the same, until the connection is lost",
+                lambda: self.network.cut(ROUTER, name),
+                heal,
+                fault_s=max(self.seconds, 4.0),
             )
         finally:
-            for each in ends:
-                self.network.set(each, "net/ipv4/tcp_retries2", 15)
+            self.network.set(name, "net/ipv4/tcp_retries2", 15)
+        lost = not any(f":{EVENTS} " in each for each in left)
+        row["connection_lost"] = lost
+        return row
 
     def prefill_cut(self) -> dict:
         return self.scenario(
@@ -443,7 +490,14 @@ class Fleet:
 
     def replica_killed(self) -> dict:
         victim = self.replicas[-1]
-        return self.scenario("a replica is killed and restarts", victim.kill, victim.start)
+
+        def start() -> None:
+            victim.start()
+            with self.network.inside(ROUTER):  # Dynamo does not notice that a publisher restarts
+                self.indexer.call("/unregister", instance_id=victim.number, model_name="m")
+                self.indexer.register(victim.number, *victim.endpoints)
+
+        return self.scenario("a replica is killed and restarts", victim.kill, start)
 
     def master_killed(self) -> dict:
         def start() -> None:
@@ -465,12 +519,54 @@ class Fleet:
             "the router restarts with an empty index", lambda: self.indexer.close(), start
         )
 
+    def index_lies(self) -> dict:
+        """The router is told that the first replica has the blocks of prompts that nobody has."""
+        address = self.network.addresses[CLIENT]
+        places = [f"tcp://{address}:{port}" for port in (EVENTS, REPLAYS)]
+        manager = KVCacheManager(BLOCK, num_gpu_blocks=8192, max_model_len=512, enable_events=True)
+        self._lies = dict.fromkeys(tuple(self.tokens(PREFIX)) for _ in range(NUM_LIES))
+        self._untold, self.num_misled = iter(list(self._lies)), 0
+        with self.network.inside(CLIENT), zmq.Context() as context:
+            publisher = EventPublisher(*places, allow_remote=True, context=context)
+
+            def publish(name: str, tokens: tuple[int, ...]) -> None:
+                request = Request(name, tokens)
+                manager.step(new=[request])
+                manager.free(request)
+                publisher.publish(manager.cache.drain_events())
+
+            for i, each in enumerate(self._lies):
+                publish(f"lie {i}", each)
+
+            def tell() -> None:
+                with self.network.inside(ROUTER):
+                    self.indexer.register(LIAR, *places)
+                until, number = time.monotonic() + 20, NUM_LIES
+                while not self.scores([*next(iter(self._lies))]):
+                    # Another event reveals that the router has missed those before it.
+                    publish(f"lie {number}", (number,) * PREFIX)
+                    time.sleep(0.1)
+                    number += 1
+                    assert time.monotonic() < until, "the router believes no lie"
+                self._request = self.request_of_lies
+
+            def stop() -> None:
+                self._request = self.request_by_index
+
+            try:
+                row = self.scenario("the index lists blocks that do not exist", tell, stop)
+            finally:
+                publisher.close()
+        row["misled"] = self.num_misled
+        return row
+
 
 SCENARIOS = (
     "delay_and_loss",
     "router_cut",
     "router_cut_for_long",
     "replica_killed",
+    "index_lies",
     "router_restarts",
     "master_killed",
     "prefill_delay",
@@ -487,21 +583,60 @@ def why_not() -> str | None:
     return network.why_not()
 
 
+def table(rows: Iterable[dict]) -> str:
+    """Return rows as a Markdown table."""
+    lines = [
+        "| fault | hit rate before, during, after | index correct after | hit rate back after | "
+        "requests | longest answer | wrong, lost, leaking |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        rates = (row[f"hit_rate_{when}"] for when in ("before", "during", "after"))
+        shown = ", ".join("-" if each is None else f"{100 * each:.0f} %" for each in rates)
+        index = row["index_recovered_s"]
+        lines.append(
+            f"| {row['scenario']} | {shown} | {'-' if index is None else f'{index:.1f} s'} | "
+            f"{row['hits_recovered_s']:.1f} s | {row['requests']} | {row['longest_answer_s']:.1f} s | "
+            f"{row['wrong']}, {row['lost']}, {len(row['leaks'])} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of each phase")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenarios", nargs="*", default=SCENARIOS, choices=SCENARIOS)
+    parser.add_argument("--no-store", action="store_true", help="run the replicas without a store")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if reason := why_not():
         print(f"SKIPPED: {reason}")
         return 0
     torch.set_num_threads(1)
-    with Fleet(options.replicas, options.seconds, options.seed) as fleet:
+    has_store = not options.no_store
+    with Fleet(options.replicas, options.seconds, options.seed, has_store=has_store) as fleet:
         for name in options.scenarios:
-            print(json.dumps(getattr(fleet, name)()), flush=True)
-    return 0
+            if name == "master_killed" and not has_store:
+                continue
+            print(json.dumps(getattr(fleet, name)()), file=sys.stderr, flush=True)
+    rows = fleet.rows
+    print(table(rows))
+    if options.json is not None:
+        found = {
+            "machine": {"processor": processor(), "cores": os.cpu_count()},
+            "commit": commit(),
+            **{"replicas": options.replicas, "seconds": options.seconds, "seed": options.seed},
+            "store": has_store,
+            "delay and loss": asdict(BAD),
+            "scenarios": rows,
+        }
+        write_results(options.json, found)
+    is_good = all(
+        not (row["wrong"] or row["lost"] or row["leaks"] or row["index_differs"]) for row in rows
+    )
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":
