@@ -27,4 +27,4 @@ def test_a_fleet_recovers_from_each_fault_and_gives_no_wrong_answer():
             assert (row["wrong"], row["lost"], row["leaks"]) == (0, 0, {}), row
             assert row["index_differs"] == {}, row
             if name == "index_lies":
-                assert row["misled"] and row["hit_rate_during"] == 0.0, row
+                assert row["misled"] and row["hit_rate_during"] < 0.4, row
