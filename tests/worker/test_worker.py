@@ -895,7 +895,9 @@ def test_reports_of_ranks_are_combined():
     assert StepReport.of_ranks(reports) == StepReport(4, True, [2, 9], [1])
     reports.append(StepReport(4, False))
     assert not StepReport.of_ranks(reports).completed
-    with pytest.raises(ValueError, match=r"reports\[1\] is of step 5: expected 4, as in reports\[0\]"):
+    with pytest.raises(
+        ValueError, match=r"reports\[1\] is of step 5: expected 4, as in reports\[0\]"
+    ):
         StepReport.of_ranks([StepReport(4, True), StepReport(5, True)])
     with pytest.raises(ValueError, match="reports is empty: expected one report per rank"):
         StepReport.of_ranks([])
