@@ -235,7 +235,9 @@ class Connector:
         found = manager.cache.find_prefix(request, whole_blocks=True, max_tokens=most)
         tables = found.block_ids if len(manager.groups) > 1 else [found.block_ids]
         num_blocks = sum(np.count_nonzero(table) for table in tables)
-        is_over = max_kept_blocks is not None and manager.pool.num_kept + num_blocks > max_kept_blocks
+        is_over = (
+            max_kept_blocks is not None and manager.pool.num_kept + num_blocks > max_kept_blocks
+        )
         if found.num_tokens < min_tokens or is_over:
             return None
         # The request receives one token that never arrives, because a request cannot be admitted

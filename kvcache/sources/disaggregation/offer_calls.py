@@ -9,7 +9,7 @@ import http.client
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -142,21 +142,24 @@ class OfferCalls:
         self._calls[request.request_id] = _Call(request)
 
     def ask(
-        self, request: Request, server: OfferServer, fetch: Callable[[], OfferValues | None]
+        self,
+        request: Request,
+        servers: Sequence[OfferServer],
+        fetch: Callable[[OfferServer], OfferValues | None],
     ) -> None:
-        """Call `fetch` in a thread, unless the server's circuit breaker forbids it.
+        """Ask the first server whose circuit breaker allows it for an offer, in a thread.
 
         `fetch` returns the server's offer, or None if the server has too little to offer.
         """
-        if not server.circuit.allows():
+        server = next((each for each in servers if each.circuit.allows()), None)
+        if server is None:
             self.unasked += 1
             self.skip(request)
             return
         self.asked += 1
+        answer = self._threads.submit(fetch, server)
         deadline = time.monotonic() + server.timeout_s
-        self._calls[request.request_id] = _Call(
-            request, server, self._threads.submit(fetch), deadline
-        )
+        self._calls[request.request_id] = _Call(request, server, answer, deadline)
 
     def match(self, request: Request) -> int | None:
         """Return the number of tokens after the local hit that are offered, or None if the reply is

@@ -113,8 +113,9 @@ class RemotePrefill:
             body = {"prompt": request.token_ids[:-1].tolist(), "peer": self._connector.describe()}
             if request.cache_salt is not None:
                 body["cache_salt"] = request.cache_salt
-            server = self._server
-            self._calls.ask(request, server, lambda: server.fetch(PREFILL_PATH, body)["offer"])
+            self._calls.ask(
+                request, [self._server], lambda server: server.fetch(PREFILL_PATH, body)["offer"]
+            )
         return self._calls.match(request)
 
     def begin(self, request: Request) -> None:
