@@ -103,10 +103,12 @@ class PeerSource:
         instance(manager, KVCacheManager, "manager")
         instance(connector, Connector, "connector")
         self._manager, self._connector = manager, connector
+        if isinstance(peers, str):
+            raise TypeError(f"peers is {shown(peers)}: expected a sequence of addresses")
         peers = listed(peers, "peers", "a sequence of addresses")
-        if isinstance(peers, str) or len(set(peers)) < len(peers):
-            raise ValueError(f"peers is {shown(peers)}: expected different addresses")
         servers = [OfferServer(each, timeout_s=timeout_s, secret=secret) for each in peers]
+        if len(set(peers)) < len(peers):
+            raise ValueError(f"peers is {shown(peers)}: expected different addresses")
         self._min_tokens = integer(min_tokens, "min_tokens", 1, MAX_INT64)
         self._lease_s = checked_seconds(lease_s, "lease_s")
         recheck_s = checked_seconds(recheck_s, "recheck_s")
