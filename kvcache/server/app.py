@@ -189,6 +189,8 @@ def make_app(
         found = loop.state | {
             **{"model": model_name, "now": time.time(), "requests": log.timeline()},
         }
+        if peers is not None:
+            found["peers"] = peers.errors
         if since is not None:
             found |= {"history": loop.history.since(since)}
         return JSONResponse(found)

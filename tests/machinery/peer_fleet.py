@@ -34,8 +34,10 @@ class _Watch:
     def __init__(self, server, view, check, recheck_s):
         self.server = server
 
-    def close(self):
+    def stop(self):
         pass
+
+    join = stop
 
 
 class Peer:

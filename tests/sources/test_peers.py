@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefixes loaded from peers: the index, offers of cached blocks, and engines with faulty peers."""
 
+import http.server
 import json
 import random
 import re
+import threading
 import time
 from itertools import takewhile
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from kvcache.allocator import check_invariants
 from kvcache.router_events import EventPublisher, EventSubscriber
 from kvcache.router_events.translator import EventTranslator
 from kvcache.sources.circuit import Circuit
-from kvcache.sources.disaggregation.offer_calls import OfferServer
+from kvcache.sources.disaggregation.offer_calls import OfferRefusedError, OfferServer, offer_key
 from kvcache.sources.peers import EventIndex, PeerSource, RadixTreeIndex
 from tests.machinery.disaggregation_engine import Engine
 from tests.machinery.dynamo_indexer import needs_dynamo
@@ -506,6 +508,7 @@ def test_index_follows_a_peer_across_its_end_and_restart(network, remote, caplog
     [
         ({"peer": {"version": 1}}, "version of the peer is 1: expected 4"),
         ({"peer": None}, "values is None: expected a Mapping"),
+        ({"peer": "own"}, "the address is that of this server itself"),
         (
             {"block_sizes": [32]},
             r"block_sizes is \[16\] here, but \[32\] in the peer: expected equal",
@@ -518,7 +521,8 @@ def test_index_follows_a_peer_across_its_end_and_restart(network, remote, caplog
     ],
 )
 def test_incompatible_peer_is_refused_by_name(network, remote, caplog, changes, message):
-    remote.changes = changes
+    own = network.source.describe()["peer"]
+    remote.changes = {"peer": own} if changes == {"peer": "own"} else changes
     network.wait(lambda: network.is_refused(message))
     before = remote.requests
     network.wait(
@@ -546,3 +550,47 @@ def test_endpoints_on_all_addresses_are_reached_at_the_address_of_the_peer(netwo
     watch.server.host = "::1"
     assert watch._reachable("tcp://*:5") == "tcp://[::1]:5"
     assert watch._reachable("ipc:///tmp/x") == "ipc:///tmp/x"
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers every request with the next of some replies."""
+
+    replies: list = []
+    seen: list = []
+
+    def do_GET(self):
+        status, content = self.replies.pop(0)
+        self.seen.append((self.command, self.path, self.headers["authorization"]))
+        self.rfile.read(int(self.headers["content-length"] or 0))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_replies_of_servers_are_offers_refusals_or_failures():
+    refusal = json.dumps({"error": {"message": "too old"}}).encode()
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{listener.server_port}"
+        server = OfferServer(address, timeout_s=5, secret=b"s")
+        Answers.replies = [(200, b'{"offer": 1}'), (200, b"{}")]
+        assert server.fetch("/a", {"x": 1}) == {"offer": 1} and server.fetch("/b") == {}
+        key = f"Bearer {offer_key(b's')}"
+        assert Answers.seen == [("POST", "/a", key), ("GET", "/b", key)]
+        for status, content, error, message in (
+            (404, refusal, OfferRefusedError, "answers 404: too old"),
+            (429, refusal, ConnectionError, "answers 429: too old"),
+            (503, refusal, ConnectionError, "answers 503: too old"),
+            (200, b"<html>", ConnectionError, "answers 200 with b'<html>': expected the JSON of"),
+            (500, b"[]", ConnectionError, r"answers 500 with b'\[\]': expected the JSON of"),
+            (200, b"[" * 100_000, ConnectionError, "expected the JSON of a kvcache server"),
+        ):
+            Answers.replies = [(status, content)]
+            with pytest.raises(error, match=message):
+                server.fetch("/a", {})
+        listener.shutdown()

@@ -89,14 +89,22 @@ class OfferServer:
             data = None if body is None else json.dumps(body).encode()
             connection.request("GET" if body is None else "POST", path, data, self._headers)
             reply = connection.getresponse()
-            value = json.loads(reply.read(_MOST_REPLY))
+            content = reply.read(_MOST_REPLY)
         except http.client.HTTPException as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        if reply.status == 200:
+        try:
+            value = json.loads(content)
+            reason = None if reply.status == 200 else value["error"]["message"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            raise ConnectionError(
+                f"{self.address} answers {reply.status} with {shown(content)}: expected the JSON of a "
+                "kvcache server"
+            ) from None
+        if reason is None:
             return value
-        message = f"{self.address} answers {reply.status}: {value['error']['message']}"
+        message = f"{self.address} answers {reply.status}: {reason}"
         if 400 <= reply.status < 500 and reply.status != _BUSY:
             raise OfferRefusedError(message)
         raise ConnectionError(message)

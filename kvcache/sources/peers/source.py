@@ -174,9 +174,11 @@ class PeerSource:
                 message states the difference.
         """
         instance(values, Mapping, "values")
-        self._connector.check_peer(values.get("peer"))
-        own = self.describe()
-        for name in ("hash_block_size", "block_sizes"):
+        own, peer = self.describe(), values.get("peer")
+        self._connector.check_peer(peer)
+        if peer["engine_id"] == own["peer"]["engine_id"]:
+            raise ValueError("the address is that of this server itself")
+        for name in ("block_sizes", "hash_block_size"):
             if values.get(name) != own[name]:
                 raise ValueError(
                     f"{name} is {own[name]} here, but {shown(values.get(name))} in the peer: expected "
@@ -268,7 +270,9 @@ class PeerSource:
     def close(self) -> None:
         """Stop following the peers, end all requests to them, and close the connector."""
         for watch in self._watches.values():
-            watch.close()
+            watch.stop()
+        for watch in self._watches.values():
+            watch.join()
         self._calls.close()
 
     def _ask(self, request: Request) -> None:

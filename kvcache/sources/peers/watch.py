@@ -16,13 +16,13 @@ from kvcache.sources.disaggregation.offer_calls import OfferServer
 
 _log = logging.getLogger(__name__)
 PEER_PATH = "/peer"
-_POLL_S = 0.1  # maximum time for which `close` waits for a poll
+_POLL_S = 0.1  # maximum time for which a poll delays the end of the thread
 _REPLAY_S = 1.0
 _ANY_HOSTS = ("0.0.0.0", "*", "[::]")
 
 
 class PeerWatch:
-    """Follows a peer in a thread until `close`.
+    """Follows a peer in a thread until `stop`.
 
     The thread requests the peer's description every `recheck_s` seconds. While the description is
     compatible, the thread subscribes to the peer's events and updates the view. If the peer is
@@ -53,9 +53,12 @@ class PeerWatch:
         )
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop following the peer."""
+    def stop(self) -> None:
+        """Stop following the peer. The thread ends soon afterwards."""
         self._closing.set()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, for a limited time if the peer does not respond."""
         self._thread.join(_POLL_S + _REPLAY_S + self.server.timeout_s)
 
     def _run(self) -> None:

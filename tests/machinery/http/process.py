@@ -30,14 +30,19 @@ class ServeProcess:
     """A context manager that runs a server of a tiny model.
 
     `args`: options of `kvcache serve`. After the process has ended, `log` holds its stderr. The
-    stderr pipe is read only then, so request logging is off by default.
+    stderr pipe is read only then, so request logging is off by default. `environment`: variables
+    of the process.
     """
 
-    def __init__(self, *args: str, model: str = "llama") -> None:
+    def __init__(
+        self, *args: str, model: str = "llama", environment: dict[str, str] | None = None
+    ) -> None:
         self.log = ""
         self._pipe, theirs = context.Pipe(duplex=False)
         argv = ["serve", model, "--port", "0", "--log-level", "warning", *args]
-        self._process = context.Process(target=_serve, args=(argv, theirs), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(argv, theirs, environment or {}), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._errors = os.fdopen(os.dup(self._pipe.fileno()))
@@ -100,8 +105,9 @@ class ServeProcess:
             time.sleep(0.1)
 
 
-def _serve(argv: list[str], errors: Connection) -> None:
+def _serve(argv: list[str], errors: Connection, environment: dict[str, str]) -> None:
     """Run a command line in a forked process, with stderr on a pipe."""
+    os.environ.update(environment)
     os.dup2(errors.fileno(), 2)
     errors.close()
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
