@@ -9,6 +9,7 @@ import threading
 import time
 from itertools import takewhile
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -555,8 +556,8 @@ def test_endpoints_on_all_addresses_are_reached_at_the_address_of_the_peer(netwo
 class Answers(http.server.BaseHTTPRequestHandler):
     """Answers every request with the next of some replies."""
 
-    replies: list = []
-    seen: list = []
+    replies: ClassVar[list] = []
+    seen: ClassVar[list] = []
 
     def do_GET(self):
         status, content = self.replies.pop(0)

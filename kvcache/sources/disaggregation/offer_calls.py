@@ -111,7 +111,7 @@ class OfferServer:
 
 
 @dataclass(eq=False)
-class _Call:
+class _OfferCall:
     """A request for an offer. `server` is None if no server was asked."""
 
     request: Request
@@ -131,7 +131,7 @@ class OfferCalls:
     def __init__(self, connector: Connector, name: str) -> None:
         self._connector, self._name = connector, name
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, f"kvcache {name}")
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _OfferCall] = {}
         self._late: list[Future[OfferValues | None]] = []  # pending replies to abandoned requests
         self.asked = self.unanswered = self.unasked = self.refused = self.missed = 0
 
@@ -147,7 +147,7 @@ class OfferCalls:
 
     def skip(self, request: Request) -> None:
         """Record that no server is asked for this request."""
-        self._calls[request.request_id] = _Call(request)
+        self._calls[request.request_id] = _OfferCall(request)
 
     def ask(
         self,
@@ -167,7 +167,7 @@ class OfferCalls:
         self.asked += 1
         answer = self._threads.submit(fetch, server)
         deadline = time.monotonic() + server.timeout_s
-        self._calls[request.request_id] = _Call(request, server, answer, deadline)
+        self._calls[request.request_id] = _OfferCall(request, server, answer, deadline)
 
     def match(self, request: Request) -> int | None:
         """Return the number of tokens after the local hit that are offered, or None if the reply is
@@ -227,7 +227,7 @@ class OfferCalls:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._connector.close()
 
-    def _give_up(self, call: _Call) -> None:
+    def _give_up(self, call: _OfferCall) -> None:
         if call.answer is not None:
             call.answer.cancel()
             self._late.append(call.answer)
