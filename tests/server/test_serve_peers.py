@@ -15,8 +15,13 @@ pytest.importorskip("zmq")
 
 from kvcache.cli import main
 from kvcache.cli.models import load_model
-from kvcache.server import ByteTexts
+from kvcache.engine import Engine
+from kvcache.engine.transformers import attach
+from kvcache.router_events import EventPublisher
+from kvcache.server import ByteTexts, EngineLoop, make_app
+from kvcache.sources.disaggregation import CacheRank, Connector, layouts_of_plan
 from kvcache.sources.disaggregation.offer_calls import OfferServer, offer_key
+from kvcache.sources.peers import PeerSource
 from tests.machinery.dense_models import greedy
 from tests.machinery.http.process import ServeProcess, ask, connect, reply_of, request_of
 from tests.machinery.pasted import free_port
@@ -241,3 +246,27 @@ def test_key_of_offers_does_not_reveal_the_secret():
         .endswith(offer_key(b"one"))
     )
     assert "authorization" not in OfferServer("a:1", timeout_s=1)._headers
+
+
+def test_applications_without_a_key_for_peers_or_without_events_are_rejected():
+    paged = attach(load_model("llama", "MODEL"), "1MiB", max_model_len=128, enable_events=True)
+    cache = paged.cache
+    layouts = layouts_of_plan(cache.plan, cache.storages, engine_id="a")
+    connector = Connector(cache.manager, [CacheRank(layouts, cache.storages)], engine_id="a")
+    source = PeerSource(cache.manager, connector, [])
+    engine = Engine(paged, sources=[source])
+    with EventPublisher("tcp://127.0.0.1:0") as publisher:
+        loop = EngineLoop(engine, publisher)
+        for name, value in (("connector", connector), ("peers", source)):
+            message = f"api_key is given with {name}: expected transfer_secret as well"
+            with pytest.raises(ValueError, match=message):
+                make_app(loop, ByteTexts(), "m", api_key="k", **{name: value})
+        with pytest.raises(TypeError, match="peers is 5: expected a PeerSource"):
+            make_app(loop, ByteTexts(), "m", peers=5)
+        with pytest.raises(TypeError, match="transfer_secret is 's': expected a bytes"):
+            make_app(loop, ByteTexts(), "m", transfer_secret="s")
+        app = make_app(loop, ByteTexts(), "m", peers=source, transfer_secret=b"s", api_key="k")
+        assert {"/peer", "/peer/offer"} <= set(app.openapi()["paths"])
+    with pytest.raises(ValueError, match="peers is given: expected a loop with a publisher"):
+        make_app(EngineLoop(engine), ByteTexts(), "m", peers=source)
+    engine.close()

@@ -65,10 +65,10 @@ def test_prefix_is_loaded_from_the_peer_that_has_it(fleet_of):
     assert three.source.stats.asked_requests == 1
 
 
-@pytest.mark.parametrize("seed", spread(range(40), 2))
+@pytest.mark.parametrize("seed", spread(range(39), 2))
 def test_random_runs_with_faulty_peers_give_the_models_answers(fleet_of, seed):
     fleet = fleet_of(3, seed, model=["llama", "gemma3"][seed % 2])
-    fleet.run(150)
+    fleet.run(100)
     assert fleet.num_compared > 10
 
 
