@@ -490,7 +490,7 @@ def test_index_follows_a_peer_across_its_end_and_restart(network, remote, caplog
     caplog.set_level("INFO")
     remote.cache(0)
     network.wait(lambda: network.count(0) == 48)
-    assert network.source.errors == {"a:1": None}
+    network.wait(lambda: network.source.errors == {"a:1": None})
     remote.cache(1000)
     network.wait(lambda: network.count(1000) == 48)
     network.remote = None
@@ -499,7 +499,8 @@ def test_index_follows_a_peer_across_its_end_and_restart(network, remote, caplog
     again = network.remote = Remote("restarted")
     again.cache(2000)
     network.wait(lambda: network.count(2000) == 48)
-    assert network.count(0) == 0 and network.source.errors == {"a:1": None}
+    network.wait(lambda: network.source.errors == {"a:1": None})
+    assert network.count(0) == 0
     again.publisher.close()
     assert "peer a:1 is not used: it is down" in caplog.text and "peer a:1 is used" in caplog.text
 
