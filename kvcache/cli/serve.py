@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import os
 import socket
@@ -18,7 +17,13 @@ from kvcache.cli.modules import check_cuda, require_module
 from kvcache.cli.output import say
 from kvcache.cli.parsing import MAX_INT32, MAX_INT64, add_policy_options, device_name, number
 from kvcache.cli.policies import policy_options
-from kvcache.cli.sources import add_source_options, check_source_options, make_sources
+from kvcache.cli.sources import (
+    add_source_options,
+    check_source_options,
+    is_loopback,
+    make_sources,
+    transfer_secret,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 
 _KEY_VARIABLE = "KVCACHE_API_KEY"
 # Paths that clients poll. Requests to these paths are logged only at debug level.
-_PROBES = ("/health", "/metrics", "/state")
+_PROBES = ("/health", "/metrics", "/state", "/peer")
 # Python's thread switch interval. It limits how long the engine thread can delay the event loop.
 _SWITCH_SECONDS = 0.0005
 
@@ -162,11 +167,6 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.device != "cpu":
         check_cuda(args.device)
     check_source_options(args)
-    if args.api_key is not None and args.prefill:
-        raise UsageError(
-            "--api-key is given with --prefill: expected only one of the two, because /prefill checks no "
-            "key"
-        )
     options = policy_options(args, "--host-budget") | {"explain_misses": args.explain_misses}
     budgets = _byte_count(args.budget, "--budget"), _byte_count(args.host_budget, "--host-budget")
     _log_to_stderr(args.log_level)
@@ -177,7 +177,7 @@ def run_serve(args: argparse.Namespace) -> int:
         has_events = publisher is not None or args.store is not None
         app = _app(args, budgets, options | {"enable_events": has_events}, publisher)
         host, port = listener.getsockname()[:2]
-        if args.api_key is None and not _is_loopback(host):
+        if args.api_key is None and not is_loopback(host):
             say(
                 f"warning: --host is {args.host} and no --api-key is given: every machine that reaches "
                 "this address can use the server"
@@ -202,10 +202,6 @@ def _api_key(text: str) -> str:
     if not text.isascii() or not text.isprintable() or not text.strip():
         raise argparse.ArgumentTypeError("expected printable ASCII characters")
     return text
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def _log_to_stderr(level: str) -> None:
@@ -262,7 +258,9 @@ def _app(
     except ValueError as error:
         text = str(error).replace("budget_bytes is", "--budget is")
         raise UsageError(text.replace("max_model_len", "--max-model-len")) from None
-    sources, connector = make_sources(args, model, paged.cache, announce=publisher is not None)
+    sources, connector, peers = make_sources(
+        args, model, paged.cache, announce=publisher is not None
+    )
     engine = Engine(paged, preemption=args.preemption, drafter=drafter, sources=sources)
     return make_app(
         EngineLoop(engine, publisher),
@@ -275,6 +273,8 @@ def _app(
         ),
         trust_clients=args.trust_clients,
         connector=connector,
+        peers=peers,
+        transfer_secret=transfer_secret(),
         api_key=args.api_key,
     )
 

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options --store, --prefill and --prefill-from: sources of external KV."""
+"""The options --store, --prefill, --prefill-from and --peer: sources of external KV."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import ipaddress
 import json
+import os
 import uuid
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, UsageError, quoted
 from kvcache.cli.modules import require_module
-from kvcache.cli.parsing import number
+from kvcache.cli.parsing import MAX_INT32, number
+from kvcache.sources.disaggregation.options import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from kvcache.assembly import KVCache
     from kvcache.sources import KVSource
     from kvcache.sources.disaggregation import Connector
+    from kvcache.sources.peers import PeerSource
 
 
 def add_source_options(sub: argparse.ArgumentParser) -> None:
@@ -54,6 +58,26 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
         help="timeout for a prefill, and for loading its KV; default 10",
     )
     sub.add_argument(
+        "--peer",
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="servers that run with --peer; prefixes that they have cached are loaded from them, and "
+        "prefixes cached here are offered to them",
+    )
+    sub.add_argument(
+        "--peer-timeout",
+        metavar="SECONDS",
+        type=number("--peer-timeout", 1, 86_400),
+        default=2,
+        help="timeout for an offer of a peer, and for loading its KV; default 2",
+    )
+    sub.add_argument(
+        "--peer-min-tokens",
+        metavar="N",
+        type=number("--peer-min-tokens", 1, MAX_INT32),
+        default=64,
+        help="least number of tokens after the local hit that are loaded from a peer; default 64",
+    )
+    sub.add_argument(
         "--transport",
         choices=("gloo", "nixl"),
         default="gloo",
@@ -74,18 +98,70 @@ def check_source_options(args: argparse.Namespace) -> None:
         if is_given:
             require_module(module, option, f"pip install 'torch-kvcache[{module}]'")
     if args.prefill_from is not None:
-        from kvcache.sources.disaggregation.prefill import host_and_port
+        _check_address(args.prefill_from, "--prefill-from")
+    has_key, is_offering = args.api_key is not None, args.prefill or args.peer is not None
+    if has_key and is_offering and not transfer_secret():
+        option = "--prefill" if args.prefill else "--peer"
+        raise UsageError(
+            f"--api-key is given with {option}: expected ${SECRET_VARIABLE} as well, because other "
+            "servers do not send the API key"
+        )
+    if args.peer is not None:
+        _check_peers(args)
 
-        try:
-            host_and_port(args.prefill_from)
-        except ValueError:
-            given = quoted(args.prefill_from)
-            raise UsageError(f"--prefill-from is {given}: expected HOST:PORT") from None
+
+def _check_address(address: str, option: str) -> None:
+    from kvcache.sources.disaggregation.offer_calls import host_and_port
+
+    try:
+        host_and_port(address)
+    except ValueError:
+        raise UsageError(f"{option} is {quoted(address)}: expected HOST:PORT") from None
+
+
+def _check_peers(args: argparse.Namespace) -> None:
+    """Check the peers, and choose endpoints for the events that they read."""
+    for module in ("msgspec", "zmq"):
+        require_module(module, "--peer", "pip install 'torch-kvcache[events]'")
+    peers = args.peer.split(",")
+    for peer in peers:
+        _check_address(peer, "--peer")
+    if len(set(peers)) < len(peers):
+        raise UsageError(f"--peer is {quoted(args.peer)}: expected each address once")
+    if is_loopback(args.host):
+        endpoint = "tcp://[::1]:0" if ":" in args.host else "tcp://127.0.0.1:0"
+        args.events = args.events or endpoint
+        args.events_replay = args.events_replay or endpoint
+        return
+    for option, value in (("--events", args.events), ("--events-replay", args.events_replay)):
+        if value is None:
+            raise UsageError(
+                f"--peer is given with --host {args.host}: expected {option} ENDPOINT as well, an "
+                "address that only peers can reach, because events contain the tokens of prompts"
+            )
+    if not transfer_secret():
+        raise UsageError(
+            f"--peer is given with --host {args.host}: expected ${SECRET_VARIABLE} as well, a secret "
+            "that all peers share, because peers can read cached KV"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is only reachable from this machine."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # a host name
+        return host == "localhost"
+
+
+def transfer_secret() -> bytes:
+    """Return the secret that this server shares with the servers that it exchanges KV with."""
+    return os.environ.get(SECRET_VARIABLE, "").encode()
 
 
 def make_sources(
     args: argparse.Namespace, model: PreTrainedModel, cache: KVCache, *, announce: bool
-) -> tuple[list[KVSource], Connector | None]:
+) -> tuple[list[KVSource], Connector | None, PeerSource | None]:
     """Create the KV sources of a model's cache.
 
     Args:
@@ -95,28 +171,40 @@ def make_sources(
         announce: Whether cache events are published, including the store's events.
 
     Returns:
-        The sources in order of preference, and the connector if this server prefills for others.
+        The sources in order of preference, the connector if this server prefills for others, and
+        the source of peers.
     """
-    is_transferring = args.prefill or args.prefill_from is not None
     sources: list[KVSource] = []
-    if args.store is None and not is_transferring:
-        return sources, None
-    weights, connector = weights_digest(model), None
-    if is_transferring:
-        connector = _connector(args, weights, cache)
+    connector = peers = None
+    options = (args.store, args.prefill_from, args.peer)
+    if not args.prefill and all(each is None for each in options):
+        return sources, None, None
+    weights = weights_digest(model)
+    if args.peer is not None:
+        connector = _connector(args, "--peer", args.peer_timeout, weights, cache)
+        peers = _peers(args, connector, cache)
+        sources.append(peers)
     if args.store is not None:
         sources.append(_store(args, weights, cache, announce))
     if args.prefill_from is not None:
         from kvcache.sources.disaggregation import RemotePrefill
 
+        # Each source polls a connector of its own.
         timeout_s = args.prefill_timeout
-        sources.append(RemotePrefill(connector, args.prefill_from, timeout_s=timeout_s))
-    elif connector is not None:
+        own = _connector(args, "--prefill-from", timeout_s, weights, cache)
+        sources.append(
+            RemotePrefill(own, args.prefill_from, timeout_s=timeout_s, secret=transfer_secret())
+        )
+        connector = connector or own
+    elif args.prefill and connector is None:
+        connector = _connector(args, "--prefill", args.prefill_timeout, weights, cache)
         sources.append(connector)
-    return sources, connector if args.prefill else None
+    return sources, connector if args.prefill else None, peers
 
 
-def _connector(args: argparse.Namespace, weights: str, cache: KVCache) -> Connector:
+def _connector(
+    args: argparse.Namespace, option: str, timeout_s: float, weights: str, cache: KVCache
+) -> Connector:
     from kvcache.kinds import kind_class
     from kvcache.sources.disaggregation import (
         CacheRank,
@@ -125,20 +213,35 @@ def _connector(args: argparse.Namespace, weights: str, cache: KVCache) -> Connec
         layouts_of_plan,
     )
 
-    option = "--prefill" if args.prefill else "--prefill-from"
     if any(not kind_class(group.kind).pages.has_slots for group in cache.plan.groups):
         raise UsageError(f"{option}: MODEL has recurrent layers: expected attention layers only")
     engine_id = uuid.uuid4().hex
     try:
         layouts = layouts_of_plan(cache.plan, cache.storages, engine_id=engine_id)
-        options = ConnectorOptions(
-            host=args.host, transport=args.transport, timeout_s=args.prefill_timeout
-        )
-        rank = CacheRank(layouts, cache.storages, options=options)
+        options = ConnectorOptions(host=args.host, transport=args.transport, timeout_s=timeout_s)
+        rank = CacheRank(layouts, cache.storages, options=options, secret=transfer_secret())
         model = {"weights": weights}
         return Connector(cache.manager, [rank], engine_id=engine_id, model=model, options=options)
     except (OSError, ValueError) as error:
         raise UsageError(f"{option}: {error}") from None
+
+
+def _peers(args: argparse.Namespace, connector: Connector, cache: KVCache) -> PeerSource:
+    from kvcache.sources.peers import PeerSource
+
+    try:
+        return PeerSource(
+            cache.manager,
+            connector,
+            args.peer.split(","),
+            min_tokens=args.peer_min_tokens,
+            timeout_s=args.peer_timeout,
+            lease_s=3 * args.peer_timeout,  # time to send the offer, and to load
+            secret=transfer_secret(),
+        )
+    except ValueError as error:
+        connector.close()
+        raise UsageError(f"--peer: {error}") from None
 
 
 def _store(args: argparse.Namespace, weights: str, cache: KVCache, announce: bool) -> KVSource:

@@ -172,6 +172,11 @@ class EventPublisher:
             return
 
     @property
+    def topic(self) -> str:
+        """Topic of the messages."""
+        return self._topic.decode()
+
+    @property
     def counts(self) -> PublisherCounts:
         """Cumulative counts. They may be slightly out of date."""
         server = self._server

@@ -6,14 +6,14 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
-from kvcache.checks import seconds, text
+from kvcache.checks import seconds, shown, text
 from kvcache.router_events.endpoints import checked_context
 from kvcache.router_events.replay_client import ReplayTimeout, replay
-from kvcache.router_events.view import CacheView
+from kvcache.router_events.view import CacheView, EventView
 from kvcache.router_events.wire import (
     WireBatch,
     WireCleared,
@@ -56,6 +56,8 @@ class EventSubscriber:
         topic: Topic of the accepted batches, which must match exactly. "": all topics.
         replay_timeout_s: Time limit of a replay. The next `poll` continues an unfinished replay.
             After a replay without any response, the next attempt is delayed by this time limit.
+        view: What mirrors the cache. None: a new `CacheView`. Any object with the methods `apply` and
+            `clear` of a `CacheView` can be used, such as a view of a `PrefixIndex`.
         context: The ZMQ context. None: the process-wide context.
 
     Raises:
@@ -74,6 +76,7 @@ class EventSubscriber:
         topic: str = "",
         *,
         replay_timeout_s: float = 5.0,
+        view: EventView | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         text(endpoint, "endpoint")
@@ -83,7 +86,10 @@ class EventSubscriber:
         self._replay_timeout_s = seconds(replay_timeout_s, "replay_timeout_s")
         self._replay_endpoint = replay_endpoint
         self._context = checked_context(context)
-        self.view = CacheView()
+        for method in ("apply", "clear") if view is not None else ():
+            if not callable(getattr(view, method, None)):
+                raise TypeError(f"view is {shown(view)}: expected an object with apply and clear")
+        self.view: Any = CacheView() if view is None else view
         self.is_exact = False
         self.next_seq = 0
         self._last_payload: bytes | None = (

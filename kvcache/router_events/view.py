@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvcache.checks import check_name, instance, integer, listed, shown
 from kvcache.router_events.wire import (
@@ -29,6 +29,20 @@ class CachedBlock(NamedTuple):
     block_size: int  # tokens per block
     lora_name: str | None
     extra_keys: tuple[Any, ...] | None
+
+
+class EventView(Protocol):
+    """What an `EventSubscriber` updates with the events of its publisher."""
+
+    def apply(self, events: Iterable[WireEvent]) -> None:
+        """Apply the events of a batch in order.
+
+        Args:
+            events: The events.
+        """
+
+    def clear(self) -> None:
+        """Forget all blocks."""
 
 
 class CacheView:

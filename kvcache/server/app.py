@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -30,6 +30,10 @@ from kvcache.server.request_log import RequestLog
 from kvcache.server.snapshot import sanitizer_reports
 from kvcache.server.texts import Texts
 from kvcache.sources.disaggregation import Connector
+from kvcache.sources.disaggregation.offer_calls import offer_key
+
+if TYPE_CHECKING:
+    from kvcache.sources.peers import PeerSource
 
 
 def make_app(
@@ -40,6 +44,8 @@ def make_app(
     limits: Limits | None = None,
     trust_clients: bool = False,
     connector: Connector | None = None,
+    peers: PeerSource | None = None,
+    transfer_secret: bytes = b"",
     api_key: str | None = None,
 ) -> FastAPI:
     """Create the application for `Server` or another ASGI server. The application runs `loop`.
@@ -54,13 +60,18 @@ def make_app(
             client's cache, or use a priority to be served before other clients.
         connector: A source of the engine. If given, other servers can have prompts prefilled by this
             server (`/prefill`) and load the prompts' KV.
+        peers: A source of the engine. If given, other servers can load prefixes that this server has
+            cached (`/peer`). The loop must have a publisher, whose events the other servers read.
+        transfer_secret: The secret of the transports. If given, only servers with the same secret can
+            use `/prefill` and `/peer`, and their `cache_salt` is accepted.
         api_key: The key that `/v1/...`, `/tokenize` and `/detokenize` require. All other paths need no
             key, because they do not reveal prompts or answers. None: no key is required.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A name or the key is empty, or `connector` is given with `api_key`, which
-            `/prefill` would not check.
+        ValueError: A name or the key is empty, `peers` is given without a publisher, or `connector`
+            or `peers` is given with `api_key` and without `transfer_secret`, so that no key would
+            protect their endpoints.
     """
     limits = Limits() if limits is None else limits
     instance(loop, EngineLoop, "loop")
@@ -69,13 +80,22 @@ def make_app(
     flag(trust_clients, "trust_clients")
     if connector is not None:
         instance(connector, Connector, "connector")
+    instance(transfer_secret, bytes, "transfer_secret")
+    if peers is not None:
+        from kvcache.server.peers import add_peers  # needs the packages of `kvcache.router_events`
+        from kvcache.sources.peers import PeerSource
+
+        instance(peers, PeerSource, "peers")
+        if loop.publisher is None:
+            raise ValueError("peers is given: expected a loop with a publisher")
     if api_key is not None:
         check_name(api_key, "api_key")
-        if connector is not None:
-            raise ValueError(
-                "api_key is given with connector: expected only one of the two, because /prefill "
-                "checks no key"
-            )
+        for name, value in (("connector", connector), ("peers", peers)):
+            if value is not None and not transfer_secret:
+                raise ValueError(
+                    f"api_key is given with {name}: expected transfer_secret as well, because other "
+                    "servers do not send the API key"
+                )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -127,15 +147,25 @@ def make_app(
         return await endpoints.reader.detokenize(request, endpoints.max_body_bytes)
 
     app.include_router(guarded)
+    check = key_check(
+        offer_key(transfer_secret), "the key of this peer", "the same KVCACHE_TRANSFER_SECRET"
+    )
+    between_servers = APIRouter(dependencies=[Depends(check)] if transfer_secret else [])
+    trusts_servers = trust_clients or bool(transfer_secret)
+    most = endpoints.max_body_bytes
     if connector is not None:
         add_prefill(
-            app,
-            loop,
-            connector,
-            admission,
-            max_body_bytes=endpoints.max_body_bytes,
-            trust_clients=trust_clients,
+            *(between_servers, loop, connector, admission),
+            max_body_bytes=most,
+            trust_clients=trusts_servers,
         )
+    if peers is not None:
+        add_peers(
+            *(between_servers, loop, peers, loop.publisher, admission),
+            max_body_bytes=most,
+            trusts_salts=trusts_servers,
+        )
+    app.include_router(between_servers)
 
     @app.get("/health")
     async def health() -> Response:
@@ -159,6 +189,8 @@ def make_app(
         found = loop.state | {
             **{"model": model_name, "now": time.time(), "requests": log.timeline()},
         }
+        if peers is not None:
+            found["peers"] = peers.errors
         if since is not None:
             found |= {"history": loop.history.since(since)}
         return JSONResponse(found)

@@ -15,10 +15,12 @@ from kvcache.server.errors import AskError
 _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
-def key_check(api_key: str) -> Callable[[_Bearer], None]:
+def key_check(
+    api_key: str, name: str = "the API key", source: str = "the server's --api-key"
+) -> Callable[[_Bearer], None]:
     """Return a FastAPI dependency that rejects requests without this key.
 
-    The error does not contain the received key.
+    The error names the key and its source, and does not contain the received key.
     """
     expected = api_key.encode()
 
@@ -27,8 +29,7 @@ def key_check(api_key: str) -> Callable[[_Bearer], None]:
         if given is None or not hmac.compare_digest(given.credentials.encode(), expected):
             came = "missing" if given is None else "wrong"
             raise AskError(
-                f"the API key is {came}: expected the header 'Authorization: Bearer KEY', with the "
-                "server's --api-key",
+                f"{name} is {came}: expected the header 'Authorization: Bearer KEY', with {source}",
                 401,
                 {"www-authenticate": "Bearer"},
             )

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.checks import instance
 from kvcache.engine import Delta, Engine, Generation, SamplingParams
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvcache.router_events import EventPublisher
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 _MAX_FAILURES = 3  # consecutive failed steps after which all requests are ended
 _SNAPSHOT_SECONDS = 0.2
 _SOURCES_SECONDS = 0.005  # pause in seconds after a step in which only sources had work
@@ -101,8 +102,8 @@ class EngineLoop:
         instance(engine, Engine, "engine")
         if publisher is not None and not engine.cache.manager.options.enable_events:
             raise ValueError("publisher is given: expected a manager with enable_events")
-        self.engine = engine
-        self._publisher = publisher
+        self.engine, self.publisher = engine, publisher
+        self._publisher = publisher  # None once it has failed
         self.cache_metrics = CacheMetrics()
         self.history = History()
         self._look()
@@ -197,22 +198,32 @@ class EngineLoop:
     async def _add(
         self, answer: Answer, prompt: list[int], params: SamplingParams, options: dict[str, Any]
     ) -> None:
-        events = asyncio.get_running_loop()
-        added: asyncio.Future[None] = events.create_future()
-
         def add(engine: Engine) -> None:
-            error = self._refusal
+            if self._refusal is not None:
+                raise self._refusal
+            answer.generation = engine.add(prompt, params, **options)
+            self._answers[answer.generation.request_id] = answer
+
+        await self.ask(add)
+
+    async def ask(self, work: Callable[[Engine], T]) -> T:
+        """Run `work` in the engine's thread, and return its result.
+
+        Raises the error of `work`, and EngineError before `start` and after `stop`.
+        """
+        events = asyncio.get_running_loop()
+        done: asyncio.Future[T] = events.create_future()
+
+        def run(engine: Engine) -> None:
+            result = error = None
             try:
-                if error is not None:
-                    raise error
-                answer.generation = engine.add(prompt, params, **options)
-                self._answers[answer.generation.request_id] = answer
+                result = work(engine)
             except Exception as raised:
                 error = raised
-            events.call_soon_threadsafe(_resolve, added, error)
+            events.call_soon_threadsafe(_resolve, done, result, error)
 
-        self.call(add)
-        await added
+        self.call(run)
+        return await done
 
     def drop(self, answer: Answer) -> None:
         """End a request after its client stopped reading. Called in the engine's thread."""
@@ -321,10 +332,10 @@ def _put(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
         answer._deltas.put_nowait(delta)
 
 
-def _resolve(added: asyncio.Future[None], error: Exception | None) -> None:
-    if added.done():  # the caller was cancelled
+def _resolve(done: asyncio.Future[T], result: T, error: Exception | None) -> None:
+    if done.done():  # the caller was cancelled
         return
     if error is None:
-        added.set_result(None)
+        done.set_result(result)
     else:
-        added.set_exception(error)
+        done.set_exception(error)

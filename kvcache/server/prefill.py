@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -33,7 +33,7 @@ class AskedPrefill(BaseModel):
 
 
 def add_prefill(
-    app: FastAPI,
+    router: APIRouter,
     loop: EngineLoop,
     connector: Connector,
     admission: Admission,
@@ -41,9 +41,9 @@ def add_prefill(
     max_body_bytes: int,
     trust_clients: bool,
 ) -> None:
-    """Add `/prefill` to an application. `connector` is a source of the loop's engine."""
+    """Add `/prefill` to a router. `connector` is a source of the loop's engine."""
 
-    @app.post(PREFILL_PATH)
+    @router.post(PREFILL_PATH)
     async def prefill(request: Request) -> Response:
         admission.check()
         body = await read_body(request, max_body_bytes)

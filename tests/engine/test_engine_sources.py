@@ -333,7 +333,8 @@ def test_late_offer_is_declined_and_the_prompt_is_computed(pair):
     sender, receiver = pair.connectors
     prefill = RemotePrefill(receiver, "127.0.0.1:1", timeout_s=0.2)
     is_late = threading.Event()
-    prefill._fetch = lambda body: (is_late.wait(20), pair.source.offer)[1]
+    offer = {"offer": pair.source.offer}
+    prefill._server.fetch = lambda path, body: (is_late.wait(20), offer)[1]
     engine = Engine(pair.receiver.model, sources=[prefill])
     assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
     assert (prefill.stats.asked_requests, prefill.stats.unanswered_requests) == (1, 1)

@@ -23,6 +23,7 @@ RINGS = {
         *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
         *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.router_events"),
         *("kvcache.sources.disaggregation", "kvcache.sources.store", "kvcache.sources"),
+        "kvcache.sources.peers",
         *("kvcache.metrics", "kvcache.tracing", "kvcache.sanitizer"),
     },
     "compat": {"kvcache.compat"},
@@ -71,6 +72,10 @@ MAY_IMPORT = {
         ),
     },
     "kvcache.sources.store": {"kvcache.allocator", "kvcache.sources", "kvcache.worker"},
+    "kvcache.sources.peers": {
+        *("kvcache.allocator", "kvcache.router_events", "kvcache.sources"),
+        *("kvcache.sources.disaggregation", "kvcache.sources.store"),
+    },
     "kvcache.compat": {
         *("kvcache.allocator", "kvcache.ops", "kvcache.transfer", "kvcache.worker"),
     },
@@ -86,6 +91,7 @@ MAY_IMPORT = {
         *("kvcache", "kvcache.engine", "kvcache.metrics", "kvcache.router_events"),
         "kvcache.sanitizer",
         *("kvcache.allocator", "kvcache.sources", "kvcache.sources.disaggregation"),
+        "kvcache.sources.peers",
     },
     "kvcache.plugins": set(),
     "kvcache.plugins.disaggregation": {
@@ -114,6 +120,7 @@ MAY_IMPORT = {
         "kvcache.replay",
         *("kvcache.engine.transformers", "kvcache.router_events", "kvcache.server"),
         *("kvcache.sources", "kvcache.sources.disaggregation", "kvcache.sources.store"),
+        "kvcache.sources.peers",
         *("kvcache.worker", "kvcache.plugins.vllm", "kvcache.sanitizer"),
     },
     "kvcache.__main__": {"kvcache.cli"},

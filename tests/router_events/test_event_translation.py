@@ -104,6 +104,56 @@ def test_events_are_arrays_of_the_fields_in_order_in_the_older_encoding():
     assert decode_batch(payload) == batch
 
 
+# The positions that llm-d's decoder reads, and those that must be present. Source: the repository
+# llm-d/llm-d-kv-cache, pkg/kvevents/engineadapter/vllm_adapter.go, convertBlockStoredEvent and
+# convertBlockRemovedEvent, at commit 7be76e119ca50c5700b3bca65a19b6a0218a9b62 (after v0.8.1). v0.7.0
+# (1c435cbbb1d253e5e767559bdecd2e06e0b1e5b4) ends after "extra_keys" and ignores what follows.
+LLM_D_STORED = (
+    *("tag", "block_hashes", "parent_block_hash", "token_ids", "block_size"),
+    *("lora_id", "medium", "lora_name", "extra_keys"),
+    *("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
+)
+LLM_D_REMOVED = ("tag", "block_hashes", "medium", "group_idx")
+LLM_D_NEVER_NIL = ("tag", "block_hashes", "token_ids", "block_size")
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_window"])
+def test_arrays_have_the_order_that_llm_d_reads(kind):
+    """Batches are exactly [ts, events, data_parallel_rank], because llm-d decodes them into a struct of
+    three fields (msgpackVLLMEventBatch) with msgpack v5.4.1, which rejects other lengths.
+    """
+    spec = GroupSpec(kind, 4, {"window": 8} if kind == "sliding_window" else {})
+    manager = KVCacheManager.for_groups(
+        [spec], 4, 200, enable_events=True, num_preallocate_tokens=0, num_host_blocks=9
+    )
+    requests = [
+        Request("a", range(9), lora=("adapter", "path"), cache_salt="s"),
+        Request("b", range(8), mm_items=[("image", 1, 5)]),
+        Request("c", range(8)),
+    ]
+    translator, tags = EventTranslator(SEED), set()
+    for request in requests:
+        manager.step(new=[request])
+        manager.free(request)
+    manager.cache.reset()
+    events = translator.translate(manager.cache.drain_events())
+    arrays = msgspec.msgpack.decode(encode_batch(WireBatch(2.5, events, 3), "array"))
+    maps = msgspec.msgpack.decode(encode_batch(WireBatch(2.5, events, 3)))
+    assert [len(arrays), len(maps), arrays[0], arrays[2]] == [3, 3, 2.5, 3]
+    for array, as_map in zip(arrays[1], maps[1], strict=True):
+        tags.add(array[0])
+        order = {"BlockStored": LLM_D_STORED, "BlockRemoved": LLM_D_REMOVED}.get(array[0], ("tag",))
+        named = dict(zip(order, array, strict=True))
+        assert all(named[name] is not None for name in LLM_D_NEVER_NIL if name in named)
+        assert named.pop("tag") == as_map.pop("type")
+        as_map.pop("session_id", None)
+        assert {name: value for name, value in named.items() if as_map.get(name) != value} == {}
+        if keys := named.get("extra_keys"):  # convertExtraKeys: one array or nil per block
+            assert len(keys) == len(named["block_hashes"])
+            assert all(each is None or isinstance(each, list) for each in keys)
+    assert tags == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+
+
 @pytest.mark.parametrize("rest", [[], ["GPU"], ["GPU", {"cache_salt": "s"}], ["GPU", *[None] * 7]])
 def test_arrays_of_other_publishers_are_read(rest):
     array = ["BlockStored", [7], None, [1, 2], 2, None, *rest]

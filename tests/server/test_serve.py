@@ -684,7 +684,10 @@ class TestTokenizers:
         ),
         ([], "the following arguments are required: MODEL"),
         (["llama", "--api-key", "é"], "--api-key: expected printable ASCII characters"),
-        (["llama", "--api-key", "k", "--prefill"], "--api-key is given with --prefill: expected"),
+        (
+            ["llama", "--api-key", "k", "--prefill"],
+            "--api-key is given with --prefill: expected $K",
+        ),
         (["llama", "--trace", "otel"], "--trace: invalid choice: 'otel'"),
         (["llama", "--log-level", "loud"], "--log-level: invalid choice: 'loud'"),
     ],

@@ -11,13 +11,10 @@ import torch
 
 from kvcache.plugins.disaggregation.fetching import RankReader, RequestFetch
 from kvcache.sources.disaggregation.layout import GroupLayout
-from kvcache.sources.disaggregation.options import ConnectorOptions
+from kvcache.sources.disaggregation.options import SECRET_VARIABLE, ConnectorOptions
 from kvcache.sources.disaggregation.rank import RankThread
 from kvcache.transfer.transport.factory import make_transport
 from kvcache.worker.pages.pages import Pages
-
-# Environment variable with the secret that peers need to connect.
-SECRET = "KVCACHE_TRANSFER_SECRET"
 
 
 class TensorRank(RankThread):
@@ -50,7 +47,7 @@ class TensorRank(RankThread):
             host=options.host,
             port=options.port_of(rank),
             advertise=options.advertise,
-            secret=os.environ.get(SECRET, "").encode(),
+            secret=os.environ.get(SECRET_VARIABLE, "").encode(),
             digest=options.digest,
         )
         try:

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvcache.allocator.admit import Admit, External
 from kvcache.allocator.event_stream import digest_of_rows
 from kvcache.allocator.manager import KVCacheManager
 from kvcache.allocator.request import Request
-from kvcache.checks import check_name, instance, integer, listed, shown
+from kvcache.checks import MAX_INT64, check_name, instance, integer, listed, shown
 from kvcache.kinds import kind_class, make_kind
 from kvcache.sources.base import Arrived, LoadStats
 from kvcache.sources.disaggregation.layout import GroupLayout, check_like, is_complete
@@ -184,6 +185,68 @@ class Connector:
             raise
         self._begin_lease(offer, seconds, Progress(num_tokens))
         return offer.to_dict()
+
+    def publish_cached(
+        self,
+        request: Request,
+        *,
+        min_tokens: int = 1,
+        max_kept_blocks: int | None = None,
+        lease_s: float | None = None,
+    ) -> dict[str, Any] | None:
+        """Offer the longest prefix of a request that is cached on the device, without computing
+        anything.
+
+        The blocks are kept until all readers are done or the lease expires, as in `publish`. Their
+        KV must already be in memory. On a GPU, wait for the steps that were launched. Call this
+        method between steps. The request counts as a lookup in the cache's statistics.
+
+        Args:
+            request: A new request, which is never admitted to a step. At most its first
+                `num_tokens - 2` tokens are offered, in whole blocks.
+            min_tokens: Minimum number of tokens to offer.
+            max_kept_blocks: Maximum number of blocks that the manager keeps for leases and
+                quarantined loads, including this offer. None: no limit.
+            lease_s: As for `publish`.
+
+        Returns:
+            The offer. None if less is cached than `min_tokens`, or if the blocks cannot be kept,
+            because no row, block or lease slot is free or because of `max_kept_blocks`. In that
+            case, nothing has changed.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid, the request is admitted, or a transferred
+                group does not cache blocks of tokens. Nothing has changed.
+        """
+        instance(request, Request, "request")
+        seconds, manager = self._lease_seconds(lease_s), self._manager
+        min_tokens = integer(min_tokens, "min_tokens", 1, MAX_INT64)
+        if max_kept_blocks is not None:
+            max_kept_blocks = integer(max_kept_blocks, "max_kept_blocks", 0, MAX_INT64)
+        for group, layout in zip(self._groups, self._layouts):
+            if layout.is_state or not manager.groups[group].cached:
+                raise ValueError(
+                    f"group {group} has kind {manager.groups[group].kind!r}: expected transferred=False, "
+                    "or a group that caches blocks of tokens"
+                )
+        most = request.num_tokens - 2
+        if most < min_tokens:
+            return None
+        found = manager.cache.find_prefix(request, whole_blocks=True, max_tokens=most)
+        tables = found.block_ids if len(manager.groups) > 1 else [found.block_ids]
+        num_blocks = sum(np.count_nonzero(table) for table in tables)
+        is_over = (
+            max_kept_blocks is not None and manager.pool.num_kept + num_blocks > max_kept_blocks
+        )
+        if found.num_tokens < min_tokens or is_over:
+            return None
+        # The request receives one token that never arrives, because a request cannot be admitted
+        # with nothing to compute or to receive.
+        nothing = External(1, delayed=True)
+        if manager.admit(Admit(request, external=nothing), found.block_ids) is None:
+            return None
+        manager.finish_receiving(request, 0)
+        return self.publish(request, lease_s=seconds)
 
     def publish_early(
         self, request: Request, order: Sequence[str], *, lease_s: float | None = None

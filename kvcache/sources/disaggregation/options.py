@@ -9,6 +9,9 @@ from typing import Any
 
 from kvcache.checks import flag, instance, integer, number, shown
 
+# Environment variable with the secret that peers need to connect, for commands and plug-ins.
+SECRET_VARIABLE = "KVCACHE_TRANSFER_SECRET"
+
 
 @dataclass(frozen=True)
 class ConnectorOptions:

@@ -32,16 +32,25 @@ class Reply(NamedTuple):
 class ServeProcess:
     """A context manager that runs a server of a tiny model.
 
-    `args`: options of `kvcache serve`. `namespace`: path of the network namespace in which the
-    server runs, from which the methods must be called (`network.Network.inside`). After the process
-    has ended, `log` holds its stderr. Request logging is off by default.
+    `args`: options of `kvcache serve`. `environment`: variables of the process. `namespace`: path of the
+    network namespace in which the server runs, from which the methods must be called
+    (`network.Network.inside`). After the process has ended, `log` holds its stderr. Request logging is
+    off by default.
     """
 
-    def __init__(self, *args: str, model: str = "llama", namespace: str | None = None) -> None:
+    def __init__(
+        self,
+        *args: str,
+        model: str = "llama",
+        environment: dict[str, str] | None = None,
+        namespace: str | None = None,
+    ) -> None:
         self.log, self._reader = "", None
         self._pipe, theirs = context.Pipe(duplex=False)
         argv = ["serve", model, "--port", "0", "--log-level", "warning", *args]
-        self._process = context.Process(target=_serve, args=(argv, theirs, namespace), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(argv, theirs, environment or {}, namespace), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._errors = os.fdopen(os.dup(self._pipe.fileno()))
@@ -117,8 +126,11 @@ class ServeProcess:
             time.sleep(0.1)
 
 
-def _serve(argv: list[str], errors: Connection, namespace: str | None) -> None:
+def _serve(
+    argv: list[str], errors: Connection, environment: dict[str, str], namespace: str | None
+) -> None:
     """Run a command line in a forked process, with stderr on a pipe."""
+    os.environ.update(environment)
     if namespace is not None:
         enter(namespace)
     threading.Thread(target=_end_with_parent, daemon=True).start()

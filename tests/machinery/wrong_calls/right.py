@@ -360,6 +360,13 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "AttentionBackend.name": lambda w: "MINE",
     "described": lambda w: layouts.backend("FLASHINFER"),
     "required": lambda w: {"a": "NHD"},
+    # peers
+    "RadixTreeIndex.tree": lambda w: SimpleNamespace(
+        apply_event=lambda worker, event: None,
+        find_matches=lambda sequence: SimpleNamespace(scores={}),
+        remove_worker=lambda worker: None,
+    ),
+    "RadixTreeIndex.hash_tokens": lambda w: lambda tokens, size: [],
     # disaggregation
     "Connector.manager": lambda w: w.get("connectors").other.manager,
     "ranks": lambda w: w.get("connectors").other.ranks,
@@ -367,6 +374,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "CacheRank.layouts": lambda w: w.get("Offer").groups,
     "CacheRank.storages": lambda w: w.get("connectors").other.storages[0],
     "Connector.publish.request": lambda w: w.get("connectors").computed,
+    "Connector.publish_cached.request": lambda w: Request("new", range(TOKENS)),
     "Connector.publish_early.request": lambda w: w.get("connectors").computed,
     "Connector.publish_early.order": lambda w: w.get("connectors").one.order,
     "Connector.withdraw.request": lambda w: w.get("connectors").request,

@@ -43,6 +43,7 @@ EXCLUDED = {
     "kvcache.sources.store.BlockStore": "abstract: a tier handles any error that it raises",
     "kvcache.sources.store.MooncakeStore": "connects to a master over the network",
     "kvcache.sources.disaggregation.RemotePrefill": "sends requests to a server over the network",
+    "kvcache.sources.peers.PeerSource": "the same; tests/sources/test_peers.py has its wrong arguments",
     "kvcache.server.EngineLoop.call": "needs the thread, and raises before `start`",
     "kvcache.server.EngineLoop.serving": "the same",
     "kvcache.server.EngineLoop.start": "starts the thread that then owns the engine",
@@ -99,6 +100,7 @@ MADE_BY = {
     "kvcache.FoundBlocks": "PrefixCache.find",
     "kvcache.sources.Arrived": "Connector.poll",
     "kvcache.sources.disaggregation.PrefillStats": "RemotePrefill.stats",
+    "kvcache.sources.peers.PeerStats": "PeerSource.stats",
     "kvcache.sources.LoadStats": "Connector.stats",
     "kvcache.transfer.ReceivePermutation": "plan_transfer",
 }

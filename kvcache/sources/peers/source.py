@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A source that loads prefixes from the engines that have them cached."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvcache.allocator import KVCacheManager, Request
+from kvcache.checks import MAX_INT64, instance, integer, listed, number, shown
+from kvcache.sources.base import Arrived, LoadStats
+from kvcache.sources.disaggregation.connector import Connector
+from kvcache.sources.disaggregation.offer_calls import OfferCalls, OfferServer
+from kvcache.sources.disaggregation.options import checked_seconds
+from kvcache.sources.peers.index import EventIndex, PrefixIndex
+from kvcache.sources.peers.watch import PeerWatch
+from kvcache.step import StepReport
+
+OFFER_PATH = "/peer/offer"
+
+
+@dataclass
+class PeerStats(LoadStats):
+    """The counts that a `PeerSource` has accumulated since it was created."""
+
+    asked_requests: int = 0
+    """Number of requests for which a peer was asked for an offer."""
+
+    missed_requests: int = 0
+    """Number of these requests for which the peer had nothing to offer, because it had evicted
+    blocks that the index lists, or could not keep them.
+    """
+
+    unanswered_requests: int = 0
+    """Number of these requests for which no offer arrived because the peer was unreachable, late, or
+    failed.
+    """
+
+    unasked_requests: int = 0
+    """Number of requests for which no peer was asked, because earlier requests to all peers with the
+    prefix failed.
+    """
+
+    offered_requests: int = 0
+    """Number of requests of peers that were answered with an offer."""
+
+    offered_tokens: int = 0
+    """Number of tokens in these offers."""
+
+    declined_requests: int = 0
+    """Number of requests of peers that were answered without an offer."""
+
+
+class PeerSource:
+    """A `KVSource` that loads prefixes which other engines have cached, and offers its own to them.
+
+    For each request, `match` looks up in an index which peer has the longest cached prefix. If it
+    exceeds the local hit by at least `min_tokens`, the source asks this peer for an offer, and the
+    peer keeps the blocks under a lease until they are loaded. Each request asks one peer once. The
+    tokens are computed locally if the peer is unreachable, is late, refuses, or no longer has the
+    blocks.
+
+    A thread per peer follows the peer's events and checks that the peer is compatible. Peers that
+    are not are named in the log and are not asked.
+
+    Args:
+        manager: The manager of this engine.
+        connector: A connector of the manager, which this source owns.
+        peers: HTTP addresses of the peers, as "HOST:PORT".
+        index: The index. None: an `EventIndex`.
+        min_tokens: Minimum number of tokens after the local hit for which a peer is asked.
+        timeout_s: Maximum time in seconds to wait for an offer.
+        lease_s: Duration in seconds for which blocks are kept for a peer.
+        max_kept_share: Maximum share of the pool that is kept for peers, between 0 and 1.
+        recheck_s: Seconds between two checks of a peer.
+        secret: The secret of all transports, if they have one.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An address is invalid or given twice, a number is out of range, or blocks of a
+            group cannot be offered from the cache.
+    """
+
+    name = "peers"
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        connector: Connector,
+        peers: Sequence[str],
+        *,
+        index: PrefixIndex | None = None,
+        min_tokens: int = 64,
+        timeout_s: float = 2.0,
+        lease_s: float = 10.0,
+        max_kept_share: float = 0.25,
+        recheck_s: float = 5.0,
+        secret: bytes = b"",
+    ) -> None:
+        instance(manager, KVCacheManager, "manager")
+        instance(connector, Connector, "connector")
+        self._manager, self._connector = manager, connector
+        if isinstance(peers, str):
+            raise TypeError(f"peers is {shown(peers)}: expected a sequence of addresses")
+        peers = listed(peers, "peers", "a sequence of addresses")
+        servers = [OfferServer(each, timeout_s=timeout_s, secret=secret) for each in peers]
+        if len(set(peers)) < len(peers):
+            raise ValueError(f"peers is {shown(peers)}: expected different addresses")
+        self._min_tokens = integer(min_tokens, "min_tokens", 1, MAX_INT64)
+        self._lease_s = checked_seconds(lease_s, "lease_s")
+        recheck_s = checked_seconds(recheck_s, "recheck_s")
+        share = number(max_kept_share, "max_kept_share")
+        if not 0 <= share <= 1:
+            raise ValueError(f"max_kept_share is {share}: expected 0 to 1")
+        self._max_kept_blocks = int(share * manager.pool.num_total)
+        for method in ("view", "num_tokens") if index is not None else ():
+            if not callable(getattr(index, method, None)):
+                raise TypeError(f"index is {shown(index)}: expected a PrefixIndex")
+        self._index = EventIndex(manager) if index is None else index
+        self._calls = OfferCalls(connector, self.name)
+        self._numbers, self._process = itertools.count(), uuid.uuid4().hex
+        self._offered = self._offered_tokens = self._declined = 0
+        self._watches = {
+            server.address: PeerWatch(
+                server, self._index.view(server.address), self.check_peer, recheck_s
+            )
+            for server in servers
+        }
+
+    @property
+    def stats(self) -> PeerStats:
+        """Counts since the source was created."""
+        counts, calls = asdict(self._connector.stats), self._calls
+        counts["refused_requests"] += calls.refused
+        return PeerStats(
+            **counts,
+            asked_requests=calls.asked,
+            missed_requests=calls.missed,
+            unanswered_requests=calls.unanswered,
+            unasked_requests=calls.unasked,
+            offered_requests=self._offered,
+            offered_tokens=self._offered_tokens,
+            declined_requests=self._declined,
+        )
+
+    @property
+    def errors(self) -> dict[str, str | None]:
+        """Why each peer is not used, by its address. None: the peer is used."""
+        return {address: watch.error for address, watch in self._watches.items()}
+
+    # Methods for peers.
+
+    def describe(self) -> dict[str, Any]:
+        """Return a description of this engine as JSON values, which a peer passes to its
+        `check_peer`.
+        """
+        return {
+            "peer": self._connector.describe(),
+            "hash_block_size": self._manager.cache.hash_block_size,
+            "block_sizes": list(self._manager.block_sizes),
+        }
+
+    def check_peer(self, values: Mapping[str, Any]) -> None:
+        """Check that this engine can load the prefixes that a peer has cached.
+
+        Args:
+            values: Result of the peer's `describe`.
+
+        Raises:
+            TypeError, ValueError: The peers differ in a value that must be equal. The one-line
+                message states the difference.
+        """
+        instance(values, Mapping, "values")
+        own, peer = self.describe(), values.get("peer")
+        self._connector.check_peer(peer)
+        if peer["engine_id"] == own["peer"]["engine_id"]:
+            raise ValueError("the address is that of this server itself")
+        for name in ("block_sizes", "hash_block_size"):
+            if values.get(name) != own[name]:
+                raise ValueError(
+                    f"{name} is {own[name]} here, but {shown(values.get(name))} in the peer: expected "
+                    "equal values; set --block-size to the same in both servers"
+                )
+
+    def offer(
+        self, token_ids: Sequence[int], *, min_tokens: int = 1, cache_salt: str | None = None
+    ) -> dict[str, Any] | None:
+        """Offer the cached prefix of a peer's prompt, and keep its blocks under a lease.
+
+        Nothing is computed. Call this method in the manager's thread, between steps.
+
+        Args:
+            token_ids: The peer's prompt. At least its last token is not offered.
+            min_tokens: Minimum number of tokens to offer.
+            cache_salt: The salt of the peer's request.
+
+        Returns:
+            The offer. None if less is cached, or if the blocks cannot be kept.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+        """
+        # The offer leaves out two tokens of the request, so append one to the prompt.
+        tokens = listed(token_ids, "token_ids", "a sequence of tokens")
+        request = Request(
+            f"peer-{self._process}-{next(self._numbers)}", [*tokens, 0], cache_salt=cache_salt
+        )
+        offer = self._connector.publish_cached(
+            request,
+            min_tokens=min_tokens,
+            max_kept_blocks=self._max_kept_blocks,
+            lease_s=self._lease_s,
+        )
+        if offer is None:
+            self._declined += 1
+        else:
+            self._offered += 1
+            self._offered_tokens += offer["num_tokens"]
+        return offer
+
+    # Methods of a source.
+
+    @property
+    def num_loading_requests(self) -> int:
+        """Number of requests whose blocks may still be written to, including those in quarantine."""
+        return self._connector.num_loading_requests
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Number of blocks in quarantine."""
+        return self._connector.num_quarantined_blocks
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any loads, quarantined blocks, leases or late replies are left."""
+        return self._connector.is_busy or self._calls.has_late
+
+    def match(self, request: Request) -> int | None:
+        """Return the number of tokens after the local hit that a peer offers, or None if its reply
+        is pending.
+
+        Raises:
+            ValueError: The peer refuses, or its offer is incompatible with this engine.
+        """
+        instance(request, Request, "request")
+        if not self._calls.knows(request):
+            self._ask(request)
+        return self._calls.match(request)
+
+    def begin(self, request: Request) -> None:
+        """Begin to load the tokens that `match` found. See `Connector.begin`."""
+        self._connector.begin(request)
+
+    def poll(self) -> list[Arrived]:
+        """Return the loads that have ended since the last call, and end leases."""
+        return self._calls.poll()
+
+    def save(self, report: StepReport) -> None:
+        """Do nothing, because peers keep their own blocks."""
+        self._connector.save(report)
+
+    def cancel(self, request: Request) -> None:
+        """Free a request that is matched or loading, and end its load."""
+        instance(request, Request, "request")
+        self._calls.cancel(request)
+
+    def close(self) -> None:
+        """Stop following the peers, end all requests to them, and close the connector."""
+        for watch in self._watches.values():
+            watch.stop()
+        for watch in self._watches.values():
+            watch.join()
+        self._calls.close()
+
+    def _ask(self, request: Request) -> None:
+        """Ask the peer with the longest prefix for an offer, if its prefix is long enough."""
+        needed = self._connector.hit_tokens(request) + self._min_tokens
+        peers: list[tuple[int, OfferServer]] = []
+        if needed < request.num_tokens and self._may_ask(request):
+            for peer, count in self._index.num_tokens(request).items():
+                watch = self._watches.get(peer)
+                if count >= needed and watch is not None and watch.error is None:
+                    peers.append((count, watch.server))
+        if not peers:
+            self._calls.skip(request)
+            return
+        peers.sort(key=lambda each: -each[0])
+        body = {"prompt": request.token_ids.tolist(), "min_tokens": needed}
+        if request.cache_salt is not None:
+            body["cache_salt"] = request.cache_salt
+        self._calls.ask(
+            request,
+            [server for _, server in peers],
+            lambda server: server.fetch(OFFER_PATH, body)["offer"],
+        )
+
+    @staticmethod
+    def _may_ask(request: Request) -> bool:
+        """Return whether a request's tokens and salt determine its KV, because only these are sent."""
+        is_plain = request.lora is None and not request.mm_items and request.prompt_embeds is None
+        return request.read_cache and is_plain

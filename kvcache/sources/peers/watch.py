@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows one peer: checks that its KV can be used here, and keeps its view up to date."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvcache.checks import check_name, instance, shown
+from kvcache.router_events.subscriber import EventSubscriber
+from kvcache.router_events.view import EventView
+from kvcache.sources.disaggregation.offer_calls import OfferServer
+
+_log = logging.getLogger(__name__)
+PEER_PATH = "/peer"
+_POLL_S = 0.1  # maximum time for which a poll delays the end of the thread
+_REPLAY_S = 1.0
+_ANY_HOSTS = ("0.0.0.0", "*", "[::]")
+
+
+class PeerWatch:
+    """Follows a peer in a thread until `stop`.
+
+    The thread requests the peer's description every `recheck_s` seconds. While the description is
+    compatible, the thread subscribes to the peer's events and updates the view. If the peer is
+    unreachable or incompatible, the view is empty.
+
+    Args:
+        server: The peer.
+        view: The view to update with the peer's events.
+        check: Function of the peer's description. Raises ValueError if the peer is incompatible.
+        recheck_s: Interval of the checks in seconds.
+    """
+
+    def __init__(
+        self,
+        server: OfferServer,
+        view: EventView,
+        check: Callable[[Mapping[str, Any]], None],
+        recheck_s: float,
+    ) -> None:
+        self.server = server
+        self.error: str | None = "it was not checked yet"  # why the peer is not used
+        self._view, self._check, self._recheck_s = view, check, recheck_s
+        self._subscriber: EventSubscriber | None = None
+        self._followed: tuple[Any, ...] | None = None  # process and endpoints of the subscription
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"kvcache peer {server.address}", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop following the peer. The thread ends soon afterwards."""
+        self._closing.set()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, for a limited time if the peer does not respond."""
+        self._thread.join(_POLL_S + _REPLAY_S + self.server.timeout_s)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._refresh()
+                self._follow()
+            except Exception as error:  # whatever a peer sends must not end the thread
+                self._lose(f"{error}" or type(error).__name__)
+                self._closing.wait(self._recheck_s)
+        self._unsubscribe()
+
+    def _refresh(self) -> None:
+        """Check the peer, and subscribe to its events if it is new or has been restarted."""
+        described = self.server.fetch(PEER_PATH)
+        instance(described, Mapping, "the description")
+        self._check(described)
+        followed = (described["peer"]["engine_id"], *self._endpoints(described.get("events")))
+        if followed != self._followed:
+            self._unsubscribe()
+            self._subscriber = EventSubscriber(
+                *followed[1:], view=self._view, replay_timeout_s=_REPLAY_S
+            )
+            self._followed = followed
+        if followed[2] is not None:
+            self._subscriber.catch_up()
+        if self.error is not None:
+            _log.info("peer %s is used", self.server.address)
+        self.error = None
+
+    def _follow(self) -> None:
+        until = time.monotonic() + self._recheck_s
+        while time.monotonic() < until and not self._closing.is_set():
+            self._subscriber.poll(_POLL_S)
+
+    def _endpoints(self, events: Any) -> tuple[str, str | None, str]:
+        """Return the endpoint, the replay endpoint and the topic of the peer's events."""
+        if not isinstance(events, Mapping):
+            raise ValueError(f"events of the peer are {shown(events)}: expected its endpoints")
+        endpoint, replay = events.get("endpoint"), events.get("replay_endpoint")
+        check_name(endpoint, "endpoint of the peer's events")
+        if replay is not None:
+            check_name(replay, "replay_endpoint of the peer's events")
+            replay = self._reachable(replay)
+        topic = events.get("topic", "")
+        instance(topic, str, "topic of the peer's events")
+        return self._reachable(endpoint), replay, topic
+
+    def _reachable(self, endpoint: str) -> str:
+        """Replace an address that stands for all of the peer's addresses."""
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if not endpoint.startswith("tcp://") or host not in _ANY_HOSTS:
+            return endpoint
+        own = self.server.host
+        return f"tcp://[{own}]:{port}" if ":" in own else f"tcp://{own}:{port}"
+
+    def _lose(self, reason: str) -> None:
+        self._unsubscribe()
+        if reason != self.error:
+            _log.warning("peer %s is not used: %s", self.server.address, reason)
+        self.error = reason
+
+    def _unsubscribe(self) -> None:
+        if self._subscriber is not None:
+            self._subscriber.close()
+        self._subscriber = self._followed = None
+        self._view.clear()

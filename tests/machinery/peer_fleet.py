@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in one process that are peers of each other, with faults in everything between them.
+
+Requests for offers do not use HTTP, and events do not use sockets, so a test decides when each arrives.
+KV is transferred by real transports.
+"""
+
+import queue
+import random
+import threading
+import time
+from concurrent.futures import Future
+
+from kvcache.allocator import check_invariants
+from kvcache.engine import Engine, SamplingParams
+from kvcache.engine.transformers import attach
+from kvcache.router_events.translator import EventTranslator
+from kvcache.router_events.wire import WireRemoved
+from kvcache.sources.circuit import Circuit
+from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache.sources.disaggregation.offer_calls import OfferRefusedError, OfferServer
+from kvcache.sources.peers import PeerSource
+from kvcache.sources.peers import source as peer_source
+from tests.machinery.dense_models import dense, greedy
+
+FAULTS = (None, "refuses", "is down", "is slow", "sends nonsense", "loses blocks", "offers nothing")
+
+
+class _Watch:
+    """A watch of a peer that is always compatible."""
+
+    error = None
+
+    def __init__(self, server, view, check, recheck_s):
+        self.server = server
+
+    def stop(self):
+        pass
+
+    join = stop
+
+
+class Peer:
+    """An engine of the fleet."""
+
+    def __init__(self, fleet, number, **options):
+        self.fleet, self.address = fleet, f"127.0.0.1:{number + 1}"
+        paged = attach(
+            *(fleet.model, fleet.budget),
+            **{"max_model_len": 192, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+            **{"num_preallocate_tokens": 0, "enable_events": True, **fleet.cache_options},
+        )
+        cache, name = paged.cache, f"peer{number}"
+        layouts = layouts_of_plan(cache.plan, cache.storages, engine_id=name)
+        own = ConnectorOptions(transport="gloo", timeout_s=5)
+        self.rank = CacheRank(layouts, cache.storages, options=own)
+        self.connector = Connector(cache.manager, [self.rank], engine_id=name, options=own)
+        others = [f"127.0.0.1:{i + 1}" for i in range(fleet.size) if i != number]
+        self.source = PeerSource(cache.manager, self.connector, others, **fleet.source_options)
+        self.engine = Engine(paged, sources=[self.source])
+        self.translator = EventTranslator(cache.manager.options.hash_seed)
+        self.fault, self.is_dead = None, False
+        self.asks = queue.SimpleQueue()
+
+    def step(self):
+        if self.engine.is_busy:
+            self.engine.step()
+        self.publish()
+
+    def publish(self):
+        """Pass this engine's events to all peers. An index that lies hears of no removal."""
+        events = self.translator.translate(self.engine.drain_events())
+        if self.fleet.lies:
+            events = [each for each in events if not isinstance(each, WireRemoved)]
+        for other in self.fleet.peers:
+            if other is not self:
+                other.source._index.view(self.address).apply(events)
+
+    def serve_asks(self):
+        """Answer the requests for offers that have arrived, in the engine's thread."""
+        while not self.asks.empty():
+            body, future = self.asks.get()
+            if self.fault == "loses blocks":
+                self.engine.cache.manager.cache.reset()
+            try:
+                offer = self.source.offer(
+                    body["prompt"],
+                    min_tokens=body["min_tokens"],
+                    cache_salt=body.get("cache_salt"),
+                )
+                future.set_result({"offer": offer})
+            except Exception as error:
+                future.set_exception(error)
+
+    def die(self):
+        """End the engine as if its process was killed."""
+        self.is_dead, self.fault = True, "is down"
+        self.rank.close()
+
+
+class Fleet:
+    """Peers, random requests to them, and the right answer of each request."""
+
+    def __init__(self, size, seed, monkeypatch, *, model="llama", budget="256KiB", **options):
+        self.size, self.rng, self.model = size, random.Random(seed), dense(model, 2)
+        self.budget, self.lies, self.cache_options = budget, False, options.pop("cache", {})
+        self.source_options = {"min_tokens": 16, "timeout_s": 5.0, "lease_s": 5.0}
+        self.source_options |= {"max_kept_share": 0.6, **options}
+        self.goes_on = threading.Event()  # slow replies wait for it
+        self.answers, self.running, self.num_compared = {}, [], 0
+        monkeypatch.setattr(peer_source, "PeerWatch", _Watch)
+        fleet = self
+        monkeypatch.setattr(
+            *(OfferServer, "fetch"), lambda server, path, body: fleet._fetch(server, body)
+        )
+        self.peers = []
+        for number in range(size):
+            self.peers.append(Peer(self, number))
+        for peer in self.peers:
+            for server in [watch.server for watch in peer.source._watches.values()]:
+                server.circuit = Circuit(num_failures=1_000)
+
+    def _fetch(self, server, body):
+        (peer,) = [each for each in self.peers if each.address == server.address]
+        if peer.fault == "refuses":
+            raise OfferRefusedError("not for you")
+        if peer.fault == "sends nonsense":
+            return {"offer": {"version": 9}}
+        if peer.fault == "offers nothing":
+            return {"offer": None}
+        if peer.fault == "is slow":
+            self.goes_on.wait(20)
+        if peer.fault == "is down" or peer.is_dead:
+            raise ConnectionRefusedError
+        future = Future()
+        peer.asks.put((body, future))
+        return future.result(20)
+
+    def right(self, prompt, num_tokens):
+        key = (*prompt, num_tokens)
+        if key not in self.answers:
+            self.answers[key] = greedy(self.model, list(prompt), num_tokens)
+        return self.answers[key]
+
+    def add(self, peer, prompt, num_tokens=2):
+        params = SamplingParams(max_tokens=num_tokens)
+        self.running.append((peer, peer.engine.add(prompt, params), prompt))
+
+    def turn(self):
+        """Run a step of each engine, and answer requests for offers."""
+        for peer in self.peers:
+            if not peer.is_dead:
+                peer.serve_asks()
+                peer.step()
+        for each in [each for each in self.running if each[1].is_finished]:
+            self.running.remove(each)
+            peer, generation, prompt = each
+            tokens = generation.samples[0].token_ids
+            if generation.samples[0].finish_reason == "length":
+                assert tokens == self.right(prompt, len(tokens)), (peer.address, prompt)
+                self.num_compared += 1
+
+    def answer(self, peer, prompt, num_tokens=2):
+        """Serve one request to the end."""
+        self.add(peer, prompt, num_tokens)
+        until = time.monotonic() + 30
+        while self.running:
+            assert time.monotonic() < until, "a request waits forever"
+            self.turn()
+
+    def settle(self):
+        """Serve all requests, and check that no engine holds a block."""
+        self.goes_on.set()
+        until = time.monotonic() + 60
+        alive = [peer for peer in self.peers if not peer.is_dead]
+        self.running = [each for each in self.running if not each[0].is_dead]
+        while self.running or any(peer.engine.is_busy for peer in alive):
+            assert time.monotonic() < until, "an engine stays busy"
+            self.turn()
+        for peer in alive:
+            manager = peer.engine.cache.manager
+            check_invariants(manager)
+            assert manager.pool.num_free == manager.pool.num_total and manager.pool.num_kept == 0
+
+    def close(self):
+        self.goes_on.set()
+        for peer in self.peers:
+            if not peer.is_dead:
+                peer.source.close()
+
+    def run(self, num_turns):
+        """Serve random requests that share prefixes, with random faults."""
+        rng = self.rng
+        prefixes = [[rng.randrange(1, 500) for _ in range(120)] for _ in range(3)]
+        for turn in range(num_turns):
+            alive = [peer for peer in self.peers if not peer.is_dead]
+            if rng.random() < 0.2:
+                self.goes_on.set()
+                rng.choice(alive).fault = rng.choice(FAULTS)
+                self.goes_on = threading.Event()
+            if rng.random() < 0.1:
+                self.lies = not self.lies
+            if len(alive) == self.size and rng.random() < 0.5 / num_turns:
+                rng.choice(alive).die()
+                continue
+            if rng.random() < 0.3 and len(self.running) < 8:
+                prompt = rng.choice(prefixes)[: rng.randrange(20, 120)]
+                self.add(rng.choice(alive), prompt + [turn + 1], rng.randrange(1, 4))
+            if self.running and rng.random() < 0.05:
+                peer, generation, _ = rng.choice(self.running)
+                if not peer.is_dead:
+                    peer.engine.abort(generation.request_id)
+            self.turn()
+            if rng.random() < 0.2:
+                time.sleep(0.002)
+        for peer in self.peers:
+            if not peer.is_dead:
+                peer.fault = None
+        self.settle()
