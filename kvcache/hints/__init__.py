@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints about KV that will be used later: prefetch, demote, pin, retain and share.
+
+A `Hint` is a wish, never a guarantee. `HintExecutor` carries it out within a `HintBudget`, and answers each
+hint with a `Receipt` that says how many tokens it affected. docs/hints.md describes the intents.
+"""
+
+from __future__ import annotations
+
+from kvcache.lazy import lazy_names
+
+_HOME = {
+    "Hint": "kvcache.hints.vocabulary",
+    "HintBudget": "kvcache.hints.budget",
+    "HintExecutor": "kvcache.hints.executor",
+    "HintStats": "kvcache.hints.stats",
+    "INTENTS": "kvcache.hints.vocabulary",
+    "PendingHint": "kvcache.hints.executor",
+    "Receipt": "kvcache.hints.vocabulary",
+    "hints_of_envelope": "kvcache.hints.envelope",
+}
+
+__all__ = [*_HOME]  # noqa: PLE0604
+
+__getattr__, __dir__ = lazy_names(__name__, _HOME, ())
