@@ -82,14 +82,15 @@ class HintBudget:
 
 @dataclass(eq=False, slots=True)
 class Spent:
-    """Blocks that a hint uses of a share until a deadline.
+    """Blocks that a hint uses of a share until a deadline. A hint that is not carried out yet reserves
+    blocks without a deadline.
 
-    - `hashes`: the hashes of the prefix, without which entries are never looked up by content.
+    - `hashes`: the hashes of the prefix, in order.
     - `name`: the session of a pin.
     """
 
     num_blocks: int
-    deadline: float
+    deadline: float = math.inf
     hashes: tuple[bytes, ...] = ()
     num_tokens: int = 0
     name: str = ""

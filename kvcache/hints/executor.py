@@ -503,6 +503,9 @@ class HintExecutor:
 
     def _admit(self, guest: _Guest) -> Admit | None:
         """Return how to admit a waiting guest, or None if it waits or ends."""
+        if guest.loads and guest.prefix.on_device() < guest.num_before:
+            self._forget(guest)
+            guest.request = None  # blocks were evicted, so that the guest needs more of the budget
         if guest.request is None and not self._choose(guest):
             return None
         guest.source = None
@@ -531,11 +534,13 @@ class HintExecutor:
             # The token after the hit gets a slot but is not computed, so it must not be cached.
             self._forget(guest)
             guest.request = guest.prefix.guest(guest.name, guest.num_tokens)
-        return Admit(guest.request, 1, num_reserved_blocks=num_reserved)
+        most = guest.prefix.num_blocks(guest.num_tokens - guest.num_before)
+        return Admit(guest.request, 1, num_reserved_blocks=num_reserved, max_host_blocks=most)
 
     def _choose(self, guest: _Guest) -> bool:
         """Choose the tokens of a guest, within the budget. Returns False if the guest has ended."""
         prefix = guest.prefix
+        self._prefetched.entries.pop(guest.name, None)
         guest.num_before, count = prefix.on_device(), prefix.num_tokens
         if not guest.loads:
             count = guest.num_before
@@ -556,12 +561,17 @@ class HintExecutor:
                 self._end_unserved(guest, guest.limit or "the prefix is on the device")
                 return False
         guest.request = prefix.guest(guest.name, prefix.whole(count))
-        if guest.loads:  # counts from now on, so that later guests get less
-            self._spend(guest, guest.num_tokens - guest.num_before)
+        # Counts from now on, so that later guests get less.
+        if guest.loads:
+            needed = prefix.num_blocks(max(guest.num_tokens - guest.num_before, 0))
+            self._prefetched.add(guest.name, Spent(needed))
+        elif guest.hint.intent == "retain":
+            first = prefix.num_blocks(guest.hint.first_token)
+            self._retained.add(guest.name, Spent(prefix.num_blocks(guest.num_tokens) - first))
         return True
 
     def _spend(self, guest: _Guest, num_tokens: int) -> None:
-        """Count tokens that a guest brings to the device until a request hits them."""
+        """Count tokens that a guest has brought to the device until a request hits them."""
         self._prefetched.entries.pop(guest.name, None)
         if num_tokens > 0:
             spent = Spent(
@@ -581,7 +591,7 @@ class HintExecutor:
             self._finish_share(guest)
         else:
             self._free(guest)
-            num_tokens = max(prefix.on_device() - guest.num_before, 0)
+            num_tokens = max(min(prefix.on_device(), guest.num_tokens) - guest.num_before, 0)
             self._spend(guest, num_tokens)
             self.stats.prefetched_tokens += num_tokens
             self._finish_prefetch(guest.pending, prefix, guest.limit)
@@ -599,7 +609,8 @@ class HintExecutor:
     def _finish_retain(self, guest: _Guest) -> None:
         hint, granted = guest.hint, self.budget.granted_s(guest.hint.ttl_s)
         first, stop = hint.first_token, min(guest.num_tokens, guest.prefix.on_device())
-        self._free(guest, retention=[(first, stop, hint.priority, granted)])
+        self._free(guest, retention=[(first, stop, hint.priority, granted)] if first < stop else ())
+        self._retained.entries.pop(guest.name, None)
         if stop <= first:
             self._refuse(guest.pending, "no block is on the device", guest.prefix.num_asked_tokens)
             return
@@ -673,6 +684,7 @@ class HintExecutor:
         """End a guest that holds no blocks, without having carried out its hint."""
         self._guests.remove(guest)
         self._prefetched.entries.pop(guest.name, None)
+        self._retained.entries.pop(guest.name, None)
         if guest.hint.intent == "prefetch":
             self._finish_prefetch(guest.pending, guest.prefix, reason)
         else:

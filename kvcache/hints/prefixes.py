@@ -66,12 +66,12 @@ class HintedPrefix:
         return tuple(each.tobytes() for each in found)
 
     def on_device(self) -> int:
-        """Return the number of leading tokens that a request could hit on the device."""
-        return min(self._manager.cache.cached_tokens(self.probe).on_device, self.num_tokens)
+        """Return the number of leading tokens in whole blocks that a request could hit on the device."""
+        return self.whole(self._manager.cache.cached_tokens(self.probe).on_device)
 
     def on_device_or_host(self) -> int:
-        """Return the number of leading tokens that a request could hit on the device and the host."""
-        return min(self._manager.cache.cached_tokens(self.probe).with_host, self.num_tokens)
+        """Like `on_device`, for the device and the host together."""
+        return self.whole(self._manager.cache.cached_tokens(self.probe).with_host)
 
     def device_blocks(self, first_token: int) -> tuple[np.ndarray, list[bytes], np.ndarray]:
         """Return the cached device blocks that begin at `first_token` or later: their IDs, hashes, and

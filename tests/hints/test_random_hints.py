@@ -32,6 +32,7 @@ CONFIGS = {
     "store": {},
     "all": {"num_host_blocks": 24, "eviction": "priority", "host_write": "through"},
     "partial": {"num_host_blocks": 30, "hash_block_size": 1},
+    "partial store": {"num_host_blocks": 30, "hash_block_size": 1},
     "window": {"num_host_blocks": 40, "groups": WINDOW},
     "learned": {"num_host_blocks": 30, "eviction": "learned"},
 }
@@ -125,7 +126,7 @@ class World:
         )
         self.device, self.host = {}, {}
         sources = []
-        if name in ("store", "all", "window"):
+        if name in ("store", "all", "window", "partial store"):
             sources.append(Store(self.manager, self.rng, self.device))
         self.sources = sources
         self.scheduler = Scheduler(
@@ -172,16 +173,21 @@ class World:
         if self.rng.random() < 0.3:
             more["num_tokens"] = self.rng.randrange(more.get("first_token", 0) + 1, 70)
         request, hint = Request("of", tokens), Hint(intent=intent, **more)
-        pending = self.hints.submit(request, hint, on_receipt=lambda r: self.check_receipt(tokens, r))
+        told = lambda receipt: self.check_receipt(tokens, hint, receipt)  # noqa: E731
+        pending = self.hints.submit(request, hint, on_receipt=told)
         if pending.receipt is None:
             self.pending.append(pending)
 
-    def check_receipt(self, tokens, receipt):
+    def check_receipt(self, tokens, hint, receipt):
         self.receipts[receipt.intent, receipt.status] += 1
         assert receipt.num_tokens <= receipt.num_asked_tokens
         if receipt.intent == "prefetch" and receipt.num_tokens:
             cached = self.manager.cache.cached_tokens(Request("q", [*tokens, 0]))
             assert cached.on_device >= receipt.num_tokens
+        if receipt.intent == "demote" and receipt.status == "done":
+            whole = (hint.num_tokens or len(tokens)) // 4 * 4
+            cached = self.manager.cache.cached_tokens(Request("q", [*tokens[:whole], 0]))
+            assert cached.on_device <= -(-hint.first_token // 4) * 4 and cached.with_host >= whole
         if receipt.intent in ("pin", "retain") and receipt.num_tokens:
             assert 0 < receipt.ttl_s <= BUDGET.max_ttl_s
 
