@@ -305,7 +305,9 @@ class Engine:
         instance(hint, Hint, "hint")
         tokens, most = self._checked_tokens(tokens, "tokens"), self.cache.plan.max_model_len
         if len(tokens) > most:
-            raise ValueError(f"tokens has {len(tokens)} entries: expected at most {most}, max_model_len")
+            raise ValueError(
+                f"tokens has {len(tokens)} entries: expected at most {most}, max_model_len"
+            )
         request = Request("kv-hint", tokens, cache_salt=cache_salt)
         with SignalHold():
             return self.hints.submit(request, hint, on_receipt=on_receipt)

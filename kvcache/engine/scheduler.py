@@ -599,6 +599,7 @@ class Scheduler:
             if not external:
                 num_cached = self.manager.cache.cached_tokens(request).with_host
                 taken = self._chunk(sequence, min(request.num_tokens - num_cached, budget))
+            self.hints.look(request)
             new.append((sequence, taken, external))
             budget -= taken
         return new

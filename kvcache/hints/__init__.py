@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hints about KV that will be used later: prefetch, demote, pin, retain and share.
 
-A `Hint` is a wish, never a guarantee. `HintExecutor` carries it out within a `HintBudget`, and answers each
-hint with a `Receipt` that says how many tokens it affected. docs/hints.md describes the intents.
+Hints are best effort. `HintExecutor` carries them out within a `HintBudget`, and answers each hint with
+a `Receipt` that states how many tokens it affected. docs/hints.md describes the intents.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The envelope in which routers send hints: the format of vLLM's `kv_hints` and Dynamo's `kv_hint`.
 
-    {"protocol_version": "0.1", "message_id": "m1", "actions": [
-        {"action_id": "a1", "action_type": "kv.pin", "action_version": "1.0", "payload": {"ttl_s": 30}}]}
+{"protocol_version": "0.1", "message_id": "m1", "actions": [
+    {"action_id": "a1", "action_type": "kv.pin", "action_version": "1.0", "payload": {"ttl_s": 30}}]}
 """
 
 from __future__ import annotations

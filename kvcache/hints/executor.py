@@ -86,16 +86,19 @@ class HintExecutor:
     Pins take effect immediately. The other intents need steps, in which the executor admits guests:
     requests that are never computed. The engine makes these calls in each step, in the manager's thread:
 
+        hints.expire()
+        for request in new: hints.look(request)
         admits = hints.admits()                       # guests, after all other new requests
         plan = manager.step(..., new=[..., *admits], swap_out=[..., *hints.leaving()])
         hints.planned(the statuses of the admits)
+        for request in those that were admitted: hints.hit(request)
         ...                                           # apply the plan
         hints.begin()
         ...                                           # compute, and report the step to the manager
         hints.completed()                             # or `failed`, after `KVCacheManager.abort`
 
-    In addition, it passes the loads of guests that a source's `poll` returns to `arrived`, calls
-    `give_way` if a request has to wait for blocks or a row, and `hit` for each request that is admitted.
+    In addition, it passes the loads of guests that a source's `poll` returns to `arrived`, and calls
+    `give_way` if a request has to wait for blocks or a row.
 
     Guests use only blocks that are free or can be evicted, and never the blocks of pins. They give way to
     requests, except to those that are admitted in the same step.
@@ -147,6 +150,7 @@ class HintExecutor:
         self._guests: list[_Guest] = []
         self._asked: list[_Guest] = []  # guests of the last `admits`
         self._numbers = itertools.count()
+        self._looked: dict[str, int] = {}  # tokens on the device, of requests that may be admitted
         self._gives_way = False
         # Called when tokens [first, stop) of a guest have been loaded from a source, before it is freed.
         self.on_load: Callable[[Request, int, int], object] | None = None
@@ -239,8 +243,8 @@ class HintExecutor:
         if policy not in _WITH_PRIORITIES:
             self._refuse(
                 pending,
-                f"eviction is {policy!r}: expected {' or '.join(_WITH_PRIORITIES)}, because other policies "
-                "have no priorities",
+                f"eviction is {policy!r}: expected {' or '.join(_WITH_PRIORITIES)}, because other "
+                "policies have no priorities",
                 prefix.num_asked_tokens,
             )
             return
@@ -332,9 +336,10 @@ class HintExecutor:
     def expire(self) -> None:
         """End pins whose deadline has passed, and forget other expired uses of the budget.
 
-        `submit` and `admits` call this method.
+        Call this method before each step. `submit` calls it as well.
         """
         now = self._clock()
+        self._looked.clear()
         for each in self._pins.pop_expired(now):
             self._manager.cache.unpin(each.name)
         self._retained.pop_expired(now)
@@ -351,7 +356,6 @@ class HintExecutor:
         Returns:
             The guests. Pass their statuses to `planned`.
         """
-        self.expire()
         if self._gives_way:
             self._leave()
         self._refuse_late()
@@ -474,15 +478,32 @@ class HintExecutor:
             for each in loading
         )
 
-    def hit(self, request: Request) -> None:
-        """Note that a request was admitted, which may have hit prefetched tokens.
+    def look(self, request: Request) -> None:
+        """Note which prefetched tokens are on the device before a step that may admit a request.
 
         Args:
             request: The request.
         """
-        entries = self._prefetched.entries
+        if self._prefetched.entries:
+            found = self._manager.cache.cached_tokens(request).on_device
+            self._looked[request.request_id] = found
+
+    def hit(self, request: Request) -> None:
+        """Note that the step admitted a request that was passed to `look`.
+
+        Args:
+            request: The request.
+        """
+        found = self._looked.pop(request.request_id, None)
+        if found is None:
+            return
+        entries, size = self._prefetched.entries, self._manager.cache.hash_block_size
         for key in [key for key, each in entries.items() if self._has(request, each.hashes)]:
-            self.stats.used_tokens += entries.pop(key).num_tokens
+            spent = entries.pop(key)
+            num_missed = max(len(spent.hashes) * size - found, 0)
+            num_used = max(spent.num_tokens - num_missed, 0)
+            self.stats.used_tokens += num_used
+            self.stats.unused_tokens += spent.num_tokens - num_used
 
     def give_way(self) -> None:
         """End loads of guests before the next step, because a request waits for blocks or a row."""
@@ -636,9 +657,7 @@ class HintExecutor:
             reason = "the source has no lease left" if num_tokens else "no block is on the device"
             self._refuse(guest.pending, reason, prefix.num_asked_tokens)
             return
-        self._answer(
-            guest.pending, prefix, num_tokens, guest.limit, ttl_s=granted, offer=offer
-        )
+        self._answer(guest.pending, prefix, num_tokens, guest.limit, ttl_s=granted, offer=offer)
 
     def _drop_from_device(self, pending: PendingHint, prefix: HintedPrefix) -> None:
         """Remove blocks from the device that are on the host, and that no request and no pin holds."""

@@ -21,10 +21,10 @@ class HintStats:
     """Number of tokens that prefetches brought to the device."""
 
     used_tokens: int = 0
-    """Number of prefetched tokens that a request hit in time."""
+    """Number of prefetched tokens that were still on the device when a request hit them."""
 
     unused_tokens: int = 0
-    """Number of prefetched tokens that no request hit within `HintBudget.prefetch_ttl_s`."""
+    """Number of prefetched tokens that were evicted or not hit within `HintBudget.prefetch_ttl_s`."""
 
     demoted_tokens: int = 0
     """Number of tokens that demotions removed from the device."""

@@ -27,7 +27,7 @@ _APPLIES_TO = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hint:
-    """A wish about the KV of a token prefix. The prefix itself is passed with the hint.
+    """Advice about the KV of a token prefix. The prefix itself is passed with the hint.
 
     - "prefetch": load the prefix from the host tier and from sources into the device's cache.
     - "demote": move the prefix from the device to the host tier.
@@ -51,8 +51,8 @@ class Hint:
         TypeError, ValueError: A field has the wrong type or value, or does not apply to the intent.
 
     Example:
-        >>> Hint(intent="pin", ttl_s=30)
-        Hint(intent='pin', action_id='', num_tokens=None, first_token=0, ttl_s=30, priority=None, session=None)
+        >>> Hint(intent="pin", ttl_s=30).ttl_s
+        30
     """
 
     intent: str
@@ -65,7 +65,9 @@ class Hint:
 
     def __post_init__(self) -> None:
         if not isinstance(self.intent, str) or self.intent not in INTENTS:
-            raise ValueError(f"intent is {shown(self.intent)}: expected one of {', '.join(INTENTS)}")
+            raise ValueError(
+                f"intent is {shown(self.intent)}: expected one of {', '.join(INTENTS)}"
+            )
         text(self.action_id, "action_id")
         integer(self.first_token, "first_token")
         if self.num_tokens is not None:
@@ -82,8 +84,8 @@ class Hint:
             is_given = getattr(self, name) != getattr(Hint, name)
             if is_given and self.intent not in intents:
                 raise ValueError(
-                    f"{name} is {shown(getattr(self, name))} with intent {self.intent!r}: expected it only "
-                    f"with {' or '.join(intents)}"
+                    f"{name} is {shown(getattr(self, name))} with intent {self.intent!r}: expected it "
+                    f"only with {' or '.join(intents)}"
                 )
 
 
@@ -119,7 +121,9 @@ class Receipt:
         text(self.intent, "intent")
         text(self.action_id, "action_id")
         if self.status not in STATUSES:
-            raise ValueError(f"status is {shown(self.status)}: expected one of {', '.join(STATUSES)}")
+            raise ValueError(
+                f"status is {shown(self.status)}: expected one of {', '.join(STATUSES)}"
+            )
         integer(self.num_asked_tokens, "num_asked_tokens")
         integer(self.num_tokens, "num_tokens", most=MAX_INT32)
         if (self.status == "done") != (self.reason is None):

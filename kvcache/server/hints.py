@@ -12,9 +12,7 @@ from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import AskError
 from kvcache.server.fields import Fields, Messages, refuse
 
-_TOO_LATE = (
-    "a request loads its own prefix: expected the prefetch at /v1/kv_hints, before the request arrives"
-)
+_TOO_LATE = "a request loads its own prefix: expected the prefetch at /v1/kv_hints, before the request arrives"
 
 
 class AskedHints(Fields):
@@ -80,6 +78,4 @@ class Hints:
 def _too_late(hint: Hint | Receipt) -> Hint | Receipt:
     if isinstance(hint, Receipt) or hint.intent != "prefetch":
         return hint
-    return Receipt(
-        intent=hint.intent, action_id=hint.action_id, status="refused", reason=_TOO_LATE
-    )
+    return Receipt(intent=hint.intent, action_id=hint.action_id, status="refused", reason=_TOO_LATE)

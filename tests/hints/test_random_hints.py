@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random hints among random requests, on the real scheduler and manager, beside a plain model of the bytes.
+"""Random hints among random requests, on the real scheduler and manager, beside a model of the bytes.
 
-The model knows the content of each slot on the device, the host and a store. Before a sequence computes a
-token, all tokens before it must be in its blocks. Thus a hint that moves wrong bytes, or caches a token that
-was never computed, is found.
+The model knows the content of each slot on the device, the host and a store. Before a sequence
+computes a token, all earlier tokens must be in its blocks. Thus a hint that moves wrong bytes, or
+caches a token that was never computed, is found.
 """
 
 import random
@@ -159,7 +159,9 @@ class World:
         self.scheduler.add(Sequence(request, (0, self.num_added), max_tokens=end))
 
     def hint(self):
-        intent = self.rng.choice(["prefetch", "prefetch", "demote", "demote", "pin", "retain", "share"])
+        intent = self.rng.choice(
+            ["prefetch", "prefetch", "demote", "demote", "pin", "retain", "share"]
+        )
         tokens = self.prefix()
         more = {}
         if intent == "retain":
@@ -265,6 +267,7 @@ class World:
         assert self.manager.pool.num_pinned <= int(0.3 * total)
         assert hints.num_rows <= BUDGET.max_active
         hints.expire()
+        assert hints.stats.used_tokens + hints.stats.unused_tokens <= hints.stats.prefetched_tokens
         live = [each for each in hints._pins.entries.values() if each.deadline > self.now]
         assert len(live) == len(hints._pins.entries)
         if not live:

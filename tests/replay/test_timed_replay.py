@@ -157,7 +157,7 @@ def test_command_line_runs_timed_replays(capsys):
     assert main(["replay", "--requests", "60", "--timed", "--compare", "lru,learned"]) == 0
     assert "optimum" not in capsys.readouterr().out
     for text, says in (
-        ("5", "'5': expected two speeds in tokens per second, P,D"),
+        ("5", "'5': expected speeds in tokens per second, P,D, P,D,HOST or P,D,HOST,STORE"),
         ("x,2", "'x,2': expected two speeds"),
         ("1,2,3", "'1,2,3': expected two speeds"),
         ("0,2", "prefill_speed is 0.0: expected more than 0 tokens per second"),

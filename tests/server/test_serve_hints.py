@@ -85,7 +85,9 @@ def test_stream_ends_with_receipts(served):
         f"{served.url}/v1/completions",
         json={
             **{"model": "llama", "prompt": PROMPT, "max_tokens": 2, "stream": True},
-            "kv_hints": envelope(action("pin", session="s", ttl_s=5), action("retain", priority=80, ttl_s=5)),
+            "kv_hints": envelope(
+                action("pin", session="s", ttl_s=5), action("retain", priority=80, ttl_s=5)
+            ),
         },
     ) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
