@@ -468,7 +468,8 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
             **_groups(args),
             num_blocks=args.num_blocks,
             num_host_blocks=args.host_blocks or 0,
-            max_num_reqs=args.concurrency,
+            # Hints need rows, too.
+            max_num_reqs=args.concurrency + import_module("kvcache.hints").HintBudget().max_active,
             device=args.device,
         )
     except (MemoryError, ValueError) as error:  # pages or tables are too large

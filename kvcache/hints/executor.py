@@ -42,8 +42,7 @@ class PendingHint:
         self.receipt: Receipt | None = None
         self._on_receipt = on_receipt
 
-    def answer(self, receipt: Receipt) -> None:
-        """Set the receipt. Called once, by the executor."""
+    def _answer(self, receipt: Receipt) -> None:
         self.receipt = receipt
         if self._on_receipt is not None:
             self._on_receipt(receipt)
@@ -769,7 +768,7 @@ class HintExecutor:
 
     def _tell(self, pending: PendingHint, receipt: Receipt) -> None:
         self.stats.receipts[receipt.intent][receipt.status] += 1
-        pending.answer(receipt)
+        pending._answer(receipt)
 
     def _has(self, request: Request, hashes: tuple[bytes, ...]) -> bool:
         """Return whether a request begins with the prefix that has these hashes."""

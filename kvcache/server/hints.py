@@ -12,7 +12,9 @@ from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import AskError
 from kvcache.server.fields import Fields, Messages, refuse
 
-_TOO_LATE = "a request loads its own prefix: expected the prefetch at /v1/kv_hints, before the request arrives"
+_TOO_LATE = (
+    "a request loads its own prefix: expected the prefetch at /v1/kv_hints, before it arrives"
+)
 
 
 class AskedHints(Fields):

@@ -158,8 +158,10 @@ def test_command_line_runs_timed_replays(capsys):
     assert "optimum" not in capsys.readouterr().out
     for text, says in (
         ("5", "'5': expected speeds in tokens per second, P,D, P,D,HOST or P,D,HOST,STORE"),
-        ("x,2", "'x,2': expected two speeds"),
-        ("1,2,3", "'1,2,3': expected two speeds"),
+        ("x,2", "'x,2': expected speeds"),
+        ("1,2,3,4,5", "'1,2,3,4,5': expected speeds"),
+        ("1,2,0", "host_speed is 0.0: expected more than 0"),
+        ("1,2,3,nan", "store_speed is nan: expected more than 0"),
         ("0,2", "prefill_speed is 0.0: expected more than 0 tokens per second"),
         ("1,nan", "decode_speed is nan: expected more than 0"),
         ("1,inf", "decode_speed is inf: expected more than 0"),
