@@ -15,7 +15,7 @@ _HOME = {
     "HintExecutor": "kvcache.hints.executor",
     "HintStats": "kvcache.hints.stats",
     "INTENTS": "kvcache.hints.vocabulary",
-    "PendingHint": "kvcache.hints.executor",
+    "PendingHint": "kvcache.hints.receipts",
     "Receipt": "kvcache.hints.vocabulary",
     "hints_of_envelope": "kvcache.hints.envelope",
 }

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-
-import numpy as np
 
 from kvcache.allocator import Admit, External, KVCacheManager, Request
 from kvcache.checks import flag, instance, listed, shown
 from kvcache.hints.budget import HintBudget, Ledger, Spent
+from kvcache.hints.demotion import drop_from_device
+from kvcache.hints.guests import Guest, Stage
+from kvcache.hints.pins import HintPins
 from kvcache.hints.prefixes import HintedPrefix
+from kvcache.hints.receipts import PendingHint, ReceiptWriter
 from kvcache.hints.stats import HintStats
 from kvcache.hints.vocabulary import Hint, Receipt
 from kvcache.sources.base import Arrived, KVSource
@@ -22,61 +23,6 @@ from kvcache.step import Status
 
 _WITH_PRIORITIES = ("priority", "learned")  # eviction policies that honor priorities
 _GAVE_WAY = "requests needed the blocks"
-
-
-class _Stage(Enum):
-    """How far a guest has come."""
-
-    WAITING = "waiting"  # not admitted
-    PLANNED = "planned"  # admitted by the step in flight
-    LOADING = "loading"  # a source fills its blocks
-    HELD = "held"  # its blocks are on the device
-    LEAVING = "leaving"  # swapped out by the step in flight
-
-
-class PendingHint:
-    """A submitted hint. `receipt` is None until the hint has been carried out or refused."""
-
-    def __init__(self, hint: Hint, on_receipt: Callable[[Receipt], object] | None = None) -> None:
-        self.hint = hint
-        self.receipt: Receipt | None = None
-        self._on_receipt = on_receipt
-
-    def _answer(self, receipt: Receipt) -> None:
-        self.receipt = receipt
-        if self._on_receipt is not None:
-            self._on_receipt(receipt)
-
-
-@dataclass(eq=False)
-class _Guest:
-    """A hint that needs steps, and the request that holds its blocks during these steps."""
-
-    pending: PendingHint
-    prefix: HintedPrefix
-    name: str
-    deadline: float
-    stage: _Stage = _Stage.WAITING
-    request: Request | None = None  # None until the first step that could admit it
-    source: KVSource | None = None
-    num_external: int = 0  # tokens that the source loads
-    first_token: int = 0  # the first token that the source loads
-    num_before: int = 0  # tokens on the device before the hint
-    limit: str | None = None  # reason why the guest covers only part of the prefix
-
-    @property
-    def hint(self) -> Hint:
-        return self.pending.hint
-
-    @property
-    def loads(self) -> bool:
-        """Whether the hint reads the host tier and sources."""
-        return self.hint.intent in ("prefetch", "share")
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of the prefix that the guest covers."""
-        return self.request.num_tokens - 1
 
 
 class HintExecutor:
@@ -142,12 +88,13 @@ class HintExecutor:
         self._synchronize = synchronize
         self.budget, self._clock = budget or HintBudget(), clock
         self.stats = HintStats()
+        self._receipts = ReceiptWriter(self.stats)
         num_total = manager.pool.num_total
         self._prefetched = Ledger(int(self.budget.prefetch_share * num_total))
-        self._pins = Ledger(int(self.budget.pin_share * num_total))
+        self._pins = HintPins(manager, self.budget, self._receipts)
         self._retained = Ledger(int(self.budget.retain_share * num_total))
-        self._guests: list[_Guest] = []
-        self._asked: list[_Guest] = []  # guests of the last `admits`
+        self._guests: list[Guest] = []
+        self._asked: list[Guest] = []  # guests of the last `admits`
         self._numbers = itertools.count()
         self._looked: dict[str, int] = {}  # tokens on the device, of requests that may be admitted
         self._gives_way = False
@@ -188,59 +135,28 @@ class HintExecutor:
             raise TypeError(f"on_receipt is {shown(on_receipt)}: expected a function or None")
         pending = PendingHint(hint, on_receipt)
         if self._cannot is not None:
-            return self._refuse(pending, self._cannot, of.num_tokens)
+            return self._receipts.refuse(pending, self._cannot, of.num_tokens)
         count = of.num_tokens if hint.num_tokens is None else hint.num_tokens
         if count > of.num_tokens:
             wrong = f"num_tokens is {count}: expected at most {of.num_tokens}, the number of tokens"
-            return self._refuse(pending, wrong)
+            return self._receipts.refuse(pending, wrong)
         if hint.first_token >= count:
             wrong = f"first_token is {hint.first_token}: expected less than {count}, the number of tokens"
-            return self._refuse(pending, wrong)
+            return self._receipts.refuse(pending, wrong)
         self.expire()
         prefix = HintedPrefix(self._manager, of, count)
         if prefix.num_tokens <= hint.first_token:
-            return self._refuse(pending, "the tokens fill no whole block", count)
+            return self._receipts.refuse(pending, "the tokens fill no whole block", count)
         getattr(self, f"_{hint.intent}")(pending, prefix)
         return pending
 
     def _pin(self, pending: PendingHint, prefix: HintedPrefix) -> None:
-        hint, cached = pending.hint, prefix.on_device()
-        if not cached:
-            reason = "no block of the prefix is on the device: send a prefetch first"
-            self._refuse(pending, reason, prefix.num_asked_tokens)
-            return
-        key = ("session", hint.session)
-        if hint.session is None:
-            key = ("content", prefix.hashes(prefix.num_tokens)[-1])
-        granted = self.budget.granted_s(hint.ttl_s)
-        num_tokens = min(cached, prefix.tokens_in(self._pins.room(without=key)))
-        reason = None
-        if num_tokens < cached:
-            reason = f"pin_share allows {self._pins.most} blocks"
-        elif cached < prefix.num_tokens:
-            reason = "the other blocks are not on the device"
-        elif hint.ttl_s is not None and granted < hint.ttl_s:
-            reason = f"max_ttl_s allows {granted:g} seconds"
-        if not num_tokens:
-            self._refuse(pending, reason, prefix.num_asked_tokens)
-            return
-        earlier = self._pins.entries.pop(key, None)
-        name = f"kv-hint:{next(self._numbers)}" if earlier is None else earlier.name
-        num_blocks = self._manager.cache.pin(name, prefix.guest(name, num_tokens))
-        spent = Spent(
-            max(num_blocks, prefix.num_blocks(num_tokens)),
-            self._clock() + granted,
-            prefix.hashes(num_tokens),
-            num_tokens,
-            name,
-        )
-        self._pins.add(key, spent)
-        self._answer(pending, prefix, num_tokens, reason, ttl_s=granted)
+        self._pins.pin(pending, prefix, self._clock())
 
     def _retain(self, pending: PendingHint, prefix: HintedPrefix) -> None:
         policy = self._manager.options.eviction
         if policy not in _WITH_PRIORITIES:
-            self._refuse(
+            self._receipts.refuse(
                 pending,
                 f"eviction is {policy!r}: expected {' or '.join(_WITH_PRIORITIES)}, because other "
                 "policies have no priorities",
@@ -249,31 +165,31 @@ class HintExecutor:
             return
         if not prefix.on_device():
             reason = "no block of the prefix is on the device: send a prefetch first"
-            self._refuse(pending, reason, prefix.num_asked_tokens)
+            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
             return
         self._queue(pending, prefix)
 
     def _demote(self, pending: PendingHint, prefix: HintedPrefix) -> None:
         if self._manager.host_pool is None:
-            self._refuse(
+            self._receipts.refuse(
                 pending,
                 "there is no host tier: expected a manager with num_host_blocks",
                 prefix.num_asked_tokens,
             )
             return
         if pending.hint.session is not None:
-            self._unpin(("session", pending.hint.session))
+            self._pins.unpin(pending.hint.session)
         ids, _, on_host = prefix.device_blocks(pending.hint.first_token)
         if not len(ids):
-            self._refuse(pending, "no block is on the device", prefix.num_asked_tokens)
+            self._receipts.refuse(pending, "no block is on the device", prefix.num_asked_tokens)
         elif on_host.all():
-            self._drop_from_device(pending, prefix)
+            self._finish_demote(pending, prefix)
         else:
             self._queue(pending, prefix)
 
     def _prefetch(self, pending: PendingHint, prefix: HintedPrefix) -> None:
         if prefix.on_device() == prefix.num_tokens:
-            self._answer(pending, prefix, prefix.num_tokens)
+            self._receipts.carried_out(pending, prefix, prefix.num_tokens)
         elif self._manager.host_pool is None and not self._sources:
             self._finish_prefetch(pending, prefix, "there is neither a host tier nor a source")
         else:
@@ -281,7 +197,7 @@ class HintExecutor:
 
     def _share(self, pending: PendingHint, prefix: HintedPrefix) -> None:
         if self._publisher is None:
-            self._refuse(
+            self._receipts.refuse(
                 pending,
                 "no source of the engine can publish KV: expected a Connector among the sources",
                 prefix.num_asked_tokens,
@@ -295,7 +211,7 @@ class HintExecutor:
 
     def _queue(self, pending: PendingHint, prefix: HintedPrefix) -> None:
         if len(self._guests) >= self.budget.max_pending:
-            self._refuse(
+            self._receipts.refuse(
                 pending,
                 f"{len(self._guests)} hints are waiting: expected fewer than max_pending",
                 prefix.num_asked_tokens,
@@ -308,7 +224,7 @@ class HintExecutor:
         if hint.intent == "prefetch" and hint.ttl_s is not None:
             wait_s = min(hint.ttl_s, wait_s)
         name = f"kv-hint:{next(self._numbers)}"
-        self._guests.append(_Guest(pending, prefix, name, self._clock() + wait_s))
+        self._guests.append(Guest(pending, prefix, name, self._clock() + wait_s))
 
     # Called by the engine ---------------------------------------------------------------------------
 
@@ -320,17 +236,17 @@ class HintExecutor:
     @property
     def num_rows(self) -> int:
         """Number of the manager's rows that guests use."""
-        return sum(each.stage is not _Stage.WAITING for each in self._guests)
+        return sum(each.stage is not Stage.WAITING for each in self._guests)
 
     @property
     def num_pinned_blocks(self) -> int:
         """Number of blocks that pins of hints count for."""
-        return self._pins.most - self._pins.room()
+        return self._pins.ledger.most - self._pins.ledger.room()
 
     @property
     def next_deadline(self) -> float | None:
         """The time at which the next pin ends, on the executor's clock. None without pins."""
-        return min((each.deadline for each in self._pins.entries.values()), default=None)
+        return min((each.deadline for each in self._pins.ledger.entries.values()), default=None)
 
     def expire(self) -> None:
         """End pins whose deadline has passed, and forget other expired uses of the budget.
@@ -339,8 +255,7 @@ class HintExecutor:
         """
         now = self._clock()
         self._looked.clear()
-        for each in self._pins.pop_expired(now):
-            self._manager.cache.unpin(each.name)
+        self._pins.expire(now)
         self._retained.pop_expired(now)
         for each in self._prefetched.pop_expired(now):
             self.stats.unused_tokens += each.num_tokens
@@ -367,7 +282,7 @@ class HintExecutor:
         for guest in list(self._guests):
             if len(admits) >= most:
                 break
-            if guest.stage is _Stage.WAITING and (admit := self._admit(guest)) is not None:
+            if guest.stage is Stage.WAITING and (admit := self._admit(guest)) is not None:
                 self._asked.append(guest)
                 admits.append(admit)
         return admits
@@ -376,12 +291,12 @@ class HintExecutor:
         """Return the rows of guests to swap out in the next step, after all other rows."""
         leaving = [each for each in self._guests if self._leaves(each)]
         for guest in leaving:
-            guest.stage = _Stage.LEAVING
+            guest.stage = Stage.LEAVING
         return [self._manager.row(each.request) for each in leaving]
 
     @staticmethod
-    def _leaves(guest: _Guest) -> bool:
-        return guest.stage is _Stage.HELD and guest.hint.intent == "demote"
+    def _leaves(guest: Guest) -> bool:
+        return guest.stage is Stage.HELD and guest.hint.intent == "demote"
 
     def planned(self, statuses: Sequence[int]) -> None:
         """Process the answers of a plan to the guests of the last `admits`.
@@ -399,7 +314,7 @@ class HintExecutor:
         asked, self._asked = self._asked, []
         for guest, status in zip(asked, statuses):
             if status == Status.SERVED:
-                guest.stage = _Stage.PLANNED
+                guest.stage = Stage.PLANNED
                 computed = self._manager.num_computed_tokens(guest.request)
                 guest.first_token = computed - guest.num_external
             elif status == Status.NEVER:
@@ -410,7 +325,7 @@ class HintExecutor:
         """Start the loads of the guests that the step admitted. Call this method after the plan was
         applied.
         """
-        for guest in self._in(_Stage.PLANNED):
+        for guest in self._in(Stage.PLANNED):
             if guest.source is None:
                 continue
             try:
@@ -419,28 +334,28 @@ class HintExecutor:
                 guest.source.cancel(guest.request)
                 self._end_unserved(guest, str(error))
             else:
-                guest.stage = _Stage.LOADING
+                guest.stage = Stage.LOADING
 
     def completed(self) -> None:
         """Process a step that was reported to the manager as completed."""
-        for guest in self._in(_Stage.LEAVING):
+        for guest in self._in(Stage.LEAVING):
             self._free(guest)
-            self._drop_from_device(guest.pending, guest.prefix)
-        for guest in self._in(_Stage.PLANNED):
-            guest.stage = _Stage.HELD
+            self._finish_demote(guest.pending, guest.prefix)
+        for guest in self._in(Stage.PLANNED):
+            guest.stage = Stage.HELD
             if guest.hint.intent != "demote":
                 self._finish(guest)
 
     def failed(self) -> None:
         """Process a step that was undone. Its guests are admitted again later."""
         self._asked = []
-        for guest in self._in(_Stage.LEAVING):
-            guest.stage = _Stage.HELD
-        for guest in self._in(_Stage.PLANNED):
+        for guest in self._in(Stage.LEAVING):
+            guest.stage = Stage.HELD
+        for guest in self._in(Stage.PLANNED):
             if guest.source is not None:
                 guest.source.cancel(guest.request)
             self._manager.free(guest.request)
-            guest.stage, guest.source = _Stage.WAITING, None
+            guest.stage, guest.source = Stage.WAITING, None
 
     def arrived(self, arrived: Arrived) -> bool:
         """Process a load that a source has ended. Returns False if the load is not a guest's.
@@ -467,7 +382,7 @@ class HintExecutor:
         Args:
             request: A request that is not admitted.
         """
-        loading = [each for each in self._guests if each.stage is _Stage.LOADING]
+        loading = [each for each in self._guests if each.stage is Stage.LOADING]
         if not loading:
             return False
         hit = self._manager.cache.cached_tokens(request).with_host
@@ -512,16 +427,14 @@ class HintExecutor:
         """Refuse all hints that have no receipt, and end all pins."""
         for guest in list(self._guests):
             self._cancel(guest, "the engine is closing")
-        for each in self._pins.entries.values():
-            self._manager.cache.unpin(each.name)
-        self._pins.entries.clear()
+        self._pins.expire(math.inf)
 
     # Guests -----------------------------------------------------------------------------------------
 
-    def _in(self, stage: _Stage) -> list[_Guest]:
+    def _in(self, stage: Stage) -> list[Guest]:
         return [each for each in self._guests if each.stage is stage]
 
-    def _admit(self, guest: _Guest) -> Admit | None:
+    def _admit(self, guest: Guest) -> Admit | None:
         """Return how to admit a waiting guest, or None if it waits or ends."""
         if guest.loads and guest.prefix.on_device() < guest.num_before:
             self._forget(guest)
@@ -557,7 +470,7 @@ class HintExecutor:
         most = guest.prefix.num_blocks(guest.num_tokens - guest.num_before)
         return Admit(guest.request, 1, num_reserved_blocks=num_reserved, max_host_blocks=most)
 
-    def _choose(self, guest: _Guest) -> bool:
+    def _choose(self, guest: Guest) -> bool:
         """Choose the tokens of a guest, within the budget. Returns False if the guest has ended."""
         prefix = guest.prefix
         self._prefetched.entries.pop(guest.name, None)
@@ -590,7 +503,7 @@ class HintExecutor:
             self._retained.add(guest.name, Spent(prefix.num_blocks(guest.num_tokens) - first))
         return True
 
-    def _spend(self, guest: _Guest, num_tokens: int) -> None:
+    def _spend(self, guest: Guest, num_tokens: int) -> None:
         """Count tokens that a guest has brought to the device until a request hits them."""
         self._prefetched.entries.pop(guest.name, None)
         if num_tokens > 0:
@@ -602,7 +515,7 @@ class HintExecutor:
             )
             self._prefetched.add(guest.name, spent)
 
-    def _finish(self, guest: _Guest) -> None:
+    def _finish(self, guest: Guest) -> None:
         """Carry out the hint of a guest whose blocks are on the device, and free the guest."""
         hint, prefix = guest.hint, guest.prefix
         if hint.intent == "retain":
@@ -622,26 +535,28 @@ class HintExecutor:
         reason = reason or "no tier and no source has more of the prefix"
         num_tokens = prefix.on_device()
         if num_tokens:
-            self._answer(pending, prefix, num_tokens, reason)
+            self._receipts.carried_out(pending, prefix, num_tokens, reason)
         else:
-            self._refuse(pending, reason, prefix.num_asked_tokens)
+            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
 
-    def _finish_retain(self, guest: _Guest) -> None:
+    def _finish_retain(self, guest: Guest) -> None:
         hint, granted = guest.hint, self.budget.granted_s(guest.hint.ttl_s)
         first, stop = hint.first_token, min(guest.num_tokens, guest.prefix.on_device())
         self._free(guest, retention=[(first, stop, hint.priority, granted)] if first < stop else ())
         self._retained.entries.pop(guest.name, None)
         if stop <= first:
-            self._refuse(guest.pending, "no block is on the device", guest.prefix.num_asked_tokens)
+            self._receipts.refuse(
+                guest.pending, "no block is on the device", guest.prefix.num_asked_tokens
+            )
             return
         num_blocks = guest.prefix.num_blocks(stop) - guest.prefix.num_blocks(first)
         self._retained.add(guest.name, Spent(num_blocks, self._clock() + granted))
         reason = guest.limit
         if reason is None and hint.ttl_s is not None and granted < hint.ttl_s:
             reason = f"max_ttl_s allows {granted:g} seconds"
-        self._answer(guest.pending, guest.prefix, stop - first, reason, ttl_s=granted)
+        self._receipts.carried_out(guest.pending, guest.prefix, stop - first, reason, ttl_s=granted)
 
-    def _finish_share(self, guest: _Guest) -> None:
+    def _finish_share(self, guest: Guest) -> None:
         prefix, granted = guest.prefix, self.budget.granted_s(guest.hint.ttl_s)
         if guest.source is None:  # the token after the hit is not computed
             self._manager.reject_tokens(guest.request, 1)
@@ -654,51 +569,34 @@ class HintExecutor:
         if offer is None:
             self._manager.free(guest.request)
             reason = "the source has no lease left" if num_tokens else "no block is on the device"
-            self._refuse(guest.pending, reason, prefix.num_asked_tokens)
+            self._receipts.refuse(guest.pending, reason, prefix.num_asked_tokens)
             return
-        self._answer(guest.pending, prefix, num_tokens, guest.limit, ttl_s=granted, offer=offer)
+        self._receipts.carried_out(
+            guest.pending, prefix, num_tokens, guest.limit, ttl_s=granted, offer=offer
+        )
 
-    def _drop_from_device(self, pending: PendingHint, prefix: HintedPrefix) -> None:
-        """Remove blocks from the device that are on the host, and that no request and no pin holds."""
-        first, manager = pending.hint.first_token, self._manager
-        before = prefix.on_device()
-        ids, hashes, on_host = prefix.device_blocks(first)
-        pinned = {each for spent in self._pins.entries.values() for each in spent.hashes}
-        is_free = manager.pool.ref_counts(ids) == 0
-        is_pinned = np.array([each in pinned for each in hashes], bool)
-        keeps = [
-            (~on_host, "the host tier has no room for the other blocks"),
-            (~is_free, "requests hold the other blocks"),
-            (is_pinned, "the other blocks are pinned"),
-        ]
-        manager.cache.evict(ids[on_host & is_free & ~is_pinned])
-        num_tokens = max(before - max(prefix.on_device(), first), 0)
+    def _finish_demote(self, pending: PendingHint, prefix: HintedPrefix) -> None:
+        first, pinned = pending.hint.first_token, self._pins.hashes
+        num_tokens, reason = drop_from_device(self._manager, prefix, first, pinned)
         self.stats.demoted_tokens += num_tokens
-        reason = next((reason for mask, reason in keeps if mask.any()), None)
-        if num_tokens == 0:
-            self._refuse(pending, reason or "no block is on the device", prefix.num_asked_tokens)
+        if num_tokens:
+            self._receipts.carried_out(pending, prefix, num_tokens, reason)
         else:
-            reason = reason or "the other blocks are not on the device"
-            self._answer(pending, prefix, num_tokens, reason)
+            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
 
-    def _unpin(self, key: object) -> None:
-        spent = self._pins.entries.pop(key, None)
-        if spent is not None:
-            self._manager.cache.unpin(spent.name)
-
-    def _free(self, guest: _Guest, **options: object) -> None:
+    def _free(self, guest: Guest, **options: object) -> None:
         self._manager.free(guest.request, **options)
         self._guests.remove(guest)
 
-    def _forget(self, guest: _Guest) -> None:
+    def _forget(self, guest: Guest) -> None:
         """End the lookups and the load of a guest."""
         if guest.source is not None:
             guest.source.cancel(guest.request)  # first, because it may still write to the blocks
-        elif guest.request is not None and guest.loads and guest.stage is _Stage.WAITING:
+        elif guest.request is not None and guest.loads and guest.stage is Stage.WAITING:
             for source in self._sources:
                 source.cancel(guest.request)
 
-    def _end_unserved(self, guest: _Guest, reason: str) -> None:
+    def _end_unserved(self, guest: Guest, reason: str) -> None:
         """End a guest that holds no blocks, without having carried out its hint."""
         self._guests.remove(guest)
         self._prefetched.entries.pop(guest.name, None)
@@ -706,15 +604,15 @@ class HintExecutor:
         if guest.hint.intent == "prefetch":
             self._finish_prefetch(guest.pending, guest.prefix, reason)
         else:
-            self._refuse(guest.pending, reason, guest.prefix.num_asked_tokens)
+            self._receipts.refuse(guest.pending, reason, guest.prefix.num_asked_tokens)
 
     def _leave(self) -> None:
         """End loads, whose blocks requests need."""
         self._gives_way = False
-        for guest in self._in(_Stage.LOADING):
+        for guest in self._in(Stage.LOADING):
             self._cancel(guest, _GAVE_WAY)
 
-    def _cancel(self, guest: _Guest, reason: str) -> None:
+    def _cancel(self, guest: Guest, reason: str) -> None:
         self._forget(guest)
         if guest.request is not None:
             self._manager.free(guest.request)
@@ -722,53 +620,9 @@ class HintExecutor:
 
     def _refuse_late(self) -> None:
         now = self._clock()
-        for guest in self._in(_Stage.WAITING):
+        for guest in self._in(Stage.WAITING):
             if guest.deadline <= now:
                 self._cancel(guest, "neither blocks nor sources were available in time")
-
-    # Receipts ---------------------------------------------------------------------------------------
-
-    def _answer(
-        self,
-        pending: PendingHint,
-        prefix: HintedPrefix,
-        num_tokens: int,
-        reason: str | None = None,
-        **more: object,
-    ) -> None:
-        """Answer a hint that was carried out for `num_tokens` tokens.
-
-        `reason` is used only if tokens are missing, or the hint was granted less time than it asks for.
-        """
-        hint = pending.hint
-        has_all = num_tokens >= prefix.num_tokens - hint.first_token
-        is_shorter = hint.ttl_s is not None and more.get("ttl_s", hint.ttl_s) < hint.ttl_s
-        is_done = has_all and not is_shorter
-        receipt = Receipt(
-            intent=hint.intent,
-            action_id=hint.action_id,
-            status="done" if is_done else "partly",
-            num_tokens=num_tokens,
-            num_asked_tokens=prefix.num_asked_tokens - hint.first_token,
-            reason=None if is_done else reason or "the other blocks are not on the device",
-            **more,
-        )
-        self._tell(pending, receipt)
-
-    def _refuse(self, pending: PendingHint, reason: str, num_asked: int = 0) -> PendingHint:
-        receipt = Receipt(
-            intent=pending.hint.intent,
-            action_id=pending.hint.action_id,
-            status="refused",
-            num_asked_tokens=max(num_asked - pending.hint.first_token, 0),
-            reason=reason,
-        )
-        self._tell(pending, receipt)
-        return pending
-
-    def _tell(self, pending: PendingHint, receipt: Receipt) -> None:
-        self.stats.receipts[receipt.intent][receipt.status] += 1
-        pending._answer(receipt)
 
     def _has(self, request: Request, hashes: tuple[bytes, ...]) -> bool:
         """Return whether a request begins with the prefix that has these hashes."""

@@ -261,15 +261,15 @@ class World:
     def check(self):
         check_invariants(self.manager)
         hints, total = self.hints, self.manager.pool.num_total
-        for ledger in (hints._pins, hints._prefetched, hints._retained):
+        for ledger in (hints._pins.ledger, hints._prefetched, hints._retained):
             used = sum(each.num_blocks for each in ledger.entries.values())
             assert used <= int(0.3 * total) == ledger.most
         assert self.manager.pool.num_pinned <= int(0.3 * total)
         assert hints.num_rows <= BUDGET.max_active
         hints.expire()
         assert hints.stats.used_tokens + hints.stats.unused_tokens <= hints.stats.prefetched_tokens
-        live = [each for each in hints._pins.entries.values() if each.deadline > self.now]
-        assert len(live) == len(hints._pins.entries)
+        live = [each for each in hints._pins.ledger.entries.values() if each.deadline > self.now]
+        assert len(live) == len(hints._pins.ledger.entries)
         if not live:
             assert self.manager.pool.num_pinned == 0
         self.pending = [each for each in self.pending if each.receipt is None]
