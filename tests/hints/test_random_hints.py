@@ -321,6 +321,11 @@ def test_random_hints_move_right_bytes_within_budget(name):
         assert receipts["demote", "done"]
 
 
+def test_the_slot_after_a_hit_is_never_cached():
+    # In this run, a caching guest would cache the token after its hit, which is never computed.
+    run(107, "partial store", 300)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CONFIGS)
 def test_many_random_hints(name):
