@@ -60,13 +60,14 @@ def test_completion_demotes_its_own_kv_and_a_hint_prefetches_it_again(served):
             }
         ],
     }
-    assert served.state()["pool"]["cached"] == 0
+    served.wait_until(lambda state: state["pool"]["cached"] == 0)
     (receipt,) = hint(served, action("prefetch"))
     assert (receipt["status"], receipt["num_tokens"]) == ("done", 96)
     again = complete(served).json()
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
     text = dense_answer(PROMPT, 4)
     assert again["choices"][0]["text"] == answer["choices"][0]["text"] == text
+    served.wait_until(lambda state: state["hints"]["used_tokens"] == 96)
     families = text_string_to_metric_families(HTTP.get(f"{served.url}/metrics").text)
     values = {
         (sample.name, sample.labels.get("intent"), sample.labels.get("status")): sample.value
@@ -97,7 +98,7 @@ def test_stream_ends_with_receipts(served):
         ("pin", "done", 5.0),
         ("retain", "done", 5.0),
     ]
-    assert served.state()["hints"]["pinned_blocks"] == 6
+    served.wait_until(lambda state: state["hints"]["pinned_blocks"] == 6)
 
 
 def test_hints_that_cannot_be_carried_out_are_refused_one_by_one(served):
