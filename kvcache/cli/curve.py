@@ -31,6 +31,7 @@ def check_curve(args: argparse.Namespace) -> None:
         ("--events", args.events),
         ("--verify", args.verify),
         ("--why", args.why),
+        ("--prefetch", args.prefetch is not None),
     ):
         if given:
             raise UsageError(

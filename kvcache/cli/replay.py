@@ -203,7 +203,7 @@ def _between(args: argparse.Namespace) -> Disaggregation | None:
         return None
     for option, value in (
         *(("--compare", args.compare is not None), ("--verify", args.verify)),
-        ("--why", args.why),
+        *(("--why", args.why), ("--prefetch", args.prefetch is not None)),
         *(("--events", args.events), ("--host-blocks", args.host_blocks)),
         *(("--chunk-tokens", args.chunk_tokens), ("--store-blocks", args.store_blocks)),
     ):
@@ -238,6 +238,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
         ("--store-blocks", args.store_blocks),
         ("--events", args.events),
         ("--why", args.why),
+        ("--prefetch", args.prefetch is not None),
     ):
         if value:
             raise UsageError(f"{option} is given with --compare: expected only one of the two")
@@ -281,6 +282,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     except ValueError as error:  # the least common multiple of the block sizes is too large
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     name, workload = read_workload(args)
+    workload = _hinted(args, workload)
     try:
         with (
             _progress(args) as advance,
@@ -292,6 +294,18 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     except import_module("kvcache.kinds").KindError as error:
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     return report, series
+
+
+def _hinted(
+    args: argparse.Namespace, workload: Iterable[WorkloadRequest]
+) -> Iterable[WorkloadRequest]:
+    """Apply --no-hints and --prefetch to a workload."""
+    hinted = import_module("kvcache.replay.hinted")
+    if args.no_hints:
+        workload = hinted.without_hints(workload)
+    if args.prefetch is not None:
+        workload = hinted.with_prefetches(workload, args.prefetch)
+    return workload
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -454,7 +468,8 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
             **_groups(args),
             num_blocks=args.num_blocks,
             num_host_blocks=args.host_blocks or 0,
-            max_num_reqs=args.concurrency,
+            # Hints need rows, too.
+            max_num_reqs=args.concurrency + import_module("kvcache.hints").HintBudget().max_active,
             device=args.device,
         )
     except (MemoryError, ValueError) as error:  # pages or tables are too large

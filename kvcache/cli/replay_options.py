@@ -19,6 +19,7 @@ from kvcache.cli.parsing import (
 # Default sizes. The pool holds only part of the workload, so that both hits and evictions occur.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
 TIMED_CONCURRENCY = 256
+MAX_LEAD_S = 600.0  # kvcache.replay.workload.MAX_LEAD_MS; replay is imported only when it is used
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
 
@@ -104,12 +105,20 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--timed",
-        metavar="P,D",
+        metavar="P,D[,HOST[,STORE]]",
         nargs="?",
         const="",
         help="requests arrive at their trace times and hold their blocks while they run: prefill runs "
         "one prompt at a time at P tokens/s, decode concurrently at D tokens/s each; default 20000,50. "
+        "P,D,HOST,STORE also sets the tokens/s at which hits load from the host and the store; default: "
+        "loads take no time. "
         f"--concurrency then defaults to {TIMED_CONCURRENCY}",
+    )
+    sub.add_argument(
+        "--prefetch",
+        metavar="S",
+        type=_lead,
+        help="send a prefetch hint for each prompt S seconds before the request arrives",
     )
     sub.add_argument(
         "--disaggregate",
@@ -127,6 +136,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         ("--verify", "write, read and compare real KV (needs torch)"),
         ("--why", "also print why prompt tokens were not found in the cache"),
         ("--exact", "also replay completely at each size of --curve and print the error"),
+        ("--no-hints", "ignore the hints of the trace"),
         ("--json", "print one JSON object instead of a table"),
     ):
         sub.add_argument(option, action="store_true", help=text)
@@ -141,6 +151,16 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(number("--sizes", 2, MAX_INT32), text.split(",")))
+
+
+def _lead(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= MAX_LEAD_S:
+        raise UsageError(f"--prefetch is {quoted(text)}: expected seconds from 0 to {MAX_LEAD_S:g}")
+    return value
 
 
 def _rate(text: str) -> float:

@@ -36,6 +36,7 @@ from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import State
 from kvcache.engine.signals import SignalHold
 from kvcache.events import CacheEvent
+from kvcache.hints import Hint, HintBudget, HintExecutor, PendingHint, Receipt
 from kvcache.sanitizer import Sanitizer
 from kvcache.sources.base import KVSource
 from kvcache.step import StepPlan, StepReport
@@ -74,6 +75,7 @@ class Engine:
       first source that has KV for more of the request's tokens than the local cache. Tokens whose KV
       does not arrive in time are computed, so answers do not depend on sources. Sources must be
       created for the cache's manager. A store also receives the blocks that steps compute.
+    - `hint_budget`: limits on hints (`hint`, docs/hints.md). None: the defaults.
     - `sanitizer`: with "report" or "stop", all KV that attention reads is checked
       (`docs/sanitizer.md`). May also be a `Sanitizer` created by `sanitizer_of(cache)`. None: the
       sanitizer is enabled by KVCACHE_SANITIZE=1 or KVCACHE_SANITIZE=stop in the environment.
@@ -109,6 +111,7 @@ class Engine:
         drafter: Drafter | None = None,
         sources: SequenceOf[KVSource] = (),
         sanitizer: Sanitizer | str | None = None,
+        hint_budget: HintBudget | None = None,
     ) -> None:
         instance(getattr(model, "cache", None), KVCache, "model.cache")
         self.model, self.cache, self.drafter = model, model.cache, drafter
@@ -126,6 +129,8 @@ class Engine:
             max_num_batched_tokens=most,
             preemption=preemption,
             sources=sources,
+            hint_budget=hint_budget,
+            synchronize=torch.cuda.synchronize if self.cache.pages.device.type == "cuda" else None,
         )
         self._observer = observer_of(self.cache, self.scheduler, sanitizer)
         self.sources = tuple(self.scheduler.sources)
@@ -173,7 +178,7 @@ class Engine:
         """Whether there is work left for `step`: unfinished requests, quarantined loads, or blocks to
         store.
         """
-        is_idle = self.num_unfinished == 0 and self._is_saved
+        is_idle = self.num_unfinished == 0 and self._is_saved and not self.hints.num_pending
         return not is_idle or any(source.is_busy for source in self.sources)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -186,6 +191,8 @@ class Engine:
         until = time.monotonic() + seconds(timeout_s, "timeout_s")
         for generation in self.generations:
             self.abort(generation.request_id)
+        with SignalHold():
+            self.hints.close()
         while self.is_busy and self._is_storing and time.monotonic() < until:
             self.step()
         for source in self.sources:
@@ -263,6 +270,52 @@ class Engine:
             self.metrics.requests += 1
             self.metrics.prompt_tokens += len(tokens)
         return generation
+
+    def hint(
+        self,
+        tokens: SequenceOf[int] | np.ndarray,
+        hint: Hint,
+        *,
+        cache_salt: str | None = None,
+        on_receipt: Callable[[Receipt], object] | None = None,
+    ) -> PendingHint:
+        """Submit a hint about the KV of a token prefix. `step` carries it out.
+
+        Args:
+            tokens: Token IDs of the prefix, such as a conversation so far.
+            hint: The hint.
+            cache_salt: The salt of the requests that the hint is about.
+            on_receipt: Called with the receipt, in the engine's thread.
+
+        Returns:
+            The hint. Its `receipt` is None until the hint has been carried out or refused.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid, or the prefix has no token or unknown token
+                IDs.
+
+        Example:
+            >>> from kvcache.engine.transformers import attach
+            >>> from kvcache.engine.transformers.tiny_models import tiny_model
+            >>> engine = Engine(attach(tiny_model("llama"), "1MiB", max_model_len=128))
+            >>> _ = engine.generate([range(40)], SamplingParams(max_tokens=1))
+            >>> engine.hint(range(40), Hint(intent="pin", ttl_s=30)).receipt.num_tokens
+            32
+        """
+        instance(hint, Hint, "hint")
+        tokens, most = self._checked_tokens(tokens, "tokens"), self.cache.plan.max_model_len
+        if len(tokens) > most:
+            raise ValueError(
+                f"tokens has {len(tokens)} entries: expected at most {most}, max_model_len"
+            )
+        request = Request("kv-hint", tokens, cache_salt=cache_salt)
+        with SignalHold():
+            return self.hints.submit(request, hint, on_receipt=on_receipt)
+
+    @property
+    def hints(self) -> HintExecutor:
+        """The executor of hints, with its budget and counts."""
+        return self.scheduler.hints
 
     def abort(self, request_id: str) -> bool:
         """End a request and release its blocks.
@@ -545,18 +598,7 @@ class Engine:
             TypeError, ValueError: As in `add`.
         """
         instance(params, SamplingParams, "params")
-        if isinstance(prompt, (str, bytes)):
-            raise TypeError(
-                f"{name} is {shown(prompt)}: expected token IDs; a tokenizer encodes text into them"
-            )
-        tokens = integers(prompt, name, ())
-        if len(tokens) == 0:
-            raise ValueError(f"{name} is empty: expected one token or more")
-        if tokens.min() < 0 or tokens.max() >= self.model.vocab_size:
-            raise ValueError(
-                f"{name} has tokens from {tokens.min()} to {tokens.max()}: expected 0 to "
-                f"{self.model.vocab_size - 1}, the model's token IDs"
-            )
+        tokens = self._checked_tokens(prompt, name)
         most = self.cache.plan.max_model_len
         if len(tokens) + params.max_tokens > most:
             raise ValueError(
@@ -570,4 +612,19 @@ class Engine:
                     f"{option} is {getattr(params, option)}: expected at most {num_rows}, "
                     "the manager's max_num_reqs"
                 )
+        return tokens
+
+    def _checked_tokens(self, prompt: SequenceOf[int] | np.ndarray, name: str) -> np.ndarray:
+        if isinstance(prompt, (str, bytes)):
+            raise TypeError(
+                f"{name} is {shown(prompt)}: expected token IDs; a tokenizer encodes text into them"
+            )
+        tokens = integers(prompt, name, ())
+        if len(tokens) == 0:
+            raise ValueError(f"{name} is empty: expected one token or more")
+        if tokens.min() < 0 or tokens.max() >= self.model.vocab_size:
+            raise ValueError(
+                f"{name} has tokens from {tokens.min()} to {tokens.max()}: expected 0 to "
+                f"{self.model.vocab_size - 1}, the model's token IDs"
+            )
         return tokens.astype(np.int32)

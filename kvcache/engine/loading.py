@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 
 from kvcache.checks import listed, shown
 from kvcache.engine.sequence import Sequence
+from kvcache.hints import HintExecutor
 from kvcache.sources.base import Arrived, KVSource
 
 _log = logging.getLogger(__name__)
@@ -71,11 +72,13 @@ class Loading:
             return False
         return True
 
-    def poll(self) -> list[tuple[Sequence, Arrived]]:
-        """Return the sequences whose loads have finished."""
+    def poll(self, hints: HintExecutor) -> list[tuple[Sequence, Arrived]]:
+        """Return the sequences whose loads have finished. Loads of hints are passed to `hints`."""
         found = []
         for source in self.sources:
             for arrived in source.poll():
+                if hints.arrived(arrived):
+                    continue
                 sequence = self._loading.pop(arrived.request.request_id)
                 del self._chosen[sequence]
                 sequence.num_loaded_tokens += arrived.num_loaded_tokens

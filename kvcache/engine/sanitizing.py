@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvcache.allocator import Request
 from kvcache.assembly import KVCache
 from kvcache.checks import instance, shown
 from kvcache.engine.batch import Batch
@@ -116,6 +117,7 @@ class EngineObserver:
         self._held: dict[int, tuple[Sequence, list[np.ndarray]]] = {}  # by row: blocks per group
         self._moves: dict[str, np.ndarray] = {}  # changes made by the worker in this step
         cache.worker.on_move = self._moved
+        scheduler.hints.on_load = self._guest_loaded
         self._names: dict[Sequence, str] = {}
         # Number of tokens in the local hit, and number of tokens loaded earlier.
         self._loading: dict[Sequence, tuple[int, int]] = {}
@@ -195,6 +197,27 @@ class EngineObserver:
                     table, first = table[:, (stop - 1) // group.block_size, None], stop - 1
                 name = self._known(sequence, stop)
                 self.sanitizer.observe_load(g, [name], [first], [stop], table)
+
+    def _guest_loaded(self, request: Request, first: int, stop: int) -> None:
+        """Observe the blocks that a source has loaded for a hint, before they are freed."""
+        self.guard(self._observe_guest, request, first, stop)
+
+    def _observe_guest(self, request: Request, first: int, stop: int) -> None:
+        sanitizer, name = self.sanitizer, request.request_id
+        sanitizer.observe_request(name, request.token_ids, salt=request.cache_salt)
+        for g, group in enumerate(sanitizer.groups):
+            table = self._scheduler.manager.block_ids(request, g)[None].astype(np.int64)
+            start, column = first, first // group.block_size
+            if group.kind == "state":
+                start, column = stop - 1, (stop - 1) // group.block_size
+                table = table[:, column, None]
+                column = 0
+            filled = table[0, column : -(-stop // group.block_size)]
+            filled = filled[filled > 0]
+            sanitizer.observe_allocation(name, filled, group=g)
+            sanitizer.observe_load(g, [name], [start], [stop], table)
+            sanitizer.observe_free(name, filled, group=g)
+        sanitizer.finish(name)
 
     def _observe_rows(self, step: ScheduledStep) -> None:
         """Observe allocations and frees by comparing the table rows before and after the plan."""

@@ -18,6 +18,7 @@ from kvcache.allocator.request import last_tokens
 from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
 from kvcache.engine.loading import Loading
 from kvcache.engine.sequence import Sequence, State
+from kvcache.hints import HintBudget, HintExecutor
 from kvcache.kinds import make_kind
 from kvcache.sources.base import KVSource
 from kvcache.step import NO_IDS, Status, StepPlan, StepReport
@@ -120,6 +121,8 @@ class Scheduler:
 
     Args:
         manager: A `KVCacheManager` whose `step` is called only by this scheduler.
+        hint_budget: Limits on hints (`hints`). None: the defaults.
+        synchronize: See `HintExecutor`.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -143,6 +146,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         preemption: Literal["swap", "recompute"] = "swap",
         sources: SequenceOf[KVSource] = (),
+        hint_budget: HintBudget | None = None,
+        synchronize: Callable[[], object] | None = None,
     ) -> None:
         instance(manager, KVCacheManager, "manager")
         if not isinstance(preemption, str) or preemption not in ("swap", "recompute"):
@@ -153,6 +158,9 @@ class Scheduler:
         )
         self.preemption = preemption
         self._loading = Loading(sources)
+        self.hints = HintExecutor(
+            manager, sources=self.sources, budget=hint_budget, synchronize=synchronize
+        )
         self.waiting: list[Sequence] = []  # sequences without a row, ordered by rank
         self.admitted: list[Sequence] = []  # sequences with a row, ordered by rank
         self.num_swapped_out = self.num_recomputed = 0
@@ -221,6 +229,8 @@ class Scheduler:
             )
         if self.sources:
             self._poll()
+        self.hints.expire()
+        guests, guest_rows, num_guests = [], [], self.hints.num_rows
         leaving = [] if self._victim is None else self._leaving()
         decoding, asked, budget = self._running(leaving)
         new: list[tuple[Sequence, int, int]] = []
@@ -229,8 +239,10 @@ class Scheduler:
             asked += swapped
             if not ((decoding or asked) and (swapped or self._is_short)):
                 new = self._new(budget)
-        if not (decoding or asked or new or leaving):
-            if self.is_waiting_for_sources:
+        if self.hints.num_pending:
+            guests, guest_rows = self._guests(new, leaving), self.hints.leaving()
+        if not (decoding or asked or new or leaving or guests or guest_rows):
+            if self.is_waiting_for_sources or num_guests:
                 return None
             if self.waiting and self.admitted:
                 # All rows belong to beams that wait for each other, so preempt one beam and recompute it
@@ -260,12 +272,16 @@ class Scheduler:
                         External(external, delayed=True) if external else None,
                     )
                     for sequence, count, external in new
-                ],
-                swap_out=[manager.row(sequence.request) for sequence in leaving],
+                ]
+                + guests,
+                swap_out=[manager.row(sequence.request) for sequence in leaving] + guest_rows,
             )
         except BaseException:
             self._decoding = None  # rebuild it, because a sequence to preempt is still running
+            self.hints.failed()
             raise
+        if guests:
+            self.hints.planned(plan.answers.new.status[len(new) :].tolist())
         return self._answered(plan, decoding, asked, leaving, new)
 
     def complete(self, step: ScheduledStep, report: StepReport | None = None) -> None:
@@ -287,7 +303,10 @@ class Scheduler:
         self._in_flight = None
         if report.completed:
             step.decoding.num_computed += 1
+            if self.hints.num_pending:
+                self.hints.completed()
         else:
+            self.hints.failed()
             self._decoding = None
             self._cancel_loads(step)
 
@@ -309,12 +328,15 @@ class Scheduler:
             sequence = step.loading.pop(0)
             if not self._loading.begin(sequence):
                 self._wait_again(sequence)
+        if self.hints.num_pending:
+            self.hints.begin()
 
     def fail(self, step: ScheduledStep) -> None:
         """Undo a step whose plan was not applied or whose model failed."""
         self._check_in_flight(step)
         self.manager.abort(step.plan.step_id)
         self._in_flight = self._decoding = None
+        self.hints.failed()
         self._cancel_loads(step)
 
     def accept(self, sequence: Sequence, token_ids: list[int], num_rejected: int = 0) -> None:
@@ -435,7 +457,7 @@ class Scheduler:
 
     def _poll(self) -> None:
         self._loading.is_matching = False
-        for sequence, arrived in self._loading.poll():
+        for sequence, arrived in self._loading.poll(self.hints):
             if arrived.num_computed_tokens is None:
                 self._wait_again(sequence)
                 continue
@@ -562,9 +584,13 @@ class Scheduler:
         new = []
         for sequence in sorted(self.waiting, key=lambda each: not each.has_begun):
             rows -= sequence.num_rows
-            if rows < 0 or budget == 0:
+            if rows < self.hints.num_rows:
+                self.hints.give_way()
+            if rows < self.hints.num_rows or budget == 0:
                 break
-            external = self._loading.match(sequence)
+            external = None
+            if not self.hints.is_loading(sequence.request):
+                external = self._loading.match(sequence)
             if external is None:
                 rows += sequence.num_rows
                 continue
@@ -573,9 +599,18 @@ class Scheduler:
             if not external:
                 num_cached = self.manager.cache.cached_tokens(request).with_host
                 taken = self._chunk(sequence, min(request.num_tokens - num_cached, budget))
+            self.hints.look(request)
             new.append((sequence, taken, external))
             budget -= taken
         return new
+
+    def _guests(self, new: list[tuple[Sequence, int, int]], leaving: list[Sequence]) -> list[Admit]:
+        """Return the guests of hints to admit, after all sequences that can be served."""
+        rows = self.max_num_rows - sum(each.num_rows for each in self.admitted)
+        rows -= self.hints.num_rows + sum(sequence.num_rows for sequence, _, _ in new)
+        is_swapped = any(each.state is State.SWAPPED for each in self.admitted)
+        may_admit = not (leaving or is_swapped or self._is_short or len(self.waiting) > len(new))
+        return self.hints.admits(may_admit, max(rows, 0))
 
     def _chunk(self, sequence: Sequence, count: int) -> int:
         """Return how many of `count` tokens to compute, so that the step ends at a position whose
@@ -657,6 +692,7 @@ class Scheduler:
                 self._explain_misses(sequence)
                 if sequence.num_cached_tokens is None:
                     sequence.num_cached_tokens = start
+                self.hints.hit(sequence.request)
             sequence.state = State.RUNNING
         for sequence in loading:
             self.waiting.remove(sequence)
@@ -665,11 +701,14 @@ class Scheduler:
             sequence.num_external_tokens = externals[sequence]
             _stamp_admission(sequence)
             self._explain_misses(sequence)
+            self.hints.hit(sequence.request)
             self._loading.admitted(sequence)
         for sequence in refused:
             self.finish(sequence)
-        is_idle = not (decoding or entries or leaving or refused or self.is_waiting_for_sources)
-        self._choose_victim(stuck, nothing_done=is_idle)
+        if stuck:
+            self.hints.give_way()
+        is_busy = decoding or entries or leaving or refused or self.is_waiting_for_sources
+        self._choose_victim(stuck, nothing_done=bool(stuck and not is_busy))
         step = self._in_flight = _scheduled(plan, decoding, entries, refused, loading)
         return step
 

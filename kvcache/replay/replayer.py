@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
 from kvcache.checks import MAX_INT32, instance, integer
 from kvcache.events import CacheEvent
+from kvcache.hints import Hint, HintBudget, HintExecutor
 from kvcache.kinds import kind_class
 from kvcache.replay.audit import Audit
 from kvcache.replay.groups import checked_groups
+from kvcache.replay.hinted import DueHint, StoreSource, in_order
 from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
@@ -77,6 +79,7 @@ class Replayer:
         num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
         chunk_tokens: Maximum tokens of a prefill chunk.
         service: Speeds of a timed replay.
+        hint_budget: Limits on the workload's hints. None: the defaults.
         options: Fields of `CacheOptions`.
 
     Example:
@@ -99,6 +102,7 @@ class Replayer:
         store_contents: StoreContents | None = None,
         num_preallocate_tokens: int = 0,
         series: Series | None = None,
+        hint_budget: HintBudget | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
@@ -144,6 +148,18 @@ class Replayer:
         self._clock = None if service is None else ServiceClock(service)
         if service is not None:
             self.manager.cache.set_now(0.0)  # even if the first call is a query
+        self._source = None
+        if self._store is not None:
+            self._source = StoreSource(self.manager, self._store, lambda: self.now_ms, self._clock)
+        self._hints = HintExecutor(
+            self.manager,
+            sources=[] if self._source is None else [self._source],
+            budget=hint_budget,
+            clock=lambda: self.now_ms / 1000,
+        )
+        self._num_hints = 0
+        self._answered: list[int] = []  # requests whose hints the last step carried out
+        self._ready_ms: dict[int, float] = {}  # when their loads from the host end
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
         self._now_ms = 0  # only in untimed replays
@@ -173,7 +189,11 @@ class Replayer:
             The report.
         """
         instance(trace, str, "trace")
-        for item in checked_workload(workload, on_request):
+        requests = checked_workload(workload, on_request)
+        for item in in_order(requests, is_timed=self._clock is not None):
+            if isinstance(item, DueHint):
+                self._send(item)
+                continue
             self.arrive(item)
             if on_request is not None:
                 on_request()
@@ -183,6 +203,7 @@ class Replayer:
         """Finish the requests that are running, and return the report of all requests so far."""
         while self._running:
             self._make_room()
+        self._hints.close()
         return self._report(trace)
 
     def drain_events(self) -> list[CacheEvent]:
@@ -227,14 +248,16 @@ class Replayer:
         if self._audit is not None:
             self._audit.reserve(item.num_tokens)
         new = Running(item, request, self._num_requests - 1)
+        ready_ms = self._await_hints(item, request) if self._num_hints else 0.0
         is_served = self._admit(new)
         if not is_served:
             self._num_rejected += 1
         elif self._clock is not None:
+            wait_ms = self._load_ms(new) if load_ms is None else load_ms(new)
             new.first_ms, new.end_ms = self._clock.admit(
                 item.num_tokens - new.num_hit,
                 item.output_length,
-                0.0 if load_ms is None else load_ms(new),
+                max(wait_ms, ready_ms - self._clock.now_ms),
             )
             own_ms = 1000 * (item.num_tokens - new.num_hit) / self.service.prefill_speed
             self._first_token_ms.append(new.first_ms - item.arrival_ms)
@@ -256,16 +279,86 @@ class Replayer:
         """When the prefills of all admitted requests end, in a timed replay."""
         return self._clock.prefill_free_ms
 
+    def _load_ms(self, new: Running) -> float:
+        """Return how long the hits of a request on the other tiers take to load."""
+        ready_ms = self._clock.load("store", new.num_store_hit)
+        return max(ready_ms, self._clock.load("host", new.num_host_hit)) - self._clock.now_ms
+
+    def _send(self, due: DueHint) -> None:
+        """Send a hint ahead of its request."""
+        if self._clock is not None:
+            self._let_time_pass(due.at_ms)
+        self._submit(due.item, Request("hint", due.item.token_ids), due.hint)
+
+    def _submit(self, item: WorkloadRequest, request: Request, hint: Hint) -> None:
+        self._num_hints += 1
+        self._hints.submit(
+            request, hint, on_receipt=lambda receipt: self._answered.append(item.index)
+        )
+        self._run_hints()
+
+    def _run_hints(self) -> None:
+        """Run steps for hints, until all of them are carried out, load or wait."""
+        self._hints.expire()
+        if self._source is not None:
+            self._end_loads(self.now_ms)
+        while self._hints.num_pending:
+            guests, rows = self._hints.admits(), self._hints.leaving()
+            if not guests and not rows:
+                return
+            host = self.manager.cache.stats.host_hit_tokens
+            self._answered.clear()
+            if self._audit is not None:
+                for guest in guests:
+                    self._audit.reserve(guest.request.num_tokens)
+            plan = self.manager.step(new=guests, swap_out=rows)
+            status = plan.answers.new.status.tolist()
+            self._hints.planned(status)
+            if self._audit is not None:
+                self._audit.apply(plan, [])
+            self._hints.begin()
+            self.manager.report(StepReport(plan.step_id, completed=True))
+            if self._store is not None:
+                self._store.save()
+            self._hints.completed()
+            if self._clock is not None:
+                host = self.manager.cache.stats.host_hit_tokens - host
+                ready_ms = self._clock.load("host", host)
+                self._ready_ms |= dict.fromkeys(self._answered, ready_ms)
+            if Status.SERVED not in status and not rows:
+                return  # no guest fits
+
+    def _end_loads(self, until_ms: float) -> None:
+        for arrived in self._source.poll(until_ms):
+            self._hints.arrived(arrived)
+
+    def _await_hints(self, item: WorkloadRequest, request: Request) -> float:
+        """Carry out the hints that are due, and return when the tokens that they load are there.
+
+        If a hint still loads the request's prefix, the request waits for it.
+        """
+        self._run_hints()
+        ready_ms = self._ready_ms.pop(item.index, 0.0)
+        if self._source is not None and self._hints.is_loading(request):
+            ready_ms = max(ready_ms, self._source.last_ready_ms)
+            self._end_loads(ready_ms)
+        return ready_ms
+
     def _admit(self, new: Running) -> bool:
         """Admit the request, or reject it and return False."""
         if self.chunk_tokens is not None and self._never_fits(new):
             return False  # even if the request's first chunks fit
         while True:
+            self._hints.look(new.request)
             status = self._step(new)
             if status == Status.SERVED:
                 return True
             if new.num_store_hit:  # without the tokens from the store, the request may fit
                 new.num_store_hit, new.may_load = 0, False
+                continue
+            if self._hints.num_rows:
+                self._hints.give_way()
+                self._hints.admits(may_admit=False)
                 continue
             if status == Status.NEVER or not self._running:
                 return False
@@ -322,6 +415,7 @@ class Replayer:
                 served.append((running, start))
         if new is not None and status[-1] == Status.SERVED:
             self._running.append(new)
+            self._hints.hit(new.request)
             new.row, new.num_hit = int(plan.rows[-1]), starts[-1]
             new.num_computed = self.manager.num_computed_tokens(new.request)
             if new.num_store_hit:
@@ -383,6 +477,10 @@ class Replayer:
 
     def _handle_unserved(self, running: Running, status: Status) -> None:
         """After a chunk did not fit, finish the oldest computed request or reject the chunk's request."""
+        if self._hints.num_rows:
+            self._hints.give_way()
+            self._hints.admits(may_admit=False)
+            return
         computed = [each for each in self._running if not each.num_left]
         if computed and status == Status.WAIT:
             self._finish(self._next(computed))
@@ -400,6 +498,9 @@ class Replayer:
         self._host_hit_tokens += running.num_host_hit
         self._store_hit_tokens += running.num_store_hit
         self._free(running)
+        for each in running.item.hints:
+            if each.lead_ms is None:
+                self._submit(running.item, running.request, each.hint)
 
     def _reject(self, running: Running) -> None:
         self._num_rejected += 1
@@ -465,6 +566,14 @@ class Replayer:
             report.store_stored_blocks = self._store.num_stored
             report.store_loaded_blocks = self._store.num_loaded
             report.store_evicted_blocks = self._store.num_evicted
+        if self._store is not None or self.manager.host_pool is not None:
+            loaded = self._host_hit_tokens + self._store_hit_tokens
+            report.device_hit_tokens = self._hit_tokens - loaded
+        if self._num_hints:
+            stats = self._hints.stats
+            report.hints = stats.receipts
+            report.prefetched_tokens = stats.prefetched_tokens
+            report.prefetched_hit_tokens = stats.used_tokens
         if self._clock is not None:
             self._add_times(report)
         if self._audit is not None:

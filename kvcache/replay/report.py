@@ -57,6 +57,11 @@ class ReplayReport:
         store_stored_blocks: Blocks put into the store, counted per group.
         store_loaded_blocks: Blocks loaded from the store, counted per group.
         store_evicted_blocks: Blocks that the store evicted, counted per group.
+        device_hit_tokens: The part of `hit_tokens` that was on the device when its request was
+            admitted. None without a host tier and a store.
+        hints: Receipts of hints, by intent and status. None without hints.
+        prefetched_tokens: Tokens that hints brought to the device before their requests.
+        prefetched_hit_tokens: Prefetched tokens that a request hit in time.
         service: Speeds of a timed replay.
         duration_s: Time from the start to the end of the last request, in seconds of workload time.
         peak_running: Maximum number of concurrently running requests.
@@ -104,6 +109,10 @@ class ReplayReport:
     store_stored_blocks: int | None = None
     store_loaded_blocks: int | None = None
     store_evicted_blocks: int | None = None
+    device_hit_tokens: int | None = None
+    hints: dict[str, dict[str, int]] | None = None
+    prefetched_tokens: int | None = None
+    prefetched_hit_tokens: int | None = None
     service: str | None = None
     duration_s: float | None = None
     peak_running: int | None = None
@@ -155,6 +164,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
     size = "over all groups" if is_hybrid else f"of {report.block_size} tokens"
     cache = [
         ("token hit rate", f"{report.token_hit_rate:.4f}", f"{report.hit_tokens:,} tokens"),
+        *_device(report),
         ("hit blocks", f"{report.hit_blocks:,}", size),
         ("evicted blocks", f"{report.evicted_blocks:,}", "cached, taken for other content"),
     ]
@@ -183,6 +193,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         pool,
         _host(report),
         _store(report),
+        _hints(report),
     ]
     sections += [_times(report), times]
     return [*sections, _verification(report)]
@@ -220,6 +231,8 @@ def _times(report: ReplayReport) -> list[tuple[str, str, str]]:
     if report.service is None:
         return []
     speeds = "tokens per second: prompts, each answer"
+    if report.service.count(",") > 1:
+        speeds += ", host" + ", store" * (report.service.count(",") > 2)
     return [
         ("timed", report.service, speeds),
         ("duration", f"{report.duration_s:,.1f}", "seconds of the workload"),
@@ -258,6 +271,29 @@ def _store(report: ReplayReport) -> list[tuple[str, str, str]]:
         ("store loads", f"{report.store_loaded_blocks:,}", "blocks loaded to the device"),
         ("store evictions", f"{report.store_evicted_blocks:,}", "blocks evicted by the store"),
     ]
+
+
+def _hints(report: ReplayReport) -> list[tuple[str, str, str]]:
+    if report.hints is None:
+        return []
+    rows = [
+        (f"hints: {intent}", f"{sum(by_status.values()):,}", _receipts(by_status))
+        for intent, by_status in report.hints.items()
+        if any(by_status.values())
+    ]
+    used = f"{report.prefetched_hit_tokens:,} of them were hit by a request in time"
+    return [*rows, ("prefetched tokens", f"{report.prefetched_tokens:,}", used)]
+
+
+def _receipts(by_status: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {status}" for status, count in by_status.items() if count)
+
+
+def _device(report: ReplayReport) -> list[tuple[str, str, str]]:
+    if report.device_hit_tokens is None:
+        return []
+    rate = report.device_hit_tokens / max(report.prompt_tokens, 1)
+    return [("hit rate on the device", f"{rate:.4f}", f"{report.device_hit_tokens:,} tokens")]
 
 
 def _verification(report: ReplayReport) -> list[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvcache.checks import number, shown
@@ -19,41 +20,52 @@ class Service:
     Args:
         prefill_speed: Prompt tokens per second, in total. Hits are not computed.
         decode_speed: Tokens per second of each answer.
+        host_speed: Tokens per second that are loaded from the host, one load after another. Infinite by
+            default: loads take no time.
+        store_speed: Tokens per second that are loaded from a store, likewise.
 
     Raises:
         ValueError: A speed is not above 0.
 
     Example:
         >>> Service.parse("20000,50")
-        Service(prefill_speed=20000.0, decode_speed=50.0)
+        Service(prefill_speed=20000.0, decode_speed=50.0, host_speed=inf, store_speed=inf)
     """
 
     prefill_speed: float = 20_000.0  # tokens per second, shared by all prompts
     decode_speed: float = 50.0  # tokens per second of each answer
+    host_speed: float = math.inf
+    store_speed: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("prefill_speed", "decode_speed"):
+        for name in ("prefill_speed", "decode_speed", "host_speed", "store_speed"):
             speed = number(getattr(self, name), name)
-            if not 0 < speed < float("inf"):
+            may_be_infinite = name in ("host_speed", "store_speed")
+            if not speed > 0 or (speed == math.inf and not may_be_infinite):
                 raise ValueError(f"{name} is {speed}: expected more than 0 tokens per second")
 
     @classmethod
     def parse(cls, text: str) -> Service:
-        """Parse `prefill,decode` in tokens per second.
+        """Parse `prefill,decode[,host[,store]]` in tokens per second.
 
         Raises TypeError or ValueError for any other text.
         """
         checked_text(text, "text")
         try:
-            prefill, decode = map(float, text.split(","))
+            speeds = [float(each) for each in text.split(",")]
+            if not 2 <= len(speeds) <= 4:
+                raise ValueError
         except ValueError:
             raise ValueError(
-                f"{shown(text)}: expected two speeds in tokens per second, P,D"
+                f"{shown(text)}: expected speeds in tokens per second, P,D, P,D,HOST or P,D,HOST,STORE"
             ) from None
-        return cls(prefill, decode)
+        return cls(*speeds)
 
     def __str__(self) -> str:
-        return f"{self.prefill_speed:g},{self.decode_speed:g}"
+        speeds = [self.prefill_speed, self.decode_speed, self.host_speed, self.store_speed]
+        while speeds[-1] == math.inf:
+            speeds.pop()
+        return ",".join(f"{each:g}" for each in speeds)
 
 
 def overload(
@@ -91,6 +103,7 @@ class ServiceClock:
         self.now_ms = 0.0
         self._service = service
         self._prefill_free_ms = 0.0
+        self._load_free_ms = {"host": 0.0, "store": 0.0}
 
     def reach(self, ms: float) -> None:
         """Advance the clock to `ms`. A time in the past has no effect."""
@@ -100,6 +113,18 @@ class ServiceClock:
     def prefill_free_ms(self) -> float:
         """The time at which the prefills of all admitted requests have ended."""
         return self._prefill_free_ms
+
+    def load(self, tier: str, num_tokens: int) -> float:
+        """Load tokens from the host or the store, after all earlier loads of this tier.
+
+        Returns the time at which the load ends.
+        """
+        if num_tokens == 0:
+            return self.now_ms
+        begin = max(self.now_ms, self._load_free_ms[tier])
+        speed = getattr(self._service, f"{tier}_speed")
+        end = self._load_free_ms[tier] = begin + 1000 * num_tokens / speed
+        return end
 
     def admit(
         self, num_computed: int, num_answer: int, load_ms: float = 0.0

@@ -57,6 +57,10 @@ class SimulatedStore:
         self._events: list[CacheEvent] = []
         self._incomplete: list[BlockKey] = []
 
+    def hit_tokens(self, request: Request) -> int:
+        """Return how many of the request's tokens are cached in the other tiers."""
+        return self._prefixes.hit_tokens(request)
+
     def match(self, request: Request, now_ms: float = 0.0) -> int:
         """Return the number of tokens after the hit that are in the store at a time."""
         first = self._prefixes.hit_tokens(request)

@@ -19,6 +19,7 @@ from kvcache.server.admission import Admission
 from kvcache.server.engine_loop import Answer, EngineError, EngineLoop
 from kvcache.server.errors import CLOSED, error_body
 from kvcache.server.fields import Asked, StreamOptions
+from kvcache.server.hints import Hints
 from kvcache.server.request_log import RequestLog, RequestRecord
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import AnswerText, Texts
@@ -47,6 +48,7 @@ class Source:
         self._log = log
         self._records = [RequestRecord(len(prompt)) for prompt in prompts]
         self.num_cached_tokens = 0  # cached tokens of served prompts
+        self.hints: Hints | None = None  # hints about the only prompt and its answer
         self._loop, self._admission = loop, admission
         self._options = {"priority": asked.priority, "cache_salt": asked.cache_salt}
         self._numbers = iter(range(len(prompts)))
@@ -70,6 +72,8 @@ class Source:
                             if is_first:
                                 self.num_cached_tokens += answer.generation.num_cached_tokens
                             is_first = False
+                            if self.hints is not None:
+                                self.hints.tokens += delta.token_ids
                             self._log.add(record, delta)
                             yield number, answer, delta
 
@@ -213,6 +217,11 @@ class Choices:
         if shown or tokens or self.reasons[choice] is not None:
             yield Piece(choice, shown, self.reasons[choice], tokens)
 
+    async def receipts(self) -> dict[str, Any]:
+        """Return the receipts of the request's hints, as a field of the answer."""
+        hints = self._source.hints
+        return {} if hints is None else {"kv_receipts": await hints.receipts()}
+
     def usage(self) -> dict[str, Any]:
         """Return the number of prompt tokens, answer tokens and cached tokens."""
         prompt_tokens = sum(map(len, self._source.prompts))
@@ -249,7 +258,8 @@ async def whole_answer(choices: Choices, form: Form, request: Request) -> Respon
             zip(choices.texts, choices.reasons, choices.tokens)
         )
     ]
-    return JSONResponse(form.body(written, False) | {"usage": choices.usage()})
+    more = {"usage": choices.usage()} | await choices.receipts()
+    return JSONResponse(form.body(written, False) | more)
 
 
 async def streamed_answer(
@@ -265,6 +275,8 @@ async def streamed_answer(
             async for piece in pieces:
                 more = {"usage": choices.usage()} if options.continuous_usage_stats else {}
                 yield event([form.choice(piece, is_chunk=True)], **more)
+        if receipts := await choices.receipts():
+            yield event([], **receipts)
     except EngineError as error:
         # Do not send [DONE], because it marks a complete answer.
         yield f"data: {json.dumps(error_body(str(error), error.status))}\n\n"

@@ -55,9 +55,9 @@ def make_app(
         texts: Tokenizes prompts and decodes answers.
         model_name: The model name that requests must use.
         limits: Limits of requests. Only `Server` enforces the limits on connections.
-        trust_clients: Whether requests may set `cache_salt` and `priority`, which are otherwise
-            rejected. With these fields, a client could use another client's salt to share that
-            client's cache, or use a priority to be served before other clients.
+        trust_clients: Whether requests may set `cache_salt`, `priority` and `kv_hints`, which are
+            otherwise rejected. With these fields, a client could use another client's salt to share that
+            client's cache, use a priority to be served before other clients, or demote their blocks.
         connector: A source of the engine. If given, other servers can have prompts prefilled by this
             server (`/prefill`) and load the prompts' KV.
         peers: A source of the engine. If given, other servers can load prefixes that this server has
@@ -128,6 +128,10 @@ def make_app(
     @guarded.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await endpoints.chat(request)
+
+    @guarded.post("/v1/kv_hints")
+    async def kv_hints(request: Request) -> dict[str, Any]:
+        return await endpoints.hint(request)
 
     @guarded.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kvcache.server.bodies import apart, parsed, read_body, refuse_untrusted
 from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import CONTEXT_CODE, AskError
 from kvcache.server.fields import Asked, AskedChat, AskedCompletion, StreamOptions
+from kvcache.server.hints import AskedHints, Hints
 from kvcache.server.limits import Limits
 from kvcache.server.prompts import PromptReader
 from kvcache.server.request_log import RequestLog
@@ -23,7 +24,7 @@ from kvcache.server.stops import StopTexts
 from kvcache.server.texts import Texts
 
 # Fields that affect other clients. They are rejected unless clients are trusted.
-_OF_TRUSTED = ("cache_salt", "priority")
+_OF_TRUSTED = ("cache_salt", "priority", "kv_hints")
 AskedKind = TypeVar("AskedKind", bound=Asked)
 
 
@@ -66,6 +67,29 @@ class Completions:
         most = self._max_model_len - len(prompt)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or max(most, 1)
         return await self._serve(asked, max_tokens, [("messages", prompt)], request)
+
+    async def hint(self, request: Request) -> dict[str, Any]:
+        """Answer /v1/kv_hints: carry out hints about a prompt that is not completed now."""
+        self._admission.check()
+        body = await read_body(request, self.max_body_bytes)
+        asked = await apart(len(body), parsed, body, AskedHints)
+        self.check_model(asked.model)
+        if not self._trust_clients:
+            refuse_untrusted(asked, ("cache_salt", "kv_hints"))
+        if asked.messages is not None:
+            tokens = await self.reader.chat_tokens(asked.messages)
+        else:
+            self._check_prompt("prompt", asked.prompt)
+            tokens = await self._tokens_of(asked.prompt)
+        if len(tokens) > self._max_model_len:
+            raise AskError(
+                f"the prompt has {len(tokens)} tokens: expected at most {self._max_model_len}, "
+                "max_model_len",
+                param="prompt",
+                code=CONTEXT_CODE,
+            )
+        hints = Hints(self._loop, asked.kv_hints, tokens, asked.cache_salt, is_completion=False)
+        return await hints.receipts()
 
     def check_model(self, name: str) -> None:
         """Raise AskError with status 404 unless the request names the served model."""
@@ -110,30 +134,34 @@ class Completions:
         if are_several:
             prompts = [(f"prompt[{i}]", each) for i, each in enumerate(prompt)]
         for name, each in prompts:
-            if each in ("", []):
-                raise AskError(f"{name} is empty: expected one token or more", param=name)
-            if isinstance(each, str):
-                self.reader.check_length(name, len(each))
-            elif not isinstance(each, list) or set(map(type, each)) - {int}:
-                raise AskError(
-                    f"{name} is {shown(each)}: expected a string or a list of tokens, or a list of these",
-                    param=name,
-                )
-            elif len(each) > self._max_model_len:
-                raise AskError(
-                    f"{name} has {len(each)} tokens: expected at most {self._max_model_len}, "
-                    "max_model_len, including the answer",
-                    param=name,
-                    code=CONTEXT_CODE,
-                )
-            elif not 0 <= min(each) <= max(each) < self._vocab_size:
-                wrong = next(token for token in each if not 0 <= token < self._vocab_size)
-                raise AskError(
-                    f"{name} has the token {shown(wrong)}: expected 0 to {self._vocab_size - 1}, the "
-                    "model's token IDs",
-                    param=name,
-                )
+            self._check_prompt(name, each)
         return prompts
+
+    def _check_prompt(self, name: str, prompt: Any) -> None:
+        """Raise AskError unless a prompt is a text or a list of tokens that may fit."""
+        if prompt in ("", []):
+            raise AskError(f"{name} is empty: expected one token or more", param=name)
+        if isinstance(prompt, str):
+            self.reader.check_length(name, len(prompt))
+        elif not isinstance(prompt, list) or set(map(type, prompt)) - {int}:
+            raise AskError(
+                f"{name} is {shown(prompt)}: expected a string or a list of tokens, or a list of these",
+                param=name,
+            )
+        elif len(prompt) > self._max_model_len:
+            raise AskError(
+                f"{name} has {len(prompt)} tokens: expected at most {self._max_model_len}, "
+                "max_model_len, including the answer",
+                param=name,
+                code=CONTEXT_CODE,
+            )
+        elif not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
+            raise AskError(
+                f"{name} has the token {shown(wrong)}: expected 0 to {self._vocab_size - 1}, the "
+                "model's token IDs",
+                param=name,
+            )
 
     async def _tokens_of(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -169,6 +197,16 @@ class Completions:
             raise AskError(message, param=message.partition(" ")[0], code=code) from None
         tokens = [prompt for _, prompt in prompts]
         source = Source(self._loop, self._admission, self._log, tokens, params, asked)
+        if asked.kv_hints is not None:
+            if len(tokens) * asked.n > 1:
+                raise AskError(
+                    f"kv_hints is given with {len(tokens)} prompts and n {asked.n}: expected a single "
+                    "prompt and a single sample",
+                    param="kv_hints",
+                )
+            source.hints = Hints(
+                self._loop, asked.kv_hints, tokens[0], asked.cache_salt, is_completion=True
+            )
         choices = Choices(self._texts, StopTexts(asked.stops), source)
         is_chat = isinstance(asked, AskedChat)
         form = Form(

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.checks import instance
 from kvcache.engine import Delta, Engine, Generation, SamplingParams
+from kvcache.hints import Hint, Receipt
 from kvcache.metrics import CacheMetrics
 from kvcache.server.history import History
 from kvcache.server.snapshot import snapshot
@@ -109,6 +111,8 @@ class EngineLoop:
         self._look()
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # answers to requests being served
+        # Receipts that clients wait for.
+        self._hinting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Receipt]]] = []
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
         # This lock ensures that no work is queued after the None that stops the thread.
         self._lock = threading.Lock()
@@ -225,6 +229,35 @@ class EngineLoop:
         self.call(run)
         return await done
 
+    async def receipts(
+        self, tokens: list[int], hints: list[Hint], cache_salt: str | None
+    ) -> list[Receipt]:
+        """Submit hints about the KV of a token prefix, and return their receipts.
+
+        Raises the errors of `Engine.hint`, and EngineError before `start` and after `stop`.
+        """
+        events = asyncio.get_running_loop()
+        answers: list[asyncio.Future[Receipt]] = [events.create_future() for _ in hints]
+
+        def submit(engine: Engine) -> None:
+            self._hinting = [each for each in self._hinting if not each[1].done()]
+            for hint, answer in zip(hints, answers):
+                self._hinting.append((events, answer))
+                try:
+                    if self._refusal is not None:
+                        raise self._refusal
+                    engine.hint(
+                        tokens,
+                        hint,
+                        cache_salt=cache_salt,
+                        on_receipt=partial(_tell_receipt, events, answer),
+                    )
+                except Exception as error:
+                    events.call_soon_threadsafe(_resolve, answer, None, error)
+
+        self.call(submit)
+        return list(await asyncio.gather(*answers))
+
     def drop(self, answer: Answer) -> None:
         """End a request after its client stopped reading. Called in the engine's thread."""
         instance(answer, Answer, "answer")
@@ -249,6 +282,8 @@ class EngineLoop:
             _log.exception("the engine's thread failed")
             self._refusal = EngineError(f"{type(error).__name__}: {error}")
             Answer.put_all([(answer, self._refusal) for answer in self._answers.values()])
+            for events, receipt in self._hinting:
+                events.call_soon_threadsafe(_resolve, receipt, None, self._refusal)
             while not self._is_stopping:
                 self._hear(wait_s=None)
 
@@ -332,10 +367,16 @@ def _put(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
         answer._deltas.put_nowait(delta)
 
 
-def _resolve(done: asyncio.Future[T], result: T, error: Exception | None) -> None:
+def _resolve(done: asyncio.Future[T], result: T | None, error: Exception | None) -> None:
     if done.done():  # the caller was cancelled
         return
     if error is None:
         done.set_result(result)
     else:
         done.set_exception(error)
+
+
+def _tell_receipt(
+    events: asyncio.AbstractEventLoop, answer: asyncio.Future[Receipt], receipt: Receipt
+) -> None:
+    events.call_soon_threadsafe(_resolve, answer, receipt, None)

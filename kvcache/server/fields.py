@@ -139,6 +139,7 @@ class Asked(Fields):
     ] = []
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # smaller values are served first
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    kv_hints: dict[str, Any] | None = None  # validated by `hints_of_envelope`
 
     @model_validator(mode="after")
     def _agrees(self) -> Asked:

@@ -33,8 +33,31 @@ class _EngineCollector(Collector):
             count = sum(each["state"] == name for each in state["sequences"])
             sequences.add_metric([name], count)
         yield sequences
+        yield from self._of_hints()
         yield from self._of_sanitizer()
         yield from self._of_sources()
+
+    def _of_hints(self) -> Iterator[Metric]:
+        hints = self._state["hints"]
+        receipts = CounterMetricFamily(
+            "kvcache_hint_receipts", "receipts of hints", labels=["intent", "status"]
+        )
+        for intent, by_status in hints["receipts"].items():
+            for status, count in by_status.items():
+                receipts.add_metric([intent, status], count)
+        yield receipts
+        for name, text in (
+            ("prefetched_tokens", "tokens that hints brought to the device"),
+            ("used_tokens", "prefetched tokens that a request hit in time"),
+            ("unused_tokens", "prefetched tokens that no request hit in time"),
+            ("demoted_tokens", "tokens that hints removed from the device"),
+        ):
+            yield CounterMetricFamily(f"kvcache_hint_{name}", text, hints[name])
+        for name, text in (
+            ("pending", "hints without a receipt"),
+            ("pinned_blocks", "blocks that pins of hints count for"),
+        ):
+            yield GaugeMetricFamily(f"kvcache_hint_{name}", text, hints[name])
 
     def _of_sanitizer(self) -> Iterator[Metric]:
         sanitizer = self._state["sanitizer"]

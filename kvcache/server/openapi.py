@@ -12,11 +12,13 @@ from pydantic.json_schema import models_json_schema
 
 from kvcache.server.errors import ErrorAnswer
 from kvcache.server.fields import AskedChat, AskedCompletion
+from kvcache.server.hints import AskedHints
 from kvcache.server.prompts import AskedText, AskedTokens
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": AskedCompletion,
     "/v1/chat/completions": AskedChat,
+    "/v1/kv_hints": AskedHints,
     "/tokenize": AskedTokens,
     "/detokenize": AskedText,
 }

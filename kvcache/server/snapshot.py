@@ -37,6 +37,8 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "host_evicted": 0 if host is None else host.num_evicted,
         "eviction": manager.options.eviction,
         "metrics": engine.metrics.as_dict(),
+        "hints": asdict(engine.hints.stats)
+        | {"pending": engine.hints.num_pending, "pinned_blocks": engine.hints.num_pinned_blocks},
         "sanitizer": _sanitizer(engine),
         "sources": [_source(source) for source in engine.sources],
         "num_sequences": len(sequences),

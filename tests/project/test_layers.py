@@ -23,7 +23,7 @@ RINGS = {
         *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
         *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.router_events"),
         *("kvcache.sources.disaggregation", "kvcache.sources.store", "kvcache.sources"),
-        "kvcache.sources.peers",
+        *("kvcache.sources.peers", "kvcache.hints"),
         *("kvcache.metrics", "kvcache.tracing", "kvcache.sanitizer"),
     },
     "compat": {"kvcache.compat"},
@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "kvcache.tracing": {"kvcache.allocator", "kvcache.sources", "kvcache.worker"},
     "kvcache.sanitizer": set(),
     "kvcache.sources": {"kvcache.allocator"},
+    "kvcache.hints": {"kvcache.allocator", "kvcache.sources"},
     "kvcache.sources.disaggregation": {
         *(
             "kvcache.sources",
@@ -81,7 +82,7 @@ MAY_IMPORT = {
     },
     "kvcache.engine": {
         *("kvcache.allocator", "kvcache.assembly", "kvcache.sources", "kvcache.worker"),
-        "kvcache.sanitizer",
+        *("kvcache.sanitizer", "kvcache.hints"),
     },
     "kvcache.engine.transformers": {
         *("kvcache.allocator", "kvcache.assembly", "kvcache.engine", "kvcache.memory_plan"),
@@ -89,7 +90,7 @@ MAY_IMPORT = {
     },
     "kvcache.server": {
         *("kvcache", "kvcache.engine", "kvcache.metrics", "kvcache.router_events"),
-        "kvcache.sanitizer",
+        *("kvcache.sanitizer", "kvcache.hints"),
         *("kvcache.allocator", "kvcache.sources", "kvcache.sources.disaggregation"),
         "kvcache.sources.peers",
     },
@@ -109,7 +110,7 @@ MAY_IMPORT = {
     "kvcache.plugins.sglang_sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
     "kvcache.replay": {
         *("kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.sources.store"),
-        *("kvcache.sources", "kvcache.transfer", "kvcache.worker"),
+        *("kvcache.sources", "kvcache.transfer", "kvcache.worker", "kvcache.hints"),
     },
     "kvcache.demo": {
         *("kvcache.engine", "kvcache.engine.transformers", "kvcache.memory_plan"),

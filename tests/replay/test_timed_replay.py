@@ -157,9 +157,11 @@ def test_command_line_runs_timed_replays(capsys):
     assert main(["replay", "--requests", "60", "--timed", "--compare", "lru,learned"]) == 0
     assert "optimum" not in capsys.readouterr().out
     for text, says in (
-        ("5", "'5': expected two speeds in tokens per second, P,D"),
-        ("x,2", "'x,2': expected two speeds"),
-        ("1,2,3", "'1,2,3': expected two speeds"),
+        ("5", "'5': expected speeds in tokens per second, P,D, P,D,HOST or P,D,HOST,STORE"),
+        ("x,2", "'x,2': expected speeds"),
+        ("1,2,3,4,5", "'1,2,3,4,5': expected speeds"),
+        ("1,2,0", "host_speed is 0.0: expected more than 0"),
+        ("1,2,3,nan", "store_speed is nan: expected more than 0"),
         ("0,2", "prefill_speed is 0.0: expected more than 0 tokens per second"),
         ("1,nan", "decode_speed is nan: expected more than 0"),
         ("1,inf", "decode_speed is inf: expected more than 0"),

@@ -2,6 +2,7 @@
 """Traces with token ids: JSON lines with `token_ids`, `prompt_token_ids` or `input_ids`.
 
 `timestamp` (ms) and `output_length` (tokens) are optional and must be present in all lines or none.
+`hints` is an optional list of hints about the prompt.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvcache.replay.traces.fields import (
     count,
     milliseconds,
     record_of,
+    request_hints,
     token_ids,
 )
 from kvcache.replay.traces.registry import register_trace_form
@@ -40,4 +42,5 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
         tokens = token_ids(record, name, line)
         arrival = milliseconds(record, "timestamp", line) if has_times else 0
         answer = count(record, "output_length", 0, line) if "output_length" in record else 0
-        yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
+        hints = request_hints(record, line)
+        yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens), hints)

@@ -40,6 +40,7 @@ from kvcache import (
     hash_blocks,
     plan_cache,
 )
+from kvcache.hints import Hint
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from tests.machinery.stores import MemoryStore
 from tests.machinery.wrong_calls.ops import Calls
@@ -664,6 +665,7 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "GroupLayout": lambda w: w.get("Offer").groups[0],
     "Arrived": lambda w: kvcache.sources.Arrived(w.get("Request"), 8),
     "LoadStats": lambda w: kvcache.sources.LoadStats(),
+    "Hint": lambda w: Hint(intent="pin"),
     "StoreTier": tier,
     "StoreRank": store_rank,
     "Share": lambda w: __import__("kvcache.sources.store").sources.store.Share((0, 2), 2, (0, 1), 1),

@@ -412,6 +412,13 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Engine.stop.request_id": lambda w: "running",
     "index": lambda w: 0,
     "Scheduler.manager": lambda w: w.get("manager alone"),
+    "Hint.intent": lambda w: "pin",
+    "Receipt.intent": lambda w: "pin",
+    "Receipt.status": lambda w: "done",
+    "HintExecutor.planned.statuses": lambda w: [],
+    "hints_of_envelope.envelope": lambda w: {
+        **{"protocol_version": "0.1", "message_id": "m", "actions": []},
+    },
     "StoreTier.start_epoch.model": lambda w: "m of newer weights",
     "Scheduler.add.sequence": lambda w: __import__("kvcache.engine").engine.Sequence(
         Request("another", range(5))),

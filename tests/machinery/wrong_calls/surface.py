@@ -86,6 +86,8 @@ MADE_BY = {
     "kvcache.engine.ScheduledStep": "Scheduler.schedule",
     "kvcache.sanitizer.BlockEvent": "Sanitizer.observe_read",
     "kvcache.sanitizer.Report": "Sanitizer.observe_read",
+    "kvcache.hints.HintStats": "HintExecutor.stats",
+    "kvcache.hints.PendingHint": "HintExecutor.submit",
     "kvcache.sources.store.StoreStats": "StoreTier.stats",
     "kvcache.transfer.Fetch": "fetch",
     "kvcache.transfer.StateTransferPlan": "plan_states",

@@ -1,0 +1,630 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out hints between the steps of an engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from kvcache.allocator import Admit, External, KVCacheManager, Request
+from kvcache.checks import flag, instance, listed, shown
+from kvcache.hints.budget import HintBudget, Ledger, Spent
+from kvcache.hints.demotion import drop_from_device
+from kvcache.hints.guests import Guest, Stage
+from kvcache.hints.pins import HintPins
+from kvcache.hints.prefixes import HintedPrefix
+from kvcache.hints.receipts import PendingHint, ReceiptWriter
+from kvcache.hints.stats import HintStats
+from kvcache.hints.vocabulary import Hint, Receipt
+from kvcache.sources.base import Arrived, KVSource
+from kvcache.step import Status
+
+_WITH_PRIORITIES = ("priority", "learned")  # eviction policies that honor priorities
+_GAVE_WAY = "requests needed the blocks"
+
+
+class HintExecutor:
+    """Carries out hints for one manager, within a budget.
+
+    Pins take effect immediately. The other intents need steps, in which the executor admits guests:
+    requests that are never computed. The engine makes these calls in each step, in the manager's thread:
+
+        hints.expire()
+        for request in new: hints.look(request)
+        admits = hints.admits()                       # guests, after all other new requests
+        plan = manager.step(..., new=[..., *admits], swap_out=[..., *hints.leaving()])
+        hints.planned(the statuses of the admits)
+        for request in those that were admitted: hints.hit(request)
+        ...                                           # apply the plan
+        hints.begin()
+        ...                                           # compute, and report the step to the manager
+        hints.completed()                             # or `failed`, after `KVCacheManager.abort`
+
+    In addition, it passes the loads of guests that a source's `poll` returns to `arrived`, and calls
+    `give_way` if a request has to wait for blocks or a row.
+
+    Guests use only blocks that are free or can be evicted, and never the blocks of pins. They give way to
+    requests, except to those that are admitted in the same step.
+
+    Args:
+        manager: The manager.
+        sources: The engine's sources, in order of preference. A source that has a method `publish`, such
+            as a `Connector`, can share prefixes.
+        budget: Limits on hints. None: the defaults.
+        clock: Returns the time in seconds. Replays pass their own clock.
+        synchronize: Called before a prefix is shared. Waits until the KV of all steps and loads is in the
+            device's memory. None: the work of a device is always complete.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+        >>> request = Request("r1", range(40))
+        >>> plan = manager.step(new=[request])
+        >>> HintExecutor(manager).submit(request, Hint(intent="pin", ttl_s=5)).receipt.num_tokens
+        32
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        sources: Sequence[KVSource] = (),
+        budget: HintBudget | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        synchronize: Callable[[], object] | None = None,
+    ) -> None:
+        instance(manager, KVCacheManager, "manager")
+        self._manager, self._sources = manager, listed(sources, "sources", "a sequence of sources")
+        if budget is not None:
+            instance(budget, HintBudget, "budget")
+        if not callable(clock):
+            raise TypeError(f"clock is {shown(clock)}: expected a function that returns seconds")
+        if synchronize is not None and not callable(synchronize):
+            raise TypeError(f"synchronize is {shown(synchronize)}: expected a function or None")
+        self._synchronize = synchronize
+        self.budget, self._clock = budget or HintBudget(), clock
+        self.stats = HintStats()
+        self._receipts = ReceiptWriter(self.stats)
+        num_total = manager.pool.num_total
+        self._prefetched = Ledger(int(self.budget.prefetch_share * num_total))
+        self._pins = HintPins(manager, self.budget, self._receipts)
+        self._retained = Ledger(int(self.budget.retain_share * num_total))
+        self._guests: list[Guest] = []
+        self._asked: list[Guest] = []  # guests of the last `admits`
+        self._numbers = itertools.count()
+        self._looked: dict[str, int] = {}  # tokens on the device, of requests that may be admitted
+        self._gives_way = False
+        # Called when tokens [first, stop) of a guest have been loaded from a source, before it is freed.
+        self.on_load: Callable[[Request, int, int], object] | None = None
+        is_cached = any(group.cached for group in manager.groups)
+        self._cannot: str | None = None
+        if not (is_cached and manager.options.enable_caching):
+            self._cannot = "the manager caches no blocks"
+        elif manager.options.hash_algorithm.startswith("engine:"):
+            self._cannot = "the hashes of the manager are computed by the engine"
+
+    # Called by clients ------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        of: Request,
+        hint: Hint,
+        *,
+        on_receipt: Callable[[Receipt], object] | None = None,
+    ) -> PendingHint:
+        """Submit a hint about the tokens of a request, which may be unknown to the manager.
+
+        Args:
+            of: A request with the tokens, adapter, images and salt of the prefix. It is only read.
+            hint: The hint.
+            on_receipt: Called with the receipt.
+
+        Returns:
+            The hint, with a receipt if no step is needed.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+        """
+        instance(of, Request, "of")
+        instance(hint, Hint, "hint")
+        if on_receipt is not None and not callable(on_receipt):
+            raise TypeError(f"on_receipt is {shown(on_receipt)}: expected a function or None")
+        pending = PendingHint(hint, on_receipt)
+        if self._cannot is not None:
+            return self._receipts.refuse(pending, self._cannot, of.num_tokens)
+        count = of.num_tokens if hint.num_tokens is None else hint.num_tokens
+        if count > of.num_tokens:
+            wrong = f"num_tokens is {count}: expected at most {of.num_tokens}, the number of tokens"
+            return self._receipts.refuse(pending, wrong)
+        if hint.first_token >= count:
+            wrong = f"first_token is {hint.first_token}: expected less than {count}, the number of tokens"
+            return self._receipts.refuse(pending, wrong)
+        self.expire()
+        prefix = HintedPrefix(self._manager, of, count)
+        if prefix.num_tokens <= hint.first_token:
+            return self._receipts.refuse(pending, "the tokens fill no whole block", count)
+        getattr(self, f"_{hint.intent}")(pending, prefix)
+        return pending
+
+    def _pin(self, pending: PendingHint, prefix: HintedPrefix) -> None:
+        self._pins.pin(pending, prefix, self._clock())
+
+    def _retain(self, pending: PendingHint, prefix: HintedPrefix) -> None:
+        policy = self._manager.options.eviction
+        if policy not in _WITH_PRIORITIES:
+            self._receipts.refuse(
+                pending,
+                f"eviction is {policy!r}: expected {' or '.join(_WITH_PRIORITIES)}, because other "
+                "policies have no priorities",
+                prefix.num_asked_tokens,
+            )
+            return
+        if not prefix.on_device():
+            reason = "no block of the prefix is on the device: send a prefetch first"
+            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
+            return
+        self._queue(pending, prefix)
+
+    def _demote(self, pending: PendingHint, prefix: HintedPrefix) -> None:
+        if self._manager.host_pool is None:
+            self._receipts.refuse(
+                pending,
+                "there is no host tier: expected a manager with num_host_blocks",
+                prefix.num_asked_tokens,
+            )
+            return
+        if pending.hint.session is not None:
+            self._pins.unpin(pending.hint.session)
+        ids, _, on_host = prefix.device_blocks(pending.hint.first_token)
+        if not len(ids):
+            self._receipts.refuse(pending, "no block is on the device", prefix.num_asked_tokens)
+        elif on_host.all():
+            self._finish_demote(pending, prefix)
+        else:
+            self._queue(pending, prefix)
+
+    def _prefetch(self, pending: PendingHint, prefix: HintedPrefix) -> None:
+        if prefix.on_device() == prefix.num_tokens:
+            self._receipts.carried_out(pending, prefix, prefix.num_tokens)
+        elif self._manager.host_pool is None and not self._sources:
+            self._finish_prefetch(pending, prefix, "there is neither a host tier nor a source")
+        else:
+            self._queue(pending, prefix)
+
+    def _share(self, pending: PendingHint, prefix: HintedPrefix) -> None:
+        if self._publisher is None:
+            self._receipts.refuse(
+                pending,
+                "no source of the engine can publish KV: expected a Connector among the sources",
+                prefix.num_asked_tokens,
+            )
+        else:
+            self._queue(pending, prefix)
+
+    @property
+    def _publisher(self) -> object | None:
+        return next((each for each in self._sources if hasattr(each, "publish")), None)
+
+    def _queue(self, pending: PendingHint, prefix: HintedPrefix) -> None:
+        if len(self._guests) >= self.budget.max_pending:
+            self._receipts.refuse(
+                pending,
+                f"{len(self._guests)} hints are waiting: expected fewer than max_pending",
+                prefix.num_asked_tokens,
+            )
+            return
+        hint, budget = pending.hint, self.budget
+        wait_s = budget.timeout_s
+        if hint.intent in ("prefetch", "share"):
+            wait_s = budget.prefetch_timeout_s
+        if hint.intent == "prefetch" and hint.ttl_s is not None:
+            wait_s = min(hint.ttl_s, wait_s)
+        name = f"kv-hint:{next(self._numbers)}"
+        self._guests.append(Guest(pending, prefix, name, self._clock() + wait_s))
+
+    # Called by the engine ---------------------------------------------------------------------------
+
+    @property
+    def num_pending(self) -> int:
+        """Number of hints that have no receipt yet."""
+        return len(self._guests)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of the manager's rows that guests use."""
+        return sum(each.stage is not Stage.WAITING for each in self._guests)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Number of blocks that pins of hints count for."""
+        return self._pins.ledger.most - self._pins.ledger.room()
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The time at which the next pin ends, on the executor's clock. None without pins."""
+        return min((each.deadline for each in self._pins.ledger.entries.values()), default=None)
+
+    def expire(self) -> None:
+        """End pins whose deadline has passed, and forget other expired uses of the budget.
+
+        Call this method before each step. `submit` calls it as well.
+        """
+        now = self._clock()
+        self._looked.clear()
+        self._pins.expire(now)
+        self._retained.pop_expired(now)
+        for each in self._prefetched.pop_expired(now):
+            self.stats.unused_tokens += each.num_tokens
+
+    def admits(self, may_admit: bool = True, num_rows: int | None = None) -> list[Admit]:
+        """Return the guests to admit in the next step, after all other new requests.
+
+        Args:
+            may_admit: Whether new guests may be admitted. False if requests wait for blocks.
+            num_rows: Maximum number of guests. None: no limit.
+
+        Returns:
+            The guests. Pass their statuses to `planned`.
+        """
+        if self._gives_way:
+            self._leave()
+        self._refuse_late()
+        self._asked, admits = [], []
+        most = self.budget.max_active - self.num_rows
+        if num_rows is not None:
+            most = min(most, num_rows)
+        if not flag(may_admit, "may_admit"):
+            return []
+        for guest in list(self._guests):
+            if len(admits) >= most:
+                break
+            if guest.stage is Stage.WAITING and (admit := self._admit(guest)) is not None:
+                self._asked.append(guest)
+                admits.append(admit)
+        return admits
+
+    def leaving(self) -> list[int]:
+        """Return the rows of guests to swap out in the next step, after all other rows."""
+        leaving = [each for each in self._guests if self._leaves(each)]
+        for guest in leaving:
+            guest.stage = Stage.LEAVING
+        return [self._manager.row(each.request) for each in leaving]
+
+    @staticmethod
+    def _leaves(guest: Guest) -> bool:
+        return guest.stage is Stage.HELD and guest.hint.intent == "demote"
+
+    def planned(self, statuses: Sequence[int]) -> None:
+        """Process the answers of a plan to the guests of the last `admits`.
+
+        Args:
+            statuses: Their statuses, in order.
+
+        Raises:
+            ValueError: The number of statuses is wrong.
+        """
+        if len(statuses) != len(self._asked):
+            raise ValueError(
+                f"statuses has {len(statuses)} entries: expected {len(self._asked)}, one per guest"
+            )
+        asked, self._asked = self._asked, []
+        for guest, status in zip(asked, statuses):
+            if status == Status.SERVED:
+                guest.stage = Stage.PLANNED
+                computed = self._manager.num_computed_tokens(guest.request)
+                guest.first_token = computed - guest.num_external
+            elif status == Status.NEVER:
+                self._forget(guest)
+                self._end_unserved(guest, "the prefix does not fit into the pool")
+
+    def begin(self) -> None:
+        """Start the loads of the guests that the step admitted. Call this method after the plan was
+        applied.
+        """
+        for guest in self._in(Stage.PLANNED):
+            if guest.source is None:
+                continue
+            try:
+                guest.source.begin(guest.request)
+            except ValueError as error:
+                guest.source.cancel(guest.request)
+                self._end_unserved(guest, str(error))
+            else:
+                guest.stage = Stage.LOADING
+
+    def completed(self) -> None:
+        """Process a step that was reported to the manager as completed."""
+        for guest in self._in(Stage.LEAVING):
+            self._free(guest)
+            self._finish_demote(guest.pending, guest.prefix)
+        for guest in self._in(Stage.PLANNED):
+            guest.stage = Stage.HELD
+            if guest.hint.intent != "demote":
+                self._finish(guest)
+
+    def failed(self) -> None:
+        """Process a step that was undone. Its guests are admitted again later."""
+        self._asked = []
+        for guest in self._in(Stage.LEAVING):
+            guest.stage = Stage.HELD
+        for guest in self._in(Stage.PLANNED):
+            if guest.source is not None:
+                guest.source.cancel(guest.request)
+            self._manager.free(guest.request)
+            guest.stage, guest.source = Stage.WAITING, None
+
+    def arrived(self, arrived: Arrived) -> bool:
+        """Process a load that a source has ended. Returns False if the load is not a guest's.
+
+        Args:
+            arrived: The load.
+        """
+        guest = next((each for each in self._guests if each.request is arrived.request), None)
+        if guest is None:
+            return False
+        guest.limit = arrived.error or guest.limit
+        stop = guest.first_token + arrived.num_loaded_tokens
+        if self.on_load is not None and stop > guest.first_token:
+            self.on_load(guest.request, guest.first_token, stop)
+        if arrived.num_computed_tokens is None:  # its blocks are in quarantine
+            self._end_unserved(guest, arrived.error or "its blocks are in quarantine")
+        else:
+            self._finish(guest)
+        return True
+
+    def is_loading(self, request: Request) -> bool:
+        """Return whether a guest loads tokens that this request could hit, so that it should wait.
+
+        Args:
+            request: A request that is not admitted.
+        """
+        loading = [each for each in self._guests if each.stage is Stage.LOADING]
+        if not loading:
+            return False
+        hit = self._manager.cache.cached_tokens(request).with_host
+        return any(
+            hit < each.num_tokens < request.num_tokens
+            and self._has(request, each.prefix.hashes(each.num_tokens))
+            for each in loading
+        )
+
+    def look(self, request: Request) -> None:
+        """Note which prefetched tokens are on the device before a step that may admit a request.
+
+        Args:
+            request: The request.
+        """
+        if self._prefetched.entries:
+            found = self._manager.cache.cached_tokens(request).on_device
+            self._looked[request.request_id] = found
+
+    def hit(self, request: Request) -> None:
+        """Note that the step admitted a request that was passed to `look`.
+
+        Args:
+            request: The request.
+        """
+        found = self._looked.pop(request.request_id, None)
+        if found is None:
+            return
+        entries, size = self._prefetched.entries, self._manager.cache.hash_block_size
+        for key in [key for key, each in entries.items() if self._has(request, each.hashes)]:
+            spent = entries.pop(key)
+            num_missed = max(len(spent.hashes) * size - found, 0)
+            num_used = max(spent.num_tokens - num_missed, 0)
+            self.stats.used_tokens += num_used
+            self.stats.unused_tokens += spent.num_tokens - num_used
+
+    def give_way(self) -> None:
+        """End loads of guests before the next step, because a request waits for blocks or a row."""
+        self._gives_way = True
+
+    def close(self) -> None:
+        """Refuse all hints that have no receipt, and end all pins."""
+        for guest in list(self._guests):
+            self._cancel(guest, "the engine is closing")
+        self._pins.expire(math.inf)
+
+    # Guests -----------------------------------------------------------------------------------------
+
+    def _in(self, stage: Stage) -> list[Guest]:
+        return [each for each in self._guests if each.stage is stage]
+
+    def _admit(self, guest: Guest) -> Admit | None:
+        """Return how to admit a waiting guest, or None if it waits or ends."""
+        if guest.loads and guest.prefix.on_device() < guest.num_before:
+            self._forget(guest)
+            guest.request = None  # blocks were evicted, so that the guest needs more of the budget
+        if guest.request is None and not self._choose(guest):
+            return None
+        guest.source = None
+        num_reserved = self._manager.pool.num_pinned
+        if not guest.loads:
+            return Admit(guest.request, 1, num_reserved_blocks=num_reserved, max_host_blocks=0)
+        if self._sources and not guest.request.write_cache:
+            guest.request = guest.prefix.guest(guest.name, guest.num_tokens, write_cache=True)
+        for source in self._sources:
+            try:
+                count = source.match(guest.request)
+            except ValueError as error:
+                guest.limit = str(error)
+                continue
+            if count is None:
+                return None
+            if count:
+                guest.source, guest.num_external = source, count
+                external = External(count, delayed=True)
+                return Admit(guest.request, None, external, num_reserved_blocks=num_reserved)
+        has = guest.prefix.on_device_or_host()
+        if has == 0 or (has <= guest.num_before and guest.hint.intent == "prefetch"):
+            self._end_unserved(guest, "no tier and no source has more of the prefix")
+            return None
+        if guest.request.write_cache:
+            # The token after the hit gets a slot but is not computed, so it must not be cached.
+            self._forget(guest)
+            guest.request = guest.prefix.guest(guest.name, guest.num_tokens)
+        most = guest.prefix.num_blocks(guest.num_tokens - guest.num_before)
+        return Admit(guest.request, 1, num_reserved_blocks=num_reserved, max_host_blocks=most)
+
+    def _choose(self, guest: Guest) -> bool:
+        """Choose the tokens of a guest, within the budget. Returns False if the guest has ended."""
+        prefix = guest.prefix
+        self._prefetched.entries.pop(guest.name, None)
+        guest.num_before, count = prefix.on_device(), prefix.num_tokens
+        if not guest.loads:
+            count = guest.num_before
+            if guest.hint.intent == "retain":
+                ledger = self._retained
+                count = min(count, guest.hint.first_token + prefix.tokens_in(ledger.room()))
+                if count < guest.num_before:
+                    guest.limit = f"retain_share allows {ledger.most} blocks"
+            if prefix.whole(count) <= guest.hint.first_token:
+                self._end_unserved(guest, guest.limit or "no block is on the device")
+                return False
+        else:
+            room = prefix.tokens_in(self._prefetched.room())
+            if count > guest.num_before + room:
+                count = prefix.whole(guest.num_before + room)
+                guest.limit = f"prefetch_share allows {self._prefetched.most} blocks"
+            if count == 0 or (count <= guest.num_before and guest.hint.intent == "prefetch"):
+                self._end_unserved(guest, guest.limit or "the prefix is on the device")
+                return False
+        guest.request = prefix.guest(guest.name, prefix.whole(count))
+        # Counts from now on, so that later guests get less.
+        if guest.loads:
+            needed = prefix.num_blocks(max(guest.num_tokens - guest.num_before, 0))
+            self._prefetched.add(guest.name, Spent(needed))
+        elif guest.hint.intent == "retain":
+            first = prefix.num_blocks(guest.hint.first_token)
+            self._retained.add(guest.name, Spent(prefix.num_blocks(guest.num_tokens) - first))
+        return True
+
+    def _spend(self, guest: Guest, num_tokens: int) -> None:
+        """Count tokens that a guest has brought to the device until a request hits them."""
+        self._prefetched.entries.pop(guest.name, None)
+        if num_tokens > 0:
+            spent = Spent(
+                guest.prefix.num_blocks(num_tokens),
+                self._clock() + self.budget.prefetch_ttl_s,
+                guest.prefix.hashes(guest.num_before + num_tokens),
+                num_tokens,
+            )
+            self._prefetched.add(guest.name, spent)
+
+    def _finish(self, guest: Guest) -> None:
+        """Carry out the hint of a guest whose blocks are on the device, and free the guest."""
+        hint, prefix = guest.hint, guest.prefix
+        if hint.intent == "retain":
+            self._finish_retain(guest)
+        elif hint.intent == "share":
+            self._finish_share(guest)
+        else:
+            self._free(guest)
+            num_tokens = max(min(prefix.on_device(), guest.num_tokens) - guest.num_before, 0)
+            self._spend(guest, num_tokens)
+            self.stats.prefetched_tokens += num_tokens
+            self._finish_prefetch(guest.pending, prefix, guest.limit)
+
+    def _finish_prefetch(
+        self, pending: PendingHint, prefix: HintedPrefix, reason: str | None
+    ) -> None:
+        reason = reason or "no tier and no source has more of the prefix"
+        num_tokens = prefix.on_device()
+        if num_tokens:
+            self._receipts.carried_out(pending, prefix, num_tokens, reason)
+        else:
+            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
+
+    def _finish_retain(self, guest: Guest) -> None:
+        hint, granted = guest.hint, self.budget.granted_s(guest.hint.ttl_s)
+        first, stop = hint.first_token, min(guest.num_tokens, guest.prefix.on_device())
+        self._free(guest, retention=[(first, stop, hint.priority, granted)] if first < stop else ())
+        self._retained.entries.pop(guest.name, None)
+        if stop <= first:
+            self._receipts.refuse(
+                guest.pending, "no block is on the device", guest.prefix.num_asked_tokens
+            )
+            return
+        num_blocks = guest.prefix.num_blocks(stop) - guest.prefix.num_blocks(first)
+        self._retained.add(guest.name, Spent(num_blocks, self._clock() + granted))
+        reason = guest.limit
+        if reason is None and hint.ttl_s is not None and granted < hint.ttl_s:
+            reason = f"max_ttl_s allows {granted:g} seconds"
+        self._receipts.carried_out(guest.pending, guest.prefix, stop - first, reason, ttl_s=granted)
+
+    def _finish_share(self, guest: Guest) -> None:
+        prefix, granted = guest.prefix, self.budget.granted_s(guest.hint.ttl_s)
+        if guest.source is None:  # the token after the hit is not computed
+            self._manager.reject_tokens(guest.request, 1)
+        if self._synchronize is not None:
+            self._synchronize()
+        num_tokens = prefix.whole(self._manager.num_computed_tokens(guest.request))
+        self._guests.remove(guest)
+        self._spend(guest, 0)
+        offer = self._publisher.publish(guest.request, lease_s=granted) if num_tokens else None
+        if offer is None:
+            self._manager.free(guest.request)
+            reason = "the source has no lease left" if num_tokens else "no block is on the device"
+            self._receipts.refuse(guest.pending, reason, prefix.num_asked_tokens)
+            return
+        self._receipts.carried_out(
+            guest.pending, prefix, num_tokens, guest.limit, ttl_s=granted, offer=offer
+        )
+
+    def _finish_demote(self, pending: PendingHint, prefix: HintedPrefix) -> None:
+        first, pinned = pending.hint.first_token, self._pins.hashes
+        num_tokens, reason = drop_from_device(self._manager, prefix, first, pinned)
+        self.stats.demoted_tokens += num_tokens
+        if num_tokens:
+            self._receipts.carried_out(pending, prefix, num_tokens, reason)
+        else:
+            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
+
+    def _free(self, guest: Guest, **options: object) -> None:
+        self._manager.free(guest.request, **options)
+        self._guests.remove(guest)
+
+    def _forget(self, guest: Guest) -> None:
+        """End the lookups and the load of a guest."""
+        if guest.source is not None:
+            guest.source.cancel(guest.request)  # first, because it may still write to the blocks
+        elif guest.request is not None and guest.loads and guest.stage is Stage.WAITING:
+            for source in self._sources:
+                source.cancel(guest.request)
+
+    def _end_unserved(self, guest: Guest, reason: str) -> None:
+        """End a guest that holds no blocks, without having carried out its hint."""
+        self._guests.remove(guest)
+        self._prefetched.entries.pop(guest.name, None)
+        self._retained.entries.pop(guest.name, None)
+        if guest.hint.intent == "prefetch":
+            self._finish_prefetch(guest.pending, guest.prefix, reason)
+        else:
+            self._receipts.refuse(guest.pending, reason, guest.prefix.num_asked_tokens)
+
+    def _leave(self) -> None:
+        """End loads, whose blocks requests need."""
+        self._gives_way = False
+        for guest in self._in(Stage.LOADING):
+            self._cancel(guest, _GAVE_WAY)
+
+    def _cancel(self, guest: Guest, reason: str) -> None:
+        self._forget(guest)
+        if guest.request is not None:
+            self._manager.free(guest.request)
+        self._end_unserved(guest, reason)
+
+    def _refuse_late(self) -> None:
+        now = self._clock()
+        for guest in self._in(Stage.WAITING):
+            if guest.deadline <= now:
+                self._cancel(guest, "neither blocks nor sources were available in time")
+
+    def _has(self, request: Request, hashes: tuple[bytes, ...]) -> bool:
+        """Return whether a request begins with the prefix that has these hashes."""
+        own = self._manager.cache.hashes(request)
+        return 0 < len(hashes) <= len(own) and own[len(hashes) - 1].tobytes() == hashes[-1]

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hint that needs steps, and the request that holds its blocks in the meantime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcache.allocator import Request
+from kvcache.hints.prefixes import HintedPrefix
+from kvcache.hints.receipts import PendingHint
+from kvcache.hints.vocabulary import Hint
+from kvcache.sources.base import KVSource
+
+
+class Stage(Enum):
+    """How far a guest has come."""
+
+    WAITING = "waiting"  # not admitted
+    PLANNED = "planned"  # admitted by the step in flight
+    LOADING = "loading"  # a source fills its blocks
+    HELD = "held"  # its blocks are on the device
+    LEAVING = "leaving"  # swapped out by the step in flight
+
+
+@dataclass(eq=False)
+class Guest:
+    """A hint that needs steps, and the request that holds its blocks during these steps."""
+
+    pending: PendingHint
+    prefix: HintedPrefix
+    name: str
+    deadline: float
+    stage: Stage = Stage.WAITING
+    request: Request | None = None  # None until the first step that could admit it
+    source: KVSource | None = None
+    num_external: int = 0  # tokens that the source loads
+    first_token: int = 0  # the first token that the source loads
+    num_before: int = 0  # tokens on the device before the hint
+    limit: str | None = None  # reason why the guest covers only part of the prefix
+
+    @property
+    def hint(self) -> Hint:
+        """The hint."""
+        return self.pending.hint
+
+    @property
+    def loads(self) -> bool:
+        """Whether the hint reads the host tier and sources."""
+        return self.hint.intent in ("prefetch", "share")
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the prefix that the guest covers."""
+        return self.request.num_tokens - 1

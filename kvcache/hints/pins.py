@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pins of hints, each with a deadline, and all of them within a share of the pool."""
+
+from __future__ import annotations
+
+import itertools
+
+from kvcache.allocator import KVCacheManager
+from kvcache.hints.budget import HintBudget, Ledger, Spent
+from kvcache.hints.prefixes import HintedPrefix
+from kvcache.hints.receipts import PendingHint, ReceiptWriter
+
+
+class HintPins:
+    """Pins prefixes on the device, and ends the pins at their deadlines."""
+
+    def __init__(
+        self, manager: KVCacheManager, budget: HintBudget, receipts: ReceiptWriter
+    ) -> None:
+        self._manager, self._budget, self._receipts = manager, budget, receipts
+        self.ledger = Ledger(int(budget.pin_share * manager.pool.num_total))
+        self._numbers = itertools.count()
+
+    @property
+    def hashes(self) -> set[bytes]:
+        """The hashes of all pinned prefixes."""
+        return {each for spent in self.ledger.entries.values() for each in spent.hashes}
+
+    def pin(self, pending: PendingHint, prefix: HintedPrefix, now: float) -> None:
+        """Pin the part of a prefix that is on the device, and answer the hint."""
+        hint, cached, ledger = pending.hint, prefix.on_device(), self.ledger
+        if not cached:
+            reason = "no block of the prefix is on the device: send a prefetch first"
+            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
+            return
+        key = ("session", hint.session)
+        if hint.session is None:
+            key = ("content", prefix.hashes(prefix.num_tokens)[-1])
+        granted = self._budget.granted_s(hint.ttl_s)
+        num_tokens = min(cached, prefix.tokens_in(ledger.room(without=key)))
+        reason = f"max_ttl_s allows {granted:g} seconds"
+        if num_tokens < cached:
+            reason = f"pin_share allows {ledger.most} blocks"
+        elif cached < prefix.num_tokens:
+            reason = "the other blocks are not on the device"
+        if not num_tokens:
+            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
+            return
+        earlier = ledger.entries.pop(key, None)
+        name = f"kv-hint-pin:{next(self._numbers)}" if earlier is None else earlier.name
+        self._manager.cache.pin(name, prefix.guest(name, num_tokens))
+        num_blocks, hashes = prefix.num_blocks(num_tokens), prefix.hashes(num_tokens)
+        ledger.add(key, Spent(num_blocks, now + granted, hashes, num_tokens, name))
+        self._receipts.carried_out(pending, prefix, num_tokens, reason, ttl_s=granted)
+
+    def unpin(self, session: str) -> None:
+        """End the pin of a session, if there is one."""
+        spent = self.ledger.entries.pop(("session", session), None)
+        if spent is not None:
+            self._manager.cache.unpin(spent.name)
+
+    def expire(self, now: float) -> None:
+        """End the pins whose deadline has passed."""
+        for each in self.ledger.pop_expired(now):
+            self._manager.cache.unpin(each.name)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix that a hint is about: its requests, its hashes, and where its blocks are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvcache.allocator import KVCacheManager, Request
+
+
+class HintedPrefix:
+    """The leading tokens of a request, in whole blocks.
+
+    A hint reads and moves the prefix through a request of its own, a guest. A guest has one token more
+    than the prefix, because a hit never includes a request's last token.
+
+    - `num_tokens`: number of tokens in whole blocks of all cached groups.
+    - `num_asked_tokens`: number of tokens that the hint is about, including a partial block.
+    - `probe`: a request to look the prefix up. It is never admitted.
+    """
+
+    def __init__(self, manager: KVCacheManager, of: Request, num_tokens: int) -> None:
+        self._manager, self._of = manager, of
+        self.num_asked_tokens = num_tokens
+        self._sizes = [
+            size for size, group in zip(manager.block_sizes, manager.groups) if group.cached
+        ]
+        self._step = math.lcm(*self._sizes)
+        self.num_tokens = self.whole(min(num_tokens, manager.max_model_len - 1))
+        self.probe = self.guest("kv-hint", self.num_tokens)
+
+    def whole(self, num_tokens: int) -> int:
+        """Round a number of tokens down to whole blocks."""
+        return num_tokens // self._step * self._step
+
+    def guest(self, name: str, num_tokens: int, *, write_cache: bool = False) -> Request:
+        """Return a request with `num_tokens` tokens of the prefix and one token after them."""
+        of, tokens = self._of, self._of.token_ids[: num_tokens + 1]
+        if len(tokens) == num_tokens:
+            tokens = np.append(tokens, np.int32(0))
+        return Request(
+            name,
+            tokens,
+            lora=of.lora,
+            mm_items=of.mm_items,
+            cache_salt=of.cache_salt,
+            prompt_embeds=of.prompt_embeds,
+            write_cache=write_cache,
+        )
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks of all cached groups that hold these tokens, without windows."""
+        return sum(num_tokens // size for size in self._sizes)
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Return how many tokens fit into this number of blocks of all cached groups."""
+        num_steps = num_blocks // self.num_blocks(self._step)
+        return num_steps * self._step
+
+    def hashes(self, num_tokens: int) -> tuple[bytes, ...]:
+        """Return the hashes of the first tokens, one per hash block."""
+        size = self._manager.cache.hash_block_size
+        found = self._manager.cache.hashes(self.probe)[: num_tokens // size]
+        return tuple(each.tobytes() for each in found)
+
+    def on_device(self) -> int:
+        """Return the number of leading tokens in whole blocks that a request could hit on the device."""
+        return self.whole(self._manager.cache.cached_tokens(self.probe).on_device)
+
+    def on_device_or_host(self) -> int:
+        """Like `on_device`, for the device and the host together."""
+        return self.whole(self._manager.cache.cached_tokens(self.probe).with_host)
+
+    def device_blocks(self, first_token: int) -> tuple[np.ndarray, list[bytes], np.ndarray]:
+        """Return the cached device blocks that begin at `first_token` or later: their IDs, hashes, and
+        whether the host has a copy.
+        """
+        cache, manager = self._manager.cache, self._manager
+        hashes = cache.hashes(self.probe)
+        ids, found, on_host = [], [], []
+        for g, (size, group) in enumerate(zip(manager.block_sizes, manager.groups)):
+            if not group.cached:
+                continue
+            per_block = size // cache.hash_block_size
+            of_group = hashes[per_block - 1 :: per_block]
+            first = -(-first_token // size)
+            of_group = of_group[first : self.num_tokens // size]
+            blocks = cache.find(of_group, g)
+            has = blocks.device > 0
+            ids.append(blocks.device[has])
+            found += [each.tobytes() for each in of_group[has]]
+            on_host.append(blocks.host[has] > 0)
+        return np.concatenate(ids), found, np.concatenate(on_host)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints in an engine with a tiny model: answers never change, and the sanitizer finds no wrong KV."""
+
+import logging
+import random
+from contextlib import ExitStack
+
+import pytest
+
+# Skip the file before it imports modules that need transformers.
+pytest.importorskip("transformers")
+
+from kvcache import Request
+from kvcache.engine import Engine, SamplingParams
+from kvcache.engine.transformers import attach
+from kvcache.hints import Hint, HintBudget
+from tests.engine.test_engine_sources import (
+    LONG,
+    MemoryStore,
+    Pair,
+    a_tier,
+    answer,
+    settle,
+)
+from tests.machinery.dense_models import dense, greedy
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+BUDGET = HintBudget(prefetch_share=0.6, pin_share=0.4, retain_share=0.4)
+
+
+def an_engine(make_source=None, **options):
+    """Create an engine whose sanitizer stops at wrong KV."""
+    sizes = {"max_model_len": 128, "max_num_batched_tokens": 64, "num_preallocate_tokens": 0}
+    paged = attach(dense("llama", 2), "256KiB", enable_events=True, **sizes, **options)
+    sources = [] if make_source is None else [make_source(paged.cache)]
+    return Engine(paged, sources=sources, sanitizer="stop", hint_budget=BUDGET)
+
+
+def receipt_of(engine, **hint):
+    pending = engine.hint(LONG, Hint(**hint))
+    while pending.receipt is None:
+        engine.step()
+    return pending.receipt
+
+
+def test_prefetch_loads_from_the_store_before_the_request():
+    store = MemoryStore()
+    first = an_engine(a_tier(store))
+    expected = answer(first)
+    settle(first)
+    first.close()
+    store.is_closed = False
+    engine = an_engine(a_tier(store))
+    receipt = receipt_of(engine, intent="prefetch")
+    assert (receipt.status, receipt.num_tokens) == ("done", 80)
+    assert answer(engine) == expected == greedy(dense("llama", 2), LONG, 4)
+    assert engine.metrics.cached_prompt_tokens == 80
+    assert engine.sources[0].stats.loads == 1 and engine.hints.stats.used_tokens == 80
+    settle(engine)
+
+
+def test_failing_store_is_named_in_the_receipt():
+    store = MemoryStore()
+    first = an_engine(a_tier(store))
+    answer(first)
+    settle(first)
+    first.close()
+    store.is_closed = False
+    engine = an_engine(a_tier(store))
+    get = store.get
+
+    def failing(keys, values):
+        store.fault = lambda: "corrupt"
+        return get(keys, values)
+
+    store.get = failing
+    receipt = receipt_of(engine, intent="prefetch")
+    assert receipt.status != "done" and receipt.reason == "the digest of a block is wrong"
+    cached = engine.cache.manager.cache.cached_tokens(Request("q", LONG))
+    assert receipt.num_tokens == cached.on_device < 80
+    store.fault = lambda: None
+    assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
+    settle(engine)
+
+
+@pytest.mark.parametrize("eviction", ["priority", "learned"])
+def test_random_hints_never_change_answers(eviction):
+    rng = random.Random(3)
+    store = MemoryStore()
+    engine = an_engine(
+        lambda cache: a_tier(store, host_pages=cache.host_pages)(cache),
+        host_budget="512KiB",
+        eviction=eviction,
+    )
+    prompts = [LONG, LONG[:50] + [3, 4, 5], [9, *LONG[1:70]]]
+    expected = [greedy(dense("llama", 2), prompt, 4) for prompt in prompts]
+    pending = []
+    for _ in range(25):
+        prompt = rng.choice(prompts)
+        intent = rng.choice(["prefetch", "demote", "demote", "pin", "retain"])
+        more = {"priority": rng.randrange(101)} if intent == "retain" else {}
+        pending.append(engine.hint(prompt, Hint(intent=intent, **more)))
+        if rng.random() < 0.5:
+            number = rng.randrange(3)
+            assert answer(engine, prompts[number]) == expected[number]
+        engine.step()
+    while engine.hints.num_pending:
+        engine.step()
+    assert all(each.receipt is not None for each in pending)
+    done = {each.hint.intent for each in pending if each.receipt.status == "done"}
+    assert {"prefetch", "demote"} <= done
+    assert not engine.sanitizer.reports
+    settle(engine)
+    engine.close()
+
+
+def test_shared_prefix_is_loaded_by_another_engine():
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        sender = Engine(pair.sender.model, sources=[pair.connectors[0]], hint_budget=BUDGET)
+        receipt = receipt_of(sender, intent="share", num_tokens=64, ttl_s=30)
+        assert (receipt.status, receipt.num_tokens, receipt.ttl_s) == ("done", 64, 30)
+        pair.source.offer = receipt.offer
+        assert answer(pair.receiver) == greedy(dense("llama", 2), LONG, 4)
+        assert pair.source.stats.loaded_tokens == 64
+        settle(pair.receiver)
+
+
+def test_closing_an_engine_refuses_pending_hints():
+    engine = an_engine(host_budget="512KiB")
+    answer(engine)
+    pending = engine.hint(LONG, Hint(intent="demote"))
+    engine.close()
+    assert pending.receipt.reason == "the engine is closing"
+
+
+def test_invalid_hints_are_rejected():
+    engine = an_engine()
+    for tokens, hint, message in (
+        ("text", Hint(intent="pin"), "tokens is 'text': expected token IDs"),
+        ([], Hint(intent="pin"), "tokens is empty"),
+        ([9999999], Hint(intent="pin"), "tokens has tokens from 9999999"),
+        ([1] * 129, Hint(intent="pin"), "tokens has 129 entries: expected at most 128"),
+        ([1], {"intent": "pin"}, "hint"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            engine.hint(tokens, hint)
+    assert engine.hints.num_pending == 0
+
+
+def test_salt_separates_hints():
+    engine = an_engine(host_budget="512KiB")
+    engine.add(LONG, SamplingParams(max_tokens=1), cache_salt="a")
+    while engine.num_unfinished:
+        engine.step()
+    for salt, status in ((None, "refused"), ("b", "refused"), ("a", "done")):
+        pending = engine.hint(LONG, Hint(intent="demote"), cache_salt=salt)
+        while pending.receipt is None:
+            engine.step()
+        assert pending.receipt.status == status
+    assert engine.cache.manager.cache.cached_tokens(Request("q", LONG)).with_host == 0
