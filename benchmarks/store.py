@@ -53,7 +53,8 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
     )  # fmt: skip
     rng = np.random.default_rng(1)
     wait_for_open(tier)
-    values = tier._staging.of([*range(1, num_blocks + 1)])
+    rank = tier._ranks[0]
+    values = rank._staging.of([*range(1, num_blocks + 1)])
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(ROUNDS + 2):
@@ -68,7 +69,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
             "tier get": get(manager, pages, tier, tokens),
         }
         hashes = manager.cache.hashes(Request("hashes", tokens))
-        keys += [key_text(tier._fingerprint, BlockKey(0, each.tobytes())) for each in hashes]
+        keys += [key_text(rank._fingerprint, BlockKey(0, each.tobytes())) for each in hashes]
         store.remove(keys)  # ensures that both methods reuse the same memory
         if number >= 2:
             for way, (elapsed, used) in took.items():

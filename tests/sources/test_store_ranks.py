@@ -10,11 +10,20 @@ from collections import deque
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, KVStorage, Pages
+from kvcache import (
+    ContextParallel,
+    GroupSpec,
+    KVCacheManager,
+    KVStorage,
+    Pages,
+    Request,
+    StepReport,
+)
 from kvcache.allocator import check_invariants
+from kvcache.replay.running import Running
 from kvcache.replay.verifier import KVVerifier
 from kvcache.sources.store import Share, StoreRank, StoreTier, cache_identity, fingerprint
-from kvcache.sources.store.orders import LookUp
+from kvcache.sources.store.orders import LookUp, StoreResults
 from kvcache.sources.store.values import key_of_text
 from tests.machinery.shared import sampled
 from tests.machinery.stores import FAULTS, MemoryStore, StoreUser, patient
@@ -119,6 +128,25 @@ class RankedUser(StoreUser):
         rank = StoreRank(identity, verifier.storage.pages, self.stores[i], **given)
         return Link(rank, self.choose)
 
+    def kill(self, i):
+        """End a rank that has not received its last orders, and continue with another one."""
+        self.links[i].rank.close(10)
+        lose(self.verifier.of_rank[i])
+        self.links[i] = self.make_link(i)
+        self.tier.replace_rank(i, self.links[i])
+        for each in [*self.receiving.values()]:
+            self.cancel(each)
+            self.waiting.append(Running(each.item, each.request, 0))
+        for each in [*self.running.values()]:
+            self.manager.free(each.request)
+            self.waiting.append(Running(each.item, each.request, 0))
+        self.running.clear()
+        assert self.manager.cache.reset()
+
+    def start_epoch(self, model):
+        self.tier.start_epoch(model)
+        self.of_rank["model"] = model
+
     def end(self):
         for each in self.links:
             each.lag, each.is_silent = 0.0, False
@@ -139,6 +167,13 @@ class RankedUser(StoreUser):
         assert self.manager.pool.num_free == self.manager.pool.num_total
         check_invariants(self.manager)
         assert self.tier.num_loading_requests == 0
+
+
+def lose(verifier):
+    """Overwrite all pages of a rank."""
+    for pages in filter(None, (verifier.storage.pages, verifier._host)):
+        for region in range(len(pages.sizes)):
+            pages.fragment(region)[1:] = 255
 
 
 def stores_of(num_ranks=2, **options):
@@ -274,9 +309,7 @@ def test_replaced_rank_goes_on_with_its_store(replaced):
         user.step()
     # The process of a rank ends, and its pages are lost.
     user.links[replaced].rank.close(10)
-    for each in user.verifier.of_rank[replaced].storage.pages.memory.view(-1, 1):
-        each.fill_(255)
-        break
+    lose(user.verifier.of_rank[replaced])
     link = user.links[replaced] = user.make_link(replaced)
     user.tier.replace_rank(replaced, link)
     user.run()
@@ -360,6 +393,10 @@ def test_content_is_correct_for_any_behavior_of_ranks_and_stores(seed):
                 user.restart(user.tier.invalidate(blocks[blocks > 0][-2:]))
             if choose.random() < 0.03:
                 user.manager.cache.reset()
+            if choose.random() < 0.02:
+                user.kill(choose.randrange(num_ranks))
+            if choose.random() < 0.01:
+                user.start_epoch(f"weights {number} {choose.random()}")
             if choose.random() < 0.3:
                 time.sleep(0.002)
     for link in user.links:
@@ -380,6 +417,158 @@ def test_content_is_correct_for_any_behavior_of_ranks_and_stores(seed):
         for store, link in zip(stores, user.links)
     ]
     assert told(user) == set.intersection(*held)
+
+
+# What a rank leaves behind ------------------------------------------------------------------------------
+
+
+def invalidated(user):
+    """Invalidate the blocks of a running request in the middle. Return the keys of removed blocks."""
+    request = next(iter(user.running.values())).request
+    hashes = user.manager.cache.hashes(request)
+    user.restart(user.tier.invalidate(user.manager.block_ids(request)[2:3]))
+    return {each.tobytes().hex() for each in hashes[2:6]}
+
+
+def holding_long(stores, **options):
+    """Return a user whose running request has the blocks of LONG on the device and in the stores."""
+    user = RankedUser(stores, **options)
+    user.add(prompts(LONG)[0])
+    while not user.running or user.tier.num_waiting_blocks:
+        user.step()
+    return user
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_blocks_invalidated_before_a_rank_died_are_removed_by_its_successor(is_broken):
+    stores = stores_of(2)
+    user = holding_long(stores)
+    if is_broken:  # the rank has received the order, but its store fails
+        stores[1].fault = lambda: "raises"
+    invalid = invalidated(user)
+    assert user.tier.is_busy
+    if is_broken:
+        user.links[1].work()
+    stores[1].fault = lambda: None
+    user.links[1].orders.clear()  # killed
+    user.links[1].rank._invalid.clear()
+    user.links[1].rank.close(10)
+    user.links[1] = user.make_link(1)
+    user.tier.replace_rank(1, user.links[1])
+    user.tier.cancel(next(iter(user.running.values())).request)
+    user.running.clear()
+    assert user.manager.cache.reset()
+    assert user.tier.is_busy
+    user.settle()
+    for store in stores:
+        assert store.values and not any(text.split("-")[-1] in invalid for text in store.values)
+    user.end()
+
+
+def test_tier_is_busy_until_all_ranks_have_removed_invalid_blocks():
+    """Results that a rank has sent before it receives the order do not end the wait."""
+    user = holding_long(stores_of(2))
+    invalidated(user)
+    orders = [link.orders for link in user.links]
+    for link in user.links:
+        link.orders = deque()
+        link.results.append(pickle.dumps(StoreResults()))
+    user.tier.poll()
+    assert user.tier.is_busy
+    for link, of_link in zip(user.links, orders):
+        link.orders = of_link
+    user.settle()
+    user.end()
+
+
+def test_replaced_connection_to_a_living_rank_stops_its_loads():
+    user = RankedUser(filled(stores_of(2, slow_s=0.2)))
+    user.add(prompts(LONG)[0])
+    for store in user.stores:
+        store.fault = lambda: "slow"
+    while not user.receiving:
+        user.step()
+    rank = user.links[0].rank
+    user.links[0] = Link(rank)
+    user.tier.replace_rank(0, user.links[0])
+    user.links[0].deliver()
+    assert not rank._loads
+    for store in user.stores:
+        store.fault = lambda: None
+        store.goes_on.set()
+    user.run()
+    assert user.num_finished == 1 and user.num_loaded == 0
+    user.end()
+
+
+def test_lookup_ends_once_one_rank_finds_nothing():
+    stores = filled(stores_of(2))
+    stores[0].values.clear()
+    user = RankedUser(stores, timeout_s=60)
+    user.links[1].is_silent = True
+    user.run(*prompts(LONG))
+    assert user.num_loaded == 0
+    user.links[1].is_silent = False
+    user.settle()
+    user.end()
+
+
+def test_results_are_used_although_steps_take_longer_than_the_timeout():
+    user = RankedUser(filled(stores_of(2)), timeout_s=0.02)
+    request = Request("r", LONG)
+    found = []
+    for _ in range(5):
+        found.append(user.tier.match(request))
+        time.sleep(0.03)
+    assert 28 in found
+    user.tier.cancel(request)
+    user.end()
+
+
+def test_silent_rank_counts_as_one_timeout_per_lookup():
+    user = RankedUser(filled(stores_of(3)), timeout_s=0.05)
+    for link in user.links:
+        link.is_silent = True
+    request = Request("r", LONG)
+    assert user.tier.match(request) is None
+    time.sleep(0.1)
+    assert user.tier.match(request) == 0
+    for link in user.links:
+        link.is_silent = False
+    user.tier.cancel(request)
+    user.settle()
+    assert user.tier.stats.timeouts == 1
+    user.end()
+
+
+def test_blocks_wait_until_a_dead_rank_reports_its_trial():
+    stores = stores_of(2)
+    user = RankedUser(stores, circuit=patient())
+    stores[1].fault = lambda: "raises"
+    user.run(*prompts(range(20), range(50, 70), range(80, 100)))
+    assert user.tier.is_dead and user.tier.num_waiting_blocks
+    while (
+        user.tier.num_waiting_blocks > len(user.tier._waiting)
+        or not user.links[1].rank._circuit.would_allow
+    ):
+        user.tier.poll()
+    user.tier.poll()
+    stores[1].fault = lambda: None
+    for store in stores:  # its answer to the lookup, which is the trial, is on the way
+        store.fault = lambda: "slow"
+    user.links[1].is_silent = True
+    request = Request("trial", LONG)
+    assert user.tier.match(request) is None
+    dropped = user.tier.stats.dropped_blocks
+    user.tier.save(StepReport(user.manager.last_step_id, True))
+    assert not user.tier._saves
+    user.links[1].is_silent = False
+    for store in stores:
+        store.fault = lambda: None
+    user.tier.cancel(request)
+    user.settle()
+    assert not user.tier.is_dead and user.tier.stats.dropped_blocks == dropped
+    user.end()
 
 
 # Arguments ----------------------------------------------------------------------------------------------
@@ -529,3 +718,30 @@ def test_unknown_order_is_rejected():
         rank.begin(3)
     rank.begin([LookUp(1, ())])
     assert rank.close()
+
+
+def test_share_without_the_context_parallel_rank_is_rejected():
+    """Otherwise, ranks with other tokens would have equal keys."""
+    manager = KVCacheManager.for_groups(
+        [GroupSpec("full_attention", 16)], 9, 64, enable_events=True,
+        context_parallel=ContextParallel(dcp_world_size=2),
+    )  # fmt: skip
+    share = Share.of_rank(num_layers=1, num_heads=2)
+    links = [a_rank(manager, share, cp_kv_cache_interleave_size=1) for _ in range(2)]
+    message = r"ranks\[0\] has rank layers 0 .*cp_world_size=1: expected cp_world_size=2"
+    with pytest.raises(ValueError, match=message):
+        StoreTier.over(manager, links)
+    for each in links:
+        assert each.close()
+
+
+def test_rank_that_is_given_twice_is_rejected():
+    manager = manager_of()
+    share = Share.of_rank(num_layers=1, num_heads=1)
+    links = [a_rank(manager, share, num_kv_heads=1) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"ranks\[1\] is ranks\[0\]: expected another rank"):
+        StoreTier.over(manager, [links[0], links[0]])
+    tier = StoreTier.over(manager, links)
+    with pytest.raises(ValueError, match=r"rank is already rank 0 of this tier: expected a new"):
+        tier.replace_rank(1, links[0])
+    assert tier.close()

@@ -51,6 +51,7 @@ class GiveUp(NamedTuple):
 class RemoveBlocks(NamedTuple):
     """Remove invalid blocks from the store, before any other access to it."""
 
+    number: int
     keys: tuple[BlockKey, ...]
 
 
@@ -91,6 +92,12 @@ class Saved(NamedTuple):
     outcomes: tuple[str, ...] | None
 
 
+class Removed(NamedTuple):
+    """The result of a `RemoveBlocks`: the store no longer has any of the blocks."""
+
+    number: int
+
+
 class Held(NamedTuple):
     """Blocks that the store had when it was opened, in the rank's `epoch`."""
 
@@ -105,6 +112,9 @@ class Evicted(NamedTuple):
     epoch: int
 
 
+Result = Found | Loaded | Saved | Removed | Held | Evicted
+
+
 @dataclass
 class StoreResults:
     """What a rank reports.
@@ -117,7 +127,7 @@ class StoreResults:
         is_busy: Whether the rank has work left other than loads.
     """
 
-    entries: list[Found | Loaded | Saved | Held | Evicted] = field(default_factory=list)
+    entries: list[Result] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     may_write: bool = True
     is_dead: bool = False
@@ -159,6 +169,9 @@ class StoreRankLink(Protocol):
     A connection must deliver the orders in order with the step plans: a rank receives an order after all
     plans that were sent before it, and before all plans that are sent after it. This is why blocks can
     be reused as soon as a load is abandoned, without an answer from the rank.
+
+    `begin` and `take_results` must not raise if the rank has died. Its orders are lost then, and
+    `StoreTier.replace_rank` continues with another rank.
     """
 
     description: RankDescription

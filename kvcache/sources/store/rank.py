@@ -29,6 +29,7 @@ from kvcache.sources.store.orders import (
     PageOfBlock,
     RankDescription,
     RemoveBlocks,
+    Removed,
     SaveBlocks,
     Saved,
     StartEpoch,
@@ -99,9 +100,10 @@ class StoreRank:
     `begin` and reports with `take_results`. Call both in the thread that launches the rank's steps,
     outside graph captures. The store is called in a separate thread that accesses only the rank's
     staging memory; pages are copied on the current stream. Failures of the store are never raised.
+    Each rank serves a single tier, because tiers number their orders independently.
 
     Args:
-        cache: The manager, or in another process than the manager's, its `cache_identity`.
+        manager: The manager, or its `cache_identity` if the manager is in another process.
         pages: The rank's device pages.
         store: The rank's store.
         model: See `fingerprint`.
@@ -133,7 +135,7 @@ class StoreRank:
 
     def __init__(
         self,
-        cache: KVCacheManager | str,
+        manager: KVCacheManager | str,
         pages: Pages,
         store: BlockStore,
         *,
@@ -152,7 +154,7 @@ class StoreRank:
             instance(host_pages, Pages, "host_pages")
         if circuit is not None:
             instance(circuit, Circuit, "circuit")
-        identity = cache if isinstance(cache, str) else cache_identity(cache)
+        identity = manager if isinstance(manager, str) else cache_identity(manager)
         self._pages, self._store = pages, store
         self._described = {
             "rank": rank,
@@ -188,6 +190,7 @@ class StoreRank:
         self._puts: set[_Put] = set()  # calls of `put` in flight
         self._num_writing = 0  # number of staged values being written
         self._invalid: deque[list[str]] = deque()  # keys still to be removed from the store
+        self._removing: deque[int] = deque()  # numbers of the orders that were not reported
         self._removal: Call | None = None  # the removal in flight
         # Copies in flight, and the staged values that they read.
         self._arriving: list[tuple[SwapJob, list[int]]] = []
@@ -252,6 +255,8 @@ class StoreRank:
             if not load.blocks and not load.calls:
                 del self._loads[load.number]
                 self._results.entries.append(Loaded(load.number, load.failed_at, load.error))
+        while len(self._removing) > len(self._invalid):
+            self._results.entries.append(Removed(self._removing.popleft()))
         may_write = not self._is_slow() and self._circuit.would_allow
         is_busy = bool(self._arriving or self._puts or self._invalid)
         state = may_write, self._circuit.is_open, is_busy
@@ -352,8 +357,9 @@ class StoreRank:
 
     def _give_up(self, order: GiveUp) -> None:
         call = self._lookups.pop(order.number, None)
-        if call is not None and order.is_late:
-            self._abandon_late(call)
+        if call is not None and order.is_late:  # the tier counts the timeout
+            call.is_given_up = True
+            self._circuit.failed()
         load = self._loads.pop(order.number, None)
         for call in [] if load is None else load.calls:
             call.is_given_up = True
@@ -414,6 +420,7 @@ class StoreRank:
         for put in self._puts:  # set before the removal, which may start immediately
             put.invalid.update(set(order.keys).intersection(put.order.keys))
         self._invalid.append(self._texts(order.keys))
+        self._removing.append(order.number)
         self._removal = self._thread.submit(self._remove_invalid, READ)
 
     def _exists(self, texts: list[str]) -> list[bool]:

@@ -12,6 +12,9 @@ from kvcache.sources.base import LoadStats
 class StoreStats(LoadStats):
     """The counts that a store tier has accumulated since its creation. Blocks of different groups
     count separately.
+
+    With several ranks, a block that is put counts once. The lookups, loaded blocks, evictions and
+    errors of each rank count separately, as do bytes.
     """
 
     lookups: int = 0

@@ -20,7 +20,6 @@ from kvcache.sources.store.announcements import removed_event, stored_event
 from kvcache.sources.store.base import BlockStore
 from kvcache.sources.store.identity import Share, cache_identity, check_shares
 from kvcache.sources.store.orders import (
-    Evicted,
     Found,
     GiveUp,
     Held,
@@ -31,6 +30,8 @@ from kvcache.sources.store.orders import (
     PageOfBlock,
     RankDescription,
     RemoveBlocks,
+    Removed,
+    Result,
     SaveBlocks,
     Saved,
     StartEpoch,
@@ -105,7 +106,7 @@ class StoreTier:
     store's failures are counted in `stats` and never raised by the tier. After several consecutive
     failures, the tier stops calling the store for some time.
 
-    This constructor creates the tier of a process with all pages. `StoreTier.over` creates one over
+    The constructor creates a tier for a process that holds all pages. `StoreTier.over` creates one for
     several ranks.
 
     Args:
@@ -215,6 +216,9 @@ class StoreTier:
         described = [_description(each, f"ranks[{i}]") for i, each in enumerate(links)]
         for i, each in enumerate(described):
             _check_rank(f"ranks[{i}]", each, manager, described[0].model, medium)
+            for j in range(i):
+                if links[i] is links[j]:
+                    raise ValueError(f"ranks[{i}] is ranks[{j}]: expected another rank")
         check_shares([each.rank for each in described])
         tier = cls.__new__(cls)
         prefixes = StoredPrefixes(manager)
@@ -250,6 +254,8 @@ class StoreTier:
         self._loads: SourceLoads[_Arrival] = SourceLoads(manager, self.stats)
         self._loading: dict[int, _PageLoad] = {}
         self._saves: dict[int, _Save] = {}
+        # Removals of invalid blocks, and the ranks that have not confirmed them.
+        self._removals: dict[int, tuple[RemoveBlocks, set[int]]] = {}
         self._num_writing = 0  # number of blocks being stored
         self._states = [StoreResults() for _ in ranks]  # the last results of each rank
         self._drained: list[CacheEvent] = []  # manager events that were not processed yet
@@ -287,10 +293,10 @@ class StoreTier:
         if lookup.pending:
             if now < lookup.deadline:
                 return None
+            self.stats.timeouts += 1
             self._tell(GiveUp(lookup.number, is_late=True), ranks=lookup.pending)
-            self._asked.pop(lookup.number, None)
-            lookup.found, lookup.deadline = frozenset(), now + self._timeout_s
-            lookup.pending = set()
+            lookup.found = frozenset()
+            self._has_ended(lookup)
         of = first, request.num_tokens
         if lookup.found and (lookup.reach is None or lookup.reach[0] != of):
             lookup.reach = of, self._prefixes.reach(request, first, lookup.found)
@@ -379,8 +385,9 @@ class StoreTier:
 
     @property
     def is_busy(self) -> bool:
-        """Whether loads or puts are in flight, or blocks are waiting to be put."""
-        is_moving = len(self._loads) > 0 or any(each.is_busy for each in self._states)
+        """Whether loads, puts or removals are in flight, or blocks are waiting to be put."""
+        is_moving = len(self._loads) > 0 or len(self._removals) > 0
+        is_moving = is_moving or any(each.is_busy for each in self._states)
         return is_moving or self.num_waiting_blocks > 0
 
     def _check_epoch(self) -> None:
@@ -467,8 +474,6 @@ class StoreTier:
             self._saves[number] = _Save(keys, described, self._store_epoch, self._all_ranks())
             self._num_writing += len(keys)
             self._tell(SaveBlocks(number, keys, pages))
-            if self.is_dead:
-                return  # the call that was just sent is the trial call
 
     def _has_saved(self, number: int, rank: int, outcomes: tuple[str, ...] | None) -> None:
         save = self._saves.get(number)
@@ -565,6 +570,7 @@ class StoreTier:
             self._forget(request_id)
         for load in self._loads.under_way:
             self._abandon(load, "the weights have changed")
+        self._removals.clear()  # no rank looks up these keys any more
         self._tell(StartEpoch(model))
 
     def invalidate(self, ids: np.ndarray) -> dict[str, int]:
@@ -595,15 +601,18 @@ class StoreTier:
         for load in self._loads.under_way:
             if not keys.isdisjoint(load.detail.keys):
                 self._abandon(load, "its blocks were found to be invalid")
-        self._tell(RemoveBlocks(tuple(keys)))
+        order = RemoveBlocks(self._next_number(), tuple(keys))
+        self._removals[order.number] = order, self._all_ranks()
+        self._tell(order)
         return affected
 
     def replace_rank(self, index: int, rank: StoreRankLink) -> None:
         """Continue with another process for a rank, after the earlier one has died.
 
         The other ranks keep their state. Loads in flight end without any tokens, and lookups find
-        nothing. The pages of the new rank are empty: first invalidate or reset what the manager has
-        cached.
+        nothing. The new rank removes the invalid blocks that the earlier one has not removed from the
+        store. The pages of the new rank are empty: before the next step, free the running requests and
+        reset the cache.
 
         Args:
             index: Index of the rank.
@@ -616,6 +625,9 @@ class StoreTier:
         index = integer(index, "index", 0, len(self._ranks) - 1)
         new = _description(rank, "rank")
         _check_rank("rank", new, self._manager, self._model, self._medium)
+        for i, each in enumerate(self._ranks):
+            if each is rank:
+                raise ValueError(f"rank is already rank {i} of this tier: expected a new one")
         described = self._ranks[index].description
         for name in ("rank", "num_writes", "num_per_call", "knows_keys"):
             given, expected = getattr(new, name), getattr(described, name)
@@ -623,13 +635,15 @@ class StoreTier:
                 raise ValueError(
                     f"rank has {name} {shown(given)}: expected {shown(expected)}, as before"
                 )
+        self._ranks[index] = rank
+        self._states[index] = StoreResults()
+        for order, pending in self._removals.values():
+            if index in pending:
+                self._tell(order, ranks={index})
         for load in self._loads.under_way:
-            load.detail.pending.discard(index)
             self._abandon(load, "a rank was replaced")
         for lookup in [*self._asked.values()]:
             self._has_found(lookup.number, index, frozenset())
-        self._ranks[index] = rank
-        self._states[index] = StoreResults()
         self._epoch_of_rank[index] = self._store_epoch
         self._tell_evicted([*self._holders], index)
         for number in [*self._saves]:
@@ -676,7 +690,9 @@ class StoreTier:
         """Send an order to the given ranks, or to all of them."""
         for i, rank in enumerate(self._ranks):
             if ranks is None or i in ranks:
-                self._states[i].is_busy = True
+                state = self._states[i]
+                state.is_busy = True
+                state.may_write &= not state.is_dead  # the order may be the trial call
                 rank.begin([order])
 
     def _take_over(self) -> None:
@@ -692,7 +708,7 @@ class StoreTier:
                 for entry in results.entries:
                     self._process(entry, i)
 
-    def _process(self, entry: Found | Loaded | Saved | Held | Evicted, rank: int) -> None:
+    def _process(self, entry: Result, rank: int) -> None:
         if isinstance(entry, Found):
             self._has_found(entry.number, rank, entry.keys)
         elif isinstance(entry, Loaded):
@@ -703,6 +719,11 @@ class StoreTier:
                     load.detail.fail_at(entry.failed_at, entry.error)
         elif isinstance(entry, Saved):
             self._has_saved(entry.number, rank, entry.outcomes)
+        elif isinstance(entry, Removed):
+            _, pending = self._removals.get(entry.number, (None, set()))
+            pending.discard(rank)
+            if not pending:
+                self._removals.pop(entry.number, None)
         elif entry.epoch + self._epoch_of_rank[rank] == self._store_epoch:
             tell = self._tell_found if isinstance(entry, Held) else self._tell_evicted
             tell(entry.keys, rank)
@@ -713,8 +734,13 @@ class StoreTier:
             return
         lookup.pending.discard(rank)
         lookup.found &= keys
-        if not lookup.pending:
-            del self._asked[number]
+        if not lookup.pending or not lookup.found:  # later answers do not change the result
+            self._has_ended(lookup)
+
+    def _has_ended(self, lookup: _Lookup) -> None:
+        """Record that the result of a lookup is known from now on."""
+        del self._asked[lookup.number]
+        lookup.pending, lookup.deadline = set(), time.monotonic() + self._timeout_s
 
 
 def _medium(manager: KVCacheManager, write_from: object) -> str | None:
@@ -760,6 +786,12 @@ def _check_rank(
         )
     if rank.model != model:
         raise ValueError(f"{name} has model {shown(rank.model)}: expected {shown(model)}")
+    world_size = manager.cache.context_parallel.world_size
+    if isinstance(rank.rank, Share) and rank.rank.cp_world_size != world_size:
+        raise ValueError(
+            f"{name} has rank {rank.rank} with cp_world_size={rank.rank.cp_world_size}: expected "
+            f"cp_world_size={world_size}, as in the manager"
+        )
     _check_pages(name, rank.num_pages, manager.pool.num_blocks)
     if medium == "host":
         _check_pages(f"{name}.host_pages", rank.num_host_pages, manager.host_pool.num_blocks)

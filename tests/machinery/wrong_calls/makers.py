@@ -331,11 +331,16 @@ def tier(w: World) -> object:
     return tier
 
 
-def store_rank(w: World) -> object:
+def new_rank(w: World) -> object:
+    """Make a rank that can replace the tier's."""
+    return store_rank(w, "")
+
+
+def store_rank(w: World, name: str = "another") -> object:
     from kvcache.sources.store import StoreRank
     from tests.machinery.stores import MemoryStore
 
-    given = {"model": "m", "rank": "another", "staging_bytes": 8192}
+    given = {"model": "m", "rank": name, "staging_bytes": 8192}
     rank = StoreRank(w.get("StoreTier")._manager, w.get("Pages"), MemoryStore(), **given)
     w.on_close.append(rank.close)
     return rank

@@ -456,14 +456,14 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "model": lambda w: "m",
     "StoreTier.store": lambda w: w.get("BlockStore"),
     "StoreRank.store": lambda w: w.get("BlockStore"),
-    "StoreRank.cache": lambda w: w.get("StoreRank").description.identity,
+    "StoreRank.manager": lambda w: w.get("StoreRank").description.identity,
     "StoreRank.begin.orders": lambda w: [
         __import__("kvcache.sources.store.orders").sources.store.orders.LookUp(1, ())
     ],
     "StoreTier.over.ranks": lambda w: [w.get("StoreRank")],
     "StoreTier.over.manager": lambda w: w.get("StoreTier")._manager,
     "StoreTier.replace_rank.index": lambda w: 0,
-    "StoreTier.replace_rank.rank": lambda w: w.get("StoreTier")._ranks[0],
+    "StoreTier.replace_rank.rank": m.new_rank,
     "layers": lambda w: (0, 1),
     "heads": lambda w: (0, 1),
     "StoreTier.manager": lambda w: KVCacheManager(4, 12, 64, enable_events=True),
