@@ -574,8 +574,10 @@ def test_blocks_wait_until_a_dead_rank_reports_its_trial():
 # Arguments ----------------------------------------------------------------------------------------------
 
 
-def manager_of(**options):
-    return KVCacheManager(16, 9, 64, enable_events=True, **options)
+def manager_of(dcp_world_size=1, **options):
+    options["context_parallel"] = ContextParallel(dcp_world_size=dcp_world_size)
+    groups = [GroupSpec("full_attention", 16)]
+    return KVCacheManager.for_groups(groups, 9, 64, enable_events=True, **options)
 
 
 def a_rank(manager, rank="", num_kv_heads=2, **options):
@@ -625,8 +627,10 @@ SHARE = {"num_layers": 4, "num_heads": 4}
     ],
 )
 def test_ranks_that_do_not_hold_each_block_once_are_rejected(ranks, message):
-    manager = manager_of()
-    links = [a_rank(manager, each) for each in ranks]
+    manager = manager_of(
+        dcp_world_size=max([1, *(getattr(each, "cp_world_size", 1) for each in ranks)])
+    )
+    links = [a_rank(manager, each, cp_kv_cache_interleave_size=1) for each in ranks]
     with pytest.raises(ValueError, match=message):
         StoreTier.over(manager, links)
     for each in links:
@@ -722,10 +726,7 @@ def test_unknown_order_is_rejected():
 
 def test_share_without_the_context_parallel_rank_is_rejected():
     """Otherwise, ranks with other tokens would have equal keys."""
-    manager = KVCacheManager.for_groups(
-        [GroupSpec("full_attention", 16)], 9, 64, enable_events=True,
-        context_parallel=ContextParallel(dcp_world_size=2),
-    )  # fmt: skip
+    manager = manager_of(dcp_world_size=2)
     share = Share.of_rank(num_layers=1, num_heads=2)
     links = [a_rank(manager, share, cp_kv_cache_interleave_size=1) for _ in range(2)]
     message = r"ranks\[0\] has rank layers 0 .*cp_world_size=1: expected cp_world_size=2"
