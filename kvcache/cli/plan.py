@@ -19,7 +19,7 @@ from kvcache.cli.replay import check_trace, read_workload, write_plot
 
 if TYPE_CHECKING:
     from kvcache.replay import WorkloadRequest
-    from kvcache.replay.fleet import FleetPlan, FleetReport, Hardware
+    from kvcache.replay.fleet import Failure, FleetPlan, FleetReport, Hardware
 
 _ROUTERS = ("round_robin", "least_loaded", "session", "prefix")
 
@@ -74,6 +74,15 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--write-hardware", metavar="FILE.json", help="write an example for --hardware, and exit"
     )
+    sub.add_argument(
+        "--fail",
+        metavar="KIND[:N]@S[+S]",
+        action="append",
+        help="also simulate a failure of the best fleet of each router: replica:3@60s+30s (replica 3 "
+        "dies 60 s after the first arrival and is back 30 s later), store@60s+30s, router@60s (a "
+        "restart), store_link:3@60s+30s or router_link:3@60s+30s (replica 3 cannot be reached); may be "
+        "repeated",
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     sub.add_argument(
         "--plot", metavar="FILE.png", type=plot_file, help="plot times to first token by price"
@@ -92,6 +101,7 @@ def run_plan(args: argparse.Namespace) -> int:
     fleets = import_module("kvcache.replay.fleet")
     replay = import_module("kvcache.replay")
     hardware = _hardware(args.hardware)
+    failures = [_failure(text) for text in args.fail or ()]
     name, workload = read_workload(args)
     if args.trace is not None and not os.path.isfile(args.trace):
         requests = list(workload)  # a pipe can be read only once
@@ -122,6 +132,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 most_replicas=args.most_replicas,
                 hardware=hardware,
                 max_simulated=args.max_simulated,
+                failures=failures,
                 on_report=on_report,
             )
     except replay.TraceError as error:
@@ -140,6 +151,8 @@ def run_plan(args: argparse.Namespace) -> int:
             print(json.dumps(plan.to_dict()))
     else:
         show(fleets.fleet_plan_table(plan))
+        for found in plan.failures:
+            show(fleets.failure_table(found))
         if plan.recommended is not None:
             show(_recommendation(plan))
     if plan.recommended is None:
@@ -193,6 +206,14 @@ def _hardware(path: str | None) -> Hardware | None:
         raise UsageError(
             f"--hardware is {quoted(path)}: expected a readable file ({error.strerror})"
         ) from None
+
+
+def _failure(text: str) -> Failure:
+    fleets = import_module("kvcache.replay.fleet")
+    try:
+        return fleets.Failure.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--fail: {error}") from None
 
 
 def _write_hardware(path: str) -> int:

@@ -275,6 +275,11 @@ class Replayer:
         return self._now_ms if self._clock is None else self._clock.now_ms
 
     @property
+    def store(self) -> SimulatedStore | None:
+        """The store below the other tiers. None: there is none."""
+        return self._store
+
+    @property
     def prefill_free_ms(self) -> float:
         """When the prefills of all admitted requests end, in a timed replay."""
         return self._clock.prefill_free_ms

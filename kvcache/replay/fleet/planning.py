@@ -9,14 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcache.checks import MAX_INT32, instance, instances, integer, listed, number, shown, text
+from kvcache.replay.fleet.failures import Failure, checked_failures
 from kvcache.replay.fleet.hardware import Hardware
-from kvcache.replay.fleet.simulation import (
-    Fleet,
-    FleetReport,
-    Workload,
-    repeatable,
-    simulate_fleet,
-)
+from kvcache.replay.fleet.recovery import FailureReport, simulate_failures
+from kvcache.replay.fleet.simulation import FleetReport, Workload, repeatable, simulate_fleet
+from kvcache.replay.fleet.sizes import Fleet
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,18 +29,22 @@ class FleetPlan:
         recommended: The cheapest fleet that meets `p99_ms` and serves all requests; without prices, the
             one with the fewest replicas. None: no simulated fleet does.
         reason: Why no fleet is recommended. None if there is one.
+        failures: For each router and combination of tiers, failures of its cheapest fleet that meets
+            `p99_ms`; if there is none, of its fastest fleet.
     """
 
     p99_ms: float
     reports: list[FleetReport] = field(default_factory=list)
     recommended: FleetReport | None = None
     reason: str | None = None
+    failures: list[FailureReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.p99_ms = float(number(self.p99_ms, "p99_ms"))
         instances(self.reports, FleetReport, "reports", "reports")
         if self.recommended is not None:
             instance(self.recommended, FleetReport, "recommended")
+        instances(self.failures, FailureReport, "failures", "reports")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON."""
@@ -62,6 +63,7 @@ def plan_fleet(
     most_replicas: int = 1024,
     hardware: Hardware | None = None,
     max_simulated: int = 64,
+    failures: Sequence[Failure] = (),
     on_report: Callable[[FleetReport], None] | None = None,
 ) -> FleetPlan:
     """Simulate fleets of several sizes, tiers and routers, and recommend the cheapest.
@@ -82,6 +84,8 @@ def plan_fleet(
         most_replicas: Largest number of replicas that the search simulates.
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_simulated: Larger fleets are sampled (`simulate_fleet`).
+        failures: Failures to simulate together (`simulate_failures`), once for each router and each
+            combination of tiers. The search then simulates only fleets that have the replicas that fail.
         on_report: Called with the report of each simulation.
 
     Returns:
@@ -130,6 +134,14 @@ def plan_fleet(
             varied["routers"], varied["host_blocks"], varied["store_blocks"]
         )
     ]
+    fewest = 1 + max((each.replica or 0 for each in checked_failures(failures, None)), default=0)
+    for base, count in itertools.product(bases, varied.get("replicas", [fewest])):
+        checked_failures(failures, replace(base, replicas=count))
+    if fewest > most_replicas:
+        raise ValueError(
+            f"most_replicas is {most_replicas}: expected {fewest} or more, because replica {fewest - 1} "
+            "fails"
+        )
     plan = FleetPlan(p99_ms)
 
     def simulate(base: Fleet, count: int) -> FleetReport:
@@ -141,20 +153,29 @@ def plan_fleet(
         return report
 
     for base in bases:
+        num_before = len(plan.reports)
         if replicas is not None:
             for count in varied["replicas"]:
                 simulate(base, count)
         else:
-            _search(simulate, base, p99_ms, most_replicas)
+            _search(simulate, base, p99_ms, most_replicas, fewest)
+        best = _best(plan.reports[num_before:], p99_ms)
+        if failures and not best.rejected_requests:
+            sized = replace(base, replicas=best.fleet["replicas"])
+            plan.failures.append(simulate_failures(workload, sized, failures, hardware))
     _recommend(plan)
     return plan
 
 
 def _search(
-    simulate: Callable[[Fleet, int], FleetReport], base: Fleet, p99_ms: float, most: int
+    simulate: Callable[[Fleet, int], FleetReport],
+    base: Fleet,
+    p99_ms: float,
+    most: int,
+    fewest: int = 1,
 ) -> None:
     """Simulate numbers of replicas until the smallest sufficient one is known."""
-    count, too_few = min(base.replicas, most), 0
+    count, too_few = max(min(base.replicas, most), fewest), fewest - 1
     while not _is_fast(report := simulate(base, count), p99_ms):
         if count == most or report.rejected_requests:
             return  # more replicas do not help
@@ -171,10 +192,18 @@ def _is_fast(report: FleetReport, p99_ms: float) -> bool:
     return report.p99_ms_to_first_token <= p99_ms and not report.rejected_requests
 
 
+def _best(reports: list[FleetReport], p99_ms: float) -> FleetReport:
+    """Return the cheapest fleet that meets `p99_ms`, or the fastest one."""
+    fast = [each for each in reports if _is_fast(each, p99_ms)]
+    return (
+        min(fast, key=_cost) if fast else min(reports, key=lambda each: each.p99_ms_to_first_token)
+    )
+
+
 def _recommend(plan: FleetPlan) -> None:
-    fast = [each for each in plan.reports if _is_fast(each, plan.p99_ms)]
-    if fast:
-        plan.recommended = min(fast, key=_cost)
+    best = _best(plan.reports, plan.p99_ms)
+    if _is_fast(best, plan.p99_ms):
+        plan.recommended = best
         return
     rejected = [each for each in plan.reports if each.rejected_requests]
     if len(rejected) == len(plan.reports):
@@ -185,7 +214,6 @@ def _recommend(plan: FleetPlan) -> None:
             "replicas"
         )
         return
-    best = min(plan.reports, key=lambda each: each.p99_ms_to_first_token)
     plan.reason = (
         f"the fastest fleet, {best.fleet['replicas']} replicas, has a p99 of "
         f"{best.p99_ms_to_first_token:,.0f} ms: use more or faster replicas, or allow more than "

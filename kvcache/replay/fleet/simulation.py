@@ -4,22 +4,27 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvcache.allocator import Request
-from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown, text
+from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown
+from kvcache.replay.fleet.failures import Failure
 from kvcache.replay.fleet.hardware import Hardware
+from kvcache.replay.fleet.outcomes import HIT_FIELDS, Outcomes, percentile
+from kvcache.replay.fleet.replica import Replica
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.fleet.sessions import Sessions, share_of
-from kvcache.replay.policies import parse_eviction
-from kvcache.replay.replayer import Replayer
+from kvcache.replay.fleet.sizes import Fleet
 from kvcache.replay.running import Running
-from kvcache.replay.stored import StoreContents
+from kvcache.replay.stored import Outage, StoreContents
 from kvcache.replay.workload import (
     WorkloadRequest,
     check_arrival,
@@ -29,55 +34,6 @@ from kvcache.replay.workload import (
 
 _MOST_MS = 2**53 - 1  # floats represent integers up to here exactly
 Workload = Sequence[WorkloadRequest] | Callable[[], Iterable[WorkloadRequest]]
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Sizes of a fleet of equal replicas.
-
-    Args:
-        replicas: Number of replicas.
-        num_blocks: Blocks of each replica on the device, including the null block.
-        block_size: Tokens per block.
-        host_blocks: Blocks of each replica on the host, including the null block. 0: no host tier.
-        store_blocks: Blocks of the store that all replicas share. 0: no store.
-        router: One of `ROUTERS`.
-        concurrency: Maximum number of running requests per replica.
-        eviction: Eviction policy of both tiers of a replica, as `policy[:option=value]...`.
-        num_preallocate_tokens: Tokens that a replica preallocates for answers (`CacheOptions`).
-
-    Raises:
-        TypeError, ValueError: An argument is invalid.
-    """
-
-    replicas: int
-    num_blocks: int
-    block_size: int = 16
-    host_blocks: int = 0
-    store_blocks: int = 0
-    router: str = "prefix"
-    concurrency: int = 256
-    eviction: str = "lru"
-    num_preallocate_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            *(("replicas", 1), ("num_blocks", 2), ("block_size", 1)),
-            *(("host_blocks", 0), ("store_blocks", 0), ("concurrency", 1)),
-            ("num_preallocate_tokens", 0),
-        ):
-            integer(getattr(self, name), name, least)
-        if self.host_blocks == 1:
-            raise ValueError("host_blocks is 1: expected 0, or 2 or more with the null block")
-        if text(self.router, "router") not in ROUTERS:
-            raise ValueError(
-                f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"
-            )
-        text(self.eviction, "eviction")
-        try:
-            parse_eviction(self.eviction)
-        except ValueError as error:
-            raise ValueError(f"eviction is {error}") from None
 
 
 @dataclass
@@ -135,96 +91,6 @@ class FleetReport:
         return asdict(self)
 
 
-class Replica:
-    """A replica with its own manager and clock."""
-
-    def __init__(self, fleet: Fleet, hardware: Hardware, store: StoreContents, blocks: int) -> None:
-        name, values = parse_eviction(fleet.eviction)
-        options: dict[str, Any] = {"eviction": name, "eviction_options": values}
-        if fleet.host_blocks:
-            options |= {"host_eviction": name, "host_eviction_options": values}
-            options["num_host_blocks"] = fleet.host_blocks
-        self._hardware, self._concurrency = hardware, fleet.concurrency
-        self._ends: list[float] = []  # a heap
-        self._links = {"host": 0.0, "store": 0.0}  # when their loads have ended
-        self._replayer = Replayer(
-            num_blocks=fleet.num_blocks,
-            block_size=fleet.block_size,
-            concurrency=fleet.concurrency,
-            service=hardware.service,
-            num_preallocate_tokens=fleet.num_preallocate_tokens,
-            num_store_blocks=blocks,
-            store_contents=store,
-            **options,
-        )
-        self.num_served = self.num_computed = 0
-        self.last_end_ms = 0.0
-
-    def num_unfinished(self, now_ms: float) -> int:
-        """Return the number of requests that have not ended."""
-        while self._ends and self._ends[0] <= now_ms:
-            heapq.heappop(self._ends)
-        return len(self._ends)
-
-    def wait_ms(self, now_ms: float) -> float:
-        """Return how long a prefill would wait for earlier ones and for a running request to end."""
-        start = max(now_ms, self._replayer.prefill_free_ms)
-        too_many = self.num_unfinished(now_ms) - self._concurrency + 1
-        if too_many > 0:
-            start = max(start, heapq.nsmallest(too_many, self._ends)[-1])
-        return start - now_ms
-
-    def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
-        """Return the time to the first token of a request, if it were served here.
-
-        Blocks in the store are not considered, because all replicas can load them.
-        """
-        cached = self._replayer.manager.cache.cached_tokens(request)
-        num_cached = min(cached.with_host, item.num_tokens - 1)
-        wait_ms = self.wait_ms(now_ms)
-        loaded_ms = self._loaded_ms(now_ms, "host", max(num_cached - cached.on_device, 0)) - now_ms
-        computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
-        return max(wait_ms, loaded_ms) + computed_ms
-
-    def serve(self, item: WorkloadRequest, request: Request) -> Running | None:
-        """Serve a request. Return it with its hits and times, or None if it does not fit."""
-        served = self._replayer.arrive(item, request, self._load_ms)
-        if served is not None:
-            self.num_served += 1
-            heapq.heappush(self._ends, served.end_ms)
-            self.last_end_ms = max(self.last_end_ms, served.end_ms)
-            self.num_computed += item.num_tokens - served.num_hit
-        return served
-
-    def _load_ms(self, running: Running) -> float:
-        now_ms = self._replayer.now_ms
-        tokens = {"host": running.num_host_hit, "store": running.num_store_hit}
-        for link, count in tokens.items():
-            if count:
-                self._links[link] = self._loaded_ms(now_ms, link, count)
-        ended = [self._links[link] for link, count in tokens.items() if count]
-        return max(ended, default=now_ms) - now_ms
-
-    def _loaded_ms(self, now_ms: float, link: str, num_tokens: int) -> float:
-        """Return when a load that begins after earlier ones has ended."""
-        if not num_tokens:
-            return now_ms
-        bytes_per_ms = 1e6 * getattr(self._hardware, f"{link}_gb_per_s")
-        duration_ms = num_tokens * self._hardware.bytes_per_token / bytes_per_ms
-        return max(now_ms, self._links[link]) + duration_ms
-
-
-@dataclass
-class _Share:
-    """Results of one share of the sessions."""
-
-    report: FleetReport
-    first_token_ms: list[float] = field(default_factory=list)
-    num_answered: int = 0
-    span_ms: float = 0.0  # from the first arrival to the last
-    duration_ms: float = 0.0  # from the first arrival to the last end
-
-
 def simulate_fleet(
     workload: Workload,
     fleet: Fleet,
@@ -271,6 +137,25 @@ def simulate_fleet(
     if on_request is not None and not callable(on_request):
         raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
     instance(fleet, Fleet, "fleet")
+    hardware = checked_hardware(hardware, fleet)
+    integer(max_replicas, "max_replicas", 1, MAX_INT32)
+    integer(num_samples, "num_samples", 2, MAX_INT32)
+    if fleet.replicas <= max_replicas or not ROUTERS[fleet.router]().keeps_sessions:
+        simulation = Simulation(fleet, hardware, on_request=on_request)
+        return with_prices(simulation.run(workload()), fleet, hardware)
+    num_shares = -(-fleet.replicas // max_replicas)
+    shares = [
+        Simulation(
+            *(fleet, hardware),
+            **{"num_shares": num_shares, "share": share, "on_request": on_request},
+        ).run(workload())
+        for share in range(min(num_samples, num_shares))
+    ]
+    return _combined(shares, num_shares, fleet, hardware)
+
+
+def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
+    """Return the hardware or its defaults. Raises TypeError, or ValueError for missing prices."""
     hardware = Hardware() if hardware is None else hardware
     instance(hardware, Hardware, "hardware")
     for tier in ("host", "store"):
@@ -280,17 +165,7 @@ def simulate_fleet(
             raise ValueError(
                 f"{name} is None: expected a price, because the fleet has {tier} blocks"
             )
-    integer(max_replicas, "max_replicas", 1, MAX_INT32)
-    integer(num_samples, "num_samples", 2, MAX_INT32)
-    if fleet.replicas <= max_replicas or not ROUTERS[fleet.router]().keeps_sessions:
-        share = _simulate(workload, fleet, hardware, 1, 0, on_request)
-        return _priced(share.report, fleet, hardware)
-    num_shares = -(-fleet.replicas // max_replicas)
-    shares = [
-        _simulate(workload, fleet, hardware, num_shares, share, on_request)
-        for share in range(min(num_samples, num_shares))
-    ]
-    return _combined(shares, num_shares, fleet, hardware)
+    return hardware
 
 
 def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
@@ -305,89 +180,171 @@ def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
     return lambda: requests
 
 
-def _simulate(
-    workload: Callable[[], Iterable[WorkloadRequest]],
-    fleet: Fleet,
-    hardware: Hardware,
-    num_shares: int,
-    share: int,
-    on_request: Callable[[WorkloadRequest, int, Running], None] | None,
-) -> _Share:
-    num_replicas = max(round(fleet.replicas / num_shares), 1)
-    store: StoreContents = OrderedDict()
-    store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
-    replicas = [Replica(fleet, hardware, store, store_blocks) for _ in range(num_replicas)]
-    router, sessions = ROUTERS[fleet.router](), Sessions(fleet.block_size)
-    needs_sessions = num_shares > 1 or router.keeps_sessions
-    result = _Share(FleetReport(asdict(fleet), num_replicas))
-    report, first_ms, last_ms = result.report, None, 0
-    for item in checked_workload(workload(), None):
-        check_arrival(item, last_ms)
-        if item.arrival_ms > _MOST_MS:
-            raise ValueError(
-                f"workload has request {item.index} at {item.arrival_ms} ms: expected at most {_MOST_MS}"
-            )
-        first_ms, last_ms = item.arrival_ms if first_ms is None else first_ms, item.arrival_ms
-        session = sessions.of(item) if needs_sessions else 0
-        if num_shares > 1 and share_of(session, num_shares) != share:
-            continue
+class Simulation:
+    """A replay of one share of the sessions.
+
+    Attributes:
+        report: The totals, after `run`.
+        outcomes: One entry per request.
+        num_resent: Number of requests that were sent again, because their replica died.
+        num_delayed: Number of requests that waited because no replica could be reached.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        hardware: Hardware,
+        *,
+        num_shares: int = 1,
+        share: int = 0,
+        failures: Sequence[Failure] = (),
+        on_request: Callable[[WorkloadRequest, int, Running], None] | None = None,
+    ) -> None:
+        self._fleet, self._hardware, self._failures = fleet, hardware, failures
+        self._num_shares, self._share, self._on_request = num_shares, share, on_request
+        self._store: StoreContents = OrderedDict()
+        store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
+        self._replicas = [
+            Replica(number, fleet, hardware, self._store, store_blocks, bool(failures))
+            for number in range(max(round(fleet.replicas / num_shares), 1))
+        ]
+        self._router = ROUTERS[fleet.router]()
+        self._router_ms = 0.0  # from when it works
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._numbers = itertools.count()
+        self._places: dict[int, tuple[int, int]] = {}  # session and place by request index
+        self.outcomes = Outcomes()
+        self.num_resent = self.num_delayed = 0
+        self.report = FleetReport(asdict(fleet), len(self._replicas))
+
+    def run(self, workload: Iterable[WorkloadRequest]) -> FleetReport:
+        """Replay all requests, and return the report."""
+        sessions = Sessions(self._fleet.block_size)
+        needs_sessions = self._num_shares > 1 or self._router.keeps_sessions
+        first_ms, last_ms = None, 0
+        for item in checked_workload(workload, None):
+            check_arrival(item, last_ms)
+            if item.arrival_ms > _MOST_MS:
+                raise ValueError(
+                    f"workload has request {item.index} at {item.arrival_ms} ms: expected at most "
+                    f"{_MOST_MS}"
+                )
+            if first_ms is None:
+                first_ms = item.arrival_ms
+                self._schedule(first_ms)
+            last_ms = item.arrival_ms
+            session = sessions.of(item) if needs_sessions else 0
+            if self._num_shares > 1 and share_of(session, self._num_shares) != self._share:
+                continue
+            self._play(item.arrival_ms)
+            self._route(item, session, self.outcomes.arrive(item))
+        if first_ms is None:
+            raise ValueError("workload is empty: expected one request or more")
+        self._play(math.inf)
+        if len(self.outcomes) > 1 and last_ms == first_ms:
+            raise ValueError("all requests arrive at the same time: expected a trace with times")
+        self._fill(first_ms, last_ms - first_ms)
+        return self.report
+
+    def _route(self, item: WorkloadRequest, session: int, place: int) -> None:
+        replicas, now_ms = self._replicas, item.arrival_ms
+        if self._failures:
+            replicas = [each for each in replicas if each.reachable_ms <= now_ms]
+            if not replicas or now_ms < self._router_ms:
+                soonest_ms = min(each.reachable_ms for each in self._replicas)
+                again = replace(item, arrival_ms=int(max(soonest_ms, self._router_ms)))
+                self.num_delayed += 1
+                self._at(again.arrival_ms, lambda: self._route(again, session, place))
+                return
         request = Request(str(item.index), item.token_ids)
-        chosen = router.choose(replicas, item, request, session)
-        served = replicas[chosen].serve(item, request)
-        report.requests += 1
+        chosen = replicas[self._router.choose(replicas, item, request, session)]
+        served = chosen.serve(item, request)
         if served is None:
-            report.rejected_requests += 1
-            continue
-        report.prompt_tokens += item.num_tokens
-        report.host_hit_tokens += served.num_host_hit
-        report.store_hit_tokens += served.num_store_hit
-        report.device_hit_tokens += served.num_hit - served.num_host_hit - served.num_store_hit
-        result.first_token_ms.append(served.first_ms - item.arrival_ms)
-        result.num_answered += item.output_length
-        if on_request is not None:
-            on_request(item, chosen, served)
-    if first_ms is None:
-        raise ValueError("workload is empty: expected one request or more")
-    result.span_ms = last_ms - first_ms
-    result.duration_ms = max(each.last_end_ms for each in replicas) - first_ms
-    if report.requests > 1 and not result.span_ms:
-        raise ValueError("all requests arrive at the same time: expected a trace with times")
-    _fill(result, [each.num_computed for each in replicas], hardware)
-    return result
+            return
+        self.outcomes.serve(place, served)
+        if self._failures:
+            self._places[item.index] = session, place
+        if self._on_request is not None:
+            self._on_request(item, chosen.number, served)
 
+    def _at(self, ms: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (ms, next(self._numbers), event))
 
-def _fill(result: _Share, num_computed: list[int], hardware: Hardware) -> None:
-    report = result.report
-    _set_hit_rate(report)
-    times = np.array(result.first_token_ms or [0.0])
-    report.mean_ms_to_first_token = float(times.mean())
-    report.p50_ms_to_first_token, report.p99_ms_to_first_token = (
-        float(np.percentile(times, percent, method="inverted_cdf")) for percent in (50, 99)
-    )
-    if result.span_ms:
-        busy = [1000 * each / hardware.prefill_speed / result.span_ms for each in num_computed]
-        report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
-    if result.duration_ms > 0:
-        report.answer_tokens_per_s = 1000 * result.num_answered / result.duration_ms
-    loaded = report.host_hit_tokens + report.store_hit_tokens
-    report.loaded_bytes = int(loaded * hardware.bytes_per_token)
+    def _play(self, until_ms: float) -> None:
+        """Process all failures and delayed requests up to this time."""
+        while self._events and self._events[0][0] <= until_ms:
+            heapq.heappop(self._events)[-1]()
+
+    def _schedule(self, first_ms: int) -> None:
+        """Schedule the failures of a workload that begins at a time."""
+        outages: dict[int, list[Outage]] = {each.number: [] for each in self._replicas}
+        for each in self._failures:
+            begin_ms, end_ms = first_ms + each.begin_ms, first_ms + each.end_ms
+            self._at(begin_ms, partial(self._fail, each, begin_ms, end_ms))
+            if each.kind in ("store", "store_link"):
+                outage = Outage(begin_ms, end_ms, each.kind == "store")
+                for number in outages if each.replica is None else [each.replica]:
+                    outages[number].append(outage)
+        for each in self._replicas:
+            each.set_outages(outages[each.number])
+
+    def _fail(self, failure: Failure, now_ms: int, end_ms: int) -> None:
+        replica = None if failure.replica is None else self._replicas[failure.replica]
+        if failure.kind in ("replica", "router_link"):
+            replica.reachable_ms = max(replica.reachable_ms, end_ms)
+        if failure.kind == "replica":
+            for lost in replica.die(now_ms):
+                self.num_resent += 1
+                session, place = self._places[lost.item.index]
+                self.outcomes.lose(place, now_ms)
+                self._route(replace(lost.item, arrival_ms=now_ms), session, place)
+        elif failure.kind == "store":
+            for key, block in [*self._store.items()]:
+                if block.ready_ms <= now_ms:
+                    del self._store[key]
+        elif failure.kind == "router":
+            self._router_ms = max(self._router_ms, end_ms)
+            self._router = ROUTERS[self._fleet.router]()
+            for each in self._replicas:
+                each.clear_index()
+
+    def _fill(self, first_ms: int, span_ms: int) -> None:
+        report, outcomes = self.report, self.outcomes
+        report.requests = len(outcomes)
+        report.rejected_requests = report.requests - outcomes.num_served
+        for name in ("prompt_tokens", *HIT_FIELDS):
+            setattr(report, name, int(outcomes.column(name).sum()))
+        _set_hit_rate(report)
+        times = outcomes.ms_to_first_token
+        times = times if len(times) else np.zeros(1)
+        report.mean_ms_to_first_token = float(times.mean())
+        report.p50_ms_to_first_token, report.p99_ms_to_first_token = (
+            percentile(times, percent) for percent in (50, 99)
+        )
+        if span_ms:
+            speed = self._hardware.prefill_speed
+            busy = [1000 * each.num_computed / speed / span_ms for each in self._replicas]
+            report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
+        duration_ms = max(each.last_end_ms for each in self._replicas) - first_ms
+        if duration_ms > 0:
+            num_answered = int(outcomes.column("answer_tokens").sum())
+            report.answer_tokens_per_s = 1000 * num_answered / duration_ms
+        loaded = report.host_hit_tokens + report.store_hit_tokens
+        report.loaded_bytes = int(loaded * self._hardware.bytes_per_token)
 
 
 def _combined(
-    shares: list[_Share], num_shares: int, fleet: Fleet, hardware: Hardware
+    shares: list[FleetReport], num_shares: int, fleet: Fleet, hardware: Hardware
 ) -> FleetReport:
     """Return the report of several samples: sums of counts, and means of rates with their errors."""
-    served = [each.report for each in shares if each.report.requests]
+    served = [each for each in shares if each.requests]
     if len(served) < 2:
         raise ValueError(
             f"{len(served)} samples of 1/{num_shares} of the sessions have requests: expected 2 or more "
             "(use a longer trace, or a larger max_replicas)"
         )
     total = FleetReport(asdict(fleet), served[0].simulated_replicas)
-    for name in (
-        *("requests", "rejected_requests", "prompt_tokens", "device_hit_tokens"),
-        *("host_hit_tokens", "store_hit_tokens"),
-    ):
+    for name in ("requests", "rejected_requests", "prompt_tokens", *HIT_FIELDS):
         setattr(total, name, sum(getattr(each, name) for each in served))
     _set_hit_rate(total)
     for name in ("mean", "p50", "p99"):
@@ -401,11 +358,11 @@ def _combined(
     total.loaded_bytes = int(num_shares * np.mean([each.loaded_bytes for each in served]))
     total.hit_rate_error = _standard_error([each.token_hit_rate for each in served])
     total.p99_error = _standard_error([each.p99_ms_to_first_token for each in served])
-    return _priced(total, fleet, hardware)
+    return with_prices(total, fleet, hardware)
 
 
 def _set_hit_rate(report: FleetReport) -> None:
-    hits = report.device_hit_tokens + report.host_hit_tokens + report.store_hit_tokens
+    hits = sum(getattr(report, name) for name in HIT_FIELDS)
     report.token_hit_rate = hits / max(report.prompt_tokens, 1)
 
 
@@ -413,7 +370,7 @@ def _standard_error(values: list[float]) -> float:
     return float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
-def _priced(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
+def with_prices(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
     if hardware.price_per_hour is not None:
         gib = hardware.bytes_per_token * fleet.block_size / 2**30  # per block
         host = fleet.host_blocks and fleet.host_blocks * gib * hardware.host_price_per_gib_hour

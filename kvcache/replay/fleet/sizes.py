@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a fleet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.checks import integer, shown, text
+from kvcache.replay.fleet.routers import ROUTERS
+from kvcache.replay.policies import parse_eviction
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Sizes of a fleet of equal replicas.
+
+    Args:
+        replicas: Number of replicas.
+        num_blocks: Blocks of each replica on the device, including the null block.
+        block_size: Tokens per block.
+        host_blocks: Blocks of each replica on the host, including the null block. 0: no host tier.
+        store_blocks: Blocks of the store that all replicas share. 0: no store.
+        router: One of `ROUTERS`.
+        concurrency: Maximum number of running requests per replica.
+        eviction: Eviction policy of both tiers of a replica, as `policy[:option=value]...`.
+        num_preallocate_tokens: Tokens that a replica preallocates for answers (`CacheOptions`).
+
+    Raises:
+        TypeError, ValueError: An argument is invalid.
+    """
+
+    replicas: int
+    num_blocks: int
+    block_size: int = 16
+    host_blocks: int = 0
+    store_blocks: int = 0
+    router: str = "prefix"
+    concurrency: int = 256
+    eviction: str = "lru"
+    num_preallocate_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            *(("replicas", 1), ("num_blocks", 2), ("block_size", 1)),
+            *(("host_blocks", 0), ("store_blocks", 0), ("concurrency", 1)),
+            ("num_preallocate_tokens", 0),
+        ):
+            integer(getattr(self, name), name, least)
+        if self.host_blocks == 1:
+            raise ValueError("host_blocks is 1: expected 0, or 2 or more with the null block")
+        if text(self.router, "router") not in ROUTERS:
+            raise ValueError(
+                f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"
+            )
+        text(self.eviction, "eviction")
+        try:
+            parse_eviction(self.eviction)
+        except ValueError as error:
+            raise ValueError(f"eviction is {error}") from None
