@@ -52,6 +52,13 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     ):
         sub.add_argument(option, metavar="N,N", type=_numbers(option, least), help=text)
     sub.add_argument(
+        "--decode-replicas",
+        metavar="N,N",
+        type=_decode_replicas,
+        help="numbers of replicas that answer, while --replicas compute prompts; auto: search for the "
+        "fewest; 0: all replicas do both; default 0",
+    )
+    sub.add_argument(
         "--router",
         metavar="R,R",
         type=_routers,
@@ -129,6 +136,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 host_blocks=args.host_blocks,
                 store_blocks=args.store_blocks,
                 replicas=args.replicas,
+                decode_replicas=args.decode_replicas,
                 most_replicas=args.most_replicas,
                 hardware=hardware,
                 max_simulated=args.max_simulated,
@@ -164,8 +172,8 @@ def run_plan(args: argparse.Namespace) -> int:
 def _recommendation(plan: FleetPlan) -> str:
     report = plan.recommended
     fleet = report.fleet
-    count = fleet["replicas"]
-    parts = [f"{count:,} replica{'s' * (count > 1)} with the router {fleet['router']}"]
+    size = import_module("kvcache.replay.fleet").fleet_size(fleet)
+    parts = [f"{size} with the router {fleet['router']}"]
     if fleet["host_blocks"]:
         parts.append(f"{fleet['host_blocks']:,} blocks on each host")
     if fleet["store_blocks"]:
@@ -187,8 +195,10 @@ def _progress(args: argparse.Namespace) -> Iterator[Callable[[FleetReport], None
     with progress_bars() as bar:
         task = bar.add_task("fleets", total=None, state="")
 
+        fleet_size = import_module("kvcache.replay.fleet").fleet_size
+
         def advance(report: FleetReport) -> None:
-            state = f"{report.fleet['replicas']} x {report.fleet['router']}"
+            state = f"{fleet_size(report.fleet)}, {report.fleet['router']}"
             bar.update(task, advance=1, state=state)
 
         yield advance
@@ -232,6 +242,11 @@ def _write_hardware(path: str) -> int:
 def _numbers(option: str, least: int) -> Callable[[str], tuple[int, ...]]:
     convert = number(option, least, MAX_INT32)
     return lambda text: tuple(map(convert, text.split(",")))
+
+
+def _decode_replicas(text: str) -> tuple[int | None, ...]:
+    convert = number("--decode-replicas", 0, MAX_INT32)
+    return tuple(None if each == "auto" else convert(each) for each in text.split(","))
 
 
 def _routers(text: str) -> tuple[str, ...]:

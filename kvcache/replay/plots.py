@@ -248,7 +248,7 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
     for each in plan.reports:
         if each.rejected_requests:
             continue
-        at = each.price_per_hour if has_prices else each.fleet["replicas"]
+        at = each.price_per_hour if has_prices else _num_replicas(each.fleet)
         points = lines.setdefault(_fleet_name(each.fleet), [])
         points.append((at, max(each.p99_ms_to_first_token, 1.0)))
         if each is plan.recommended:
@@ -264,7 +264,7 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
     _finish(axes, "p99 in ms")
     for found, color in zip(plan.failures, itertools.cycle(_COLORS)):
         axes, fleet = rows[1, 0], found.report.fleet
-        label = f"{fleet['replicas']:,} x {_fleet_name(fleet)}"
+        label = f"{_num_replicas(fleet):,} x {_fleet_name(fleet)}"
         axes.plot(found.time_s, found.hit_rates, color=color, label=label)
         axes.plot(found.time_s, found.undisturbed_hit_rates, color=color, linestyle=":")
         for failure in map(Failure.parse, found.failures):
@@ -288,7 +288,12 @@ _TIERS = ("host_blocks", "store_blocks")
 
 def _fleet_name(fleet: dict[str, Any]) -> str:
     tiers = [f"{fleet[name]:,} {name[:-7]} blocks" for name in _TIERS if fleet[name]]
-    return ", ".join([fleet["router"], *tiers])
+    pools = ["decode replicas"] if fleet["decode_replicas"] else []
+    return ", ".join([fleet["router"], *tiers, *pools])
+
+
+def _num_replicas(fleet: dict[str, Any]) -> int:
+    return fleet["replicas"] + fleet["decode_replicas"]
 
 
 def _title(report: ReplayReport) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.events import CacheEvent
@@ -36,6 +36,30 @@ class Outage(NamedTuple):
 StoreContents = OrderedDict[BlockKey, StoredBlock]  # least recently used first
 
 
+class TokenSource(Protocol):
+    """A source of tokens after the hit in a replayed cache.
+
+    `is_optional` is whether a request is computed if its tokens from the source do not fit.
+    """
+
+    is_optional: bool
+
+    def match(self, request: Request, now_ms: float = 0.0) -> int:
+        """Return the number of tokens after the hit that can be loaded at a time."""
+
+    def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
+        """Record that the `num_tokens` tokens before token `num_hit` are loaded."""
+
+    def save(self) -> None:
+        """Take the blocks that were cached in the last step."""
+
+    def complete(self, ready_ms: float) -> None:
+        """Set the time at which the blocks taken since the last call are complete."""
+
+    def drain_events(self) -> list[CacheEvent]:
+        """Return the events of the manager and of the source since the last call."""
+
+
 class SimulatedStore:
     """A store of at most `num_blocks` blocks over all groups, with LRU eviction.
 
@@ -47,6 +71,8 @@ class SimulatedStore:
     Stores with the same `contents` are one store that several managers share. A manager finds the
     blocks of the others once they are complete (`complete`).
     """
+
+    is_optional = True
 
     def __init__(
         self,

@@ -37,7 +37,8 @@ class Failure:
               the replica has received end normally.
         at_s: Seconds from the first arrival to the failure.
         lasts_s: Seconds until it is repaired.
-        replica: Position of the replica, for `replica`, `store_link` and `router_link`.
+        replica: Position of the replica, for `replica`, `store_link` and `router_link`. Decode replicas
+            follow the prefill replicas.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -108,9 +109,9 @@ def checked_failures(failures: Sequence[Failure], fleet: Fleet | None) -> list[F
     """
     found = instances(failures, Failure, "failures", "failures")
     for i, each in enumerate(found if fleet is not None else ()):
-        if each.replica is not None and each.replica >= fleet.replicas:
+        if each.replica is not None and each.replica >= fleet.all_replicas:
             raise ValueError(
-                f"failures[{i}] is {each}: expected a replica from 0 to {fleet.replicas - 1}"
+                f"failures[{i}] is {each}: expected a replica from 0 to {fleet.all_replicas - 1}"
             )
         if each.kind in ("store", "store_link") and not fleet.store_blocks:
             raise ValueError(f"failures[{i}] is {each}: expected a fleet with store_blocks")

@@ -23,6 +23,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         names = ("arrival_ms", "prompt_tokens", "answer_tokens", *HIT_FIELDS)
+        names = (*names, "decode_hit_tokens", "transferred_tokens")
         self._columns = {name: array("q") for name in names}
         self._first_ms = array("d")  # infinite until it is served
 
@@ -56,16 +57,28 @@ class Outcomes:
         self._first_ms.append(math.inf)
         return len(self) - 1
 
-    def serve(self, place: int, served: Running) -> None:
-        """Record the hits and the time of a request."""
+    def compute(self, place: int, served: Running) -> None:
+        """Record the hits of a prompt."""
         on_device = served.num_hit - served.num_host_hit - served.num_store_hit
-        for name, value in (
-            ("prompt_tokens", served.item.num_tokens),
-            ("answer_tokens", served.item.output_length),
-            *zip(HIT_FIELDS, (on_device, served.num_host_hit, served.num_store_hit)),
-        ):
-            self._columns[name][place] = value
+        self._set(place, "prompt_tokens", served.item.num_tokens)
+        for name, value in zip(HIT_FIELDS, (on_device, served.num_host_hit, served.num_store_hit)):
+            self._set(place, name, value)
+
+    def answer(self, place: int, item: WorkloadRequest, served: Running) -> None:
+        """Record the time of the first token and, of a decode replica, its hits and loads."""
+        self._set(place, "answer_tokens", item.output_length)
         self._first_ms[place] = min(self._first_ms[place], served.first_ms)
+        if served.item.num_tokens > item.num_tokens:
+            self._set(place, "decode_hit_tokens", served.num_hit - served.num_store_hit)
+            self._set(place, "transferred_tokens", served.num_store_hit)
+
+    def reject(self, place: int) -> None:
+        """Record that no decode replica can hold a prompt."""
+        for name, column in self._columns.items():
+            column[place] *= name == "arrival_ms"
+
+    def _set(self, place: int, name: str, value: int) -> None:
+        self._columns[name][place] = value
 
     def lose(self, place: int, now_ms: float) -> None:
         """Record that the replica of a request died."""

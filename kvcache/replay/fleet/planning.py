@@ -13,7 +13,7 @@ from kvcache.replay.fleet.failures import Failure, checked_failures
 from kvcache.replay.fleet.hardware import Hardware
 from kvcache.replay.fleet.recovery import FailureReport, simulate_failures
 from kvcache.replay.fleet.simulation import FleetReport, Workload, repeatable, simulate_fleet
-from kvcache.replay.fleet.sizes import Fleet
+from kvcache.replay.fleet.sizes import Fleet, fleet_size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,6 +60,7 @@ def plan_fleet(
     host_blocks: Sequence[int] | None = None,
     store_blocks: Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
+    decode_replicas: Sequence[int | None] | None = None,
     most_replicas: int = 1024,
     hardware: Hardware | None = None,
     max_simulated: int = 64,
@@ -71,6 +72,8 @@ def plan_fleet(
     For each router and each combination of tiers, the number of replicas is doubled until the fleet meets
     `p99_ms`. A smaller such number is then searched by bisection. It is the smallest one if more replicas
     are never slower, which is not always the case: a router may spread a session over more of them.
+    If decode replicas are searched too, both numbers are doubled together; then the fewest replicas
+    are searched, and with these the fewest decode replicas.
 
     Args:
         workload: The requests in order of arrival, as a list or as a function that returns an iterator
@@ -81,7 +84,9 @@ def plan_fleet(
         host_blocks: Sizes of the host tier to simulate. None: that of `fleet`.
         store_blocks: Sizes of the store to simulate. None: that of `fleet`.
         replicas: Numbers of replicas to simulate, instead of a search.
-        most_replicas: Largest number of replicas that the search simulates.
+        decode_replicas: Numbers of decode replicas to simulate. 0: all replicas compute prompts and
+            answer. None in the sequence: search for the fewest. None: that of `fleet`.
+        most_replicas: Largest number of replicas, and of decode replicas, that the search simulates.
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_simulated: Larger fleets are sampled (`simulate_fleet`).
         failures: Failures to simulate together (`simulate_failures`), once for each router and each
@@ -113,12 +118,15 @@ def plan_fleet(
     }
     if replicas is not None:
         varied["replicas"] = replicas
+    varied["decode_replicas"] = (
+        [fleet.decode_replicas] if decode_replicas is None else decode_replicas
+    )
     for name, values in varied.items():
         found = listed(values, name)
         for i, each in enumerate(found):
             if name == "routers":
                 text(each, f"routers[{i}]")
-            else:
+            elif name != "decode_replicas" or each is not None:
                 integer(each, f"{name}[{i}]", int(name == "replicas"))
         if not found:
             raise ValueError(f"{name} is empty: expected one value or more")
@@ -135,17 +143,19 @@ def plan_fleet(
         )
     ]
     fewest = 1 + max((each.replica or 0 for each in checked_failures(failures, None)), default=0)
-    for base, count in itertools.product(bases, varied.get("replicas", [fewest])):
-        checked_failures(failures, replace(base, replicas=count))
-    if fewest > most_replicas:
+    if replicas is None and fewest > most_replicas:
         raise ValueError(
             f"most_replicas is {most_replicas}: expected {fewest} or more, because replica {fewest - 1} "
             "fails"
         )
+    counts = varied.get("replicas", [None])
+    pairs = [*itertools.product(counts, varied["decode_replicas"])]
+    for base, (count, decoding) in itertools.product(bases, pairs):
+        sized = replace(base, replicas=count or fewest, decode_replicas=decoding or 0)
+        checked_failures(failures, sized)
     plan = FleetPlan(p99_ms)
 
-    def simulate(base: Fleet, count: int) -> FleetReport:
-        sized = replace(base, replicas=count)
+    def simulate(sized: Fleet) -> FleetReport:
         report = simulate_fleet(workload, sized, hardware, max_replicas=max_simulated)
         plan.reports.append(report)
         if on_report is not None:
@@ -154,38 +164,69 @@ def plan_fleet(
 
     for base in bases:
         num_before = len(plan.reports)
-        if replicas is not None:
-            for count in varied["replicas"]:
-                simulate(base, count)
-        else:
-            _search(simulate, base, p99_ms, most_replicas, fewest)
+        for pair in pairs:
+            _search(simulate, base, pair, p99_ms, most_replicas, fewest)
         best = _best(plan.reports[num_before:], p99_ms)
         if failures and not best.rejected_requests:
-            sized = replace(base, replicas=best.fleet["replicas"])
+            sized = Fleet(**best.fleet)
             plan.failures.append(simulate_failures(workload, sized, failures, hardware))
     _recommend(plan)
     return plan
 
 
 def _search(
-    simulate: Callable[[Fleet, int], FleetReport],
+    simulate: Callable[[Fleet], FleetReport],
     base: Fleet,
+    pair: tuple[int | None, int | None],
     p99_ms: float,
     most: int,
-    fewest: int = 1,
+    fewest: int,
 ) -> None:
-    """Simulate numbers of replicas until the smallest sufficient one is known."""
-    count, too_few = max(min(base.replicas, most), fewest), fewest - 1
-    while not _is_fast(report := simulate(base, count), p99_ms):
+    """Simulate a pair of numbers of replicas and decode replicas. None: search for the smallest
+    sufficient one.
+    """
+    reports: dict[tuple[int, int], FleetReport] = {}
+
+    def report_of(count: int, decoding: int) -> FleetReport:
+        if (count, decoding) not in reports:
+            sized = replace(base, replicas=count, decode_replicas=decoding)
+            reports[count, decoding] = simulate(sized)
+        return reports[count, decoding]
+
+    def fewest_of(report_of: Callable[[int], FleetReport], first: int, least: int) -> int | None:
+        return _smallest(report_of, p99_ms, max(min(first, most), least), least, most)
+
+    count, decoding = pair
+    if count is None and decoding is None:
+        both = fewest_of(lambda count: report_of(count, count), base.replicas, fewest)
+        if both is None:
+            return
+        count = fewest_of(lambda count: report_of(count, both), both, fewest)
+        fewest_of(lambda decoding: report_of(count, decoding), both, 1)
+    elif count is None:
+        fewest_of(lambda count: report_of(count, decoding), base.replicas, fewest)
+    elif decoding is None:
+        fewest_of(lambda decoding: report_of(count, decoding), 1, 1)
+    else:
+        report_of(count, decoding)
+
+
+def _smallest(
+    report_of: Callable[[int], FleetReport], p99_ms: float, first: int, least: int, most: int
+) -> int | None:
+    """Return the smallest sufficient count, after doubling from `first`. None: there is none."""
+    count, too_few = first, least - 1
+    while not _is_fast(report := report_of(count), p99_ms):
         if count == most or report.rejected_requests:
-            return  # more replicas do not help
+            return None  # more replicas do not help
         too_few, count = count, min(2 * count, most)
     while count - too_few > 1:
         middle = (count + too_few) // 2
-        if _is_fast(simulate(base, middle), p99_ms):
+        if _is_fast(report_of(middle), p99_ms):
             count = middle
         else:
             too_few = middle
+    return count
 
 
 def _is_fast(report: FleetReport, p99_ms: float) -> bool:
@@ -215,7 +256,7 @@ def _recommend(plan: FleetPlan) -> None:
         )
         return
     plan.reason = (
-        f"the fastest fleet, {best.fleet['replicas']} replicas, has a p99 of "
+        f"the fastest fleet, {fleet_size(best.fleet)}, has a p99 of "
         f"{best.p99_ms_to_first_token:,.0f} ms: use more or faster replicas, or allow more than "
         f"{plan.p99_ms:g} ms"
     )
@@ -225,17 +266,20 @@ def _cost(report: FleetReport) -> tuple[float, ...]:
     price = report.price_per_hour
     tiers = report.fleet["host_blocks"], report.fleet["store_blocks"]
     p99_ms = report.p99_ms_to_first_token
-    return (0.0 if price is None else price, report.fleet["replicas"], *tiers, p99_ms)
+    count = report.fleet["replicas"] + report.fleet["decode_replicas"]
+    return (0.0 if price is None else price, count, *tiers, p99_ms)
 
 
 def fleet_plan_table(plan: FleetPlan) -> Table:
-    """Return the plan as a rich table, with the cheapest fleets first."""
+    """Return the plan as a rich table, with the cheapest fleets first. "2 + 1" are two prefill replicas
+    and one decode replica.
+    """
     instance(plan, FleetPlan, "plan")
     from rich.table import Table
 
     reports = sorted(plan.reports, key=_cost)
     columns: dict[str, Callable[[FleetReport], str]] = {
-        "replicas": lambda each: f"{each.fleet['replicas']:,}",
+        "replicas": _replicas,
         "router": lambda each: each.fleet["router"],
     }
     for tier in ("host", "store"):
@@ -255,6 +299,11 @@ def fleet_plan_table(plan: FleetPlan) -> Table:
         style = "green" if each is plan.recommended else None
         table.add_row(*(text(each) for text in columns.values()), style=style)
     return table
+
+
+def _replicas(report: FleetReport) -> str:
+    decoding = report.fleet["decode_replicas"]
+    return f"{report.fleet['replicas']:,}" + (f" + {decoding:,}" if decoding else "")
 
 
 def _p99(report: FleetReport) -> str:

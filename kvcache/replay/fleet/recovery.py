@@ -21,7 +21,7 @@ from kvcache.replay.fleet.simulation import (
     repeatable,
     with_prices,
 )
-from kvcache.replay.fleet.sizes import Fleet
+from kvcache.replay.fleet.sizes import Fleet, fleet_size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -241,7 +241,7 @@ def failure_table(found: FailureReport) -> Table:
 
     fleet = found.report.fleet
     table = Table(
-        title=f"{fleet['replicas']:,} replicas, {fleet['router']}: {', '.join(found.failures)}",
+        title=f"{fleet_size(fleet)}, {fleet['router']}: {', '.join(found.failures)}",
         caption=_caption(found),
     )
     for name in ("", "requests", "hits", "without failure", "p99 ms", "without failure"):

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvcache.allocator import Request
+from kvcache.allocator import CachedTokens, KVCacheManager, Request
+from kvcache.events import CacheEvent
 from kvcache.replay.fleet.hardware import Hardware
 from kvcache.replay.fleet.router_index import RouterIndex
 from kvcache.replay.fleet.sizes import Fleet
 from kvcache.replay.policies import parse_eviction
 from kvcache.replay.replayer import Replayer
 from kvcache.replay.running import Running
-from kvcache.replay.stored import Outage, StoreContents
+from kvcache.replay.stored import Outage, SimulatedStore, StoreContents, TokenSource
 from kvcache.replay.workload import WorkloadRequest
 
 
@@ -23,6 +24,8 @@ class Replica:
 
     With `fails`, the replica may die, and routers know its cache from its events (`RouterIndex`).
     """
+
+    _source_link = "store"
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class Replica:
         self._store, self._store_blocks = store, store_blocks
         self._index = RouterIndex(fleet.block_size) if fails else None
         self._outages: Sequence[Outage] = ()
-        self._serving: list[Running] = []  # only if it may die
+        self._serving: list[tuple[Running, Any]] = []  # with their tasks; only if it may die
         self.num_served = self.num_computed = 0
         self.last_end_ms = 0.0
         self.reachable_ms = 0.0  # from when the router reaches it
@@ -52,44 +55,60 @@ class Replica:
         if fleet.host_blocks:
             options |= {"host_eviction": name, "host_eviction_options": values}
             options["num_host_blocks"] = fleet.host_blocks
-        if self._index is not None:
-            options |= {"enable_events": True, "announce_reused": True}
+        if self._index is not None or fleet.store_blocks:
+            options["enable_events"] = True
+            options["announce_reused"] = self._index is not None
         self._ends: list[float] = []  # a heap
-        self._links = {"host": 0.0, "store": 0.0}  # when their loads have ended
+        self._links: dict[str, float] = {}  # when their loads have ended
         self._replayer = Replayer(
             num_blocks=fleet.num_blocks,
             block_size=fleet.block_size,
             concurrency=fleet.concurrency,
             service=self._hardware.service,
             num_preallocate_tokens=fleet.num_preallocate_tokens,
-            num_store_blocks=self._store_blocks,
-            store_contents=self._store,
+            source=self._source(),
             **options,
         )
-        self.set_outages(self._outages)
+
+    def _source(self) -> Callable[[KVCacheManager], TokenSource] | None:
+        """Return a function that creates the replica's access to the store, given its manager."""
+        self._in_store: SimulatedStore | None = None
+        if not self._fleet.store_blocks:
+            return None
+
+        def create(manager: KVCacheManager) -> TokenSource:
+            self._in_store = SimulatedStore(
+                *(manager, self._store_blocks),
+                announce=self._index is not None,
+                contents=self._store,
+            )
+            self._in_store.outages = self._outages
+            return self._in_store
+
+        return create
 
     def set_outages(self, outages: Sequence[Outage]) -> None:
         """Set the times in which the replica cannot reach the store."""
         self._outages = outages
-        if self._replayer.store is not None:
-            self._replayer.store.outages = outages
+        if self._in_store is not None:
+            self._in_store.outages = outages
 
     def clear_index(self) -> None:
         """Let the router forget what the replica has cached."""
         if self._index is not None:
             self._index.clear()
 
-    def die(self, now_ms: float) -> list[Running]:
-        """Lose the cache and all requests that have not ended, which are returned."""
-        lost = [each for each in self._serving if each.end_ms > now_ms]
-        for each in lost:
+    def die(self, now_ms: float) -> list[tuple[Running, Any]]:
+        """Lose the cache and all requests that have not ended. Return these, with their tasks."""
+        lost = [(each, task) for each, task in self._serving if each.end_ms > now_ms]
+        for each, _ in lost:
             own = each.item.num_tokens - each.num_hit
             left = (each.first_ms - now_ms) * self._hardware.prefill_speed / 1000
             self.num_computed -= round(min(max(left, 0.0), own))
         self.num_served -= len(lost)
         self.last_end_ms = min(self.last_end_ms, now_ms)
-        if self._replayer.store is not None:
-            self._replayer.store.forget_incomplete(now_ms)
+        if self._in_store is not None:
+            self._in_store.forget_incomplete(now_ms)
         self._serving = []
         self.clear_index()
         self._start()
@@ -114,36 +133,45 @@ class Replica:
 
         Blocks in the store are not considered, because all replicas can load them.
         """
-        cache = self._replayer.manager.cache
-        if self._index is None:
-            cached = cache.cached_tokens(request)
-        else:
-            cached = self._index.cached_tokens(cache.hashes(request))
+        cached = self._cached(request)
         num_cached = min(cached.with_host, item.num_tokens - 1)
         wait_ms = self.wait_ms(now_ms)
         loaded_ms = self._loaded_ms(now_ms, "host", max(num_cached - cached.on_device, 0)) - now_ms
         computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
         return max(wait_ms, loaded_ms) + computed_ms
 
-    def serve(self, item: WorkloadRequest, request: Request) -> Running | None:
-        """Serve a request. Return it with its hits and times, or None if it does not fit."""
+    def _cached(self, request: Request) -> CachedTokens:
+        """Return what the router knows to be cached of a request."""
+        cache = self._replayer.manager.cache
+        if self._index is None:
+            return cache.cached_tokens(request)
+        return self._index.cached_tokens(cache.hashes(request))
+
+    def serve(
+        self, item: WorkloadRequest, request: Request, task: Any, hold_ms: float = 0.0
+    ) -> Running | None:
+        """Serve a request of a task, and hold its blocks for `hold_ms` after its end.
+
+        Returns the request with its hits and times, or None if it does not fit.
+        """
         served = self._replayer.arrive(item, request, self._load_ms)
         if served is not None:
+            self.last_end_ms = max(self.last_end_ms, served.end_ms)
+            served.end_ms += hold_ms
             self.num_served += 1
             heapq.heappush(self._ends, served.end_ms)
-            self.last_end_ms = max(self.last_end_ms, served.end_ms)
             self.num_computed += item.num_tokens - served.num_hit
         if self._index is not None:
             self._index.observe(self._replayer.drain_events())
             now_ms = item.arrival_ms
-            self._serving = [each for each in self._serving if each.end_ms > now_ms]
+            self._serving = [each for each in self._serving if each[0].end_ms > now_ms]
             if served is not None:
-                self._serving.append(served)
+                self._serving.append((served, task))
         return served
 
     def _load_ms(self, running: Running) -> float:
         now_ms = self._replayer.now_ms
-        tokens = {"host": running.num_host_hit, "store": running.num_store_hit}
+        tokens = {"host": running.num_host_hit, self._source_link: running.num_store_hit}
         for link, count in tokens.items():
             if count:
                 self._links[link] = self._loaded_ms(now_ms, link, count)
@@ -154,6 +182,49 @@ class Replica:
         """Return when a load that begins after earlier ones has ended."""
         if not num_tokens:
             return now_ms
-        bytes_per_ms = 1e6 * getattr(self._hardware, f"{link}_gb_per_s")
-        duration_ms = num_tokens * self._hardware.bytes_per_token / bytes_per_ms
-        return max(now_ms, self._links[link]) + duration_ms
+        return max(now_ms, self._links.get(link, 0.0)) + self._hardware.load_ms(link, num_tokens)
+
+
+class DecodeReplica(Replica):
+    """A replica that loads prompts from the replicas that computed them, and answers."""
+
+    _source_link = "transfer"
+
+    def _source(self) -> Callable[[KVCacheManager], TokenSource]:
+        self._in_store = None
+        return ComputedPrompts
+
+    def num_missing(self, item: WorkloadRequest, request: Request) -> int:
+        """Return how many tokens of a prompt are not cached here, as far as the router knows."""
+        return max(item.num_tokens - self._cached(request).on_device, 0)
+
+    def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
+        """Return the time until a prompt would be loaded and its first token computed here."""
+        loaded_ms = self._loaded_ms(now_ms, "transfer", self.num_missing(item, request))
+        return max(self.wait_ms(now_ms), loaded_ms - now_ms)
+
+
+class ComputedPrompts:
+    """The source of a decode replica, which has all tokens of a prompt except the last one."""
+
+    is_optional = False
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._cache = manager.cache
+
+    def match(self, request: Request, now_ms: float = 0.0) -> int:
+        """Return the number of tokens after the hit, without the last one."""
+        return max(request.num_tokens - 1 - self._cache.cached_tokens(request).with_host, 0)
+
+    def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
+        """Do nothing, as for `save` and `complete`."""
+
+    def save(self) -> None:
+        """Do nothing."""
+
+    def complete(self, ready_ms: float) -> None:
+        """Do nothing."""
+
+    def drain_events(self) -> list[CacheEvent]:
+        """Return the events of the manager."""
+        return self._cache.drain_events()

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown
 from kvcache.replay.fleet.failures import Failure
 from kvcache.replay.fleet.hardware import Hardware
 from kvcache.replay.fleet.outcomes import HIT_FIELDS, Outcomes, percentile
-from kvcache.replay.fleet.replica import Replica
+from kvcache.replay.fleet.replica import DecodeReplica, Replica
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.fleet.sessions import Sessions, share_of
 from kvcache.replay.fleet.sizes import Fleet
@@ -53,11 +53,13 @@ class FleetReport:
         hit_rate_error: Standard error of the hit rate, estimated from samples. None: not sampled.
         p99_error: Standard error of `p99_ms_to_first_token`. None: not sampled.
         busy_share: Share of the time from the first arrival to the last that prefill takes, on
-            average.
+            average over the replicas that compute prompts.
         busiest_share: This share for the busiest replica. Above 1, it cannot keep up.
         answer_tokens_per_s: Answer tokens of the whole fleet per second, from the first arrival to the
             last end.
         loaded_bytes: Bytes that the whole fleet loads from hosts and store.
+        decode_hit_tokens: Prompt tokens that decode replicas had cached.
+        transferred_bytes: Bytes that decode replicas load from prefill replicas.
         price_per_hour: Price of the whole fleet. None: no prices are known.
         watts: Power of the whole fleet. None: unknown.
     """
@@ -80,6 +82,8 @@ class FleetReport:
     busiest_share: float = 0.0
     answer_tokens_per_s: float = 0.0
     loaded_bytes: int = 0
+    decode_hit_tokens: int = 0
+    transferred_bytes: int = 0
     price_per_hour: float | None = None
     watts: float | None = None
 
@@ -106,7 +110,12 @@ def simulate_fleet(
     requests in order, as in a timed replay (`Replayer`): prefills run one after another, and answers
     concurrently. Its cache holds the blocks of requests that still wait for their prefill.
 
-    A larger fleet than `max_replicas` is sampled if its router keeps sessions on one replica. Each of
+    With `Fleet.decode_replicas`, a second router assigns each computed prompt to a decode replica, which
+    loads what it has not cached, and answers. The time to first token includes this load. The replica
+    that computed the prompt holds its blocks until they are loaded.
+
+    A larger fleet than `max_replicas` is sampled if its router keeps sessions on one replica, unless it
+    has decode replicas. Each of
     `num_samples` samples has a random share of the sessions, and a fleet and store that are smaller by
     the same factor. The standard error over the samples is reported. It does not include the bias of
     small fleets, in which more sessions share a replica with others that have the same prefix.
@@ -118,7 +127,7 @@ def simulate_fleet(
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_replicas: Maximum number of replicas without sampling.
         num_samples: Number of samples, at least 2.
-        on_request: Called for each served request, with the position of its replica and its hits.
+        on_request: Called for each computed prompt, with the position of its replica and its hits.
 
     Returns:
         The report.
@@ -140,7 +149,8 @@ def simulate_fleet(
     hardware = checked_hardware(hardware, fleet)
     integer(max_replicas, "max_replicas", 1, MAX_INT32)
     integer(num_samples, "num_samples", 2, MAX_INT32)
-    if fleet.replicas <= max_replicas or not ROUTERS[fleet.router]().keeps_sessions:
+    is_small = fleet.all_replicas <= max_replicas or fleet.decode_replicas
+    if is_small or not ROUTERS[fleet.router]().keeps_sessions:
         simulation = Simulation(fleet, hardware, on_request=on_request)
         return with_prices(simulation.run(workload()), fleet, hardware)
     num_shares = -(-fleet.replicas // max_replicas)
@@ -180,6 +190,14 @@ def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
     return lambda: requests
 
 
+class _Task(NamedTuple):
+    """A request of the workload, its session, and its place in the outcomes."""
+
+    item: WorkloadRequest
+    session: int
+    place: int
+
+
 class Simulation:
     """A replay of one share of the sessions.
 
@@ -204,23 +222,35 @@ class Simulation:
         self._num_shares, self._share, self._on_request = num_shares, share, on_request
         self._store: StoreContents = OrderedDict()
         store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
-        self._replicas = [
-            Replica(number, fleet, hardware, self._store, store_blocks, bool(failures))
-            for number in range(max(round(fleet.replicas / num_shares), 1))
+        shared = {"store": self._store, "store_blocks": store_blocks, "fails": bool(failures)}
+        num_replicas = max(round(fleet.replicas / num_shares), 1)
+        self._prefills = [
+            Replica(number, fleet, hardware, **shared) for number in range(num_replicas)
         ]
-        self._router = ROUTERS[fleet.router]()
-        self._router_ms = 0.0  # from when it works
+        decoding = replace(fleet, host_blocks=0, store_blocks=0)
+        self._decodes = [
+            DecodeReplica(num_replicas + number, decoding, hardware, **shared)
+            for number in range(fleet.decode_replicas)
+        ]
+        self._replicas = [*self._prefills, *self._decodes]
+        self._start_routers()
+        self._router_ms = 0.0  # from when they work
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._numbers = itertools.count()
-        self._places: dict[int, tuple[int, int]] = {}  # session and place by request index
+        self._unfinished: dict[int, Running] = {}  # last attempt of each request, by place
         self.outcomes = Outcomes()
         self.num_resent = self.num_delayed = 0
-        self.report = FleetReport(asdict(fleet), len(self._replicas))
+        self.report = FleetReport(asdict(fleet), num_replicas)
+
+    def _start_routers(self) -> None:
+        """Start a router per pool."""
+        make = ROUTERS[self._fleet.router]
+        self._prefill_router, self._decode_router = make(), make()
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetReport:
         """Replay all requests, and return the report."""
         sessions = Sessions(self._fleet.block_size)
-        needs_sessions = self._num_shares > 1 or self._router.keeps_sessions
+        needs_sessions = self._num_shares > 1 or self._prefill_router.keeps_sessions
         first_ms, last_ms = None, 0
         for item in checked_workload(workload, None):
             check_arrival(item, last_ms)
@@ -237,7 +267,7 @@ class Simulation:
             if self._num_shares > 1 and share_of(session, self._num_shares) != self._share:
                 continue
             self._play(item.arrival_ms)
-            self._route(item, session, self.outcomes.arrive(item))
+            self._prefill(_Task(item, session, self.outcomes.arrive(item)), item.arrival_ms)
         if first_ms is None:
             raise ValueError("workload is empty: expected one request or more")
         self._play(math.inf)
@@ -246,26 +276,74 @@ class Simulation:
         self._fill(first_ms, last_ms - first_ms)
         return self.report
 
-    def _route(self, item: WorkloadRequest, session: int, place: int) -> None:
-        replicas, now_ms = self._replicas, item.arrival_ms
-        if self._failures:
-            replicas = [each for each in replicas if each.reachable_ms <= now_ms]
-            if not replicas or now_ms < self._router_ms:
-                soonest_ms = min(each.reachable_ms for each in self._replicas)
-                again = replace(item, arrival_ms=int(max(soonest_ms, self._router_ms)))
-                self.num_delayed += 1
-                self._at(again.arrival_ms, lambda: self._route(again, session, place))
-                return
-        request = Request(str(item.index), item.token_ids)
-        chosen = replicas[self._router.choose(replicas, item, request, session)]
-        served = chosen.serve(item, request)
+    def _prefill(self, task: _Task, now_ms: int) -> None:
+        """Compute a prompt and, unless there are decode replicas, its answer."""
+        item = (
+            task.item if now_ms == task.item.arrival_ms else replace(task.item, arrival_ms=now_ms)
+        )
+        if (found := self._reachable(self._prefills, self._prefill, task, now_ms)) is None:
+            return
+        request, hold_ms = _request(item), 0.0
+        if self._decodes:
+            item = replace(item, output_length=0)
+            num_missing = min(each.num_missing(item, request) for each in self._decodes)
+            hold_ms = self._hardware.load_ms("transfer", num_missing)
+        chosen = found[self._prefill_router.choose(found, item, request, task.session)]
+        served = chosen.serve(item, request, task, hold_ms)
         if served is None:
             return
-        self.outcomes.serve(place, served)
-        if self._failures:
-            self._places[item.index] = session, place
+        self.outcomes.compute(task.place, served)
         if self._on_request is not None:
             self._on_request(item, chosen.number, served)
+        if self._failures or self._decodes:
+            self._unfinished[task.place] = served
+        if not self._decodes:
+            self.outcomes.answer(task.place, task.item, served)
+            return
+        ready_ms = math.ceil(served.first_ms)
+        self._at(ready_ms, lambda: self._decode(task, ready_ms, served))
+
+    def _decode(self, task: _Task, now_ms: int, computed: Running) -> None:
+        """Load a computed prompt and generate the answer."""
+        if self._unfinished.get(task.place) is not computed:
+            return  # its replica died
+        decode = partial(self._decode, computed=computed)
+        if (found := self._reachable(self._decodes, decode, task, now_ms)) is None:
+            return
+        item = task.item
+        tokens = np.append(item.token_ids, 0)  # the first token, which the prefill sampled
+        item = WorkloadRequest(item.index, now_ms, tokens, item.output_length, tokens[:0])
+        request = _request(item)
+        chosen = found[self._decode_router.choose(found, item, request, task.session)]
+        served = chosen.serve(item, request, task)
+        if served is None:
+            self.outcomes.reject(task.place)
+            return
+        computed.end_ms = served.first_ms  # until then, its blocks are held
+        if self._failures:
+            self._unfinished[task.place] = served
+        else:
+            del self._unfinished[task.place]
+        self.outcomes.answer(task.place, task.item, served)
+
+    def _reachable(
+        self,
+        replicas: list[Replica],
+        again: Callable[[_Task, int], None],
+        task: _Task,
+        now_ms: int,
+    ) -> list[Replica] | None:
+        """Return the replicas that the router reaches. If there are none, schedule another try."""
+        if not self._failures:
+            return replicas
+        found = [each for each in replicas if each.reachable_ms <= now_ms]
+        if found and now_ms >= self._router_ms:
+            return found
+        soonest_ms = min(each.reachable_ms for each in replicas)
+        until_ms = int(max(soonest_ms, self._router_ms))
+        self.num_delayed += 1
+        self._at(until_ms, lambda: again(task, until_ms))
+        return None
 
     def _at(self, ms: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (ms, next(self._numbers), event))
@@ -293,18 +371,20 @@ class Simulation:
         if failure.kind in ("replica", "router_link"):
             replica.reachable_ms = max(replica.reachable_ms, end_ms)
         if failure.kind == "replica":
-            for lost in replica.die(now_ms):
+            for lost, task in replica.die(now_ms):
+                if self._unfinished.get(task.place) is not lost:
+                    continue  # its prompt is already loaded by a decode replica
+                del self._unfinished[task.place]
                 self.num_resent += 1
-                session, place = self._places[lost.item.index]
-                self.outcomes.lose(place, now_ms)
-                self._route(replace(lost.item, arrival_ms=now_ms), session, place)
+                self.outcomes.lose(task.place, now_ms)
+                self._prefill(task, now_ms)
         elif failure.kind == "store":
             for key, block in [*self._store.items()]:
                 if block.ready_ms <= now_ms:
                     del self._store[key]
         elif failure.kind == "router":
             self._router_ms = max(self._router_ms, end_ms)
-            self._router = ROUTERS[self._fleet.router]()
+            self._start_routers()
             for each in self._replicas:
                 each.clear_index()
 
@@ -312,7 +392,7 @@ class Simulation:
         report, outcomes = self.report, self.outcomes
         report.requests = len(outcomes)
         report.rejected_requests = report.requests - outcomes.num_served
-        for name in ("prompt_tokens", *HIT_FIELDS):
+        for name in ("prompt_tokens", *HIT_FIELDS, "decode_hit_tokens"):
             setattr(report, name, int(outcomes.column(name).sum()))
         _set_hit_rate(report)
         times = outcomes.ms_to_first_token
@@ -323,7 +403,7 @@ class Simulation:
         )
         if span_ms:
             speed = self._hardware.prefill_speed
-            busy = [1000 * each.num_computed / speed / span_ms for each in self._replicas]
+            busy = [1000 * each.num_computed / speed / span_ms for each in self._prefills]
             report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
         duration_ms = max(each.last_end_ms for each in self._replicas) - first_ms
         if duration_ms > 0:
@@ -331,6 +411,13 @@ class Simulation:
             report.answer_tokens_per_s = 1000 * num_answered / duration_ms
         loaded = report.host_hit_tokens + report.store_hit_tokens
         report.loaded_bytes = int(loaded * self._hardware.bytes_per_token)
+        moved = int(outcomes.column("transferred_tokens").sum())
+        report.transferred_bytes = int(moved * self._hardware.bytes_per_token)
+
+
+def _request(item: WorkloadRequest) -> Request:
+    """Return a request with an ID of its own for each attempt."""
+    return Request(f"{item.index}@{item.arrival_ms}", item.token_ids)
 
 
 def _combined(
@@ -375,6 +462,8 @@ def with_prices(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetR
         gib = hardware.bytes_per_token * fleet.block_size / 2**30  # per block
         host = fleet.host_blocks and fleet.host_blocks * gib * hardware.host_price_per_gib_hour
         store = fleet.store_blocks and fleet.store_blocks * gib * hardware.store_price_per_gib_hour
-        report.price_per_hour = fleet.replicas * (hardware.price_per_hour + host) + store
-    report.watts = None if hardware.watts is None else fleet.replicas * hardware.watts
+        report.price_per_hour = (
+            fleet.all_replicas * hardware.price_per_hour + fleet.replicas * host + store
+        )
+    report.watts = None if hardware.watts is None else fleet.all_replicas * hardware.watts
     return report

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvcache.checks import integer, shown, text
 from kvcache.replay.fleet.routers import ROUTERS
@@ -15,7 +16,7 @@ class Fleet:
     """Sizes of a fleet of equal replicas.
 
     Args:
-        replicas: Number of replicas.
+        replicas: Number of replicas, or of those that compute prompts.
         num_blocks: Blocks of each replica on the device, including the null block.
         block_size: Tokens per block.
         host_blocks: Blocks of each replica on the host, including the null block. 0: no host tier.
@@ -24,6 +25,8 @@ class Fleet:
         concurrency: Maximum number of running requests per replica.
         eviction: Eviction policy of both tiers of a replica, as `policy[:option=value]...`.
         num_preallocate_tokens: Tokens that a replica preallocates for answers (`CacheOptions`).
+        decode_replicas: Number of replicas that load the prompts and answer. 0: all replicas compute
+            prompts and answer. They have no host tier and do not use the store.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -38,12 +41,13 @@ class Fleet:
     concurrency: int = 256
     eviction: str = "lru"
     num_preallocate_tokens: int = 0
+    decode_replicas: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
             *(("replicas", 1), ("num_blocks", 2), ("block_size", 1)),
             *(("host_blocks", 0), ("store_blocks", 0), ("concurrency", 1)),
-            ("num_preallocate_tokens", 0),
+            *(("num_preallocate_tokens", 0), ("decode_replicas", 0)),
         ):
             integer(getattr(self, name), name, least)
         if self.host_blocks == 1:
@@ -57,3 +61,16 @@ class Fleet:
             parse_eviction(self.eviction)
         except ValueError as error:
             raise ValueError(f"eviction is {error}") from None
+
+    @property
+    def all_replicas(self) -> int:
+        """Number of replicas in all pools."""
+        return self.replicas + self.decode_replicas
+
+
+def fleet_size(fleet: dict[str, Any]) -> str:
+    """Return the numbers of replicas of a fleet as text."""
+    count, decoding = fleet["replicas"], fleet["decode_replicas"]
+    if not decoding:
+        return f"{count:,} replica{'s' * (count > 1)}"
+    return f"{count:,} prefill and {decoding:,} decode replica{'s' * (decoding > 1)}"
