@@ -52,6 +52,12 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     ):
         sub.add_argument(option, metavar="N,N", type=_numbers(option, least), help=text)
     sub.add_argument(
+        "--peers",
+        metavar="no,yes",
+        type=_peers,
+        help="whether replicas load tokens from other replicas that have them; default no",
+    )
+    sub.add_argument(
         "--decode-replicas",
         metavar="N,N",
         type=_decode_replicas,
@@ -135,6 +141,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 routers=args.router,
                 host_blocks=args.host_blocks,
                 store_blocks=args.store_blocks,
+                peers=args.peers,
                 replicas=args.replicas,
                 decode_replicas=args.decode_replicas,
                 most_replicas=args.most_replicas,
@@ -178,6 +185,8 @@ def _recommendation(plan: FleetPlan) -> str:
         parts.append(f"{fleet['host_blocks']:,} blocks on each host")
     if fleet["store_blocks"]:
         parts.append(f"a store of {fleet['store_blocks']:,} blocks")
+    if fleet["peers"]:
+        parts.append("loads from peers")
     end = ""
     if report.price_per_hour is not None:
         end = f", for {report.price_per_hour:,.2f} per hour"
@@ -247,6 +256,13 @@ def _numbers(option: str, least: int) -> Callable[[str], tuple[int, ...]]:
 def _decode_replicas(text: str) -> tuple[int | None, ...]:
     convert = number("--decode-replicas", 0, MAX_INT32)
     return tuple(None if each == "auto" else convert(each) for each in text.split(","))
+
+
+def _peers(text: str) -> tuple[bool, ...]:
+    names = text.split(",")
+    if not {*names} <= {"no", "yes"}:
+        raise UsageError(f"--peers is {quoted(text)}: expected no, yes or no,yes")
+    return tuple(name == "yes" for name in names)
 
 
 def _routers(text: str) -> tuple[str, ...]:

@@ -288,8 +288,9 @@ _TIERS = ("host_blocks", "store_blocks")
 
 def _fleet_name(fleet: dict[str, Any]) -> str:
     tiers = [f"{fleet[name]:,} {name[:-7]} blocks" for name in _TIERS if fleet[name]]
+    peers = ["peers"] if fleet["peers"] else []
     pools = ["decode replicas"] if fleet["decode_replicas"] else []
-    return ", ".join([fleet["router"], *tiers, *pools])
+    return ", ".join([fleet["router"], *tiers, *peers, *pools])
 
 
 def _num_replicas(fleet: dict[str, Any]) -> int:

@@ -39,10 +39,12 @@ StoreContents = OrderedDict[BlockKey, StoredBlock]  # least recently used first
 class TokenSource(Protocol):
     """A source of tokens after the hit in a replayed cache.
 
-    `is_optional` is whether a request is computed if its tokens from the source do not fit.
+    `is_optional` is whether a request is computed if its tokens from the source do not fit. `link` is the
+    name of the link over which the tokens of the last match are loaded.
     """
 
     is_optional: bool
+    link: str
 
     def match(self, request: Request, now_ms: float = 0.0) -> int:
         """Return the number of tokens after the hit that can be loaded at a time."""
@@ -73,6 +75,7 @@ class SimulatedStore:
     """
 
     is_optional = True
+    link = "store"
 
     def __init__(
         self,

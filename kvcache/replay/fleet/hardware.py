@@ -28,6 +28,7 @@ class Hardware:
         bytes_per_token: Bytes of K and V of a token in all layers, on all devices of a replica.
         host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second.
         store_gb_per_s: Bandwidth of loads from the store, per replica.
+        peer_gb_per_s: Bandwidth of loads from other replicas' caches, per replica.
         transfer_gb_per_s: Bandwidth of transfers from prefill replicas, per decode replica.
         price_per_hour: Price of a replica, in any currency. None: no prices are reported.
         host_price_per_gib_hour: Price of host memory. Needed for fleets with a host tier.
@@ -43,6 +44,7 @@ class Hardware:
     bytes_per_token: float = 131_072.0  # 32 layers with 8 heads of 128 elements of 2 bytes
     host_gb_per_s: float = 20.0
     store_gb_per_s: float = 5.0
+    peer_gb_per_s: float = 10.0
     transfer_gb_per_s: float = 10.0
     price_per_hour: float | None = None
     host_price_per_gib_hour: float | None = None
@@ -66,7 +68,7 @@ class Hardware:
         return Service(self.prefill_speed, self.decode_speed)
 
     def load_ms(self, link: str, num_tokens: int) -> float:
-        """Return the time in milliseconds of a load over `host`, `store` or `transfer`."""
+        """Return the time in milliseconds of a load over `host`, `store`, `peer` or `transfer`."""
         bytes_per_ms = 1e6 * getattr(self, f"{link}_gb_per_s")
         return num_tokens * self.bytes_per_token / bytes_per_ms
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvcache.replay.running import Running
 from kvcache.replay.workload import WorkloadRequest
 
-HIT_FIELDS = ("device_hit_tokens", "host_hit_tokens", "store_hit_tokens")
+HIT_FIELDS = ("device_hit_tokens", "host_hit_tokens", "store_hit_tokens", "peer_hit_tokens")
 
 
 class Outcomes:
@@ -61,8 +61,11 @@ class Outcomes:
         """Record the hits of a prompt."""
         on_device = served.num_hit - served.num_host_hit - served.num_store_hit
         self._set(place, "prompt_tokens", served.item.num_tokens)
-        for name, value in zip(HIT_FIELDS, (on_device, served.num_host_hit, served.num_store_hit)):
-            self._set(place, name, value)
+        self._set(place, "device_hit_tokens", on_device)
+        self._set(place, "host_hit_tokens", served.num_host_hit)
+        for link in ("store", "peer"):
+            count = served.num_store_hit if link == served.link else 0
+            self._set(place, f"{link}_hit_tokens", count)
 
     def answer(self, place: int, item: WorkloadRequest, served: Running) -> None:
         """Record the time of the first token and, of a decode replica, its hits and loads."""

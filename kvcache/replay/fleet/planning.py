@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcache.checks import MAX_INT32, instance, instances, integer, listed, number, shown, text
+from kvcache.checks import (
+    MAX_INT32,
+    flag,
+    instance,
+    instances,
+    integer,
+    listed,
+    number,
+    shown,
+    text,
+)
 from kvcache.replay.fleet.failures import Failure, checked_failures
 from kvcache.replay.fleet.hardware import Hardware
 from kvcache.replay.fleet.recovery import FailureReport, simulate_failures
@@ -59,6 +69,7 @@ def plan_fleet(
     routers: Sequence[str] | None = None,
     host_blocks: Sequence[int] | None = None,
     store_blocks: Sequence[int] | None = None,
+    peers: Sequence[bool] | None = None,
     replicas: Sequence[int] | None = None,
     decode_replicas: Sequence[int | None] | None = None,
     most_replicas: int = 1024,
@@ -83,6 +94,7 @@ def plan_fleet(
         routers: Routers to simulate. None: that of `fleet`.
         host_blocks: Sizes of the host tier to simulate. None: that of `fleet`.
         store_blocks: Sizes of the store to simulate. None: that of `fleet`.
+        peers: Whether replicas load from each other (`Fleet.peers`). None: that of `fleet`.
         replicas: Numbers of replicas to simulate, instead of a search.
         decode_replicas: Numbers of decode replicas to simulate. 0: all replicas compute prompts and
             answer. None in the sequence: search for the fewest. None: that of `fleet`.
@@ -115,6 +127,7 @@ def plan_fleet(
         "routers": [fleet.router] if routers is None else routers,
         "host_blocks": [fleet.host_blocks] if host_blocks is None else host_blocks,
         "store_blocks": [fleet.store_blocks] if store_blocks is None else store_blocks,
+        "peers": [fleet.peers] if peers is None else peers,
     }
     if replicas is not None:
         varied["replicas"] = replicas
@@ -126,6 +139,8 @@ def plan_fleet(
         for i, each in enumerate(found):
             if name == "routers":
                 text(each, f"routers[{i}]")
+            elif name == "peers":
+                flag(each, f"peers[{i}]")
             elif name != "decode_replicas" or each is not None:
                 integer(each, f"{name}[{i}]", int(name == "replicas"))
         if not found:
@@ -137,9 +152,9 @@ def plan_fleet(
         raise TypeError(f"on_report is {shown(on_report)}: expected a function or None")
     # Checks all sizes before the first simulation.
     bases = [
-        replace(fleet, router=router, host_blocks=host, store_blocks=store)
-        for router, host, store in itertools.product(
-            varied["routers"], varied["host_blocks"], varied["store_blocks"]
+        replace(fleet, router=router, host_blocks=host, store_blocks=store, peers=loads)
+        for router, host, store, loads in itertools.product(
+            *(varied[name] for name in ("routers", "host_blocks", "store_blocks", "peers"))
         )
     ]
     fewest = 1 + max((each.replica or 0 for each in checked_failures(failures, None)), default=0)
@@ -285,6 +300,8 @@ def fleet_plan_table(plan: FleetPlan) -> Table:
     for tier in ("host", "store"):
         if any(each.fleet[f"{tier}_blocks"] for each in reports):
             columns[tier] = lambda each, tier=tier: f"{each.fleet[f'{tier}_blocks']:,}"
+    if any(each.fleet["peers"] for each in reports):
+        columns["peers"] = lambda each: "yes" if each.fleet["peers"] else "no"
     columns["hits"] = lambda each: f"{each.token_hit_rate:.1%}"
     columns["p99 ms"] = _p99
     columns["busy"] = lambda each: f"{each.busy_share:.0%}"

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvcache.allocator import CachedTokens, KVCacheManager, Request
-from kvcache.events import CacheEvent
+from kvcache.events import BlockStored
 from kvcache.replay.fleet.hardware import Hardware
 from kvcache.replay.fleet.router_index import RouterIndex
 from kvcache.replay.fleet.sizes import Fleet
+from kvcache.replay.fleet.token_sources import ComputedPrompts, StoreAndPeers
 from kvcache.replay.policies import parse_eviction
 from kvcache.replay.replayer import Replayer
 from kvcache.replay.running import Running
@@ -23,9 +24,10 @@ class Replica:
     """A replica with its own manager and clock.
 
     With `fails`, the replica may die, and routers know its cache from its events (`RouterIndex`).
-    """
 
-    _source_link = "store"
+    Attributes:
+        peers: The replicas from which this one can load tokens.
+    """
 
     def __init__(
         self,
@@ -40,12 +42,19 @@ class Replica:
         self._fleet, self._hardware = fleet, hardware
         self._store, self._store_blocks = store, store_blocks
         self._index = RouterIndex(fleet.block_size) if fails else None
+        self._follows_events = fails or fleet.peers
         self._outages: Sequence[Outage] = ()
         self._serving: list[tuple[Running, Any]] = []  # with their tasks; only if it may die
         self.num_served = self.num_computed = 0
         self.last_end_ms = 0.0
-        self.reachable_ms = 0.0  # from when the router reaches it
+        self.reachable_ms = self.up_ms = 0.0  # from when the router reaches it, and it is alive
+        self.peers: Sequence[Replica] = ()
         self._start()
+
+    @property
+    def _loads(self) -> bool:
+        """Whether tokens are loaded from elsewhere."""
+        return self._fleet.store_blocks > 0 or self._fleet.peers
 
     def _start(self) -> None:
         """Start with an empty cache."""
@@ -55,9 +64,11 @@ class Replica:
         if fleet.host_blocks:
             options |= {"host_eviction": name, "host_eviction_options": values}
             options["num_host_blocks"] = fleet.host_blocks
-        if self._index is not None or fleet.store_blocks:
+        if self._follows_events or fleet.store_blocks:
             options["enable_events"] = True
             options["announce_reused"] = self._index is not None
+        self._in_store: SimulatedStore | None = None
+        self._incomplete: dict[bytes, float] = {}  # when their prefill ends, by hash
         self._ends: list[float] = []  # a heap
         self._links: dict[str, float] = {}  # when their loads have ended
         self._replayer = Replayer(
@@ -66,26 +77,40 @@ class Replica:
             concurrency=fleet.concurrency,
             service=self._hardware.service,
             num_preallocate_tokens=fleet.num_preallocate_tokens,
-            source=self._source(),
+            source=self._source if self._loads else None,
             **options,
         )
 
-    def _source(self) -> Callable[[KVCacheManager], TokenSource] | None:
-        """Return a function that creates the replica's access to the store, given its manager."""
-        self._in_store: SimulatedStore | None = None
-        if not self._fleet.store_blocks:
-            return None
-
-        def create(manager: KVCacheManager) -> TokenSource:
+    def _source(self, manager: KVCacheManager) -> TokenSource:
+        """Return the access to the store and to other replicas."""
+        if self._fleet.store_blocks:
             self._in_store = SimulatedStore(
                 *(manager, self._store_blocks),
-                announce=self._index is not None,
+                announce=self._follows_events,
                 contents=self._store,
             )
             self._in_store.outages = self._outages
-            return self._in_store
+        self._tokens_from = self._in_store
+        if self._fleet.peers:
+            self._tokens_from = StoreAndPeers(manager, self._in_store, self._peer_tokens)
+        return self._tokens_from
 
-        return create
+    def _peer_tokens(self, request: Request, now_ms: float) -> int:
+        """Return the most tokens of a request that another replica has."""
+        found = (each.complete_tokens(request, now_ms) for each in self.peers if each is not self)
+        return max(found, default=0)
+
+    def complete_tokens(self, request: Request, now_ms: float) -> int:
+        """Return how many tokens of a request are cached, with their prefill ended at a time."""
+        if now_ms < self.up_ms:
+            return 0
+        cache = self._replayer.manager.cache
+        num_tokens, size = cache.cached_tokens(request).with_host, cache.hash_block_size
+        if self._incomplete and num_tokens:
+            for i, each in enumerate(cache.hashes(request)[: num_tokens // size]):
+                if self._incomplete.get(each.tobytes(), 0.0) > now_ms:
+                    return i * size
+        return num_tokens
 
     def set_outages(self, outages: Sequence[Outage]) -> None:
         """Set the times in which the replica cannot reach the store."""
@@ -98,8 +123,12 @@ class Replica:
         if self._index is not None:
             self._index.clear()
 
-    def die(self, now_ms: float) -> list[tuple[Running, Any]]:
-        """Lose the cache and all requests that have not ended. Return these, with their tasks."""
+    def die(self, now_ms: float, until_ms: float) -> list[tuple[Running, Any]]:
+        """Lose the cache, and all requests that have not ended until a time.
+
+        Returns the lost requests with their tasks.
+        """
+        self.up_ms = max(self.up_ms, until_ms)
         lost = [(each, task) for each, task in self._serving if each.end_ms > now_ms]
         for each, _ in lost:
             own = each.item.num_tokens - each.num_hit
@@ -161,17 +190,33 @@ class Replica:
             self.num_served += 1
             heapq.heappush(self._ends, served.end_ms)
             self.num_computed += item.num_tokens - served.num_hit
+        if self._follows_events:
+            self._observe(item.arrival_ms, 0.0 if served is None else served.first_ms)
         if self._index is not None:
-            self._index.observe(self._replayer.drain_events())
             now_ms = item.arrival_ms
             self._serving = [each for each in self._serving if each[0].end_ms > now_ms]
             if served is not None:
                 self._serving.append((served, task))
         return served
 
+    def _observe(self, now_ms: float, ready_ms: float) -> None:
+        """Follow the events of a request whose prefill ends at `ready_ms`."""
+        events = self._replayer.drain_events()
+        if self._index is not None:
+            self._index.observe(events)
+        if not self._fleet.peers:
+            return
+        kept = {key: ms for key, ms in self._incomplete.items() if ms > now_ms}
+        for event in events:
+            if isinstance(event, BlockStored) and event.medium == "gpu" and not event.is_reused:
+                kept |= dict.fromkeys((each.tobytes() for each in event.block_hashes), ready_ms)
+        self._incomplete = kept
+
     def _load_ms(self, running: Running) -> float:
         now_ms = self._replayer.now_ms
-        tokens = {"host": running.num_host_hit, self._source_link: running.num_store_hit}
+        if running.num_store_hit:
+            running.link = self._tokens_from.link
+        tokens = {"host": running.num_host_hit, running.link: running.num_store_hit}
         for link, count in tokens.items():
             if count:
                 self._links[link] = self._loaded_ms(now_ms, link, count)
@@ -188,11 +233,11 @@ class Replica:
 class DecodeReplica(Replica):
     """A replica that loads prompts from the replicas that computed them, and answers."""
 
-    _source_link = "transfer"
+    _loads = True
 
-    def _source(self) -> Callable[[KVCacheManager], TokenSource]:
-        self._in_store = None
-        return ComputedPrompts
+    def _source(self, manager: KVCacheManager) -> TokenSource:
+        self._tokens_from = ComputedPrompts(manager)
+        return self._tokens_from
 
     def num_missing(self, item: WorkloadRequest, request: Request) -> int:
         """Return how many tokens of a prompt are not cached here, as far as the router knows."""
@@ -202,29 +247,3 @@ class DecodeReplica(Replica):
         """Return the time until a prompt would be loaded and its first token computed here."""
         loaded_ms = self._loaded_ms(now_ms, "transfer", self.num_missing(item, request))
         return max(self.wait_ms(now_ms), loaded_ms - now_ms)
-
-
-class ComputedPrompts:
-    """The source of a decode replica, which has all tokens of a prompt except the last one."""
-
-    is_optional = False
-
-    def __init__(self, manager: KVCacheManager) -> None:
-        self._cache = manager.cache
-
-    def match(self, request: Request, now_ms: float = 0.0) -> int:
-        """Return the number of tokens after the hit, without the last one."""
-        return max(request.num_tokens - 1 - self._cache.cached_tokens(request).with_host, 0)
-
-    def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
-        """Do nothing, as for `save` and `complete`."""
-
-    def save(self) -> None:
-        """Do nothing."""
-
-    def complete(self, ready_ms: float) -> None:
-        """Do nothing."""
-
-    def drain_events(self) -> list[CacheEvent]:
-        """Return the events of the manager."""
-        return self._cache.drain_events()

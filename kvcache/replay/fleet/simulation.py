@@ -49,6 +49,7 @@ class FleetReport:
         device_hit_tokens: Prompt tokens found on the device of the request's replica.
         host_hit_tokens: Prompt tokens loaded from the host of the request's replica.
         store_hit_tokens: Prompt tokens loaded from the store.
+        peer_hit_tokens: Prompt tokens loaded from other replicas.
         token_hit_rate: Hit tokens of all tiers per prompt token.
         hit_rate_error: Standard error of the hit rate, estimated from samples. None: not sampled.
         p99_error: Standard error of `p99_ms_to_first_token`. None: not sampled.
@@ -57,7 +58,7 @@ class FleetReport:
         busiest_share: This share for the busiest replica. Above 1, it cannot keep up.
         answer_tokens_per_s: Answer tokens of the whole fleet per second, from the first arrival to the
             last end.
-        loaded_bytes: Bytes that the whole fleet loads from hosts and store.
+        loaded_bytes: Bytes that the whole fleet loads from hosts, store and peers.
         decode_hit_tokens: Prompt tokens that decode replicas had cached.
         transferred_bytes: Bytes that decode replicas load from prefill replicas.
         price_per_hour: Price of the whole fleet. None: no prices are known.
@@ -72,6 +73,7 @@ class FleetReport:
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     store_hit_tokens: int = 0
+    peer_hit_tokens: int = 0
     token_hit_rate: float = 0.0
     hit_rate_error: float | None = None
     mean_ms_to_first_token: float = 0.0
@@ -227,7 +229,9 @@ class Simulation:
         self._prefills = [
             Replica(number, fleet, hardware, **shared) for number in range(num_replicas)
         ]
-        decoding = replace(fleet, host_blocks=0, store_blocks=0)
+        for each in self._prefills if fleet.peers else ():
+            each.peers = self._prefills
+        decoding = replace(fleet, host_blocks=0, store_blocks=0, peers=False)
         self._decodes = [
             DecodeReplica(num_replicas + number, decoding, hardware, **shared)
             for number in range(fleet.decode_replicas)
@@ -371,7 +375,7 @@ class Simulation:
         if failure.kind in ("replica", "router_link"):
             replica.reachable_ms = max(replica.reachable_ms, end_ms)
         if failure.kind == "replica":
-            for lost, task in replica.die(now_ms):
+            for lost, task in replica.die(now_ms, end_ms):
                 if self._unfinished.get(task.place) is not lost:
                     continue  # its prompt is already loaded by a decode replica
                 del self._unfinished[task.place]
@@ -409,7 +413,7 @@ class Simulation:
         if duration_ms > 0:
             num_answered = int(outcomes.column("answer_tokens").sum())
             report.answer_tokens_per_s = 1000 * num_answered / duration_ms
-        loaded = report.host_hit_tokens + report.store_hit_tokens
+        loaded = sum(getattr(report, name) for name in HIT_FIELDS[1:])
         report.loaded_bytes = int(loaded * self._hardware.bytes_per_token)
         moved = int(outcomes.column("transferred_tokens").sum())
         report.transferred_bytes = int(moved * self._hardware.bytes_per_token)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.checks import integer, shown, text
+from kvcache.checks import flag, integer, shown, text
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.policies import parse_eviction
 
@@ -26,7 +26,9 @@ class Fleet:
         eviction: Eviction policy of both tiers of a replica, as `policy[:option=value]...`.
         num_preallocate_tokens: Tokens that a replica preallocates for answers (`CacheOptions`).
         decode_replicas: Number of replicas that load the prompts and answer. 0: all replicas compute
-            prompts and answer. They have no host tier and do not use the store.
+            prompts and answer. They have no host tier, and use neither the store nor peers.
+        peers: Whether a replica loads tokens from the device or host of another one that has more of
+            them than its own tiers and the store.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -42,6 +44,7 @@ class Fleet:
     eviction: str = "lru"
     num_preallocate_tokens: int = 0
     decode_replicas: int = 0
+    peers: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -56,6 +59,7 @@ class Fleet:
             raise ValueError(
                 f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"
             )
+        flag(self.peers, "peers")
         text(self.eviction, "eviction")
         try:
             parse_eviction(self.eviction)
