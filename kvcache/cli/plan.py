@@ -52,6 +52,12 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     ):
         sub.add_argument(option, metavar="N,N", type=_numbers(option, least), help=text)
     sub.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="cache groups and bytes per block of a model: a config.json or its folder (no weights are "
+        "loaded), or the name of a tiny model; default: one group, bytes_per_token of --hardware",
+    )
+    sub.add_argument(
         "--peers",
         metavar="no,yes",
         type=_peers,
@@ -115,6 +121,7 @@ def run_plan(args: argparse.Namespace) -> int:
     replay = import_module("kvcache.replay")
     hardware = _hardware(args.hardware)
     failures = [_failure(text) for text in args.fail or ()]
+    groups = {} if args.model is None else _groups(args.model, args.block_size)
     name, workload = read_workload(args)
     if args.trace is not None and not os.path.isfile(args.trace):
         requests = list(workload)  # a pipe can be read only once
@@ -136,6 +143,7 @@ def run_plan(args: argparse.Namespace) -> int:
                     block_size=args.block_size,
                     concurrency=args.concurrency,
                     eviction=args.eviction,
+                    **groups,
                 ),
                 p99_ms=args.p99,
                 routers=args.router,
@@ -225,6 +233,20 @@ def _hardware(path: str | None) -> Hardware | None:
         raise UsageError(
             f"--hardware is {quoted(path)}: expected a readable file ({error.strerror})"
         ) from None
+
+
+def _groups(name: str, block_size: int) -> dict[str, str | int]:
+    """Return the groups of a model and the bytes of their blocks, as arguments of `Fleet`."""
+    from kvcache import plan_cache
+    from kvcache.cli.models import load_layers
+    from kvcache.replay.groups import groups_text
+
+    layers, longest = load_layers(name, "--model", block_size)
+    try:
+        plan = plan_cache(layers, MAX_INT64, max_model_len=longest)
+    except ValueError as error:
+        raise UsageError(f"--model is {quoted(name)}: {error}") from None
+    return {"groups": groups_text(plan.groups), "page_bytes": plan.page_bytes}
 
 
 def _failure(text: str) -> Failure:

@@ -26,6 +26,7 @@ class Hardware:
         prefill_speed: Prompt tokens per second of a replica. Hits are not computed.
         decode_speed: Tokens per second of each answer.
         bytes_per_token: Bytes of K and V of a token in all layers, on all devices of a replica.
+            Not used for fleets with `Fleet.page_bytes`.
         host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second.
         store_gb_per_s: Bandwidth of loads from the store, per replica.
         peer_gb_per_s: Bandwidth of loads from other replicas' caches, per replica.
@@ -67,10 +68,9 @@ class Hardware:
         """The speeds of prefill and decode."""
         return Service(self.prefill_speed, self.decode_speed)
 
-    def load_ms(self, link: str, num_tokens: int) -> float:
+    def load_ms(self, link: str, num_bytes: int) -> float:
         """Return the time in milliseconds of a load over `host`, `store`, `peer` or `transfer`."""
-        bytes_per_ms = 1e6 * getattr(self, f"{link}_gb_per_s")
-        return num_tokens * self.bytes_per_token / bytes_per_ms
+        return num_bytes / (1e6 * getattr(self, f"{link}_gb_per_s"))
 
 
 def read_hardware(path: str | os.PathLike) -> Hardware:

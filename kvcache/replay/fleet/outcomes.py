@@ -12,6 +12,7 @@ from kvcache.replay.running import Running
 from kvcache.replay.workload import WorkloadRequest
 
 HIT_FIELDS = ("device_hit_tokens", "host_hit_tokens", "store_hit_tokens", "peer_hit_tokens")
+MOVED_FIELDS = ("loaded_bytes", "decode_hit_tokens", "transferred_bytes")
 
 
 class Outcomes:
@@ -23,7 +24,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         names = ("arrival_ms", "prompt_tokens", "answer_tokens", *HIT_FIELDS)
-        names = (*names, "decode_hit_tokens", "transferred_tokens")
+        names = (*names, *MOVED_FIELDS)
         self._columns = {name: array("q") for name in names}
         self._first_ms = array("d")  # infinite until it is served
 
@@ -58,11 +59,12 @@ class Outcomes:
         return len(self) - 1
 
     def compute(self, place: int, served: Running) -> None:
-        """Record the hits of a prompt."""
+        """Record the hits and loads of a prompt."""
         on_device = served.num_hit - served.num_host_hit - served.num_store_hit
         self._set(place, "prompt_tokens", served.item.num_tokens)
         self._set(place, "device_hit_tokens", on_device)
         self._set(place, "host_hit_tokens", served.num_host_hit)
+        self._set(place, "loaded_bytes", served.num_loaded_bytes)
         for link in ("store", "peer"):
             count = served.num_store_hit if link == served.link else 0
             self._set(place, f"{link}_hit_tokens", count)
@@ -73,7 +75,7 @@ class Outcomes:
         self._first_ms[place] = min(self._first_ms[place], served.first_ms)
         if served.item.num_tokens > item.num_tokens:
             self._set(place, "decode_hit_tokens", served.num_hit - served.num_store_hit)
-            self._set(place, "transferred_tokens", served.num_store_hit)
+            self._set(place, "transferred_bytes", served.num_loaded_bytes)
 
     def reject(self, place: int) -> None:
         """Record that no decode replica can hold a prompt."""

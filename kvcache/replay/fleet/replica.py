@@ -10,6 +10,7 @@ from typing import Any
 from kvcache.allocator import CachedTokens, KVCacheManager, Request
 from kvcache.events import BlockStored
 from kvcache.replay.fleet.hardware import Hardware
+from kvcache.replay.fleet.kv_bytes import KVBytes
 from kvcache.replay.fleet.router_index import RouterIndex
 from kvcache.replay.fleet.sizes import Fleet
 from kvcache.replay.fleet.token_sources import ComputedPrompts, StoreAndPeers
@@ -41,7 +42,8 @@ class Replica:
         self.number = number
         self._fleet, self._hardware = fleet, hardware
         self._store, self._store_blocks = store, store_blocks
-        self._index = RouterIndex(fleet.block_size) if fails else None
+        self._bytes = KVBytes(fleet, hardware)
+        self._index = RouterIndex(fleet.group_specs()) if fails else None
         self._follows_events = fails or fleet.peers
         self._outages: Sequence[Outage] = ()
         self._serving: list[tuple[Running, Any]] = []  # with their tasks; only if it may die
@@ -73,7 +75,7 @@ class Replica:
         self._links: dict[str, float] = {}  # when their loads have ended
         self._replayer = Replayer(
             num_blocks=fleet.num_blocks,
-            block_size=fleet.block_size,
+            groups=fleet.group_specs(),
             concurrency=fleet.concurrency,
             service=self._hardware.service,
             num_preallocate_tokens=fleet.num_preallocate_tokens,
@@ -109,7 +111,8 @@ class Replica:
         if self._incomplete and num_tokens:
             for i, each in enumerate(cache.hashes(request)[: num_tokens // size]):
                 if self._incomplete.get(each.tobytes(), 0.0) > now_ms:
-                    return i * size
+                    step = max(self._replayer.manager.block_sizes)
+                    return i * size // step * step
         return num_tokens
 
     def set_outages(self, outages: Sequence[Outage]) -> None:
@@ -165,7 +168,8 @@ class Replica:
         cached = self._cached(request)
         num_cached = min(cached.with_host, item.num_tokens - 1)
         wait_ms = self.wait_ms(now_ms)
-        loaded_ms = self._loaded_ms(now_ms, "host", max(num_cached - cached.on_device, 0)) - now_ms
+        num_bytes = self._bytes.between(min(cached.on_device, num_cached), num_cached)
+        loaded_ms = self._loaded_ms(now_ms, "host", num_bytes) - now_ms
         computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
         return max(wait_ms, loaded_ms) + computed_ms
 
@@ -174,7 +178,7 @@ class Replica:
         cache = self._replayer.manager.cache
         if self._index is None:
             return cache.cached_tokens(request)
-        return self._index.cached_tokens(cache.hashes(request))
+        return self._index.cached_tokens(cache.hashes(request), cache.hash_block_size)
 
     def serve(
         self, item: WorkloadRequest, request: Request, task: Any, hold_ms: float = 0.0
@@ -213,21 +217,24 @@ class Replica:
         self._incomplete = kept
 
     def _load_ms(self, running: Running) -> float:
-        now_ms = self._replayer.now_ms
+        now_ms, end_ms = self._replayer.now_ms, self._replayer.now_ms
         if running.num_store_hit:
             running.link = self._tokens_from.link
-        tokens = {"host": running.num_host_hit, running.link: running.num_store_hit}
-        for link, count in tokens.items():
+        stop = running.num_hit
+        for link, count in ((running.link, running.num_store_hit), ("host", running.num_host_hit)):
             if count:
-                self._links[link] = self._loaded_ms(now_ms, link, count)
-        ended = [self._links[link] for link, count in tokens.items() if count]
-        return max(ended, default=now_ms) - now_ms
+                num_bytes = self._bytes.between(stop - count, stop)
+                running.num_loaded_bytes += num_bytes
+                self._links[link] = self._loaded_ms(now_ms, link, num_bytes)
+                end_ms = max(end_ms, self._links[link])
+            stop -= count
+        return end_ms - now_ms
 
-    def _loaded_ms(self, now_ms: float, link: str, num_tokens: int) -> float:
+    def _loaded_ms(self, now_ms: float, link: str, num_bytes: int) -> float:
         """Return when a load that begins after earlier ones has ended."""
-        if not num_tokens:
+        if not num_bytes:
             return now_ms
-        return max(now_ms, self._links.get(link, 0.0)) + self._hardware.load_ms(link, num_tokens)
+        return max(now_ms, self._links.get(link, 0.0)) + self._hardware.load_ms(link, num_bytes)
 
 
 class DecodeReplica(Replica):
@@ -239,11 +246,11 @@ class DecodeReplica(Replica):
         self._tokens_from = ComputedPrompts(manager)
         return self._tokens_from
 
-    def num_missing(self, item: WorkloadRequest, request: Request) -> int:
-        """Return how many tokens of a prompt are not cached here, as far as the router knows."""
-        return max(item.num_tokens - self._cached(request).on_device, 0)
+    def missing_bytes(self, item: WorkloadRequest, request: Request) -> int:
+        """Return the bytes of a prompt that are not cached here, as far as the router knows."""
+        return self._bytes.between(self._cached(request).on_device, item.num_tokens)
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
         """Return the time until a prompt would be loaded and its first token computed here."""
-        loaded_ms = self._loaded_ms(now_ms, "transfer", self.num_missing(item, request))
+        loaded_ms = self._loaded_ms(now_ms, "transfer", self.missing_bytes(item, request))
         return max(self.wait_ms(now_ms), loaded_ms - now_ms)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from kvcache.allocator import CachedTokens
 from kvcache.events import AllBlocksCleared, BlockRemoved, CacheEvent
+from kvcache.specs import GroupSpec
 
 
 class RouterIndex:
@@ -16,10 +17,14 @@ class RouterIndex:
 
     After `clear`, the index knows only blocks that are announced again: those that are stored, and those
     that requests hit (`CacheOptions.announce_reused`).
+
+    Of several cache groups, only the first one with full attention is followed, or else the first one.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+        kinds = [spec.kind for spec in groups]
+        self._group = kinds.index("full_attention") if "full_attention" in kinds else 0
+        self._block_size = groups[self._group].block_size
         self._hashes: dict[str, set[bytes]] = {"gpu": set(), "cpu": set()}
 
     def clear(self) -> None:
@@ -35,16 +40,24 @@ class RouterIndex:
                 continue  # the store, which all replicas can load
             if isinstance(event, AllBlocksCleared):
                 known.clear()
+            elif event.group != self._group:
+                continue
             elif isinstance(event, BlockRemoved):
                 known.difference_update(each.tobytes() for each in event.block_hashes)
             else:
                 known.update(each.tobytes() for each in event.block_hashes)
 
-    def cached_tokens(self, hashes: np.ndarray) -> CachedTokens:
-        """Count the known tokens of a request with these hashes, uint8[n, hash_bytes], on each tier."""
+    def cached_tokens(self, hashes: np.ndarray, hash_block_size: int) -> CachedTokens:
+        """Count the known tokens of a request on each tier.
+
+        Args:
+            hashes: uint8[n, hash_bytes], the hashes of the request.
+            hash_block_size: Tokens per hash.
+        """
         device, host = self._hashes["gpu"], self._hashes["cpu"]
         on_device = num_known = 0
-        for each in hashes:
+        per_block = self._block_size // hash_block_size
+        for each in hashes[per_block - 1 :: per_block]:
             key = each.tobytes()
             if key in device:
                 on_device += on_device == num_known

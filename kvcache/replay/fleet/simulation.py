@@ -18,7 +18,8 @@ from kvcache.allocator import Request
 from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown
 from kvcache.replay.fleet.failures import Failure
 from kvcache.replay.fleet.hardware import Hardware
-from kvcache.replay.fleet.outcomes import HIT_FIELDS, Outcomes, percentile
+from kvcache.replay.fleet.kv_bytes import KVBytes
+from kvcache.replay.fleet.outcomes import HIT_FIELDS, MOVED_FIELDS, Outcomes, percentile
 from kvcache.replay.fleet.replica import DecodeReplica, Replica
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.fleet.sessions import Sessions, share_of
@@ -290,8 +291,8 @@ class Simulation:
         request, hold_ms = _request(item), 0.0
         if self._decodes:
             item = replace(item, output_length=0)
-            num_missing = min(each.num_missing(item, request) for each in self._decodes)
-            hold_ms = self._hardware.load_ms("transfer", num_missing)
+            missing = min(each.missing_bytes(item, request) for each in self._decodes)
+            hold_ms = self._hardware.load_ms("transfer", missing)
         chosen = found[self._prefill_router.choose(found, item, request, task.session)]
         served = chosen.serve(item, request, task, hold_ms)
         if served is None:
@@ -396,7 +397,7 @@ class Simulation:
         report, outcomes = self.report, self.outcomes
         report.requests = len(outcomes)
         report.rejected_requests = report.requests - outcomes.num_served
-        for name in ("prompt_tokens", *HIT_FIELDS, "decode_hit_tokens"):
+        for name in ("prompt_tokens", *HIT_FIELDS, *MOVED_FIELDS):
             setattr(report, name, int(outcomes.column(name).sum()))
         _set_hit_rate(report)
         times = outcomes.ms_to_first_token
@@ -413,10 +414,6 @@ class Simulation:
         if duration_ms > 0:
             num_answered = int(outcomes.column("answer_tokens").sum())
             report.answer_tokens_per_s = 1000 * num_answered / duration_ms
-        loaded = sum(getattr(report, name) for name in HIT_FIELDS[1:])
-        report.loaded_bytes = int(loaded * self._hardware.bytes_per_token)
-        moved = int(outcomes.column("transferred_tokens").sum())
-        report.transferred_bytes = int(moved * self._hardware.bytes_per_token)
 
 
 def _request(item: WorkloadRequest) -> Request:
@@ -463,7 +460,7 @@ def _standard_error(values: list[float]) -> float:
 
 def with_prices(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
     if hardware.price_per_hour is not None:
-        gib = hardware.bytes_per_token * fleet.block_size / 2**30  # per block
+        gib = KVBytes(fleet, hardware).per_block / 2**30
         host = fleet.host_blocks and fleet.host_blocks * gib * hardware.host_price_per_gib_hour
         store = fleet.store_blocks and fleet.store_blocks * gib * hardware.store_price_per_gib_hour
         report.price_per_hour = (

@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.checks import flag, integer, shown, text
+from kvcache.checks import MAX_INT64, flag, integer, shown, text
 from kvcache.replay.fleet.routers import ROUTERS
+from kvcache.replay.groups import parse_groups
 from kvcache.replay.policies import parse_eviction
+from kvcache.specs import GroupSpec
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Fleet:
     Args:
         replicas: Number of replicas, or of those that compute prompts.
         num_blocks: Blocks of each replica on the device, including the null block.
-        block_size: Tokens per block.
+        block_size: Tokens per block, unless `groups` has other sizes.
         host_blocks: Blocks of each replica on the host, including the null block. 0: no host tier.
         store_blocks: Blocks of the store that all replicas share. 0: no store.
         router: One of `ROUTERS`.
@@ -29,6 +31,10 @@ class Fleet:
             prompts and answer. They have no host tier, and use neither the store nor peers.
         peers: Whether a replica loads tokens from the device or host of another one that has more of
             them than its own tiers and the store.
+        groups: Cache groups of the model, as `kind[:option=value]...` separated by commas. All groups
+            share the blocks of a replica.
+        page_bytes: Bytes of a block, on all devices of a replica. 0: from `Hardware.bytes_per_token`, for
+            one group with full attention.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -45,6 +51,8 @@ class Fleet:
     num_preallocate_tokens: int = 0
     decode_replicas: int = 0
     peers: bool = False
+    groups: str = "full_attention"
+    page_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -59,12 +67,26 @@ class Fleet:
             raise ValueError(
                 f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"
             )
+        integer(self.page_bytes, "page_bytes", 0, MAX_INT64)
+        text(self.groups, "groups")
+        try:
+            kinds = [spec.kind for spec in self.group_specs()]
+        except ValueError as error:
+            raise ValueError(f"groups has {error}") from None
+        if kinds != ["full_attention"] and not self.page_bytes:
+            raise ValueError(
+                f"page_bytes is 0 with groups {shown(self.groups)}: expected the bytes of a block"
+            )
         flag(self.peers, "peers")
         text(self.eviction, "eviction")
         try:
             parse_eviction(self.eviction)
         except ValueError as error:
             raise ValueError(f"eviction is {error}") from None
+
+    def group_specs(self) -> list[GroupSpec]:
+        """Return the cache groups."""
+        return parse_groups(self.groups, self.block_size)
 
     @property
     def all_replicas(self) -> int:
