@@ -179,8 +179,9 @@ def test_an_index_that_lies_costs_a_prefill():
     assert attempts == [(0, 0), (1, 0), (0, 1584)]
 
 
-@pytest.mark.parametrize("host_blocks", [0, 300])
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    ("router", "host_blocks"), [("prefix", 0), ("prefix", 300), ("session", 0)]
+)
 def test_routers_that_follow_events_choose_as_routers_that_ask_the_managers(router, host_blocks):
     shape = ChatShape(num_conversations=30)
     fleet = Fleet(3, 151, router=router, host_blocks=host_blocks, concurrency=4, store_blocks=200)
@@ -193,7 +194,7 @@ def test_routers_that_follow_events_choose_as_routers_that_ask_the_managers(rout
     assert following.report == exact.report and exact.report.token_hit_rate > 0.2
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_request_is_served_by_a_replica_that_can_be_reached(seed):
     rng = random.Random(seed)
     router = rng.choice([*ROUTERS])

@@ -66,7 +66,8 @@ class FailureReport:
         tolerance: Largest difference between the two hit rates after recovery.
         window: Number of requests of the moving hit rates.
         resent_requests: Requests that were sent again, because their replica died.
-        delayed_requests: Requests that waited until the router worked and reached a replica.
+        delayed_requests: Requests that waited until the router worked and reached a replica, once for each
+            wait.
         time_s: Times of the points of the two curves, in seconds from the first arrival.
         hit_rates: Moving hit rate with failures.
         undisturbed_hit_rates: Moving hit rate without failures.

@@ -208,7 +208,7 @@ class Simulation:
         report: The totals, after `run`.
         outcomes: One entry per request.
         num_resent: Number of requests that were sent again, because their replica died.
-        num_delayed: Number of requests that waited because no replica could be reached.
+        num_delayed: Number of times that a request waited because no replica could be reached.
     """
 
     def __init__(
