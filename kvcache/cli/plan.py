@@ -187,7 +187,7 @@ def run_plan(args: argparse.Namespace) -> int:
 def _recommendation(plan: FleetPlan) -> str:
     report = plan.recommended
     fleet = report.fleet
-    size = import_module("kvcache.replay.fleet").fleet_size(fleet)
+    size = import_module("kvcache.replay.fleet.sizes").fleet_size(fleet)
     parts = [f"{size} with the router {fleet['router']}"]
     if fleet["host_blocks"]:
         parts.append(f"{fleet['host_blocks']:,} blocks on each host")
@@ -212,7 +212,7 @@ def _progress(args: argparse.Namespace) -> Iterator[Callable[[FleetReport], None
     with progress_bars() as bar:
         task = bar.add_task("fleets", total=None, state="")
 
-        fleet_size = import_module("kvcache.replay.fleet").fleet_size
+        fleet_size = import_module("kvcache.replay.fleet.sizes").fleet_size
 
         def advance(report: FleetReport) -> None:
             state = f"{fleet_size(report.fleet)}, {report.fleet['router']}"

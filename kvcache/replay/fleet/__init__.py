@@ -12,7 +12,7 @@ from kvcache.replay.fleet.recovery import (
 )
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.fleet.simulation import FleetReport, simulate_fleet
-from kvcache.replay.fleet.sizes import Fleet, fleet_size
+from kvcache.replay.fleet.sizes import Fleet
 
 __all__ = [
     "FAILURE_KINDS",
@@ -27,7 +27,6 @@ __all__ = [
     "HardwareError",
     "failure_table",
     "fleet_plan_table",
-    "fleet_size",
     "plan_fleet",
     "read_hardware",
     "simulate_failures",

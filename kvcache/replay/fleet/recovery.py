@@ -66,8 +66,7 @@ class FailureReport:
         tolerance: Largest difference between the two hit rates after recovery.
         window: Number of requests of the moving hit rates.
         resent_requests: Requests that were sent again, because their replica died.
-        delayed_requests: Requests that waited until the router worked and reached a replica, once for each
-            wait.
+        delayed_requests: Requests that waited for the router or for a replica that it reaches.
         time_s: Times of the points of the two curves, in seconds from the first arrival.
         hit_rates: Moving hit rate with failures.
         undisturbed_hit_rates: Moving hit rate without failures.
@@ -259,14 +258,11 @@ def failure_table(found: FailureReport) -> Table:
 
 
 def _caption(found: FailureReport) -> str:
-    end = (
-        "not recovered"
-        if found.recovery_s is None
-        else f"recovered after {found.recovery_s:,.0f} s"
-    )
-    counts = []
+    parts = ["not recovered at the end of the workload"]
+    if found.recovery_s is not None:
+        parts = [f"recovered after {found.recovery_s:,.0f} s"]
     if found.resent_requests:
-        counts.append(f"{found.resent_requests:,} requests sent again")
+        parts.append(f"sent again: {found.resent_requests:,}")
     if found.delayed_requests:
-        counts.append(f"{found.delayed_requests:,} requests delayed")
-    return "; ".join([end, *counts])
+        parts.append(f"delayed: {found.delayed_requests:,}")
+    return "; ".join(parts)
