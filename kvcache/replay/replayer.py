@@ -20,7 +20,7 @@ from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
 from kvcache.replay.service import Service, ServiceClock, overload
-from kvcache.replay.stored import SimulatedStore, TokenSource
+from kvcache.replay.stored import ExternalTokens, SimulatedStore
 from kvcache.replay.workload import WorkloadRequest, check_arrival, checked_workload
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
@@ -99,7 +99,7 @@ class Replayer:
         service: Service | None = None,
         verifier: KVVerifier | None = None,
         num_store_blocks: int = 0,
-        source: Callable[[KVCacheManager], TokenSource] | None = None,
+        source: Callable[[KVCacheManager], ExternalTokens] | None = None,
         num_preallocate_tokens: int = 0,
         series: Series | None = None,
         hint_budget: HintBudget | None = None,

@@ -36,7 +36,7 @@ class Outage(NamedTuple):
 StoreContents = OrderedDict[BlockKey, StoredBlock]  # least recently used first
 
 
-class TokenSource(Protocol):
+class ExternalTokens(Protocol):
     """A source of tokens after the hit in a replayed cache.
 
     `is_optional` is whether a request is computed if its tokens from the source do not fit. `link` is the

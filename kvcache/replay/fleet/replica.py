@@ -17,7 +17,7 @@ from kvcache.replay.fleet.token_sources import ComputedPrompts, StoreAndPeers
 from kvcache.replay.policies import parse_eviction
 from kvcache.replay.replayer import Replayer
 from kvcache.replay.running import Running
-from kvcache.replay.stored import Outage, SimulatedStore, StoreContents, TokenSource
+from kvcache.replay.stored import ExternalTokens, Outage, SimulatedStore, StoreContents
 from kvcache.replay.workload import WorkloadRequest
 
 
@@ -83,7 +83,7 @@ class Replica:
             **options,
         )
 
-    def _source(self, manager: KVCacheManager) -> TokenSource:
+    def _source(self, manager: KVCacheManager) -> ExternalTokens:
         """Return the access to the store and to other replicas."""
         if self._fleet.store_blocks:
             self._in_store = SimulatedStore(
@@ -242,7 +242,7 @@ class DecodeReplica(Replica):
 
     _loads = True
 
-    def _source(self, manager: KVCacheManager) -> TokenSource:
+    def _source(self, manager: KVCacheManager) -> ExternalTokens:
         self._tokens_from = ComputedPrompts(manager)
         return self._tokens_from
 

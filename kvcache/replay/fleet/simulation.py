@@ -193,7 +193,7 @@ def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
     return lambda: requests
 
 
-class _Task(NamedTuple):
+class _Attempted(NamedTuple):
     """A request of the workload, its session, and its place in the outcomes."""
 
     item: WorkloadRequest
@@ -272,7 +272,7 @@ class Simulation:
             if self._num_shares > 1 and share_of(session, self._num_shares) != self._share:
                 continue
             self._play(item.arrival_ms)
-            self._prefill(_Task(item, session, self.outcomes.arrive(item)), item.arrival_ms)
+            self._prefill(_Attempted(item, session, self.outcomes.arrive(item)), item.arrival_ms)
         if first_ms is None:
             raise ValueError("workload is empty: expected one request or more")
         self._play(math.inf)
@@ -281,7 +281,7 @@ class Simulation:
         self._fill(first_ms, last_ms - first_ms)
         return self.report
 
-    def _prefill(self, task: _Task, now_ms: int) -> None:
+    def _prefill(self, task: _Attempted, now_ms: int) -> None:
         """Compute a prompt and, unless there are decode replicas, its answer."""
         item = (
             task.item if now_ms == task.item.arrival_ms else replace(task.item, arrival_ms=now_ms)
@@ -308,7 +308,7 @@ class Simulation:
         ready_ms = math.ceil(served.first_ms)
         self._at(ready_ms, lambda: self._decode(task, ready_ms, served))
 
-    def _decode(self, task: _Task, now_ms: int, computed: Running) -> None:
+    def _decode(self, task: _Attempted, now_ms: int, computed: Running) -> None:
         """Load a computed prompt and generate the answer."""
         if self._unfinished.get(task.place) is not computed:
             return  # its replica died
@@ -334,8 +334,8 @@ class Simulation:
     def _reachable(
         self,
         replicas: list[Replica],
-        again: Callable[[_Task, int], None],
-        task: _Task,
+        again: Callable[[_Attempted, int], None],
+        task: _Attempted,
         now_ms: int,
     ) -> list[Replica] | None:
         """Return the replicas that the router reaches. If there are none, schedule another try."""
