@@ -134,7 +134,8 @@ def simulate_failures(
         >>> found = simulate_failures(
         ...     lambda: chat_workload(400), fleet, [Failure.parse("replica:0@60s+10s")]
         ... )
-        >>> found.phases["during"].token_hit_rate < found.phases["before"].token_hit_rate
+        >>> during = found.phases["during"]
+        >>> during.token_hit_rate < during.undisturbed_hit_rate
         True
     """
     workload = repeatable(workload)
