@@ -8,10 +8,13 @@ import os
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
+from kvcache.cli.modules import require_module
 from kvcache.cli.output import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvcache.specs import LayerSpec
 
 SMOLLM2 = "smollm2"
 
@@ -56,6 +59,52 @@ def load_model(
             f"{given}: expected the folder of a checkpoint that transformers loads ({error})"
         ) from None
     return model.to(device).eval()
+
+
+def load_layers(name: str, option: str, block_size: int) -> tuple[list[LayerSpec], int]:
+    """Return the layers of a model, and the length of its longest request. No weights are loaded.
+
+    Args:
+        name: A tiny model, SmolLM2, or a `config.json` or its folder.
+        option: The option for error messages.
+        block_size: Tokens per block of the layers.
+
+    Raises:
+        UsageError: The model is unknown, or its layers cannot be determined.
+        MissingError: A required package is not installed.
+        OutputError: The converted weights of SmolLM2 cannot be written.
+    """
+    require_module("transformers", option, "pip install 'torch-kvcache[transformers]'")
+    import torch
+
+    _silence_transformers()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvcache.engine.transformers import layer_specs
+    from kvcache.engine.transformers.paged_model import longest_request
+    from kvcache.engine.transformers.tiny_models import tiny_model, tiny_model_names
+
+    given = f"{option} is {quoted(name)}"
+    is_tiny = name in tiny_model_names()
+    path = _smollm2_folder() if name == SMOLLM2 else name
+    if not is_tiny and not os.path.exists(path):
+        names = ", ".join((*tiny_model_names(), SMOLLM2))
+        raise UsageError(f"{given}: expected one of {names}, or a config.json or its folder")
+    try:
+        if is_tiny:
+            model = tiny_model(name)
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            given_dtype = getattr(config, "dtype", None)
+            # Engines serve float32 checkpoints in bfloat16.
+            dtype = torch.float16 if given_dtype == torch.float16 else torch.bfloat16
+            with torch.device("meta"):  # shapes without memory
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return layer_specs(model, block_size=block_size), longest_request(model)[0]
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"{given}: expected a configuration that transformers loads ({error})"
+        ) from None
 
 
 def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:

@@ -19,7 +19,7 @@ from kvcache.cli.replay import check_trace, read_workload, write_plot
 
 if TYPE_CHECKING:
     from kvcache.replay import WorkloadRequest
-    from kvcache.replay.fleet import FleetPlan, FleetReport, Hardware
+    from kvcache.replay.fleet import Failure, FleetPlan, FleetReport, Hardware
 
 _ROUTERS = ("round_robin", "least_loaded", "session", "prefix")
 
@@ -52,6 +52,25 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     ):
         sub.add_argument(option, metavar="N,N", type=_numbers(option, least), help=text)
     sub.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="cache groups and bytes per block of a model: a config.json or its folder (no weights are "
+        "loaded), or the name of a tiny model; default: one group, bytes_per_token of --hardware",
+    )
+    sub.add_argument(
+        "--peers",
+        metavar="no,yes",
+        type=_peers,
+        help="whether replicas load tokens from other replicas that have them; default no",
+    )
+    sub.add_argument(
+        "--decode-replicas",
+        metavar="N,N",
+        type=_decode_replicas,
+        help="numbers of replicas that answer, while --replicas compute prompts; auto: search for the "
+        "fewest; 0: all replicas do both; default 0",
+    )
+    sub.add_argument(
         "--router",
         metavar="R,R",
         type=_routers,
@@ -74,6 +93,15 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--write-hardware", metavar="FILE.json", help="write an example for --hardware, and exit"
     )
+    sub.add_argument(
+        "--fail",
+        metavar="KIND[:N]@S[+S]",
+        action="append",
+        help="also simulate a failure of the best fleet of each router: replica:3@60s+30s (replica 3 "
+        "dies 60 s after the first arrival and is back 30 s later), store@60s+30s, router@60s (a "
+        "restart), store_link:3@60s+30s or router_link:3@60s+30s (replica 3 cannot be reached); may be "
+        "repeated",
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     sub.add_argument(
         "--plot", metavar="FILE.png", type=plot_file, help="plot times to first token by price"
@@ -92,6 +120,8 @@ def run_plan(args: argparse.Namespace) -> int:
     fleets = import_module("kvcache.replay.fleet")
     replay = import_module("kvcache.replay")
     hardware = _hardware(args.hardware)
+    failures = [_failure(text) for text in args.fail or ()]
+    groups = {} if args.model is None else _groups(args.model, args.block_size)
     name, workload = read_workload(args)
     if args.trace is not None and not os.path.isfile(args.trace):
         requests = list(workload)  # a pipe can be read only once
@@ -113,15 +143,19 @@ def run_plan(args: argparse.Namespace) -> int:
                     block_size=args.block_size,
                     concurrency=args.concurrency,
                     eviction=args.eviction,
+                    **groups,
                 ),
                 p99_ms=args.p99,
                 routers=args.router,
                 host_blocks=args.host_blocks,
                 store_blocks=args.store_blocks,
+                peers=args.peers,
                 replicas=args.replicas,
+                decode_replicas=args.decode_replicas,
                 most_replicas=args.most_replicas,
                 hardware=hardware,
                 max_simulated=args.max_simulated,
+                failures=failures,
                 on_report=on_report,
             )
     except replay.TraceError as error:
@@ -140,6 +174,8 @@ def run_plan(args: argparse.Namespace) -> int:
             print(json.dumps(plan.to_dict()))
     else:
         show(fleets.fleet_plan_table(plan))
+        for found in plan.failures:
+            show(fleets.failure_table(found))
         if plan.recommended is not None:
             show(_recommendation(plan))
     if plan.recommended is None:
@@ -151,12 +187,14 @@ def run_plan(args: argparse.Namespace) -> int:
 def _recommendation(plan: FleetPlan) -> str:
     report = plan.recommended
     fleet = report.fleet
-    count = fleet["replicas"]
-    parts = [f"{count:,} replica{'s' * (count > 1)} with the router {fleet['router']}"]
+    size = import_module("kvcache.replay.fleet.sizes").fleet_size(fleet)
+    parts = [f"{size} with the router {fleet['router']}"]
     if fleet["host_blocks"]:
         parts.append(f"{fleet['host_blocks']:,} blocks on each host")
     if fleet["store_blocks"]:
         parts.append(f"a store of {fleet['store_blocks']:,} blocks")
+    if fleet["peers"]:
+        parts.append("loads from peers")
     end = ""
     if report.price_per_hour is not None:
         end = f", for {report.price_per_hour:,.2f} per hour"
@@ -174,8 +212,10 @@ def _progress(args: argparse.Namespace) -> Iterator[Callable[[FleetReport], None
     with progress_bars() as bar:
         task = bar.add_task("fleets", total=None, state="")
 
+        fleet_size = import_module("kvcache.replay.fleet.sizes").fleet_size
+
         def advance(report: FleetReport) -> None:
-            state = f"{report.fleet['replicas']} x {report.fleet['router']}"
+            state = f"{fleet_size(report.fleet)}, {report.fleet['router']}"
             bar.update(task, advance=1, state=state)
 
         yield advance
@@ -195,6 +235,28 @@ def _hardware(path: str | None) -> Hardware | None:
         ) from None
 
 
+def _groups(name: str, block_size: int) -> dict[str, str | int]:
+    """Return the groups of a model and the bytes of their blocks, as arguments of `Fleet`."""
+    from kvcache import plan_cache
+    from kvcache.cli.models import load_layers
+    from kvcache.replay.groups import groups_text
+
+    layers, longest = load_layers(name, "--model", block_size)
+    try:
+        plan = plan_cache(layers, MAX_INT64, max_model_len=longest)
+    except ValueError as error:
+        raise UsageError(f"--model is {quoted(name)}: {error}") from None
+    return {"groups": groups_text(plan.groups), "page_bytes": plan.page_bytes}
+
+
+def _failure(text: str) -> Failure:
+    fleets = import_module("kvcache.replay.fleet")
+    try:
+        return fleets.Failure.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--fail: {error}") from None
+
+
 def _write_hardware(path: str) -> int:
     from kvcache.replay.fleet.hardware import example_hardware
 
@@ -211,6 +273,18 @@ def _write_hardware(path: str) -> int:
 def _numbers(option: str, least: int) -> Callable[[str], tuple[int, ...]]:
     convert = number(option, least, MAX_INT32)
     return lambda text: tuple(map(convert, text.split(",")))
+
+
+def _decode_replicas(text: str) -> tuple[int | None, ...]:
+    convert = number("--decode-replicas", 0, MAX_INT32)
+    return tuple(None if each == "auto" else convert(each) for each in text.split(","))
+
+
+def _peers(text: str) -> tuple[bool, ...]:
+    names = text.split(",")
+    if not {*names} <= {"no", "yes"}:
+        raise UsageError(f"--peers is {quoted(text)}: expected no, yes or no,yes")
+    return tuple(name == "yes" for name in names)
 
 
 def _routers(text: str) -> tuple[str, ...]:

@@ -34,6 +34,24 @@ def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
     return groups
 
 
+def groups_text(groups: Sequence[GroupSpec]) -> str:
+    """Return the text that `parse_groups` parses.
+
+    Example:
+        >>> groups_text([GroupSpec("sliding_window", 16, {"window": 1024})])
+        'sliding_window:block_size=16:window=1024'
+    """
+    return ",".join(
+        ":".join([group.kind, *(f"{name}={value}" for name, value in _settings(group).items())])
+        for group in groups
+    )
+
+
+def _settings(group: GroupSpec) -> dict[str, int]:
+    cached = {} if group.cached else {"cached": 0}
+    return {"block_size": group.block_size, **cached, **group.options}
+
+
 def checked_groups(block_size: int | None, groups: Sequence[GroupSpec] | None) -> list[GroupSpec]:
     """Return `groups`, or one full-attention group.
 

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvcache.checks import path as checked_path
 from kvcache.replay.comparison import Comparison
 from kvcache.replay.curve import HitRateCurve
 from kvcache.replay.disaggregation import DisaggregationReport, DisaggregationSeries
+from kvcache.replay.fleet.failures import Failure
 from kvcache.replay.fleet.planning import FleetPlan
 from kvcache.replay.replayer import Series
 from kvcache.replay.report import ReplayReport
@@ -237,16 +238,18 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    num_rows = 2 if plan.failures else 1
+    figure, rows = plt.subplots(
+        num_rows, figsize=(9, 5.5 * num_rows), layout="constrained", squeeze=False
+    )
+    axes = rows[0, 0]
     has_prices = all(each.price_per_hour is not None for each in plan.reports)
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in plan.reports:
         if each.rejected_requests:
             continue
-        fleet = each.fleet
-        tiers = [f"{fleet[name]:,} {name[:-7]} blocks" for name in _TIERS if fleet[name]]
-        at = each.price_per_hour if has_prices else fleet["replicas"]
-        points = lines.setdefault(", ".join([fleet["router"], *tiers]), [])
+        at = each.price_per_hour if has_prices else _num_replicas(each.fleet)
+        points = lines.setdefault(_fleet_name(each.fleet), [])
         points.append((at, max(each.p99_ms_to_first_token, 1.0)))
         if each is plan.recommended:
             axes.plot(*points[-1], marker="o", markersize=14, color=_GRAY, fillstyle="none")
@@ -259,6 +262,17 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("price per hour" if has_prices else "replicas")
     _finish(axes, "p99 in ms")
+    for found, color in zip(plan.failures, itertools.cycle(_COLORS)):
+        axes, fleet = rows[1, 0], found.report.fleet
+        label = f"{_num_replicas(fleet):,} x {_fleet_name(fleet)}"
+        axes.plot(found.time_s, found.hit_rates, color=color, label=label)
+        axes.plot(found.time_s, found.undisturbed_hit_rates, color=color, linestyle=":")
+        for failure in map(Failure.parse, found.failures):
+            axes.axvline(failure.at_s, color=_GRAY, linewidth=1, linestyle="--")
+        axes.set_xlabel(
+            f"seconds (dashed: {', '.join(found.failures)}; dotted line: without failures)"
+        )
+        _finish(axes, "hit rate")
     figure.suptitle(
         f"Fleets for {trace}: time to first token (dashed: required; circle: recommended)",
         **{"x": 0.02, "ha": "left", "fontsize": 11, "parse_math": False},
@@ -270,6 +284,17 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
 
 
 _TIERS = ("host_blocks", "store_blocks")
+
+
+def _fleet_name(fleet: dict[str, Any]) -> str:
+    tiers = [f"{fleet[name]:,} {name[:-7]} blocks" for name in _TIERS if fleet[name]]
+    peers = ["peers"] if fleet["peers"] else []
+    pools = ["decode replicas"] if fleet["decode_replicas"] else []
+    return ", ".join([fleet["router"], *tiers, *peers, *pools])
+
+
+def _num_replicas(fleet: dict[str, Any]) -> int:
+    return fleet["replicas"] + fleet["decode_replicas"]
 
 
 def _title(report: ReplayReport) -> str:

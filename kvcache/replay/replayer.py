@@ -20,7 +20,7 @@ from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
 from kvcache.replay.service import Service, ServiceClock, overload
-from kvcache.replay.stored import SimulatedStore, StoreContents
+from kvcache.replay.stored import ExternalTokens, SimulatedStore
 from kvcache.replay.workload import WorkloadRequest, check_arrival, checked_workload
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
@@ -75,7 +75,7 @@ class Replayer:
         verifier: A verifier for the same groups, which writes and reads real KV after every plan.
         series: Collects one entry per request.
         num_store_blocks: Size of a `SimulatedStore` below the other tiers. Incompatible with `verifier`.
-        store_contents: Contents of the store, if several replayers share it.
+        source: Creates another source of tokens than the store, given the manager.
         num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
         chunk_tokens: Maximum tokens of a prefill chunk.
         service: Speeds of a timed replay.
@@ -99,7 +99,7 @@ class Replayer:
         service: Service | None = None,
         verifier: KVVerifier | None = None,
         num_store_blocks: int = 0,
-        store_contents: StoreContents | None = None,
+        source: Callable[[KVCacheManager], ExternalTokens] | None = None,
         num_preallocate_tokens: int = 0,
         series: Series | None = None,
         hint_budget: HintBudget | None = None,
@@ -128,11 +128,9 @@ class Replayer:
             num_preallocate_tokens=num_preallocate_tokens,
             **options,
         )
-        self._store = None
+        self._store = None if source is None else source(self.manager)
         if num_store_blocks:
-            self._store = SimulatedStore(
-                self.manager, num_store_blocks, announce=announce, contents=store_contents
-            )
+            self._store = SimulatedStore(self.manager, num_store_blocks, announce=announce)
         self.concurrency = concurrency
         self.chunk_tokens = chunk_tokens
         self.service = service
@@ -353,7 +351,9 @@ class Replayer:
             status = self._step(new)
             if status == Status.SERVED:
                 return True
-            if new.num_store_hit:  # without the tokens from the store, the request may fit
+            if (
+                new.num_store_hit and self._store.is_optional
+            ):  # without the tokens from the store, the request may fit
                 new.num_store_hit, new.may_load = 0, False
                 continue
             if self._hints.num_rows:
@@ -560,7 +560,7 @@ class Replayer:
         )
         if self.manager.host_pool is not None:
             self._add_host_counts(report)
-        if self._store is not None:
+        if isinstance(self._store, SimulatedStore):
             report.store_blocks = self._store.num_blocks
             report.store_hit_tokens = self._store_hit_tokens
             report.store_stored_blocks = self._store.num_stored

@@ -22,7 +22,7 @@ from kvcache.replay.fleet import (
     read_hardware,
     simulate_fleet,
 )
-from kvcache.replay.fleet.planning import _search
+from kvcache.replay.fleet.planning import _smallest
 from kvcache.replay.fleet.sessions import Sessions, share_of
 
 HARDWARE = Hardware(prefill_speed=2000.0, decode_speed=20.0)
@@ -223,13 +223,13 @@ def test_the_search_ends_at_any_number_of_replicas(first):
     for needed in range(1, 71):
         simulated = []
 
-        def simulate(base, count, needed=needed, simulated=simulated):
+        def simulate(count, needed=needed, simulated=simulated):
             simulated.append(count)
             return FleetReport({}, count, p99_ms_to_first_token=1.0 if count >= needed else 9.0)
 
-        _search(simulate, Fleet(first, 100), 5.0, 64)
+        found = _smallest(simulate, 5.0, first, 1, 64)
         fast = [count for count in simulated if count >= needed]
-        assert (min(fast) == needed) if needed <= 64 else not fast
+        assert (min(fast) == needed == found) if needed <= 64 else not fast and found is None
         assert len(simulated) == len({*simulated}) <= 14
 
 

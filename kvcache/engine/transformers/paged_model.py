@@ -256,7 +256,7 @@ def attach(
     host_budget = byte_count(host_budget, "host_budget", least=0)
     _check_attention(attention, model.device)
     check = flag(check, "check")
-    longest, reason = _longest(model)
+    longest, reason = longest_request(model)
     if max_model_len is not None and integer(max_model_len, "max_model_len", least=1) > longest:
         raise ValueError(f"max_model_len is {max_model_len}: expected at most {longest}, {reason}")
     block_size = integer(block_size, "block_size", least=1)
@@ -293,7 +293,7 @@ def attach(
     return PagedModel(model, cache, shape, attention, way, why if way.by_request else "")
 
 
-def _longest(model: PreTrainedModel) -> tuple[int, str]:
+def longest_request(model: PreTrainedModel) -> tuple[int, str]:
     """Return the length of the longest request that the model supports, and the reason for the limit."""
     config = model.config.get_text_config(decoder=True)
     limits = (getattr(config, name, None) for name in _LENGTHS)

@@ -26,8 +26,11 @@ class Hardware:
         prefill_speed: Prompt tokens per second of a replica. Hits are not computed.
         decode_speed: Tokens per second of each answer.
         bytes_per_token: Bytes of K and V of a token in all layers, on all devices of a replica.
+            Not used for fleets with `Fleet.page_bytes`.
         host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second.
         store_gb_per_s: Bandwidth of loads from the store, per replica.
+        peer_gb_per_s: Bandwidth of loads from other replicas' caches, per replica.
+        transfer_gb_per_s: Bandwidth of transfers from prefill replicas, per decode replica.
         price_per_hour: Price of a replica, in any currency. None: no prices are reported.
         host_price_per_gib_hour: Price of host memory. Needed for fleets with a host tier.
         store_price_per_gib_hour: Price of the store. Needed for fleets with a store.
@@ -42,6 +45,8 @@ class Hardware:
     bytes_per_token: float = 131_072.0  # 32 layers with 8 heads of 128 elements of 2 bytes
     host_gb_per_s: float = 20.0
     store_gb_per_s: float = 5.0
+    peer_gb_per_s: float = 10.0
+    transfer_gb_per_s: float = 10.0
     price_per_hour: float | None = None
     host_price_per_gib_hour: float | None = None
     store_price_per_gib_hour: float | None = None
@@ -62,6 +67,10 @@ class Hardware:
     def service(self) -> Service:
         """The speeds of prefill and decode."""
         return Service(self.prefill_speed, self.decode_speed)
+
+    def load_ms(self, link: str, num_bytes: int) -> float:
+        """Return the time in milliseconds of a load over `host`, `store`, `peer` or `transfer`."""
+        return num_bytes / (1e6 * getattr(self, f"{link}_gb_per_s"))
 
 
 def read_hardware(path: str | os.PathLike) -> Hardware:

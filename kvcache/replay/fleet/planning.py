@@ -8,15 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcache.checks import MAX_INT32, instance, instances, integer, listed, number, shown, text
-from kvcache.replay.fleet.hardware import Hardware
-from kvcache.replay.fleet.simulation import (
-    Fleet,
-    FleetReport,
-    Workload,
-    repeatable,
-    simulate_fleet,
+from kvcache.checks import (
+    MAX_INT32,
+    flag,
+    instance,
+    instances,
+    integer,
+    listed,
+    number,
+    shown,
+    text,
 )
+from kvcache.replay.fleet.failures import Failure, checked_failures
+from kvcache.replay.fleet.hardware import Hardware
+from kvcache.replay.fleet.recovery import FailureReport, simulate_failures
+from kvcache.replay.fleet.simulation import FleetReport, Workload, repeatable, simulate_fleet
+from kvcache.replay.fleet.sizes import Fleet, fleet_size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,18 +39,22 @@ class FleetPlan:
         recommended: The cheapest fleet that meets `p99_ms` and serves all requests; without prices, the
             one with the fewest replicas. None: no simulated fleet does.
         reason: Why no fleet is recommended. None if there is one.
+        failures: For each router and combination of tiers, failures of its cheapest fleet that meets
+            `p99_ms`; if there is none, of its fastest fleet.
     """
 
     p99_ms: float
     reports: list[FleetReport] = field(default_factory=list)
     recommended: FleetReport | None = None
     reason: str | None = None
+    failures: list[FailureReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.p99_ms = float(number(self.p99_ms, "p99_ms"))
         instances(self.reports, FleetReport, "reports", "reports")
         if self.recommended is not None:
             instance(self.recommended, FleetReport, "recommended")
+        instances(self.failures, FailureReport, "failures", "reports")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON."""
@@ -58,10 +69,13 @@ def plan_fleet(
     routers: Sequence[str] | None = None,
     host_blocks: Sequence[int] | None = None,
     store_blocks: Sequence[int] | None = None,
+    peers: Sequence[bool] | None = None,
     replicas: Sequence[int] | None = None,
+    decode_replicas: Sequence[int | None] | None = None,
     most_replicas: int = 1024,
     hardware: Hardware | None = None,
     max_simulated: int = 64,
+    failures: Sequence[Failure] = (),
     on_report: Callable[[FleetReport], None] | None = None,
 ) -> FleetPlan:
     """Simulate fleets of several sizes, tiers and routers, and recommend the cheapest.
@@ -69,6 +83,8 @@ def plan_fleet(
     For each router and each combination of tiers, the number of replicas is doubled until the fleet meets
     `p99_ms`. A smaller such number is then searched by bisection. It is the smallest one if more replicas
     are never slower, which is not always the case: a router may spread a session over more of them.
+    If decode replicas are searched too, both numbers are doubled together; then the fewest replicas
+    are searched, and with these the fewest decode replicas.
 
     Args:
         workload: The requests in order of arrival, as a list or as a function that returns an iterator
@@ -78,10 +94,15 @@ def plan_fleet(
         routers: Routers to simulate. None: that of `fleet`.
         host_blocks: Sizes of the host tier to simulate. None: that of `fleet`.
         store_blocks: Sizes of the store to simulate. None: that of `fleet`.
+        peers: Whether replicas load from each other (`Fleet.peers`). None: that of `fleet`.
         replicas: Numbers of replicas to simulate, instead of a search.
-        most_replicas: Largest number of replicas that the search simulates.
+        decode_replicas: Numbers of decode replicas to simulate. 0: all replicas compute prompts and
+            answer. None in the sequence: search for the fewest. None: that of `fleet`.
+        most_replicas: Largest number of replicas, and of decode replicas, that the search simulates.
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_simulated: Larger fleets are sampled (`simulate_fleet`).
+        failures: Failures to simulate together (`simulate_failures`), once for each router and each
+            combination of tiers. The search then simulates only fleets that have the replicas that fail.
         on_report: Called with the report of each simulation.
 
     Returns:
@@ -106,15 +127,21 @@ def plan_fleet(
         "routers": [fleet.router] if routers is None else routers,
         "host_blocks": [fleet.host_blocks] if host_blocks is None else host_blocks,
         "store_blocks": [fleet.store_blocks] if store_blocks is None else store_blocks,
+        "peers": [fleet.peers] if peers is None else peers,
     }
     if replicas is not None:
         varied["replicas"] = replicas
+    varied["decode_replicas"] = (
+        [fleet.decode_replicas] if decode_replicas is None else decode_replicas
+    )
     for name, values in varied.items():
         found = listed(values, name)
         for i, each in enumerate(found):
             if name == "routers":
                 text(each, f"routers[{i}]")
-            else:
+            elif name == "peers":
+                flag(each, f"peers[{i}]")
+            elif name != "decode_replicas" or each is not None:
                 integer(each, f"{name}[{i}]", int(name == "replicas"))
         if not found:
             raise ValueError(f"{name} is empty: expected one value or more")
@@ -125,15 +152,25 @@ def plan_fleet(
         raise TypeError(f"on_report is {shown(on_report)}: expected a function or None")
     # Checks all sizes before the first simulation.
     bases = [
-        replace(fleet, router=router, host_blocks=host, store_blocks=store)
-        for router, host, store in itertools.product(
-            varied["routers"], varied["host_blocks"], varied["store_blocks"]
+        replace(fleet, router=router, host_blocks=host, store_blocks=store, peers=loads)
+        for router, host, store, loads in itertools.product(
+            *(varied[name] for name in ("routers", "host_blocks", "store_blocks", "peers"))
         )
     ]
+    fewest = 1 + max((each.replica or 0 for each in checked_failures(failures, None)), default=0)
+    if replicas is None and fewest > most_replicas:
+        raise ValueError(
+            f"most_replicas is {most_replicas}: expected {fewest} or more, because replica {fewest - 1} "
+            "fails"
+        )
+    counts = varied.get("replicas", [None])
+    pairs = [*itertools.product(counts, varied["decode_replicas"])]
+    for base, (count, decoding) in itertools.product(bases, pairs):
+        sized = replace(base, replicas=count or fewest, decode_replicas=decoding or 0)
+        checked_failures(failures, sized)
     plan = FleetPlan(p99_ms)
 
-    def simulate(base: Fleet, count: int) -> FleetReport:
-        sized = replace(base, replicas=count)
+    def simulate(sized: Fleet) -> FleetReport:
         report = simulate_fleet(workload, sized, hardware, max_replicas=max_simulated)
         plan.reports.append(report)
         if on_report is not None:
@@ -141,40 +178,88 @@ def plan_fleet(
         return report
 
     for base in bases:
-        if replicas is not None:
-            for count in varied["replicas"]:
-                simulate(base, count)
-        else:
-            _search(simulate, base, p99_ms, most_replicas)
+        num_before = len(plan.reports)
+        for pair in pairs:
+            _search(simulate, base, pair, p99_ms, most_replicas, fewest)
+        best = _best(plan.reports[num_before:], p99_ms)
+        if failures and not best.rejected_requests:
+            sized = Fleet(**best.fleet)
+            plan.failures.append(simulate_failures(workload, sized, failures, hardware))
     _recommend(plan)
     return plan
 
 
 def _search(
-    simulate: Callable[[Fleet, int], FleetReport], base: Fleet, p99_ms: float, most: int
+    simulate: Callable[[Fleet], FleetReport],
+    base: Fleet,
+    pair: tuple[int | None, int | None],
+    p99_ms: float,
+    most: int,
+    fewest: int,
 ) -> None:
-    """Simulate numbers of replicas until the smallest sufficient one is known."""
-    count, too_few = min(base.replicas, most), 0
-    while not _is_fast(report := simulate(base, count), p99_ms):
+    """Simulate a pair of numbers of replicas and decode replicas. None: search for the smallest
+    sufficient one.
+    """
+    reports: dict[tuple[int, int], FleetReport] = {}
+
+    def report_of(count: int, decoding: int) -> FleetReport:
+        if (count, decoding) not in reports:
+            sized = replace(base, replicas=count, decode_replicas=decoding)
+            reports[count, decoding] = simulate(sized)
+        return reports[count, decoding]
+
+    def fewest_of(report_of: Callable[[int], FleetReport], first: int, least: int) -> int | None:
+        return _smallest(report_of, p99_ms, max(min(first, most), least), least, most)
+
+    count, decoding = pair
+    if count is None and decoding is None:
+        both = fewest_of(lambda count: report_of(count, count), base.replicas, fewest)
+        if both is None:
+            return
+        count = fewest_of(lambda count: report_of(count, both), both, fewest)
+        fewest_of(lambda decoding: report_of(count, decoding), both, 1)
+    elif count is None:
+        fewest_of(lambda count: report_of(count, decoding), base.replicas, fewest)
+    elif decoding is None:
+        fewest_of(lambda decoding: report_of(count, decoding), 1, 1)
+    else:
+        report_of(count, decoding)
+
+
+def _smallest(
+    report_of: Callable[[int], FleetReport], p99_ms: float, first: int, least: int, most: int
+) -> int | None:
+    """Return the smallest sufficient count, after doubling from `first`. None: there is none."""
+    count, too_few = first, least - 1
+    while not _is_fast(report := report_of(count), p99_ms):
         if count == most or report.rejected_requests:
-            return  # more replicas do not help
+            return None  # more replicas do not help
         too_few, count = count, min(2 * count, most)
     while count - too_few > 1:
         middle = (count + too_few) // 2
-        if _is_fast(simulate(base, middle), p99_ms):
+        if _is_fast(report_of(middle), p99_ms):
             count = middle
         else:
             too_few = middle
+    return count
 
 
 def _is_fast(report: FleetReport, p99_ms: float) -> bool:
     return report.p99_ms_to_first_token <= p99_ms and not report.rejected_requests
 
 
+def _best(reports: list[FleetReport], p99_ms: float) -> FleetReport:
+    """Return the cheapest fleet that meets `p99_ms`, or the fastest one."""
+    fast = [each for each in reports if _is_fast(each, p99_ms)]
+    return (
+        min(fast, key=_cost) if fast else min(reports, key=lambda each: each.p99_ms_to_first_token)
+    )
+
+
 def _recommend(plan: FleetPlan) -> None:
-    fast = [each for each in plan.reports if _is_fast(each, plan.p99_ms)]
-    if fast:
-        plan.recommended = min(fast, key=_cost)
+    best = _best(plan.reports, plan.p99_ms)
+    if _is_fast(best, plan.p99_ms):
+        plan.recommended = best
         return
     rejected = [each for each in plan.reports if each.rejected_requests]
     if len(rejected) == len(plan.reports):
@@ -185,9 +270,8 @@ def _recommend(plan: FleetPlan) -> None:
             "replicas"
         )
         return
-    best = min(plan.reports, key=lambda each: each.p99_ms_to_first_token)
     plan.reason = (
-        f"the fastest fleet, {best.fleet['replicas']} replicas, has a p99 of "
+        f"the fastest fleet, {fleet_size(best.fleet)}, has a p99 of "
         f"{best.p99_ms_to_first_token:,.0f} ms: use more or faster replicas, or allow more than "
         f"{plan.p99_ms:g} ms"
     )
@@ -197,22 +281,27 @@ def _cost(report: FleetReport) -> tuple[float, ...]:
     price = report.price_per_hour
     tiers = report.fleet["host_blocks"], report.fleet["store_blocks"]
     p99_ms = report.p99_ms_to_first_token
-    return (0.0 if price is None else price, report.fleet["replicas"], *tiers, p99_ms)
+    count = report.fleet["replicas"] + report.fleet["decode_replicas"]
+    return (0.0 if price is None else price, count, *tiers, p99_ms)
 
 
 def fleet_plan_table(plan: FleetPlan) -> Table:
-    """Return the plan as a rich table, with the cheapest fleets first."""
+    """Return the plan as a rich table, with the cheapest fleets first. "2 + 1" are two prefill replicas
+    and one decode replica.
+    """
     instance(plan, FleetPlan, "plan")
     from rich.table import Table
 
     reports = sorted(plan.reports, key=_cost)
     columns: dict[str, Callable[[FleetReport], str]] = {
-        "replicas": lambda each: f"{each.fleet['replicas']:,}",
+        "replicas": _replicas,
         "router": lambda each: each.fleet["router"],
     }
     for tier in ("host", "store"):
         if any(each.fleet[f"{tier}_blocks"] for each in reports):
             columns[tier] = lambda each, tier=tier: f"{each.fleet[f'{tier}_blocks']:,}"
+    if any(each.fleet["peers"] for each in reports):
+        columns["peers"] = lambda each: "yes" if each.fleet["peers"] else "no"
     columns["hits"] = lambda each: f"{each.token_hit_rate:.1%}"
     columns["p99 ms"] = _p99
     columns["busy"] = lambda each: f"{each.busy_share:.0%}"
@@ -227,6 +316,11 @@ def fleet_plan_table(plan: FleetPlan) -> Table:
         style = "green" if each is plan.recommended else None
         table.add_row(*(text(each) for text in columns.values()), style=style)
     return table
+
+
+def _replicas(report: FleetReport) -> str:
+    decoding = report.fleet["decode_replicas"]
+    return f"{report.fleet['replicas']:,}" + (f" + {decoding:,}" if decoding else "")
 
 
 def _p99(report: FleetReport) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from kvcache.replay.workload import WorkloadRequest
 class ReplicaState(Protocol):
     """The state of a replica at the arrival of a request."""
 
+    number: int
     num_served: int
 
     def num_unfinished(self, now_ms: float) -> int:
@@ -42,7 +44,9 @@ class Router(Protocol):
         request: Request,
         session: int,
     ) -> int:
-        """Return the position of the replica that serves the request."""
+        """Return the position of the replica that serves the request, in the list of those that can be
+        reached.
+        """
 
 
 class RoundRobin:
@@ -61,7 +65,8 @@ class RoundRobin:
         session: int,
     ) -> int:
         """Return the replica after the last one."""
-        chosen, self._next = self._next, (self._next + 1) % len(replicas)
+        chosen = _position(replicas, self._next) % len(replicas)
+        self._next = replicas[chosen].number + 1
         return chosen
 
 
@@ -88,7 +93,10 @@ class LeastLoaded:
 
 
 class SessionAffinity:
-    """Serves all requests of a session on the replica with the least load at its first request."""
+    """Serves all requests of a session on the replica with the least load at its first request.
+
+    If this replica cannot be reached, the session moves to another one.
+    """
 
     keeps_sessions = True
 
@@ -104,15 +112,21 @@ class SessionAffinity:
         session: int,
     ) -> int:
         """Return the replica of the session."""
-        if session not in self._chosen:
-            self._chosen[session] = self._least_loaded.choose(replicas, item, request, session)
-        return self._chosen[session]
+        if session in self._chosen:
+            number = self._chosen[session]
+            position = _position(replicas, number)
+            if position < len(replicas) and replicas[position].number == number:
+                return position
+        chosen = self._least_loaded.choose(replicas, item, request, session)
+        self._chosen[session] = replicas[chosen].number
+        return chosen
 
 
 class PrefixAware:
     """Chooses the replica with the earliest first token, given the prefix that it has cached.
 
-    The index is exact: it asks each replica's manager.
+    The index is exact: it asks each replica's manager. In simulations with failures, it follows the
+    events of each replica, so that it can be lost.
     """
 
     keeps_sessions = True
@@ -131,6 +145,11 @@ class PrefixAware:
             for each in replicas
         ]
         return costs.index(min(costs))
+
+
+def _position(replicas: Sequence[ReplicaState], number: int) -> int:
+    """Return the position of the first replica with this number or a larger one."""
+    return bisect_left(replicas, number, key=lambda each: each.number)
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {

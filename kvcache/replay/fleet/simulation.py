@@ -4,22 +4,28 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvcache.allocator import Request
-from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown, text
+from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown
+from kvcache.replay.fleet.failures import Failure
 from kvcache.replay.fleet.hardware import Hardware
+from kvcache.replay.fleet.kv_bytes import KVBytes
+from kvcache.replay.fleet.outcomes import HIT_FIELDS, MOVED_FIELDS, Outcomes, percentile
+from kvcache.replay.fleet.replica import DecodeReplica, Replica
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.fleet.sessions import Sessions, share_of
-from kvcache.replay.policies import parse_eviction
-from kvcache.replay.replayer import Replayer
+from kvcache.replay.fleet.sizes import Fleet
 from kvcache.replay.running import Running
-from kvcache.replay.stored import StoreContents
+from kvcache.replay.stored import Outage, StoreContents
 from kvcache.replay.workload import (
     WorkloadRequest,
     check_arrival,
@@ -29,55 +35,6 @@ from kvcache.replay.workload import (
 
 _MOST_MS = 2**53 - 1  # floats represent integers up to here exactly
 Workload = Sequence[WorkloadRequest] | Callable[[], Iterable[WorkloadRequest]]
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Sizes of a fleet of equal replicas.
-
-    Args:
-        replicas: Number of replicas.
-        num_blocks: Blocks of each replica on the device, including the null block.
-        block_size: Tokens per block.
-        host_blocks: Blocks of each replica on the host, including the null block. 0: no host tier.
-        store_blocks: Blocks of the store that all replicas share. 0: no store.
-        router: One of `ROUTERS`.
-        concurrency: Maximum number of running requests per replica.
-        eviction: Eviction policy of both tiers of a replica, as `policy[:option=value]...`.
-        num_preallocate_tokens: Tokens that a replica preallocates for answers (`CacheOptions`).
-
-    Raises:
-        TypeError, ValueError: An argument is invalid.
-    """
-
-    replicas: int
-    num_blocks: int
-    block_size: int = 16
-    host_blocks: int = 0
-    store_blocks: int = 0
-    router: str = "prefix"
-    concurrency: int = 256
-    eviction: str = "lru"
-    num_preallocate_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            *(("replicas", 1), ("num_blocks", 2), ("block_size", 1)),
-            *(("host_blocks", 0), ("store_blocks", 0), ("concurrency", 1)),
-            ("num_preallocate_tokens", 0),
-        ):
-            integer(getattr(self, name), name, least)
-        if self.host_blocks == 1:
-            raise ValueError("host_blocks is 1: expected 0, or 2 or more with the null block")
-        if text(self.router, "router") not in ROUTERS:
-            raise ValueError(
-                f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"
-            )
-        text(self.eviction, "eviction")
-        try:
-            parse_eviction(self.eviction)
-        except ValueError as error:
-            raise ValueError(f"eviction is {error}") from None
 
 
 @dataclass
@@ -93,15 +50,18 @@ class FleetReport:
         device_hit_tokens: Prompt tokens found on the device of the request's replica.
         host_hit_tokens: Prompt tokens loaded from the host of the request's replica.
         store_hit_tokens: Prompt tokens loaded from the store.
+        peer_hit_tokens: Prompt tokens loaded from other replicas.
         token_hit_rate: Hit tokens of all tiers per prompt token.
         hit_rate_error: Standard error of the hit rate, estimated from samples. None: not sampled.
         p99_error: Standard error of `p99_ms_to_first_token`. None: not sampled.
         busy_share: Share of the time from the first arrival to the last that prefill takes, on
-            average.
+            average over the replicas that compute prompts.
         busiest_share: This share for the busiest replica. Above 1, it cannot keep up.
         answer_tokens_per_s: Answer tokens of the whole fleet per second, from the first arrival to the
             last end.
-        loaded_bytes: Bytes that the whole fleet loads from hosts and store.
+        loaded_bytes: Bytes that the whole fleet loads from hosts, store and peers.
+        decode_hit_tokens: Prompt tokens that decode replicas had cached.
+        transferred_bytes: Bytes that decode replicas load from prefill replicas.
         price_per_hour: Price of the whole fleet. None: no prices are known.
         watts: Power of the whole fleet. None: unknown.
     """
@@ -114,6 +74,7 @@ class FleetReport:
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     store_hit_tokens: int = 0
+    peer_hit_tokens: int = 0
     token_hit_rate: float = 0.0
     hit_rate_error: float | None = None
     mean_ms_to_first_token: float = 0.0
@@ -124,6 +85,8 @@ class FleetReport:
     busiest_share: float = 0.0
     answer_tokens_per_s: float = 0.0
     loaded_bytes: int = 0
+    decode_hit_tokens: int = 0
+    transferred_bytes: int = 0
     price_per_hour: float | None = None
     watts: float | None = None
 
@@ -133,96 +96,6 @@ class FleetReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data for JSON."""
         return asdict(self)
-
-
-class Replica:
-    """A replica with its own manager and clock."""
-
-    def __init__(self, fleet: Fleet, hardware: Hardware, store: StoreContents, blocks: int) -> None:
-        name, values = parse_eviction(fleet.eviction)
-        options: dict[str, Any] = {"eviction": name, "eviction_options": values}
-        if fleet.host_blocks:
-            options |= {"host_eviction": name, "host_eviction_options": values}
-            options["num_host_blocks"] = fleet.host_blocks
-        self._hardware, self._concurrency = hardware, fleet.concurrency
-        self._ends: list[float] = []  # a heap
-        self._links = {"host": 0.0, "store": 0.0}  # when their loads have ended
-        self._replayer = Replayer(
-            num_blocks=fleet.num_blocks,
-            block_size=fleet.block_size,
-            concurrency=fleet.concurrency,
-            service=hardware.service,
-            num_preallocate_tokens=fleet.num_preallocate_tokens,
-            num_store_blocks=blocks,
-            store_contents=store,
-            **options,
-        )
-        self.num_served = self.num_computed = 0
-        self.last_end_ms = 0.0
-
-    def num_unfinished(self, now_ms: float) -> int:
-        """Return the number of requests that have not ended."""
-        while self._ends and self._ends[0] <= now_ms:
-            heapq.heappop(self._ends)
-        return len(self._ends)
-
-    def wait_ms(self, now_ms: float) -> float:
-        """Return how long a prefill would wait for earlier ones and for a running request to end."""
-        start = max(now_ms, self._replayer.prefill_free_ms)
-        too_many = self.num_unfinished(now_ms) - self._concurrency + 1
-        if too_many > 0:
-            start = max(start, heapq.nsmallest(too_many, self._ends)[-1])
-        return start - now_ms
-
-    def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
-        """Return the time to the first token of a request, if it were served here.
-
-        Blocks in the store are not considered, because all replicas can load them.
-        """
-        cached = self._replayer.manager.cache.cached_tokens(request)
-        num_cached = min(cached.with_host, item.num_tokens - 1)
-        wait_ms = self.wait_ms(now_ms)
-        loaded_ms = self._loaded_ms(now_ms, "host", max(num_cached - cached.on_device, 0)) - now_ms
-        computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
-        return max(wait_ms, loaded_ms) + computed_ms
-
-    def serve(self, item: WorkloadRequest, request: Request) -> Running | None:
-        """Serve a request. Return it with its hits and times, or None if it does not fit."""
-        served = self._replayer.arrive(item, request, self._load_ms)
-        if served is not None:
-            self.num_served += 1
-            heapq.heappush(self._ends, served.end_ms)
-            self.last_end_ms = max(self.last_end_ms, served.end_ms)
-            self.num_computed += item.num_tokens - served.num_hit
-        return served
-
-    def _load_ms(self, running: Running) -> float:
-        now_ms = self._replayer.now_ms
-        tokens = {"host": running.num_host_hit, "store": running.num_store_hit}
-        for link, count in tokens.items():
-            if count:
-                self._links[link] = self._loaded_ms(now_ms, link, count)
-        ended = [self._links[link] for link, count in tokens.items() if count]
-        return max(ended, default=now_ms) - now_ms
-
-    def _loaded_ms(self, now_ms: float, link: str, num_tokens: int) -> float:
-        """Return when a load that begins after earlier ones has ended."""
-        if not num_tokens:
-            return now_ms
-        bytes_per_ms = 1e6 * getattr(self._hardware, f"{link}_gb_per_s")
-        duration_ms = num_tokens * self._hardware.bytes_per_token / bytes_per_ms
-        return max(now_ms, self._links[link]) + duration_ms
-
-
-@dataclass
-class _Share:
-    """Results of one share of the sessions."""
-
-    report: FleetReport
-    first_token_ms: list[float] = field(default_factory=list)
-    num_answered: int = 0
-    span_ms: float = 0.0  # from the first arrival to the last
-    duration_ms: float = 0.0  # from the first arrival to the last end
 
 
 def simulate_fleet(
@@ -240,7 +113,12 @@ def simulate_fleet(
     requests in order, as in a timed replay (`Replayer`): prefills run one after another, and answers
     concurrently. Its cache holds the blocks of requests that still wait for their prefill.
 
-    A larger fleet than `max_replicas` is sampled if its router keeps sessions on one replica. Each of
+    With `Fleet.decode_replicas`, a second router assigns each computed prompt to a decode replica, which
+    loads what it has not cached, and answers. The time to first token includes this load. The replica
+    that computed the prompt holds its blocks until they are loaded.
+
+    A larger fleet than `max_replicas` is sampled if its router keeps sessions on one replica, unless it
+    has decode replicas. Each of
     `num_samples` samples has a random share of the sessions, and a fleet and store that are smaller by
     the same factor. The standard error over the samples is reported. It does not include the bias of
     small fleets, in which more sessions share a replica with others that have the same prefix.
@@ -252,7 +130,7 @@ def simulate_fleet(
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_replicas: Maximum number of replicas without sampling.
         num_samples: Number of samples, at least 2.
-        on_request: Called for each served request, with the position of its replica and its hits.
+        on_request: Called for each computed prompt, with the position of its replica and its hits.
 
     Returns:
         The report.
@@ -271,6 +149,26 @@ def simulate_fleet(
     if on_request is not None and not callable(on_request):
         raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
     instance(fleet, Fleet, "fleet")
+    hardware = checked_hardware(hardware, fleet)
+    integer(max_replicas, "max_replicas", 1, MAX_INT32)
+    integer(num_samples, "num_samples", 2, MAX_INT32)
+    is_small = fleet.all_replicas <= max_replicas or fleet.decode_replicas
+    if is_small or not ROUTERS[fleet.router]().keeps_sessions:
+        simulation = Simulation(fleet, hardware, on_request=on_request)
+        return with_prices(simulation.run(workload()), fleet, hardware)
+    num_shares = -(-fleet.replicas // max_replicas)
+    shares = [
+        Simulation(
+            *(fleet, hardware),
+            **{"num_shares": num_shares, "share": share, "on_request": on_request},
+        ).run(workload())
+        for share in range(min(num_samples, num_shares))
+    ]
+    return _combined(shares, num_shares, fleet, hardware)
+
+
+def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
+    """Return the hardware or its defaults. Raises TypeError, or ValueError for missing prices."""
     hardware = Hardware() if hardware is None else hardware
     instance(hardware, Hardware, "hardware")
     for tier in ("host", "store"):
@@ -280,17 +178,7 @@ def simulate_fleet(
             raise ValueError(
                 f"{name} is None: expected a price, because the fleet has {tier} blocks"
             )
-    integer(max_replicas, "max_replicas", 1, MAX_INT32)
-    integer(num_samples, "num_samples", 2, MAX_INT32)
-    if fleet.replicas <= max_replicas or not ROUTERS[fleet.router]().keeps_sessions:
-        share = _simulate(workload, fleet, hardware, 1, 0, on_request)
-        return _priced(share.report, fleet, hardware)
-    num_shares = -(-fleet.replicas // max_replicas)
-    shares = [
-        _simulate(workload, fleet, hardware, num_shares, share, on_request)
-        for share in range(min(num_samples, num_shares))
-    ]
-    return _combined(shares, num_shares, fleet, hardware)
+    return hardware
 
 
 def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
@@ -305,89 +193,246 @@ def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
     return lambda: requests
 
 
-def _simulate(
-    workload: Callable[[], Iterable[WorkloadRequest]],
-    fleet: Fleet,
-    hardware: Hardware,
-    num_shares: int,
-    share: int,
-    on_request: Callable[[WorkloadRequest, int, Running], None] | None,
-) -> _Share:
-    num_replicas = max(round(fleet.replicas / num_shares), 1)
-    store: StoreContents = OrderedDict()
-    store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
-    replicas = [Replica(fleet, hardware, store, store_blocks) for _ in range(num_replicas)]
-    router, sessions = ROUTERS[fleet.router](), Sessions(fleet.block_size)
-    needs_sessions = num_shares > 1 or router.keeps_sessions
-    result = _Share(FleetReport(asdict(fleet), num_replicas))
-    report, first_ms, last_ms = result.report, None, 0
-    for item in checked_workload(workload(), None):
-        check_arrival(item, last_ms)
-        if item.arrival_ms > _MOST_MS:
-            raise ValueError(
-                f"workload has request {item.index} at {item.arrival_ms} ms: expected at most {_MOST_MS}"
-            )
-        first_ms, last_ms = item.arrival_ms if first_ms is None else first_ms, item.arrival_ms
-        session = sessions.of(item) if needs_sessions else 0
-        if num_shares > 1 and share_of(session, num_shares) != share:
-            continue
-        request = Request(str(item.index), item.token_ids)
-        chosen = router.choose(replicas, item, request, session)
-        served = replicas[chosen].serve(item, request)
-        report.requests += 1
+class _Attempted(NamedTuple):
+    """A request of the workload, its session, and its place in the outcomes."""
+
+    item: WorkloadRequest
+    session: int
+    place: int
+
+
+class Simulation:
+    """A replay of one share of the sessions.
+
+    Attributes:
+        report: The totals, after `run`.
+        outcomes: One entry per request.
+        num_resent: Number of requests that were sent again, because their replica died.
+        num_delayed: Number of times that a request waited because no replica could be reached.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        hardware: Hardware,
+        *,
+        num_shares: int = 1,
+        share: int = 0,
+        failures: Sequence[Failure] = (),
+        on_request: Callable[[WorkloadRequest, int, Running], None] | None = None,
+    ) -> None:
+        self._fleet, self._hardware, self._failures = fleet, hardware, failures
+        self._num_shares, self._share, self._on_request = num_shares, share, on_request
+        self._store: StoreContents = OrderedDict()
+        store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
+        shared = {"store": self._store, "store_blocks": store_blocks, "fails": bool(failures)}
+        num_replicas = max(round(fleet.replicas / num_shares), 1)
+        self._prefills = [
+            Replica(number, fleet, hardware, **shared) for number in range(num_replicas)
+        ]
+        for each in self._prefills if fleet.peers else ():
+            each.peers = self._prefills
+        decoding = replace(fleet, host_blocks=0, store_blocks=0, peers=False)
+        self._decodes = [
+            DecodeReplica(num_replicas + number, decoding, hardware, **shared)
+            for number in range(fleet.decode_replicas)
+        ]
+        self._replicas = [*self._prefills, *self._decodes]
+        self._start_routers()
+        self._router_ms = 0.0  # from when they work
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._numbers = itertools.count()
+        self._unfinished: dict[int, Running] = {}  # last attempt of each request, by place
+        self.outcomes = Outcomes()
+        self.num_resent = self.num_delayed = 0
+        self.report = FleetReport(asdict(fleet), num_replicas)
+
+    def _start_routers(self) -> None:
+        """Start a router per pool."""
+        make = ROUTERS[self._fleet.router]
+        self._prefill_router, self._decode_router = make(), make()
+
+    def run(self, workload: Iterable[WorkloadRequest]) -> FleetReport:
+        """Replay all requests, and return the report."""
+        sessions = Sessions(self._fleet.block_size)
+        needs_sessions = self._num_shares > 1 or self._prefill_router.keeps_sessions
+        first_ms, last_ms = None, 0
+        for item in checked_workload(workload, None):
+            check_arrival(item, last_ms)
+            if item.arrival_ms > _MOST_MS:
+                raise ValueError(
+                    f"workload has request {item.index} at {item.arrival_ms} ms: expected at most "
+                    f"{_MOST_MS}"
+                )
+            if first_ms is None:
+                first_ms = item.arrival_ms
+                self._schedule(first_ms)
+            last_ms = item.arrival_ms
+            session = sessions.of(item) if needs_sessions else 0
+            if self._num_shares > 1 and share_of(session, self._num_shares) != self._share:
+                continue
+            self._play(item.arrival_ms)
+            self._prefill(_Attempted(item, session, self.outcomes.arrive(item)), item.arrival_ms)
+        if first_ms is None:
+            raise ValueError("workload is empty: expected one request or more")
+        self._play(math.inf)
+        if len(self.outcomes) > 1 and last_ms == first_ms:
+            raise ValueError("all requests arrive at the same time: expected a trace with times")
+        self._fill(first_ms, last_ms - first_ms)
+        return self.report
+
+    def _prefill(self, task: _Attempted, now_ms: int) -> None:
+        """Compute a prompt and, unless there are decode replicas, its answer."""
+        item = (
+            task.item if now_ms == task.item.arrival_ms else replace(task.item, arrival_ms=now_ms)
+        )
+        if (found := self._reachable(self._prefills, self._prefill, task, now_ms)) is None:
+            return
+        request, hold_ms = _request(item), 0.0
+        if self._decodes:
+            item = replace(item, output_length=0)
+            missing = min(each.missing_bytes(item, request) for each in self._decodes)
+            hold_ms = self._hardware.load_ms("transfer", missing)
+        chosen = found[self._prefill_router.choose(found, item, request, task.session)]
+        served = chosen.serve(item, request, task, hold_ms)
         if served is None:
-            report.rejected_requests += 1
-            continue
-        report.prompt_tokens += item.num_tokens
-        report.host_hit_tokens += served.num_host_hit
-        report.store_hit_tokens += served.num_store_hit
-        report.device_hit_tokens += served.num_hit - served.num_host_hit - served.num_store_hit
-        result.first_token_ms.append(served.first_ms - item.arrival_ms)
-        result.num_answered += item.output_length
-        if on_request is not None:
-            on_request(item, chosen, served)
-    if first_ms is None:
-        raise ValueError("workload is empty: expected one request or more")
-    result.span_ms = last_ms - first_ms
-    result.duration_ms = max(each.last_end_ms for each in replicas) - first_ms
-    if report.requests > 1 and not result.span_ms:
-        raise ValueError("all requests arrive at the same time: expected a trace with times")
-    _fill(result, [each.num_computed for each in replicas], hardware)
-    return result
+            return
+        self.outcomes.compute(task.place, served)
+        if self._on_request is not None:
+            self._on_request(item, chosen.number, served)
+        if self._failures or self._decodes:
+            self._unfinished[task.place] = served
+        if not self._decodes:
+            self.outcomes.answer(task.place, task.item, served)
+            return
+        ready_ms = math.ceil(served.first_ms)
+        self._at(ready_ms, lambda: self._decode(task, ready_ms, served))
+
+    def _decode(self, task: _Attempted, now_ms: int, computed: Running) -> None:
+        """Load a computed prompt and generate the answer."""
+        if self._unfinished.get(task.place) is not computed:
+            return  # its replica died
+        decode = partial(self._decode, computed=computed)
+        if (found := self._reachable(self._decodes, decode, task, now_ms)) is None:
+            return
+        item = task.item
+        tokens = np.append(item.token_ids, 0)  # the first token, which the prefill sampled
+        item = WorkloadRequest(item.index, now_ms, tokens, item.output_length, tokens[:0])
+        request = _request(item)
+        chosen = found[self._decode_router.choose(found, item, request, task.session)]
+        served = chosen.serve(item, request, task)
+        if served is None:
+            self.outcomes.reject(task.place)
+            return
+        computed.end_ms = served.first_ms  # until then, its blocks are held
+        if self._failures:
+            self._unfinished[task.place] = served
+        else:
+            del self._unfinished[task.place]
+        self.outcomes.answer(task.place, task.item, served)
+
+    def _reachable(
+        self,
+        replicas: list[Replica],
+        again: Callable[[_Attempted, int], None],
+        task: _Attempted,
+        now_ms: int,
+    ) -> list[Replica] | None:
+        """Return the replicas that the router reaches. If there are none, schedule another try."""
+        if not self._failures:
+            return replicas
+        found = [each for each in replicas if each.reachable_ms <= now_ms]
+        if found and now_ms >= self._router_ms:
+            return found
+        soonest_ms = min(each.reachable_ms for each in replicas)
+        until_ms = int(max(soonest_ms, self._router_ms))
+        self.num_delayed += 1
+        self._at(until_ms, lambda: again(task, until_ms))
+        return None
+
+    def _at(self, ms: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (ms, next(self._numbers), event))
+
+    def _play(self, until_ms: float) -> None:
+        """Process all failures and delayed requests up to this time."""
+        while self._events and self._events[0][0] <= until_ms:
+            heapq.heappop(self._events)[-1]()
+
+    def _schedule(self, first_ms: int) -> None:
+        """Schedule the failures of a workload that begins at a time."""
+        outages: dict[int, list[Outage]] = {each.number: [] for each in self._replicas}
+        for each in self._failures:
+            begin_ms, end_ms = first_ms + each.begin_ms, first_ms + each.end_ms
+            self._at(begin_ms, partial(self._fail, each, begin_ms, end_ms))
+            if each.kind in ("store", "store_link"):
+                outage = Outage(begin_ms, end_ms, each.kind == "store")
+                for number in outages if each.replica is None else [each.replica]:
+                    outages[number].append(outage)
+        for each in self._replicas:
+            each.set_outages(outages[each.number])
+
+    def _fail(self, failure: Failure, now_ms: int, end_ms: int) -> None:
+        replica = None if failure.replica is None else self._replicas[failure.replica]
+        if failure.kind in ("replica", "router_link"):
+            replica.reachable_ms = max(replica.reachable_ms, end_ms)
+        if failure.kind == "replica":
+            for lost, task in replica.die(now_ms, end_ms):
+                if self._unfinished.get(task.place) is not lost:
+                    continue  # its prompt is already loaded by a decode replica
+                del self._unfinished[task.place]
+                self.num_resent += 1
+                self.outcomes.lose(task.place, now_ms)
+                self._prefill(task, now_ms)
+        elif failure.kind == "store":
+            for key, block in [*self._store.items()]:
+                if block.ready_ms <= now_ms:
+                    del self._store[key]
+        elif failure.kind == "router":
+            self._router_ms = max(self._router_ms, end_ms)
+            self._start_routers()
+            for each in self._replicas:
+                each.clear_index()
+
+    def _fill(self, first_ms: int, span_ms: int) -> None:
+        report, outcomes = self.report, self.outcomes
+        report.requests = len(outcomes)
+        report.rejected_requests = report.requests - outcomes.num_served
+        for name in ("prompt_tokens", *HIT_FIELDS, *MOVED_FIELDS):
+            setattr(report, name, int(outcomes.column(name).sum()))
+        _set_hit_rate(report)
+        times = outcomes.ms_to_first_token
+        times = times if len(times) else np.zeros(1)
+        report.mean_ms_to_first_token = float(times.mean())
+        report.p50_ms_to_first_token, report.p99_ms_to_first_token = (
+            percentile(times, percent) for percent in (50, 99)
+        )
+        if span_ms:
+            speed = self._hardware.prefill_speed
+            busy = [1000 * each.num_computed / speed / span_ms for each in self._prefills]
+            report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
+        duration_ms = max(each.last_end_ms for each in self._replicas) - first_ms
+        if duration_ms > 0:
+            num_answered = int(outcomes.column("answer_tokens").sum())
+            report.answer_tokens_per_s = 1000 * num_answered / duration_ms
 
 
-def _fill(result: _Share, num_computed: list[int], hardware: Hardware) -> None:
-    report = result.report
-    _set_hit_rate(report)
-    times = np.array(result.first_token_ms or [0.0])
-    report.mean_ms_to_first_token = float(times.mean())
-    report.p50_ms_to_first_token, report.p99_ms_to_first_token = (
-        float(np.percentile(times, percent, method="inverted_cdf")) for percent in (50, 99)
-    )
-    if result.span_ms:
-        busy = [1000 * each / hardware.prefill_speed / result.span_ms for each in num_computed]
-        report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
-    if result.duration_ms > 0:
-        report.answer_tokens_per_s = 1000 * result.num_answered / result.duration_ms
-    loaded = report.host_hit_tokens + report.store_hit_tokens
-    report.loaded_bytes = int(loaded * hardware.bytes_per_token)
+def _request(item: WorkloadRequest) -> Request:
+    """Return a request with an ID of its own for each attempt."""
+    return Request(f"{item.index}@{item.arrival_ms}", item.token_ids)
 
 
 def _combined(
-    shares: list[_Share], num_shares: int, fleet: Fleet, hardware: Hardware
+    shares: list[FleetReport], num_shares: int, fleet: Fleet, hardware: Hardware
 ) -> FleetReport:
     """Return the report of several samples: sums of counts, and means of rates with their errors."""
-    served = [each.report for each in shares if each.report.requests]
+    served = [each for each in shares if each.requests]
     if len(served) < 2:
         raise ValueError(
             f"{len(served)} samples of 1/{num_shares} of the sessions have requests: expected 2 or more "
             "(use a longer trace, or a larger max_replicas)"
         )
     total = FleetReport(asdict(fleet), served[0].simulated_replicas)
-    for name in (
-        *("requests", "rejected_requests", "prompt_tokens", "device_hit_tokens"),
-        *("host_hit_tokens", "store_hit_tokens"),
-    ):
+    for name in ("requests", "rejected_requests", "prompt_tokens", *HIT_FIELDS):
         setattr(total, name, sum(getattr(each, name) for each in served))
     _set_hit_rate(total)
     for name in ("mean", "p50", "p99"):
@@ -401,11 +446,11 @@ def _combined(
     total.loaded_bytes = int(num_shares * np.mean([each.loaded_bytes for each in served]))
     total.hit_rate_error = _standard_error([each.token_hit_rate for each in served])
     total.p99_error = _standard_error([each.p99_ms_to_first_token for each in served])
-    return _priced(total, fleet, hardware)
+    return with_prices(total, fleet, hardware)
 
 
 def _set_hit_rate(report: FleetReport) -> None:
-    hits = report.device_hit_tokens + report.host_hit_tokens + report.store_hit_tokens
+    hits = sum(getattr(report, name) for name in HIT_FIELDS)
     report.token_hit_rate = hits / max(report.prompt_tokens, 1)
 
 
@@ -413,11 +458,13 @@ def _standard_error(values: list[float]) -> float:
     return float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
-def _priced(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
+def with_prices(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
     if hardware.price_per_hour is not None:
-        gib = hardware.bytes_per_token * fleet.block_size / 2**30  # per block
+        gib = KVBytes(fleet, hardware).per_block / 2**30
         host = fleet.host_blocks and fleet.host_blocks * gib * hardware.host_price_per_gib_hour
         store = fleet.store_blocks and fleet.store_blocks * gib * hardware.store_price_per_gib_hour
-        report.price_per_hour = fleet.replicas * (hardware.price_per_hour + host) + store
-    report.watts = None if hardware.watts is None else fleet.replicas * hardware.watts
+        report.price_per_hour = (
+            fleet.all_replicas * hardware.price_per_hour + fleet.replicas * host + store
+        )
+    report.watts = None if hardware.watts is None else fleet.all_replicas * hardware.watts
     return report

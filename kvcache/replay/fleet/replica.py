@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated replica, with a real manager and a clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from kvcache.allocator import CachedTokens, KVCacheManager, Request
+from kvcache.events import BlockStored
+from kvcache.replay.fleet.hardware import Hardware
+from kvcache.replay.fleet.kv_bytes import KVBytes
+from kvcache.replay.fleet.router_index import RouterIndex
+from kvcache.replay.fleet.sizes import Fleet
+from kvcache.replay.fleet.token_sources import ComputedPrompts, StoreAndPeers
+from kvcache.replay.policies import parse_eviction
+from kvcache.replay.replayer import Replayer
+from kvcache.replay.running import Running
+from kvcache.replay.stored import ExternalTokens, Outage, SimulatedStore, StoreContents
+from kvcache.replay.workload import WorkloadRequest
+
+
+class Replica:
+    """A replica with its own manager and clock.
+
+    With `fails`, the replica may die, and routers know its cache from its events (`RouterIndex`).
+
+    Attributes:
+        peers: The replicas from which this one can load tokens.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        fleet: Fleet,
+        hardware: Hardware,
+        store: StoreContents,
+        store_blocks: int,
+        fails: bool,
+    ) -> None:
+        self.number = number
+        self._fleet, self._hardware = fleet, hardware
+        self._store, self._store_blocks = store, store_blocks
+        self._bytes = KVBytes(fleet, hardware)
+        self._index = RouterIndex(fleet.group_specs()) if fails else None
+        self._follows_events = fails or fleet.peers
+        self._outages: Sequence[Outage] = ()
+        self._serving: list[tuple[Running, Any]] = []  # with their tasks; only if it may die
+        self.num_served = self.num_computed = 0
+        self.last_end_ms = 0.0
+        self.reachable_ms = self.up_ms = 0.0  # from when the router reaches it, and it is alive
+        self.peers: Sequence[Replica] = ()
+        self._start()
+
+    @property
+    def _loads(self) -> bool:
+        """Whether tokens are loaded from elsewhere."""
+        return self._fleet.store_blocks > 0 or self._fleet.peers
+
+    def _start(self) -> None:
+        """Start with an empty cache."""
+        fleet = self._fleet
+        name, values = parse_eviction(fleet.eviction)
+        options: dict[str, Any] = {"eviction": name, "eviction_options": values}
+        if fleet.host_blocks:
+            options |= {"host_eviction": name, "host_eviction_options": values}
+            options["num_host_blocks"] = fleet.host_blocks
+        if self._follows_events or fleet.store_blocks:
+            options["enable_events"] = True
+            options["announce_reused"] = self._index is not None
+        self._in_store: SimulatedStore | None = None
+        self._incomplete: dict[bytes, float] = {}  # when their prefill ends, by hash
+        self._ends: list[float] = []  # a heap
+        self._links: dict[str, float] = {}  # when their loads have ended
+        self._replayer = Replayer(
+            num_blocks=fleet.num_blocks,
+            groups=fleet.group_specs(),
+            concurrency=fleet.concurrency,
+            service=self._hardware.service,
+            num_preallocate_tokens=fleet.num_preallocate_tokens,
+            source=self._source if self._loads else None,
+            **options,
+        )
+
+    def _source(self, manager: KVCacheManager) -> ExternalTokens:
+        """Return the access to the store and to other replicas."""
+        if self._fleet.store_blocks:
+            self._in_store = SimulatedStore(
+                *(manager, self._store_blocks),
+                announce=self._follows_events,
+                contents=self._store,
+            )
+            self._in_store.outages = self._outages
+        self._tokens_from = self._in_store
+        if self._fleet.peers:
+            self._tokens_from = StoreAndPeers(manager, self._in_store, self._peer_tokens)
+        return self._tokens_from
+
+    def _peer_tokens(self, request: Request, now_ms: float) -> int:
+        """Return the most tokens of a request that another replica has."""
+        found = (each.complete_tokens(request, now_ms) for each in self.peers if each is not self)
+        return max(found, default=0)
+
+    def complete_tokens(self, request: Request, now_ms: float) -> int:
+        """Return how many tokens of a request are cached, with their prefill ended at a time."""
+        if now_ms < self.up_ms:
+            return 0
+        cache = self._replayer.manager.cache
+        num_tokens, size = cache.cached_tokens(request).with_host, cache.hash_block_size
+        if self._incomplete and num_tokens:
+            for i, each in enumerate(cache.hashes(request)[: num_tokens // size]):
+                if self._incomplete.get(each.tobytes(), 0.0) > now_ms:
+                    step = max(self._replayer.manager.block_sizes)
+                    return i * size // step * step
+        return num_tokens
+
+    def set_outages(self, outages: Sequence[Outage]) -> None:
+        """Set the times in which the replica cannot reach the store."""
+        self._outages = outages
+        if self._in_store is not None:
+            self._in_store.outages = outages
+
+    def clear_index(self) -> None:
+        """Let the router forget what the replica has cached."""
+        if self._index is not None:
+            self._index.clear()
+
+    def die(self, now_ms: float, until_ms: float) -> list[tuple[Running, Any]]:
+        """Lose the cache, and all requests that have not ended until a time.
+
+        Returns the lost requests with their tasks.
+        """
+        self.up_ms = max(self.up_ms, until_ms)
+        lost = [(each, task) for each, task in self._serving if each.end_ms > now_ms]
+        for each, _ in lost:
+            own = each.item.num_tokens - each.num_hit
+            left = (each.first_ms - now_ms) * self._hardware.prefill_speed / 1000
+            self.num_computed -= round(min(max(left, 0.0), own))
+        self.num_served -= len(lost)
+        self.last_end_ms = min(self.last_end_ms, now_ms)
+        if self._in_store is not None:
+            self._in_store.forget_incomplete(now_ms)
+        self._serving = []
+        self.clear_index()
+        self._start()
+        return lost
+
+    def num_unfinished(self, now_ms: float) -> int:
+        """Return the number of requests that have not ended."""
+        while self._ends and self._ends[0] <= now_ms:
+            heapq.heappop(self._ends)
+        return len(self._ends)
+
+    def wait_ms(self, now_ms: float) -> float:
+        """Return how long a prefill would wait for earlier ones and for a running request to end."""
+        start = max(now_ms, self._replayer.prefill_free_ms)
+        too_many = self.num_unfinished(now_ms) - self._fleet.concurrency + 1
+        if too_many > 0:
+            start = max(start, heapq.nsmallest(too_many, self._ends)[-1])
+        return start - now_ms
+
+    def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
+        """Return the time to the first token of a request, if it were served here.
+
+        Blocks in the store are not considered, because all replicas can load them.
+        """
+        cached = self._cached(request)
+        num_cached = min(cached.with_host, item.num_tokens - 1)
+        wait_ms = self.wait_ms(now_ms)
+        num_bytes = self._bytes.between(min(cached.on_device, num_cached), num_cached)
+        loaded_ms = self._loaded_ms(now_ms, "host", num_bytes) - now_ms
+        computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
+        return max(wait_ms, loaded_ms) + computed_ms
+
+    def _cached(self, request: Request) -> CachedTokens:
+        """Return what the router knows to be cached of a request."""
+        cache = self._replayer.manager.cache
+        if self._index is None:
+            return cache.cached_tokens(request)
+        return self._index.cached_tokens(cache.hashes(request), cache.hash_block_size)
+
+    def serve(
+        self, item: WorkloadRequest, request: Request, task: Any, hold_ms: float = 0.0
+    ) -> Running | None:
+        """Serve a request of a task, and hold its blocks for `hold_ms` after its end.
+
+        Returns the request with its hits and times, or None if it does not fit.
+        """
+        served = self._replayer.arrive(item, request, self._load_ms)
+        if served is not None:
+            self.last_end_ms = max(self.last_end_ms, served.end_ms)
+            served.end_ms += hold_ms
+            self.num_served += 1
+            heapq.heappush(self._ends, served.end_ms)
+            self.num_computed += item.num_tokens - served.num_hit
+        if self._follows_events:
+            self._observe(item.arrival_ms, 0.0 if served is None else served.first_ms)
+        if self._index is not None:
+            now_ms = item.arrival_ms
+            self._serving = [each for each in self._serving if each[0].end_ms > now_ms]
+            if served is not None:
+                self._serving.append((served, task))
+        return served
+
+    def _observe(self, now_ms: float, ready_ms: float) -> None:
+        """Follow the events of a request whose prefill ends at `ready_ms`."""
+        events = self._replayer.drain_events()
+        if self._index is not None:
+            self._index.observe(events)
+        if not self._fleet.peers:
+            return
+        kept = {key: ms for key, ms in self._incomplete.items() if ms > now_ms}
+        for event in events:
+            if isinstance(event, BlockStored) and event.medium == "gpu" and not event.is_reused:
+                kept |= dict.fromkeys((each.tobytes() for each in event.block_hashes), ready_ms)
+        self._incomplete = kept
+
+    def _load_ms(self, running: Running) -> float:
+        now_ms, end_ms = self._replayer.now_ms, self._replayer.now_ms
+        if running.num_store_hit:
+            running.link = self._tokens_from.link
+        stop = running.num_hit
+        for link, count in ((running.link, running.num_store_hit), ("host", running.num_host_hit)):
+            if count:
+                num_bytes = self._bytes.between(stop - count, stop)
+                running.num_loaded_bytes += num_bytes
+                self._links[link] = self._loaded_ms(now_ms, link, num_bytes)
+                end_ms = max(end_ms, self._links[link])
+            stop -= count
+        return end_ms - now_ms
+
+    def _loaded_ms(self, now_ms: float, link: str, num_bytes: int) -> float:
+        """Return when a load that begins after earlier ones has ended."""
+        if not num_bytes:
+            return now_ms
+        return max(now_ms, self._links.get(link, 0.0)) + self._hardware.load_ms(link, num_bytes)
+
+
+class DecodeReplica(Replica):
+    """A replica that loads prompts from the replicas that computed them, and answers."""
+
+    _loads = True
+
+    def _source(self, manager: KVCacheManager) -> ExternalTokens:
+        self._tokens_from = ComputedPrompts(manager)
+        return self._tokens_from
+
+    def missing_bytes(self, item: WorkloadRequest, request: Request) -> int:
+        """Return the bytes of a prompt that are not cached here, as far as the router knows."""
+        return self._bytes.between(self._cached(request).on_device, item.num_tokens)
+
+    def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
+        """Return the time until a prompt would be loaded and its first token computed here."""
+        loaded_ms = self._loaded_ms(now_ms, "transfer", self.missing_bytes(item, request))
+        return max(self.wait_ms(now_ms), loaded_ms - now_ms)

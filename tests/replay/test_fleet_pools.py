@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fleets with separate prefill and decode replicas."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvcache.cli import main
+from kvcache.replay import (
+    ChatShape,
+    DisaggregatedReplayer,
+    Disaggregation,
+    WorkloadRequest,
+    chat_workload,
+)
+from kvcache.replay.content import prefix_keys
+from kvcache.replay.fleet import ROUTERS, Failure, Fleet, Hardware, plan_fleet, simulate_fleet
+from kvcache.replay.fleet.planning import _search
+from kvcache.replay.fleet.simulation import FleetReport, Simulation
+
+HARDWARE = Hardware(1000.0, 10.0, bytes_per_token=1e6, transfer_gb_per_s=1.0)  # 1 ms per token
+PROMPT = [*range(1600)]
+
+
+def request(index, tokens, arrival_ms, answer=1):
+    tokens = np.array(tokens, np.int32)
+    return WorkloadRequest(index, arrival_ms, tokens, answer, prefix_keys(tokens))
+
+
+def run(requests, fleet, *failures, hardware=HARDWARE):
+    simulation = Simulation(fleet, hardware, failures=[Failure.parse(each) for each in failures])
+    return simulation.run(requests), simulation
+
+
+def test_one_pair_of_pools_behaves_as_in_a_disaggregated_replay():
+    hardware, num_blocks = Hardware(2000.0, 20.0, bytes_per_token=1e5), 1501
+    workload = [*chat_workload(250, 0)]
+    report, _ = run(workload, Fleet(1, num_blocks, decode_replicas=1), hardware=hardware)
+    between = Disaggregation(num_blocks, bytes_per_token=1e5, gb_per_s=10.0)
+    expected = DisaggregatedReplayer(
+        between, num_blocks=num_blocks, block_size=16, service=hardware.service
+    ).run(workload)
+    assert expected.loaded_requests == report.requests == 250
+    assert report.device_hit_tokens == expected.prefill_hit_tokens > 0
+    assert report.decode_hit_tokens == expected.decode_hit_tokens > 0
+    assert expected.prefill_evicted_blocks > 0 and expected.decode_evicted_blocks > 0
+    assert report.transferred_bytes == expected.loaded_bytes
+    # Prompts are handed over at whole milliseconds.
+    for name in ("mean_ms_to_first_token", "p99_ms_to_first_token"):
+        assert -1e-3 < getattr(report, name) - getattr(expected, name) < 1
+
+
+def test_prompts_are_loaded_by_the_decode_replica_unless_cached_there():
+    fleet = Fleet(1, 401, decode_replicas=1, router="round_robin")
+    requests = [request(0, PROMPT, 0, 10), request(1, [*PROMPT, 5], 10_000, 10)]
+    report, simulation = run(requests, fleet)
+    # 1,600 tokens are computed and loaded in 1,600 ms each. Of the second prompt, one token is.
+    first, second = simulation.outcomes.ms_to_first_token
+    assert (first, second) == (1600 + 1600 + 1, 1 + 1 + 1)
+    assert report.device_hit_tokens == report.decode_hit_tokens == 1600
+    assert report.transferred_bytes == 1601 * 1_000_000
+    assert report.answer_tokens_per_s == pytest.approx(20 / 11.003)
+
+
+def test_answers_do_not_delay_prefills_and_decode_replicas_bound_running_requests():
+    requests = [request(i, range(3000 * i, 3000 * i + 16), i, 100) for i in range(6)]  # 10 s each
+    together = Fleet(1, 401, concurrency=2, router="round_robin")
+    assert run(requests, together)[0].p99_ms_to_first_token > 20_000
+    fast = Hardware(1e6, 10.0, transfer_gb_per_s=1000.0)
+    apart = Fleet(1, 401, concurrency=2, router="round_robin", decode_replicas=3)
+    assert run(requests, apart, hardware=fast)[0].p99_ms_to_first_token < 10
+    few = Fleet(1, 401, concurrency=2, router="round_robin", decode_replicas=2)
+    assert run(requests, few, hardware=fast)[0].p99_ms_to_first_token > 9_000
+
+
+def test_prompts_hold_their_blocks_until_they_are_loaded():
+    slow = Hardware(1e6, 10.0, bytes_per_token=1e6, transfer_gb_per_s=1.0)
+    fleet = Fleet(1, 102, decode_replicas=2, router="round_robin")  # one prompt at a time
+    requests = [request(i, range(3000 * i, 3000 * i + 1600), 10 * i) for i in range(2)]
+    _, simulation = run(requests, fleet, hardware=slow)
+    assert simulation.outcomes.ms_to_first_token.tolist() == pytest.approx([1602, 3192], abs=4)
+
+
+def test_prompts_that_do_not_fit_a_decode_replica_are_rejected():
+    fleet = Fleet(1, 101, decode_replicas=1)  # a decode replica also holds the first token
+    report, _ = run([request(0, PROMPT, 0), request(1, range(160), 100)], fleet)
+    assert (report.requests, report.rejected_requests, report.prompt_tokens) == (2, 1, 160)
+
+
+def test_requests_of_a_dead_decode_replica_are_computed_again():
+    fleet = Fleet(1, 401, decode_replicas=2, router="round_robin")
+    requests = [request(0, PROMPT, 0, 100), request(1, range(3000, 3016), 30_000)]
+    report, simulation = run(requests, fleet, "replica:1@5s+90s")
+    # The first token was at 3.2 s. At 5 s, the prefill replica has the prompt.
+    assert simulation.num_resent == 1 and report.device_hit_tokens == 1584
+    assert simulation.outcomes.ms_to_first_token[0] == 3201
+    # A prefill replica that dies after the load affects no request, and before it, all.
+    for failure, resent, first_ms in (
+        *(("replica:0@5s+1s", 0, 3201), ("replica:0@1s+1s", 1, 5201), ("replica:0@2s+1s", 0, 3201)),
+        *(("router_link:1@1s+9s", 0, 3201), ("replica:1@2s+1s", 1, 3617)),
+    ):
+        report, simulation = run(requests, fleet, failure)
+        assert simulation.num_resent == resent, failure
+        assert simulation.outcomes.ms_to_first_token[0] == first_ms, failure
+    single = Fleet(1, 401, decode_replicas=1)
+    report, simulation = run(requests, single, "router_link:1@1s+9s")
+    assert simulation.outcomes.ms_to_first_token[0] == 10_000 + 1601 and simulation.num_delayed == 1
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_all_routers_serve_all_requests_of_separate_pools(router):
+    workload = [*chat_workload(100, 3, ChatShape(num_conversations=20))]
+    fleet = Fleet(2, 401, decode_replicas=3, router=router, host_blocks=100, store_blocks=300)
+    hardware = Hardware(
+        price_per_hour=2.0, host_price_per_gib_hour=0.0, store_price_per_gib_hour=0.0
+    )
+    report = simulate_fleet(workload, fleet, hardware, max_replicas=2)
+    assert (report.requests, report.rejected_requests) == (100, 0)
+    assert report.price_per_hour == 10.0 and report.simulated_replicas == 2
+    assert 0 < report.transferred_bytes < report.prompt_tokens * hardware.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("needed", "found"), [((5, 2), (5, 2)), ((1, 7), (1, 7)), ((3, 3), (3, 3))]
+)
+def test_the_search_finds_the_fewest_replicas_of_both_pools(needed, found):
+    reports = []
+
+    def simulate(fleet):
+        fast = fleet.replicas >= needed[0] and fleet.decode_replicas >= needed[1]
+        counts = {"replicas": fleet.replicas, "decode_replicas": fleet.decode_replicas}
+        reports.append(FleetReport(counts, 1, p99_ms_to_first_token=1.0 if fast else 9.0))
+        return reports[-1]
+
+    def fewest(pair, least=1):
+        reports.clear()
+        _search(simulate, Fleet(1, 100), pair, 5.0, 64, least)
+        fast = [each.fleet for each in reports if each.p99_ms_to_first_token < 5]
+        pairs = [(each["replicas"], each["decode_replicas"]) for each in fast]
+        assert len({*pairs}) == len(pairs) and len(reports) < 16
+        return min(pairs, key=sum, default=None)
+
+    assert fewest((None, None)) == found
+    assert fewest((None, 64)) == (needed[0], 64) and fewest((64, None)) == (64, needed[1])
+    assert fewest((needed[0], needed[1])) == needed and fewest((None, needed[1] - 1)) is None
+    assert fewest((None, None), least=6) == (6, needed[1])
+
+
+def test_plans_recommend_the_numbers_of_both_pools(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    workload = [*chat_workload(120, 3, ChatShape(num_conversations=20))]
+    hardware = Hardware(400.0, 2.0, price_per_hour=1.0)
+    plan = plan_fleet(
+        *(workload, Fleet(1, 401, concurrency=4)),
+        **{"p99_ms": 8000.0, "hardware": hardware, "decode_replicas": [0, None, 20]},
+    )
+    assert {each.fleet["decode_replicas"] for each in plan.reports} >= {0, 20}
+    apart = [each for each in plan.reports if each.fleet["decode_replicas"] not in (0, 20)]
+    fast = [each for each in apart if each.p99_ms_to_first_token <= 8000.0]
+    assert fast and plan.recommended.price_per_hour <= min(each.price_per_hour for each in fast)
+    with pytest.raises(ValueError, match=r"decode_replicas\[1\] is -1: expected 0 to"):
+        plan_fleet(workload, Fleet(1, 401), p99_ms=1.0, decode_replicas=[1, -1])
+    arguments = ["plan", "--requests", "40", "--router", "session", "--decode-replicas", "auto"]
+    assert main([*arguments, "--plot", str(tmp_path / "plan.png")]) == 0
+    out = capsys.readouterr().out
+    assert "Choose 1 prefill and 1 decode replica with the router session." in out
+    assert "1 + 1" in out
+    assert (
+        main(["plan", "--requests", "40", "--decode-replicas", "0,2", "--replicas", "1", "--json"])
+        == 0
+    )
+    reports = json.loads(capsys.readouterr().out)["reports"]
+    assert [each["fleet"]["decode_replicas"] for each in reports] == [0, 2] * 4
+    assert main(["plan", "--decode-replicas", "2,many"]) == 2
+    error = capsys.readouterr().err
+    assert "--decode-replicas is 'many': expected a whole number from 0" in error
