@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from kvcache.cli.errors import MissingError, UsageError, quoted
 from kvcache.cli.modules import require_module
 from kvcache.cli.parsing import MAX_INT32, number
-from kvcache.sources.disaggregation.options import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,11 +102,17 @@ def check_source_options(args: argparse.Namespace) -> None:
     if has_key and is_offering and not transfer_secret():
         option = "--prefill" if args.prefill else "--peer"
         raise UsageError(
-            f"--api-key is given with {option}: expected ${SECRET_VARIABLE} as well, because other "
+            f"--api-key is given with {option}: expected ${_secret_variable()} as well, because other "
             "servers do not send the API key"
         )
     if args.peer is not None:
         _check_peers(args)
+
+
+def _secret_variable() -> str:
+    from kvcache.sources.disaggregation.options import SECRET_VARIABLE
+
+    return SECRET_VARIABLE
 
 
 def _check_address(address: str, option: str) -> None:
@@ -141,7 +146,7 @@ def _check_peers(args: argparse.Namespace) -> None:
             )
     if not transfer_secret():
         raise UsageError(
-            f"--peer is given with --host {args.host}: expected ${SECRET_VARIABLE} as well, a secret "
+            f"--peer is given with --host {args.host}: expected ${_secret_variable()} as well, a secret "
             "that all peers share, because peers can read cached KV"
         )
 
@@ -156,7 +161,7 @@ def is_loopback(host: str) -> bool:
 
 def transfer_secret() -> bytes:
     """Return the secret that this server shares with the servers that it exchanges KV with."""
-    return os.environ.get(SECRET_VARIABLE, "").encode()
+    return os.environ.get(_secret_variable(), "").encode()
 
 
 def make_sources(
