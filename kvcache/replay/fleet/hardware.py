@@ -7,10 +7,11 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields
 
-from kvcache.checks import number, shown
+from kvcache.checks import number, shown, text
 from kvcache.checks import path as checked_path
 from kvcache.replay.service import Service
 
+_LINKS = ("host", "store", "peer", "transfer")
 _MOST = 1e15  # of every field
 
 
@@ -69,7 +70,14 @@ class Hardware:
         return Service(self.prefill_speed, self.decode_speed)
 
     def load_ms(self, link: str, num_bytes: int) -> float:
-        """Return the time in milliseconds of a load over `host`, `store`, `peer` or `transfer`."""
+        """Return the time in milliseconds of a load over `host`, `store`, `peer` or `transfer`.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+        """
+        if text(link, "link") not in _LINKS:
+            raise ValueError(f"link is {shown(link)}: expected one of {', '.join(_LINKS)}")
+        num_bytes = number(num_bytes, "num_bytes")
         return num_bytes / (1e6 * getattr(self, f"{link}_gb_per_s"))
 
 

@@ -103,6 +103,7 @@ NO_TENSORS = {
         "open_store",
         "register_store",
         "MooncakeStore",
+        "StoreRankLink",
     ),
 }
 
@@ -662,7 +663,7 @@ def _slots(manager: object, request: Request, storage: KVStorage, device: str) -
 # Store, model and engine -------------------------------------------------------------------------------
 
 
-@case("StoreTier", ops_needed=True)
+@case("StoreTier", "StoreRank", ops_needed=True)
 def _(device: str) -> object:
     """The second user loads what the first computed. Every token that either reads is checked."""
     verifier, stores.KVVerifier = stores.KVVerifier, partial(stores.KVVerifier, device=device)
