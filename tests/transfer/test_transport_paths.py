@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paths that NIXL transfers use, and the checks of fragments at the start of every transfer."""
 
+import contextlib
 import gc
 import importlib.util
 import mmap
 import os
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -282,7 +284,7 @@ def test_pieces_arrive_in_order_at_slow_receiver(name, num_pieces):
 def test_close_ends_threads_after_a_failed_write(monkeypatch):
     """Regression: pieces in flight kept NIXL's agent and its threads alive."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    before = len(os.listdir("/proc/self/task"))
+    before = _threads()
     with Pair(64 << 20) as pair:
         lane = next(iter(pair.sides[1]._connections.values())).lane
         lane.on_frame = lambda header, payload: None  # the receiver no longer frees space
@@ -298,9 +300,18 @@ def test_close_ends_threads_after_a_failed_write(monkeypatch):
             move.wait(20)
     gc.collect()
     deadline = time.monotonic() + 60
-    while len(os.listdir("/proc/self/task")) > before:
-        assert time.monotonic() < deadline
+    while left := [name for task, name in _threads().items() if task not in before]:
+        assert time.monotonic() < deadline, left
         time.sleep(0.02)
+
+
+def _threads():
+    """Return the names of this process's threads, keyed by their IDs."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            found[task.name] = (task / "comm").read_text().strip()
+    return found
 
 
 @needs_nixl
