@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on hints, and the blocks that hints have used of them."""
+"""Limits on hints, and the number of blocks that hints currently use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class HintBudget:
         prefetch_share: Blocks that prefetches may fill until requests hit them.
         pin_share: Blocks that pins may protect at a time.
         retain_share: Blocks that may have a priority at a time.
-        ttl_s: Seconds of a pin, a priority or an offer whose hint names no time.
-        max_ttl_s: Maximum seconds that a hint is granted.
+        ttl_s: Default duration of pins, priorities and offers, in seconds.
+        max_ttl_s: Maximum duration that a hint is granted, in seconds.
         timeout_s: Seconds for which a demotion or a priority may wait for a step.
         prefetch_timeout_s: Seconds for which a prefetch or an offer may wait for free blocks and sources.
         prefetch_ttl_s: Seconds after which a prefetched prefix that no request has hit no longer
@@ -82,8 +82,8 @@ class HintBudget:
 
 @dataclass(eq=False, slots=True)
 class Spent:
-    """Blocks that a hint uses of a share until a deadline. A hint that is not carried out yet reserves
-    blocks without a deadline.
+    """Blocks of a share of the budget that a hint uses until a deadline. A hint that has not been carried
+    out yet reserves blocks without a deadline.
 
     - `hashes`: the hashes of the prefix, in order.
     - `name`: the session of a pin.

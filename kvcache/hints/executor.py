@@ -42,7 +42,7 @@ class HintExecutor:
         ...                                           # compute, and report the step to the manager
         hints.completed()                             # or `failed`, after `KVCacheManager.abort`
 
-    In addition, it passes the loads of guests that a source's `poll` returns to `arrived`, and calls
+    In addition, the engine calls `arrived` for each load of a guest that a source's `poll` returns, and
     `give_way` if a request has to wait for blocks or a row.
 
     Guests use only blocks that are free or can be evicted, and never the blocks of pins. They give way to
@@ -240,7 +240,7 @@ class HintExecutor:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Number of blocks that pins of hints count for."""
+        """Number of blocks that the pins of hints use of the budget."""
         return self._pins.ledger.most - self._pins.ledger.room()
 
     @property
@@ -299,10 +299,10 @@ class HintExecutor:
         return guest.stage is Stage.HELD and guest.hint.intent == "demote"
 
     def planned(self, statuses: Sequence[int]) -> None:
-        """Process the answers of a plan to the guests of the last `admits`.
+        """Process the statuses that a plan returned for the guests of the last `admits`.
 
         Args:
-            statuses: Their statuses, in order.
+            statuses: The guests' statuses, in order.
 
         Raises:
             ValueError: The number of statuses is wrong.
@@ -494,7 +494,7 @@ class HintExecutor:
                 self._end_unserved(guest, guest.limit or "the prefix is on the device")
                 return False
         guest.request = prefix.guest(guest.name, prefix.whole(count))
-        # Counts from now on, so that later guests get less.
+        # Reserve the blocks now, so that later guests cannot exceed the budget.
         if guest.loads:
             needed = prefix.num_blocks(max(guest.num_tokens - guest.num_before, 0))
             self._prefetched.add(guest.name, Spent(needed))
@@ -607,7 +607,7 @@ class HintExecutor:
             self._receipts.refuse(guest.pending, reason, guest.prefix.num_asked_tokens)
 
     def _leave(self) -> None:
-        """End loads, whose blocks requests need."""
+        """End all loads of guests, because requests need their blocks."""
         self._gives_way = False
         for guest in self._in(Stage.LOADING):
             self._cancel(guest, _GAVE_WAY)

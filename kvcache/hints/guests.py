@@ -14,7 +14,7 @@ from kvcache.sources.base import KVSource
 
 
 class Stage(Enum):
-    """How far a guest has come."""
+    """Progress of a guest."""
 
     WAITING = "waiting"  # not admitted
     PLANNED = "planned"  # admitted by the step in flight

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pins of hints, each with a deadline, and all of them within a share of the pool."""
+"""The pins of hints: each has a deadline, and together they are limited to a share of the pool."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix that a hint is about: its requests, its hashes, and where its blocks are."""
+"""The prefix that a hint refers to: its requests, its hashes, and the location of its blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.allocator import KVCacheManager, Request
 class HintedPrefix:
     """The leading tokens of a request, in whole blocks.
 
-    A hint reads and moves the prefix through a request of its own, a guest. A guest has one token more
+    For each hint, a separate request, called a guest, holds the prefix. A guest has one token more
     than the prefix, because a hit never includes a request's last token.
 
     - `num_tokens`: number of tokens in whole blocks of all cached groups.

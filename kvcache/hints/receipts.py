@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReceiptWriter hints with receipts, and counts them."""
+"""Answers hints with receipts, and counts the receipts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ReceiptWriter:
     ) -> None:
         """Answer a hint that was carried out for `num_tokens` tokens.
 
-        `reason` is used only if tokens are missing, or the hint was granted less time than it asks for.
+        `reason` is used only if tokens are missing, or less time was granted than the hint requests.
         """
         hint = pending.hint
         has_all = num_tokens >= prefix.num_tokens - hint.first_token

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of hints: what a caller may ask for, and what it is told."""
+"""The vocabulary of hints: the requests of callers, and the receipts that answer them."""
 
 from __future__ import annotations
 
@@ -91,13 +91,14 @@ class Hint:
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What became of a hint.
+    """The result of a hint.
 
-    Only whole blocks are cached, so a hint about 100 tokens is "done" if its 96 tokens in blocks of 16
-    are.
+    Only whole blocks are cached: with 16 tokens per block, a hint about 100 tokens is "done" once it has
+    been carried out for the first 96.
 
     Attributes:
-        intent: The hint's intent. For an action that is no hint, its type (`hints_of_envelope`).
+        intent: The hint's intent. For an action that is not a hint, the action's type
+            (`hints_of_envelope`).
         action_id: The hint's action ID.
         status: "done", "partly" or "refused".
         num_tokens: Number of tokens for which the hint was carried out. For a prefetch, these are the

@@ -81,10 +81,10 @@ def plan_fleet(
     """Simulate fleets of several sizes, tiers and routers, and recommend the cheapest.
 
     For each router and each combination of tiers, the number of replicas is doubled until the fleet meets
-    `p99_ms`. A smaller such number is then searched by bisection. It is the smallest one if more replicas
-    are never slower, which is not always the case: a router may spread a session over more of them.
-    If decode replicas are searched too, both numbers are doubled together; then the fewest replicas
-    are searched, and with these the fewest decode replicas.
+    `p99_ms`. Bisection then searches for a smaller number that also does. It finds the smallest one if
+    more replicas are never slower, which is not always the case: a router may spread a session over more
+    of them. If decode replicas are searched too, both numbers are doubled together. The search then
+    minimizes the number of replicas and, for this number, the number of decode replicas.
 
     Args:
         workload: The requests in order of arrival, as a list or as a function that returns an iterator

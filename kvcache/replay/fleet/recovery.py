@@ -59,10 +59,11 @@ class FailureReport:
         failures: The failures as text (`Failure.parse`).
         report: Totals with failures.
         undisturbed: Totals without failures.
-        phases: `before` the first failure; `during` the failures and until the fleet has recovered;
-            `after` that.
-        recovery_s: Seconds from the first failure until all are repaired and the moving hit rate is again
-            within `tolerance` of the undisturbed one. None: not within the workload.
+        phases: `before`: before the first failure. `during`: from the first failure until the fleet has
+            recovered. `after`: after the recovery.
+        recovery_s: Seconds from the first failure until all failures are repaired and the moving hit
+            rate stays at most `tolerance` below the undisturbed one. None: the fleet has not recovered
+            by the end of the workload.
         tolerance: Largest difference between the two hit rates after recovery.
         window: Number of requests of the moving hit rates.
         resent_requests: Requests that were sent again, because their replica died.
@@ -108,10 +109,11 @@ def simulate_failures(
 
     All replicas are simulated, however many they are (`simulate_fleet`). A request whose replica dies is
     sent again from its beginning, to a replica that the router can reach. If it had a first token, the
-    time of this token counts. Requests wait if no replica can be reached. Loads that have begun before an
-    outage of the store end. Blocks whose prefill ends during an outage are not stored. The router knows
-    the caches from the events of the replicas; after its restart, it knows the blocks that are stored
-    or hit from then on. Its index may therefore be wrong, which costs a prefill, but no error.
+    time of this token counts. Requests wait if no replica can be reached. Loads that began before an
+    outage of the store are completed. Blocks whose prefill ends during an outage are not stored. The
+    router knows the caches from the events of the replicas; after its restart, it knows the blocks that
+    are stored or hit from then on. Its index may therefore be wrong, which causes unnecessary prefills,
+    but no errors.
 
     Args:
         workload: The requests, as in `simulate_fleet`.

@@ -118,10 +118,10 @@ def simulate_fleet(
     that computed the prompt holds its blocks until they are loaded.
 
     A larger fleet than `max_replicas` is sampled if its router keeps sessions on one replica, unless it
-    has decode replicas. Each of
-    `num_samples` samples has a random share of the sessions, and a fleet and store that are smaller by
-    the same factor. The standard error over the samples is reported. It does not include the bias of
-    small fleets, in which more sessions share a replica with others that have the same prefix.
+    has decode replicas. Each of `num_samples` samples has a random share of the sessions, and a fleet and
+    store that are smaller by the same factor. The standard error over the samples is reported. It does
+    not include the bias of small fleets, in which more sessions share a replica with others that have the
+    same prefix.
 
     Args:
         workload: The requests in order of arrival, as a list or as a function that returns an iterator

@@ -11,7 +11,7 @@ from kvcache.replay.stored import SimulatedStore
 
 
 class StoreAndPeers:
-    """A store and other replicas. The one that has more tokens is used, or else the other replica.
+    """A store and other replicas. Whichever has more tokens is used; if equal, the other replica.
 
     Attributes:
         link: The link of the last match, "store" or "peer".

@@ -46,7 +46,7 @@ class OfferServer:
 
     Args:
         address: HTTP address, as "HOST:PORT".
-        timeout_s: Time limit of a request in seconds.
+        timeout_s: Timeout of a request in seconds.
         circuit: The circuit breaker. None: the default.
         secret: The secret of both servers' transports. b"": the server checks no key.
 

@@ -57,14 +57,13 @@ class PeerStats(LoadStats):
 class PeerSource:
     """A `KVSource` that loads prefixes which other engines have cached, and offers its own to them.
 
-    For each request, `match` looks up in an index which peer has the longest cached prefix. If it
-    exceeds the local hit by at least `min_tokens`, the source asks this peer for an offer, and the
-    peer keeps the blocks under a lease until they are loaded. Each request asks one peer once. The
-    tokens are computed locally if the peer is unreachable, is late, refuses, or no longer has the
-    blocks.
+    For each request, `match` looks up in an index which peer has the longest cached prefix. If it exceeds
+    the local hit by at least `min_tokens`, the source asks this peer for an offer, and the peer keeps the
+    blocks under a lease until they are loaded. At most one peer is asked per request, and only once. The
+    tokens are computed locally if the peer is unreachable, is late, refuses, or no longer has the blocks.
 
-    A thread per peer follows the peer's events and checks that the peer is compatible. Peers that
-    are not are named in the log and are not asked.
+    A thread per peer follows the peer's events and checks that the peer is compatible. Incompatible peers
+    are logged and are not asked.
 
     Args:
         manager: The manager of this engine.

@@ -16,7 +16,7 @@ from kvcache.sources.disaggregation.offer_calls import OfferServer
 
 _log = logging.getLogger(__name__)
 PEER_PATH = "/peer"
-_POLL_S = 0.1  # maximum time for which a poll delays the end of the thread
+_POLL_S = 0.1  # maximum time by which a poll delays the end of the thread
 _REPLAY_S = 1.0
 _ANY_HOSTS = ("0.0.0.0", "*", "[::]")
 
@@ -66,7 +66,7 @@ class PeerWatch:
             try:
                 self._refresh()
                 self._follow()
-            except Exception as error:  # whatever a peer sends must not end the thread
+            except Exception as error:  # nothing that a peer sends may end the thread
                 self._lose(f"{error}" or type(error).__name__)
                 self._closing.wait(self._recheck_s)
         self._unsubscribe()

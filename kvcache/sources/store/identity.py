@@ -82,8 +82,7 @@ class Share:
 
         Args:
             num_layers: Number of layers of the model.
-            num_heads: Number of KV heads of the model. One of it and `tp_size` must be a multiple of the
-                other.
+            num_heads: Number of KV heads of the model. Must be a multiple or a divisor of `tp_size`.
             tp_rank: Rank in tensor parallelism.
             tp_size: Number of ranks in tensor parallelism.
             layers: First layer and end (exclusive) of the pipeline stage. None: all layers.
@@ -150,7 +149,7 @@ def check_shares(ranks: Sequence[str | Share]) -> None:
 
 
 def cache_identity(manager: KVCacheManager) -> str:
-    """Return what a fingerprint covers of a manager, for `fingerprint` in another process.
+    """Return the part of a manager that a fingerprint covers, for `fingerprint` in another process.
 
     Args:
         manager: The manager.

@@ -56,7 +56,7 @@ class RemoveBlocks(NamedTuple):
 
 
 class StartEpoch(NamedTuple):
-    """Use another `model` string for all later orders."""
+    """Use a new `model` string for all later orders."""
 
     model: str
 
@@ -72,7 +72,7 @@ class Found(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The result of a `LoadBlocks`. No block is written to any more.
+    """The result of a `LoadBlocks`. The rank does not write to the blocks after reporting it.
 
     `failed_at` is the first token that was not loaded, and `error` the reason. Both are None if all
     blocks were loaded.
@@ -117,14 +117,14 @@ Result = Found | Loaded | Saved | Removed | Held | Evicted
 
 @dataclass
 class StoreResults:
-    """What a rank reports.
+    """The report of a rank to its tier.
 
     Attributes:
         entries: Results in order of completion.
         counts: Increments of the fields of `StoreStats`, by name.
         may_write: Whether the rank accepts `SaveBlocks`.
         is_dead: Whether the rank's circuit breaker is open.
-        is_busy: Whether the rank has work left other than loads.
+        is_busy: Whether the rank has unfinished work other than loads.
     """
 
     entries: list[Result] = field(default_factory=list)
@@ -166,12 +166,12 @@ class RankDescription:
 class StoreRankLink(Protocol):
     """A `StoreRank`, or a connection to one in another process.
 
-    A connection must deliver the orders in order with the step plans: a rank receives an order after all
-    plans that were sent before it, and before all plans that are sent after it. This is why blocks can
-    be reused as soon as a load is abandoned, without an answer from the rank.
+    A connection must preserve the order of orders and step plans: a rank receives an order after all
+    plans that were sent before it, and before all plans that are sent after it. Blocks can therefore
+    be reused as soon as a load is abandoned, without waiting for the rank.
 
-    `begin` and `take_results` must not raise if the rank has died. Its orders are lost then, and
-    `StoreTier.replace_rank` continues with another rank.
+    `begin` and `take_results` must not raise if the rank has died. Its orders are then lost, and
+    `StoreTier.replace_rank` replaces it with another rank.
     """
 
     description: RankDescription

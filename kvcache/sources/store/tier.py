@@ -48,7 +48,7 @@ from kvcache.worker import KVStorage, Pages
 
 _MOST_LOOKUPS = 4096  # maximum number of cached lookup results; the oldest is dropped first
 _MEDIUMS = {"device": "gpu", "host": "cpu"}
-_OUTCOMES = ("dropped", "refused", "stored", "known")  # of several ranks, the first one counts
+_OUTCOMES = ("dropped", "refused", "stored", "known")  # the first one that any rank reports counts
 
 
 @dataclass(eq=False)
