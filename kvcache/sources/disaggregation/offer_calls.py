@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.allocator.request import Request
@@ -20,6 +20,7 @@ from kvcache.sources.base import Arrived
 from kvcache.sources.circuit import Circuit
 from kvcache.sources.disaggregation.connector import Connector
 from kvcache.sources.disaggregation.options import checked_seconds
+from kvcache.step import StepReport
 
 _log = logging.getLogger(__name__)
 _MOST_AT_ONCE = 16  # maximum number of concurrent requests
@@ -246,3 +247,63 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise ValueError(f"address is {shown(address)}: expected HOST:PORT")
     return host, int(port)
+
+
+class OfferSource:
+    """Base class of the `KVSource` classes that ask other servers for offers.
+
+    A subclass defines `name` and `match`, which calls `OfferCalls.ask` for a new request.
+    """
+
+    name: str
+
+    def __init__(self, connector: Connector) -> None:
+        instance(connector, Connector, "connector")
+        self._connector = connector
+        self._calls = OfferCalls(connector, self.name)
+
+    def _counts(self) -> dict[str, int]:
+        """Return the fields of the statistics that all of these sources have."""
+        counts, calls = asdict(self._connector.stats), self._calls
+        counts["refused_requests"] += calls.refused
+        return counts | {
+            "asked_requests": calls.asked,
+            "unanswered_requests": calls.unanswered,
+            "unasked_requests": calls.unasked,
+        }
+
+    @property
+    def num_loading_requests(self) -> int:
+        """Number of requests whose blocks may still be written to, including those in quarantine."""
+        return self._connector.num_loading_requests
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Number of blocks in quarantine."""
+        return self._connector.num_quarantined_blocks
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any loads, quarantined blocks, leases or late replies are left."""
+        return self._connector.is_busy or self._calls.has_late
+
+    def begin(self, request: Request) -> None:
+        """Begin to load the tokens that `match` found. See `Connector.begin`."""
+        self._connector.begin(request)
+
+    def poll(self) -> list[Arrived]:
+        """Return the loads that have ended since the last call, and end leases."""
+        return self._calls.poll()
+
+    def save(self, report: StepReport) -> None:
+        """Do nothing, because the servers keep their own blocks."""
+        self._connector.save(report)
+
+    def cancel(self, request: Request) -> None:
+        """Free a request that is matched or loading, and end its load."""
+        instance(request, Request, "request")
+        self._calls.cancel(request)
+
+    def close(self) -> None:
+        """End all requests to servers, and close the connector."""
+        self._calls.close()

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kvcache.allocator.request import Request
 from kvcache.checks import MAX_INT64, instance, integer
-from kvcache.sources.base import Arrived, LoadStats
+from kvcache.sources.base import LoadStats
 from kvcache.sources.circuit import Circuit
 from kvcache.sources.disaggregation.connector import Connector
-from kvcache.sources.disaggregation.offer_calls import OfferCalls, OfferServer
-from kvcache.step import StepReport
+from kvcache.sources.disaggregation.offer_calls import OfferServer, OfferSource
 
 PREFILL_PATH = "/prefill"
 
@@ -32,7 +31,7 @@ class PrefillStats(LoadStats):
     """Number of prompts not sent to the peer, because earlier prompts failed or were refused."""
 
 
-class RemotePrefill:
+class RemotePrefill(OfferSource):
     """A `KVSource` that requests prefills from another server and loads their KV with a connector.
 
     `match` sends the prompt to the peer's `/prefill` endpoint and returns None until the peer's
@@ -65,38 +64,14 @@ class RemotePrefill:
         circuit: Circuit | None = None,
         secret: bytes = b"",
     ) -> None:
-        instance(connector, Connector, "connector")
-        self._connector = connector
+        super().__init__(connector)
         self._server = OfferServer(address, timeout_s=timeout_s, circuit=circuit, secret=secret)
         self._min_tokens = integer(min_tokens, "min_tokens", 1, MAX_INT64)
-        self._calls = OfferCalls(connector, self.name)
 
     @property
     def stats(self) -> PrefillStats:
         """Counts since the source was created."""
-        counts, calls = asdict(self._connector.stats), self._calls
-        counts["refused_requests"] += calls.refused
-        return PrefillStats(
-            **counts,
-            asked_requests=calls.asked,
-            unanswered_requests=calls.unanswered,
-            unasked_requests=calls.unasked,
-        )
-
-    @property
-    def num_loading_requests(self) -> int:
-        """Number of requests whose blocks may still be written to, including those in quarantine."""
-        return self._connector.num_loading_requests
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        """Number of blocks in quarantine."""
-        return self._connector.num_quarantined_blocks
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any loads, quarantined blocks, leases or late responses are left."""
-        return self._connector.is_busy or self._calls.has_late
+        return PrefillStats(**self._counts())
 
     def match(self, request: Request) -> int | None:
         """Return the number of tokens after the local hit that the peer has computed, or None if
@@ -117,24 +92,3 @@ class RemotePrefill:
                 request, [self._server], lambda server: server.fetch(PREFILL_PATH, body)["offer"]
             )
         return self._calls.match(request)
-
-    def begin(self, request: Request) -> None:
-        """Begin to load the tokens that `match` found. See `Connector.begin`."""
-        self._connector.begin(request)
-
-    def poll(self) -> list[Arrived]:
-        """Return the loads that have ended since the last call."""
-        return self._calls.poll()
-
-    def save(self, report: StepReport) -> None:
-        """Do nothing, because the peer keeps its own blocks."""
-        self._connector.save(report)
-
-    def cancel(self, request: Request) -> None:
-        """Free a request that is matched or loading, and end its load."""
-        instance(request, Request, "request")
-        self._calls.cancel(request)
-
-    def close(self) -> None:
-        """End all requests to the peer, and close the connector."""
-        self._calls.close()

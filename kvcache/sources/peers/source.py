@@ -6,18 +6,17 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.checks import MAX_INT64, instance, integer, listed, number, shown
-from kvcache.sources.base import Arrived, LoadStats
+from kvcache.sources.base import LoadStats
 from kvcache.sources.disaggregation.connector import Connector
-from kvcache.sources.disaggregation.offer_calls import OfferCalls, OfferServer
+from kvcache.sources.disaggregation.offer_calls import OfferServer, OfferSource
 from kvcache.sources.disaggregation.options import checked_seconds
 from kvcache.sources.peers.index import EventIndex, PrefixIndex
 from kvcache.sources.peers.watch import PeerWatch
-from kvcache.step import StepReport
 
 OFFER_PATH = "/peer/offer"
 
@@ -54,7 +53,7 @@ class PeerStats(LoadStats):
     """Number of requests of peers that were answered without an offer."""
 
 
-class PeerSource:
+class PeerSource(OfferSource):
     """A `KVSource` that loads prefixes which other engines have cached, and offers its own to them.
 
     For each request, `match` looks up in an index which peer has the longest cached prefix. If it exceeds
@@ -100,8 +99,8 @@ class PeerSource:
         secret: bytes = b"",
     ) -> None:
         instance(manager, KVCacheManager, "manager")
-        instance(connector, Connector, "connector")
-        self._manager, self._connector = manager, connector
+        super().__init__(connector)
+        self._manager = manager
         if isinstance(peers, str):
             raise TypeError(f"peers is {shown(peers)}: expected a sequence of addresses")
         peers = listed(peers, "peers", "a sequence of addresses")
@@ -119,7 +118,6 @@ class PeerSource:
             if not callable(getattr(index, method, None)):
                 raise TypeError(f"index is {shown(index)}: expected a PrefixIndex")
         self._index = EventIndex(manager) if index is None else index
-        self._calls = OfferCalls(connector, self.name)
         self._numbers, self._process = itertools.count(), uuid.uuid4().hex
         self._offered = self._offered_tokens = self._declined = 0
         self._watches = {
@@ -132,14 +130,9 @@ class PeerSource:
     @property
     def stats(self) -> PeerStats:
         """Counts since the source was created."""
-        counts, calls = asdict(self._connector.stats), self._calls
-        counts["refused_requests"] += calls.refused
         return PeerStats(
-            **counts,
-            asked_requests=calls.asked,
-            missed_requests=calls.missed,
-            unanswered_requests=calls.unanswered,
-            unasked_requests=calls.unasked,
+            **self._counts(),
+            missed_requests=self._calls.missed,
             offered_requests=self._offered,
             offered_tokens=self._offered_tokens,
             declined_requests=self._declined,
@@ -222,21 +215,6 @@ class PeerSource:
 
     # Methods of a source.
 
-    @property
-    def num_loading_requests(self) -> int:
-        """Number of requests whose blocks may still be written to, including those in quarantine."""
-        return self._connector.num_loading_requests
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        """Number of blocks in quarantine."""
-        return self._connector.num_quarantined_blocks
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any loads, quarantined blocks, leases or late replies are left."""
-        return self._connector.is_busy or self._calls.has_late
-
     def match(self, request: Request) -> int | None:
         """Return the number of tokens after the local hit that a peer offers, or None if its reply
         is pending.
@@ -249,30 +227,13 @@ class PeerSource:
             self._ask(request)
         return self._calls.match(request)
 
-    def begin(self, request: Request) -> None:
-        """Begin to load the tokens that `match` found. See `Connector.begin`."""
-        self._connector.begin(request)
-
-    def poll(self) -> list[Arrived]:
-        """Return the loads that have ended since the last call, and end leases."""
-        return self._calls.poll()
-
-    def save(self, report: StepReport) -> None:
-        """Do nothing, because peers keep their own blocks."""
-        self._connector.save(report)
-
-    def cancel(self, request: Request) -> None:
-        """Free a request that is matched or loading, and end its load."""
-        instance(request, Request, "request")
-        self._calls.cancel(request)
-
     def close(self) -> None:
         """Stop following the peers, end all requests to them, and close the connector."""
         for watch in self._watches.values():
             watch.stop()
         for watch in self._watches.values():
             watch.join()
-        self._calls.close()
+        super().close()
 
     def _ask(self, request: Request) -> None:
         """Ask the peer with the longest prefix for an offer, if its prefix is long enough."""

@@ -32,7 +32,6 @@ from kvcache.sources.store.orders import (
     Removed,
     SaveBlocks,
     Saved,
-    StartEpoch,
     StoreResults,
 )
 from kvcache.sources.store.staging import ValueStaging
@@ -45,7 +44,6 @@ from kvcache.worker.pages.page_copy import PageCopy
 # a write, and large enough that many blocks share the fixed cost of a call. Mooncake accepts at
 # most 1,024 keys.
 _BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
-_ORDERS = LookUp | LoadBlocks | SaveBlocks | GiveUp | RemoveBlocks | StartEpoch
 _TOO_LATE = "the store did not answer in time"
 _WRONG = {
     "missing": "the store no longer has a block",
@@ -188,7 +186,6 @@ class StoreRank:
         self._lookups: dict[int, Call] = {}
         self._loads: dict[int, _Load] = {}
         self._puts: set[_Put] = set()  # calls of `put` in flight
-        self._num_writing = 0  # number of staged values being written
         self._invalid: deque[list[str]] = deque()  # keys still to be removed from the store
         self._removing: deque[int] = deque()  # numbers of the orders that were not reported
         self._removal: Call | None = None  # the removal in flight
@@ -211,7 +208,7 @@ class StoreRank:
         """
         orders = listed(orders, "orders")
         for i, order in enumerate(orders):
-            instance(order, _ORDERS, f"orders[{i}]")
+            instance(order, Order, f"orders[{i}]")
         self._reported = None
         for order in orders:
             if isinstance(order, LookUp):
@@ -379,7 +376,6 @@ class StoreRank:
         else:
             job = self._swaps.swap_out(pairs)
             self._swaps.before_write(pairs[:, 0])
-        self._num_writing += len(order.keys)
         self._puts.add(put)
         self._thread.submit(lambda: self._put(put, job), WRITE, tag=put)
 
@@ -409,7 +405,6 @@ class StoreRank:
     def _has_put(self, call: Call) -> None:
         put: _Put = call.tag
         self._puts.remove(put)
-        self._num_writing -= len(put.numbers)
         self._staging.give_back(put.numbers)
         outcomes = None if call.error is not None else tuple(call.result)
         if outcomes is not None:
@@ -444,6 +439,11 @@ class StoreRank:
         """Open the store. Runs in the store's thread."""
         self._store.open(self._staging.memory, self._staging.value_bytes)
         return answers.texts(self._store.keys(), "keys")
+
+    @property
+    def _num_writing(self) -> int:
+        """Number of staged values that are being written."""
+        return sum(len(put.numbers) for put in self._puts)
 
     def _texts(self, keys: Sequence[BlockKey]) -> list[str]:
         return [key_text(self._fingerprint, key) for key in keys]

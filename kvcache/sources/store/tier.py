@@ -256,7 +256,6 @@ class StoreTier:
         self._saves: dict[int, _Save] = {}
         # Removals of invalid blocks, and the ranks that have not confirmed them.
         self._removals: dict[int, tuple[RemoveBlocks, set[int]]] = {}
-        self._num_writing = 0  # number of blocks being stored
         self._states = [StoreResults() for _ in ranks]  # the last results of each rank
         self._drained: list[CacheEvent] = []  # manager events that were not processed yet
         self._events: list[CacheEvent] = []
@@ -472,7 +471,6 @@ class StoreTier:
             keys, pages, described = zip(*taken)
             number = self._next_number()
             self._saves[number] = _Save(keys, described, self._store_epoch, self._all_ranks())
-            self._num_writing += len(keys)
             self._tell(SaveBlocks(number, keys, pages))
 
     def _has_saved(self, number: int, rank: int, outcomes: tuple[str, ...] | None) -> None:
@@ -488,7 +486,6 @@ class StoreTier:
         if save.pending:
             return
         del self._saves[number]
-        self._num_writing -= len(save.keys)
         if None in save.outcomes:  # the call of a rank failed
             return
         for of_ranks in zip(*save.outcomes):
@@ -678,6 +675,11 @@ class StoreTier:
         is_over = [rank.close(timeout_s) for rank in self._ranks]
         self._take_over()
         return all(is_over)
+
+    @property
+    def _num_writing(self) -> int:
+        """Number of blocks that are being stored."""
+        return sum(len(save.keys) for save in self._saves.values())
 
     def _next_number(self) -> int:
         self._number += 1
