@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.fleet_times`: times of a simulated fleet compared to those of real engines.
 
-    python -m benchmarks.fleet_times --replicas 2 --requests 60
+    python -m benchmarks.fleet_times --replicas 2 --requests 200
 
-Starts processes of `kvcache serve` with a tiny model, and measures their constants one at a time: the
-time to first token of prompts that are not cached, by length, and the speed of answers. The same chats
-are then sent to the processes round robin at their arrival times, and simulated with these constants.
-Both times and the difference are printed. On a machine with other work, repeat the run.
+Starts processes of `kvcache serve` with a small model, each on its own core. Measures their constants:
+the time to first token by the numbers of cached and computed tokens, and the speed of answers. The same
+chats are then sent to the processes round robin at their arrival times, and simulated with these
+constants. The times to the first and the last token of both are printed. The simulation uses nothing
+that is measured under load. On a machine with other work, repeat the run.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -31,25 +34,29 @@ from kvcache.replay.fleet import Fleet, Hardware
 from kvcache.replay.fleet.simulation import Simulation
 
 BLOCK, LONGEST, VOCABULARY = 16, 1024, 512
-LENGTHS, REPEATS = (64, 256, 512, 960), 5
+HITS, LENGTHS, REPEATS = (0, 256, 512, 800), (16, 64, 128, 200, 512, 960), 7
 ANSWER = 16
 
 
 class Engine:
-    """A process of `kvcache serve` with a tiny model."""
+    """A process of `kvcache serve` on one core."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "kvcache", "serve", "llama", "--port", "0"]
+    def __init__(self, checkpoint: str, core: int) -> None:
+        command = [sys.executable, "-m", "kvcache", "serve", checkpoint, "--port", "0"]
         command += ["--block-size", str(BLOCK), "--max-model-len", str(LONGEST)]
         command += ["--max-num-batched-tokens", str(LONGEST)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        command += ["--budget", "1GiB"]
+        self.model = os.path.basename(checkpoint)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        os.sched_setaffinity(self.process.pid, {core})
         lines = iter(self.process.stderr.readline, "")
         self.url = next(filter(None, (re.search(r"http://\S+/v1", line) for line in lines)))[0]
         threading.Thread(target=lambda: [*lines], daemon=True).start()
 
     def answer(self, tokens: list[int], num_tokens: int) -> tuple[float, float, int]:
         """Complete a prompt. Return the milliseconds to the first token and to the end, and the hits."""
-        body = {"model": "llama", "prompt": tokens, "max_tokens": num_tokens, "stream": True}
+        body = {"model": self.model, "prompt": tokens, "max_tokens": num_tokens, "stream": True}
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         request = urllib.request.Request(
             f"{self.url}/completions",
@@ -71,18 +78,45 @@ class Engine:
         self.process.wait(30)
 
 
-def measured(engine: Engine, rng: random.Random) -> tuple[float, float, float]:
-    """Return the milliseconds of every request, and the tokens per second of prefill and decode."""
-    times, steps = [], []
-    for length in LENGTHS:
-        found = []
-        for _ in range(REPEATS):
-            first_ms, end_ms, _ = engine.answer(_tokens(rng, length), ANSWER)
-            found.append(first_ms)
-            steps.append((end_ms - first_ms) / (ANSWER - 1))
-        times.append(float(np.median(found)))
-    slope, constant = np.polyfit(LENGTHS, times, 1)
-    return max(constant, 0.0), 1000 / max(slope, 1e-6), 1000 / float(np.median(steps))
+def save_checkpoint(folder: str) -> None:
+    """Save a Llama with random weights, whose prefills take longer than the server's other work."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{"vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 1024},
+        **{"num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2},
+        max_position_embeddings=LONGEST,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def measured(engine: Engine, rng: random.Random) -> Hardware:
+    """Measure the speeds of an engine that has one request at a time."""
+    firsts, steps = {}, []
+    for hit in HITS:
+        for length in LENGTHS:
+            if hit + length + ANSWER > LONGEST:
+                continue
+            found = []
+            for _ in range(REPEATS):
+                tokens = _tokens(rng, hit + length)
+                if hit:
+                    engine.answer(tokens[: hit + 1], 1)
+                first_ms, end_ms, cached = engine.answer(tokens, ANSWER)
+                assert cached == hit
+                found.append(first_ms)
+                steps.append((end_ms - first_ms) / (ANSWER - 1))
+            firsts[hit, length] = float(np.median(found))
+    hits, lengths = np.array([*firsts], float).T
+    times = np.array([*firsts.values()])
+    terms = np.stack([np.ones_like(times), lengths, lengths * (hits + (lengths + 1) / 2)])
+    constant, per_token, per_pair = np.linalg.lstsq((terms / times).T, np.ones_like(times))[0]
+    return Hardware(
+        prefill_speed=1000 / max(per_token, 1e-3),
+        decode_speed=1000 / float(np.mean(steps)),
+        prefill_ms=max(constant, 0.0),
+        attention_ns=1e6 * max(per_pair, 0.0),
+    )
 
 
 def chats(rng: random.Random, num_requests: int, gap_ms: float) -> list[WorkloadRequest]:
@@ -101,13 +135,15 @@ def chats(rng: random.Random, num_requests: int, gap_ms: float) -> list[Workload
 
 
 def replayed(engines: list[Engine], requests: list[WorkloadRequest]) -> np.ndarray:
-    """Send the requests at their arrival times. Return milliseconds to first token and hits, [n, 2]."""
-    found = np.zeros((len(requests), 2))
+    """Send the requests at their arrival times.
+
+    Returns the milliseconds to the first and to the last token, and the hits, [n, 3].
+    """
+    found = np.zeros((len(requests), 3))
 
     def send(item: WorkloadRequest) -> None:
         engine = engines[item.index % len(engines)]
-        first_ms, _, cached = engine.answer(item.token_ids.tolist(), item.output_length)
-        found[item.index] = first_ms, cached
+        found[item.index] = engine.answer(item.token_ids.tolist(), item.output_length)
 
     threads, begin = [], time.perf_counter()
     for item in requests:
@@ -122,45 +158,58 @@ def replayed(engines: list[Engine], requests: list[WorkloadRequest]) -> np.ndarr
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet_times", description=__doc__)
     parser.add_argument("--replicas", type=int, default=2, help="number of engines; default 2")
-    parser.add_argument("--requests", type=int, default=60, help="number of chat turns; default 60")
+    parser.add_argument(
+        "--requests", type=int, default=200, help="number of chat turns; default 200"
+    )
     parser.add_argument(
         "--gap", type=float, default=400.0, help="mean milliseconds between arrivals"
     )
     args = parser.parse_args()
     rng = random.Random(0)
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        save_checkpoint(folder)
         engines = []
-        for _ in range(args.replicas):
-            engines.append(Engine())
+        cores = sorted(os.sched_getaffinity(0))
+        for number in range(args.replicas):
+            engines.append(Engine(folder, cores[number % len(cores)]))
             stack.callback(engines[-1].close)
         for each in engines:
             each.answer(_tokens(rng, LENGTHS[-1]), ANSWER)
-        constant_ms, prefill_speed, decode_speed = measured(engines[0], rng)
+        hardware = measured(engines[0], rng)
         requests = chats(rng, args.requests, args.gap)
         real = replayed(engines, requests)
     fleet = Fleet(args.replicas, 20_001, BLOCK, router="round_robin", num_preallocate_tokens=64)
-    hits = []
+    served = []
     simulation = Simulation(
-        *(fleet, Hardware(prefill_speed, decode_speed)),
-        on_request=lambda item, replica, served: hits.append(served.num_hit),
+        fleet, hardware, on_request=lambda item, replica, running: served.append(running)
     )
     simulation.run(requests)
-    planned = simulation.outcomes.ms_to_first_token + constant_ms
+    planned = np.array(
+        [
+            (each.first_ms - each.item.arrival_ms, each.end_ms - each.item.arrival_ms)
+            for each in served
+        ]
+    )
+    hits = np.array([each.num_hit for each in served])
     print(f"{processor()}, {args.replicas} engines, {args.requests} requests")
     print(
-        f"measured: {constant_ms:.1f} ms per request, prefill {prefill_speed:,.0f} tokens/s, decode "
-        f"{decode_speed:,.0f} tokens/s"
+        f"measured: a prefill takes {hardware.prefill_ms:.1f} ms, {1000 / hardware.prefill_speed:.3f} ms "
+        f"per token and {hardware.attention_ns:,.0f} ns per pair of tokens; "
+        f"{hardware.decode_speed:,.0f} tokens/s per answer; busy for {simulation.report.busy_share:.0%}"
     )
-    print(f"hits: {sum(hits):,} planned, {int(real[:, 1].sum()):,} real, ", end="")
-    print(f"{sum(a != b for a, b in zip(hits, real[:, 1]))} requests differ")
-    print("time to first token (ms)   planned      real   difference")
-    for name, of in (
-        ("mean", np.mean),
-        ("p50", np.median),
-        ("p90", lambda x: np.percentile(x, 90)),
-    ):
-        a, b = float(of(planned)), float(of(real[:, 0]))
-        print(f"{name:24} {a:9.1f} {b:9.1f}   {a / b - 1:+10.1%}")
+    print(f"hits: {hits.sum():,} planned, {int(real[:, 2].sum()):,} real, ", end="")
+    print(f"{(hits != real[:, 2]).sum()} requests differ")
+    print("milliseconds                    planned      real   difference")
+    for column, token in enumerate(("first", "last")):
+        for name, of in (
+            ("mean", np.mean),
+            ("p50", np.median),
+            ("p90", lambda x: np.percentile(x, 90)),
+            ("p99", lambda x: np.percentile(x, 99)),
+        ):
+            a, b = (float(of(each[:, column])) for each in (planned, real))
+            print(f"{f'to the {token} token, {name}':29} {a:9.1f} {b:9.1f}   {a / b - 1:+10.1%}")
     return 0
 
 

@@ -252,7 +252,8 @@ class DisaggregatedReplayer:
         block_size: Tokens per block of one full-attention group. Alternative to `groups`.
         groups: The cache groups of both pools.
         concurrency: Maximum number of requests that load or run.
-        service: Speeds of prefill and decode.
+        service: Speeds of prefill and decode. `interference` is not used: each pool does only one of
+            them.
         series: Collects one entry per served request.
         options: Fields of `CacheOptions` for both pools.
 
@@ -299,6 +300,7 @@ class DisaggregatedReplayer:
         self._to_prefill: deque[_Task] = deque()
         self._is_prefilling = False
         self._first_ms: list[float] = []
+        self._computed_s = 0.0  # time of all prefills
         self.report = DisaggregationReport(
             trace="",
             block_size=self._decode.manager.block_sizes[0],
@@ -405,7 +407,8 @@ class DisaggregatedReplayer:
         self.report.prefill_hit_tokens += num_hit
         self.report.prefill_computed_tokens += num_computed
         self._is_prefilling = True
-        seconds = num_computed / self._service.prefill_speed
+        seconds = self._service.compute_ms(task.item.num_tokens, num_hit) / 1000
+        self._computed_s += seconds
         self._at(self._now + seconds, lambda: self._publish(task))
 
     def _publish(self, task: _Task) -> None:
@@ -486,7 +489,11 @@ class DisaggregatedReplayer:
         The blocks are held until the answer ends.
         """
         self.report.decode_computed_tokens += num_computed
-        first = self._now + num_computed / self._service.prefill_speed
+        seconds = num_computed / self._service.prefill_speed
+        if num_computed > 1:  # Otherwise, the token is computed in a step with the other answers.
+            num_tokens = task.request.num_tokens
+            seconds = self._service.compute_ms(num_tokens, num_tokens - num_computed) / 1000
+        first = self._now + seconds
         self._first_ms.append(first * 1000 - task.item.arrival_ms)
         self._last_wait_ms = self._first_ms[-1]
         if self._series is not None:
@@ -522,9 +529,7 @@ class DisaggregatedReplayer:
             report.held_blocks_at_end += manager.pool.num_total - manager.pool.num_free
         report.loaded_bytes = int(report.loaded_tokens * self._between.bytes_per_token)
         first_ms, last_ms = self._arrivals_ms or (0, 0)
-        report.overload = overload(
-            self._service, report.prefill_computed_tokens, last_ms - first_ms, self._last_wait_ms
-        )
+        report.overload = overload(1000 * self._computed_s, last_ms - first_ms, self._last_wait_ms)
         times = sorted(self._first_ms) or [0.0]
         report.mean_ms_to_first_token = round(sum(times) / len(times), 3)
         report.p99_ms_to_first_token = round(times[(99 * len(times) - 1) // 100], 3)

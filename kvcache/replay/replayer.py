@@ -162,6 +162,7 @@ class Replayer:
         self._last_arrival_ms = 0
         self._now_ms = 0  # only in untimed replays
         self._last_wait_ms = 0.0  # time that the last served request waited for its prefill
+        self._computed_ms = 0.0  # time of all prefills
         self._first_token_ms: list[float] = []  # from arrival, per served request
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
@@ -252,20 +253,30 @@ class Replayer:
             self._num_rejected += 1
         elif self._clock is not None:
             wait_ms = self._load_ms(new) if load_ms is None else load_ms(new)
+            compute_ms = self.service.compute_ms(item.num_tokens, new.num_hit)
             new.first_ms, new.end_ms = self._clock.admit(
-                item.num_tokens - new.num_hit,
+                compute_ms,
                 item.output_length,
                 max(wait_ms, ready_ms - self._clock.now_ms),
             )
-            own_ms = 1000 * (item.num_tokens - new.num_hit) / self.service.prefill_speed
+            begin_ms = new.first_ms - compute_ms
+            self._computed_ms += compute_ms
             self._first_token_ms.append(new.first_ms - item.arrival_ms)
-            self._last_wait_ms = new.first_ms - own_ms - item.arrival_ms
+            self._last_wait_ms = begin_ms - item.arrival_ms
+            self._delay_answers(new, begin_ms)
         if self._store is not None:
             self._store.complete(new.first_ms)
         self._peak_running = max(self._peak_running, len(self._running))
         if self.series is not None:
             self._record(new, is_served)
         return new if is_served else None
+
+    def _delay_answers(self, new: Running, begin_ms: float) -> None:
+        """Delay the answers that run while the prefill of a new request runs."""
+        delay_ms = self.service.interference * (new.first_ms - begin_ms)
+        for each in self._running if delay_ms else ():
+            if each is not new and each.item.output_length and each.end_ms > begin_ms:
+                each.end_ms += delay_ms
 
     @property
     def now_ms(self) -> float:
@@ -608,8 +619,7 @@ class Replayer:
         report.duration_s = round(self._clock.now_ms / 1000, 3)
         report.peak_running = self._peak_running
         report.overload = overload(
-            self.service,
-            self._prompt_tokens - self._hit_tokens,
+            self._computed_ms,
             self._last_arrival_ms - (self._first_arrival_ms or 0),
             self._last_wait_ms,
         )

@@ -23,19 +23,26 @@ class Service:
         host_speed: Tokens per second that are loaded from the host, one load after another. Infinite by
             default: loads take no time.
         store_speed: Tokens per second that are loaded from a store, likewise.
+        prefill_ms: Fixed time of each prefill in milliseconds, in addition to that of its tokens.
+        attention_ns: Nanoseconds of prefill per pair of a computed token and a token that it attends to.
+        interference: Share of the time of a prefill by which it delays running answers. 0: answers
+            continue during prefills. 1: they stop.
 
     Raises:
-        ValueError: A speed is not above 0.
+        ValueError: A speed is not above 0, or another value is out of range.
 
     Example:
-        >>> Service.parse("20000,50")
-        Service(prefill_speed=20000.0, decode_speed=50.0, host_speed=inf, store_speed=inf)
+        >>> Service.parse("20000,50").decode_speed
+        50.0
     """
 
     prefill_speed: float = 20_000.0  # tokens per second, shared by all prompts
     decode_speed: float = 50.0  # tokens per second of each answer
     host_speed: float = math.inf
     store_speed: float = math.inf
+    prefill_ms: float = 0.0
+    attention_ns: float = 0.0
+    interference: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("prefill_speed", "decode_speed", "host_speed", "store_speed"):
@@ -43,6 +50,11 @@ class Service:
             may_be_infinite = name in ("host_speed", "store_speed")
             if not speed > 0 or (speed == math.inf and not may_be_infinite):
                 raise ValueError(f"{name} is {speed}: expected more than 0 tokens per second")
+        for name in ("prefill_ms", "attention_ns"):
+            if not 0 <= number(getattr(self, name), name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more")
+        if not 0 <= number(self.interference, "interference") <= 1:
+            raise ValueError(f"interference is {self.interference}: expected 0 to 1")
 
     @classmethod
     def parse(cls, text: str) -> Service:
@@ -65,24 +77,37 @@ class Service:
         speeds = [self.prefill_speed, self.decode_speed, self.host_speed, self.store_speed]
         while speeds[-1] == math.inf:
             speeds.pop()
-        return ",".join(f"{each:g}" for each in speeds)
+        shown_speeds = ",".join(f"{each:g}" for each in speeds)
+        names = ("prefill_ms", "attention_ns", "interference")
+        others = ((name, getattr(self, name)) for name in names)
+        return " ".join([shown_speeds, *(f"{name}={value:g}" for name, value in others if value)])
+
+    def compute_ms(self, num_tokens: int, num_cached: int) -> float:
+        """Return how long the prefill of a prompt takes, in milliseconds.
+
+        Args:
+            num_tokens: Tokens of the prompt.
+            num_cached: How many of them are not computed.
+        """
+        count = num_tokens - num_cached
+        pairs = count * (num_cached + num_tokens + 1) / 2
+        return (
+            self.prefill_ms + 1000 * count / self.prefill_speed + 1e-6 * self.attention_ns * pairs
+        )
 
 
-def overload(
-    service: Service, num_computed: int, span_ms: float, last_wait_ms: float
-) -> str | None:
+def overload(computed_ms: float, span_ms: float, last_wait_ms: float) -> str | None:
     """Return the reason why the modeled engine cannot keep up with the arrivals, or None if it can.
 
     Args:
-        service: Speeds of the engine.
-        num_computed: Number of computed prompt tokens, without hits.
+        computed_ms: Time in milliseconds that all prefills took.
         span_ms: Time from the first to the last arrival in milliseconds.
         last_wait_ms: Time in milliseconds that the last served request waited for its prefill to
             begin.
     """
     if not span_ms:
         return None  # all requests arrive at once
-    load = 1000 * num_computed / service.prefill_speed / span_ms
+    load = computed_ms / span_ms
     if load > 1:
         return (
             f"requests arrive within {span_ms / 1000:,.0f} s, and their prefill takes {load:.1f} times "
@@ -127,15 +152,15 @@ class ServiceClock:
         return end
 
     def admit(
-        self, num_computed: int, num_answer: int, load_ms: float = 0.0
+        self, compute_ms: float, num_answer: int, load_ms: float = 0.0
     ) -> tuple[float, float]:
         """Return the times at which a request admitted now produces its first token and ends.
 
         Args:
-            num_computed: Prompt tokens to compute, without hits.
+            compute_ms: How long its prefill takes.
             num_answer: Tokens of the answer.
             load_ms: Time until its hits on other tiers are on the device. Other prefills continue.
         """
         begin = max(self.now_ms + load_ms, self._prefill_free_ms)
-        first = self._prefill_free_ms = begin + 1000 * num_computed / self._service.prefill_speed
+        first = self._prefill_free_ms = begin + compute_ms
         return first, first + 1000 * num_answer / self._service.decode_speed

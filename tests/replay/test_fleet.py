@@ -134,6 +134,26 @@ def test_blocks_in_the_store_are_found_once_their_prefill_has_ended():
         assert simulate_fleet(pair, fleet, hardware).store_hit_tokens == expected
 
 
+def test_prefills_delay_the_answers_of_their_replica():
+    """With one running request per replica, a request waits for the delayed end of another one."""
+    first, second = request(0, range(40), 0, 10), request(1, range(100, 140), 50, 10)
+    third = request(2, range(200, 240), 60, 0)
+    fleet = Fleet(1, 201, concurrency=2)
+    for interference, start_ms in ((0.0, 150), (1.0, 200)):
+        hardware = Hardware(1000.0, 100.0, prefill_ms=10.0, interference=interference)
+        times = {}
+        report = simulate_fleet(
+            *([first, second, third], fleet, hardware),
+            on_request=lambda item, replica, served, t=times: t.__setitem__(item.index, served),
+        )
+        # The first request answers from 50 ms to 150 ms, and the second one is computed for 50 ms.
+        assert [each.first_ms for each in times.values()] == [50, 100, start_ms + 50]
+        # The third request's prefill delays the second one's answer if it still runs.
+        last_ms = {0.0: 200, 1.0: 250}[interference]
+        assert report.answer_tokens_per_s == pytest.approx(20_000 / last_ms)
+        assert report.busy_share == pytest.approx(3 * 50 / 60)
+
+
 def test_loads_of_a_replica_share_the_bandwidth():
     hardware = Hardware(1e6, 20.0, bytes_per_token=1e6, store_gb_per_s=1.0)
     prompts = [[*range(1000 * i, 1000 * i + 161)] for i in range(4)]

@@ -71,7 +71,7 @@ def test_requests_of_a_dead_replica_are_sent_again_and_its_cache_is_lost():
     ]
     assert simulation.report.requests == 5 and simulation.report.prompt_tokens == 3 * 1600 + 2
     # Replica 0 computed 2 s until it died, and 1.6 s after.
-    assert simulation._replicas[0].num_computed == 2000 + 1600
+    assert simulation._replicas[0].computed_ms == 2000 + 1600
 
 
 def test_requests_wait_while_no_replica_can_be_reached():
@@ -232,7 +232,7 @@ def test_every_request_is_served_by_a_replica_that_can_be_reached(seed):
     assert sum(map(len, served_at.values())) == 120 + simulation.num_resent
     assert report.prompt_tokens == sum(each.num_tokens for each in workload)
     assert (simulation.outcomes.ms_to_first_token > 0).all()
-    assert min(each.num_computed for each in simulation._replicas) >= 0
+    assert min(each.computed_ms for each in simulation._replicas) >= 0
 
 
 def test_reports_compare_phases_with_an_undisturbed_run():

@@ -50,6 +50,35 @@ def test_hit_tokens_are_not_computed():
     assert report.duration_s == 1 + 0.004 + 0.05
 
 
+def test_prefills_have_a_fixed_time_and_delay_the_running_answers():
+    requests = [
+        request(0, 0, 0, 40, 10),  # without the others, it would end at 145 ms
+        request(1, 50, 100, 40, 1),
+        request(2, 60, 200, 40, 0),  # its prefill waits until 95 ms
+        request(3, 300, 300, 40, 1),  # no other request runs
+    ]
+    for interference, end_ms in ((0.0, 145), (0.5, 190), (1.0, 235)):
+        options = {"prefill_ms": 4.18, "attention_ns": 1000.0}  # 0.82 ms for pairs of 40 tokens
+        service = Service(1_000, 100, interference=interference, **options)
+        replayer = Replayer(block_size=4, num_blocks=100, concurrency=10, service=service)
+        running = [replayer.arrive(each) for each in requests]
+        assert [round(each.first_ms, 6) for each in running] == [45, 95, 140, 345]
+        # The second request's answer is delayed by the third one's prefill.
+        ends = [end_ms, 105 + round(45 * interference, 1), 140, 355]
+        assert [round(each.end_ms, 6) for each in running] == ends
+        report = replayer.finish()
+        assert report.duration_s == 0.355
+        assert report.overload is None
+    assert report.service == "1000,100 prefill_ms=4.18 attention_ns=1000 interference=1"
+
+
+def test_computed_tokens_attend_to_hits():
+    service = Service(attention_ns=1e6, prefill_speed=1_000)
+    assert service.compute_ms(10, 0) == 10 + sum(range(1, 11))
+    assert service.compute_ms(10, 6) == 4 + 7 + 8 + 9 + 10
+    assert service.compute_ms(10, 10) == 0
+
+
 def test_request_that_does_not_fit_waits_for_the_next_end():
     # The pool has 12 blocks. The second request arrives at 50 ms and waits for blocks that the
     # first request holds until 240 ms.
@@ -175,3 +204,7 @@ def test_invalid_speeds_are_reported():
         Service(prefill_speed="x")
     with pytest.raises(ValueError, match="decode_speed is -1"):
         Service(decode_speed=-1)
+    with pytest.raises(ValueError, match="prefill_ms is -1: expected 0 or more milliseconds"):
+        Service(prefill_ms=-1)
+    with pytest.raises(ValueError, match=r"interference is 1\.5: expected 0 to 1"):
+        Service(interference=1.5)

@@ -13,6 +13,7 @@ from kvcache.replay.service import Service
 
 _LINKS = ("host", "store", "peer", "transfer")
 _MOST = 1e15  # of every field
+_MAY_BE_ZERO = ("prefill_ms", "attention_ns", "interference")
 
 
 class HardwareError(ValueError):
@@ -26,6 +27,11 @@ class Hardware:
     Args:
         prefill_speed: Prompt tokens per second of a replica. Hits are not computed.
         decode_speed: Tokens per second of each answer.
+        prefill_ms: Fixed time of each prefill in milliseconds, in addition to that of its tokens.
+        attention_ns: Nanoseconds of prefill per pair of a computed token and a token that it attends to.
+            With long contexts, this is most of a prefill.
+        interference: Share of the time of a prefill by which it delays the running answers of its
+            replica. 0: answers continue during prefills. 1: they stop.
         bytes_per_token: Bytes of K and V of a token in all layers, on all devices of a replica.
             Not used for fleets with `Fleet.page_bytes`.
         host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second.
@@ -43,6 +49,9 @@ class Hardware:
 
     prefill_speed: float = 20_000.0
     decode_speed: float = 50.0
+    prefill_ms: float = 0.0
+    attention_ns: float = 0.0
+    interference: float = 1.0
     bytes_per_token: float = 131_072.0  # 32 layers with 8 heads of 128 elements of 2 bytes
     host_gb_per_s: float = 20.0
     store_gb_per_s: float = 5.0
@@ -59,15 +68,19 @@ class Hardware:
             if value is None:
                 continue
             value = number(value, each.name)
-            may_be_zero = "price" in each.name
-            if value < 0 or not (value or may_be_zero) or not value < _MOST:
-                expected = f"0 to {_MOST:g}" if may_be_zero else f"more than 0, at most {_MOST:g}"
+            may_be_zero = "price" in each.name or each.name in _MAY_BE_ZERO
+            most = 1 if each.name == "interference" else _MOST
+            if value < 0 or not (value or may_be_zero) or not value <= most:
+                expected = f"0 to {most:g}" if may_be_zero else f"more than 0, at most {most:g}"
                 raise ValueError(f"{each.name} is {shown(value)}: expected {expected}")
 
     @property
     def service(self) -> Service:
         """The speeds of prefill and decode."""
-        return Service(self.prefill_speed, self.decode_speed)
+        return Service(
+            *(self.prefill_speed, self.decode_speed),
+            **{name: getattr(self, name) for name in _MAY_BE_ZERO},
+        )
 
     def load_ms(self, link: str, num_bytes: int) -> float:
         """Return the time in milliseconds of a load over `host`, `store`, `peer` or `transfer`.

@@ -47,7 +47,8 @@ class Replica:
         self._follows_events = fails or fleet.peers
         self._outages: Sequence[Outage] = ()
         self._serving: list[tuple[Running, Any]] = []  # with their tasks; only if it may die
-        self.num_served = self.num_computed = 0
+        self._compute_ms = hardware.service.compute_ms
+        self.num_served, self.computed_ms = 0, 0.0
         self.last_end_ms = 0.0
         self.reachable_ms = self.up_ms = 0.0  # from when the router reaches it, and it is alive
         self.peers: Sequence[Replica] = ()
@@ -71,7 +72,8 @@ class Replica:
             options["announce_reused"] = self._index is not None
         self._in_store: SimulatedStore | None = None
         self._incomplete: dict[bytes, float] = {}  # when their prefill ends, by hash
-        self._ends: list[float] = []  # a heap
+        # A heap. A prefill can delay the end of a request that is already in it.
+        self._ends: list[tuple[float, int, Running]] = []
         self._links: dict[str, float] = {}  # when their loads have ended
         self._replayer = Replayer(
             num_blocks=fleet.num_blocks,
@@ -134,11 +136,10 @@ class Replica:
         self.up_ms = max(self.up_ms, until_ms)
         lost = [(each, task) for each, task in self._serving if each.end_ms > now_ms]
         for each, _ in lost:
-            own = each.item.num_tokens - each.num_hit
-            left = (each.first_ms - now_ms) * self._hardware.prefill_speed / 1000
-            self.num_computed -= round(min(max(left, 0.0), own))
+            own_ms = self._compute_ms(each.item.num_tokens, each.num_hit)
+            self.computed_ms -= min(max(each.first_ms - now_ms, 0.0), own_ms)
         self.num_served -= len(lost)
-        self.last_end_ms = min(self.last_end_ms, now_ms)
+        self.pop_ended(now_ms)
         if self._in_store is not None:
             self._in_store.forget_incomplete(now_ms)
         self._serving = []
@@ -148,16 +149,25 @@ class Replica:
 
     def num_unfinished(self, now_ms: float) -> int:
         """Return the number of requests that have not ended."""
-        while self._ends and self._ends[0] <= now_ms:
-            heapq.heappop(self._ends)
+        self.pop_ended(now_ms)
         return len(self._ends)
+
+    def pop_ended(self, now_ms: float) -> None:
+        """Forget the requests that end until a time, except for their last end."""
+        while self._ends and self._ends[0][0] <= now_ms:
+            ended_ms, number, running = heapq.heappop(self._ends)
+            if running.end_ms > ended_ms:
+                heapq.heappush(self._ends, (running.end_ms, number, running))
+            else:
+                self.last_end_ms = max(self.last_end_ms, ended_ms)
 
     def wait_ms(self, now_ms: float) -> float:
         """Return how long a prefill would wait for earlier ones and for a running request to end."""
         start = max(now_ms, self._replayer.prefill_free_ms)
         too_many = self.num_unfinished(now_ms) - self._fleet.concurrency + 1
         if too_many > 0:
-            start = max(start, heapq.nsmallest(too_many, self._ends)[-1])
+            ends = (running.end_ms for _, _, running in self._ends)
+            start = max(start, heapq.nsmallest(too_many, ends)[-1])
         return start - now_ms
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
@@ -170,8 +180,7 @@ class Replica:
         wait_ms = self.wait_ms(now_ms)
         num_bytes = self._bytes.between(min(cached.on_device, num_cached), num_cached)
         loaded_ms = self._loaded_ms(now_ms, "host", num_bytes) - now_ms
-        computed_ms = 1000 * (item.num_tokens - num_cached) / self._hardware.prefill_speed
-        return max(wait_ms, loaded_ms) + computed_ms
+        return max(wait_ms, loaded_ms) + self._compute_ms(item.num_tokens, num_cached)
 
     def _cached(self, request: Request) -> CachedTokens:
         """Return what the router knows to be cached of a request."""
@@ -189,11 +198,10 @@ class Replica:
         """
         served = self._replayer.arrive(item, request, self._load_ms)
         if served is not None:
-            self.last_end_ms = max(self.last_end_ms, served.end_ms)
             served.end_ms += hold_ms
             self.num_served += 1
-            heapq.heappush(self._ends, served.end_ms)
-            self.num_computed += item.num_tokens - served.num_hit
+            heapq.heappush(self._ends, (served.end_ms, self.num_served, served))
+            self.computed_ms += self._compute_ms(item.num_tokens, served.num_hit)
         if self._follows_events:
             self._observe(item.arrival_ms, 0.0 if served is None else served.first_ms)
         if self._index is not None:

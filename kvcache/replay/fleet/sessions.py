@@ -8,32 +8,54 @@ import numpy as np
 from kvcache.replay.content import mix64, prefix_keys
 from kvcache.replay.workload import WorkloadRequest
 
+_STRIDE = 512  # tokens between the blocks of a prompt that are kept, besides its last one
+
 
 class Sessions:
     """Finds the session of each request of a workload, in order.
 
-    A request continues the session whose last prompt has the most full blocks, all of which begin the
-    request's prompt. A request that continues none begins a session.
+    A request continues the session with which it has the longest common prefix, if this prefix has at
+    least half of the full blocks of the session's last prompt. Only one request continues a session from
+    the same block, for example the end of a common system prompt. A request that continues none begins a
+    session.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._ends: dict[int, int] = {}  # key of a prompt's last full block -> its session
-        self.num_sessions = 0
+        self._stride = max(_STRIDE // block_size, 1)
+        self._sessions: dict[int, int] = {}  # key of a block -> the last session that has it
+        self._num_blocks: list[int] = []  # of the last prompt of each session
+        self._continued: set[int] = set()  # keys of the blocks from which a session continued
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of sessions so far."""
+        return len(self._num_blocks)
 
     def of(self, item: WorkloadRequest) -> int:
         """Return the session of the next request, numbered from 0 in order of their first requests."""
         content = item.content if len(item.content) else prefix_keys(item.token_ids)
         keys = content[self._block_size - 1 :: self._block_size].tolist()
-        last = next((key for key in reversed(keys) if key in self._ends), None)
-        # Only one session continues a prompt, for example one that is a common system prompt.
-        session = self._ends.pop(last, None)
+        session = self._continued_by(keys)
         if session is None:
-            session = self.num_sessions
-            self.num_sessions += 1
-        if keys:
-            self._ends[keys[-1]] = session
+            session = len(self._num_blocks)
+            self._num_blocks.append(0)
+        self._num_blocks[session] = len(keys)
+        for key in (*keys[self._stride - 1 :: self._stride], *keys[-1:]):
+            self._sessions[key] = session
         return session
+
+    def _continued_by(self, keys: list[int]) -> int | None:
+        """Return the session that a prompt continues, if any."""
+        for count in range(len(keys), 0, -1):
+            key = keys[count - 1]
+            session = self._sessions.get(key)
+            if session is None or key in self._continued:
+                continue
+            if 2 * count >= self._num_blocks[session]:
+                self._continued.add(key)
+                return session
+        return None
 
 
 def share_of(session: int, num_shares: int) -> int:

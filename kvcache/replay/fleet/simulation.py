@@ -233,8 +233,9 @@ class Simulation:
         for each in self._prefills if fleet.peers else ():
             each.peers = self._prefills
         decoding = replace(fleet, host_blocks=0, store_blocks=0, peers=False)
+        answering = replace(hardware, prefill_ms=0.0, attention_ns=0.0, interference=0.0)
         self._decodes = [
-            DecodeReplica(num_replicas + number, decoding, hardware, **shared)
+            DecodeReplica(num_replicas + number, decoding, answering, **shared)
             for number in range(fleet.decode_replicas)
         ]
         self._replicas = [*self._prefills, *self._decodes]
@@ -407,9 +408,10 @@ class Simulation:
             percentile(times, percent) for percent in (50, 99)
         )
         if span_ms:
-            speed = self._hardware.prefill_speed
-            busy = [1000 * each.num_computed / speed / span_ms for each in self._prefills]
+            busy = [each.computed_ms / span_ms for each in self._prefills]
             report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
+        for each in self._replicas:
+            each.pop_ended(math.inf)
         duration_ms = max(each.last_end_ms for each in self._replicas) - first_ms
         if duration_ms > 0:
             num_answered = int(outcomes.column("answer_tokens").sum())
