@@ -34,7 +34,7 @@ from kvcache.replay.fleet import Fleet, Hardware
 from kvcache.replay.fleet.simulation import Simulation
 
 BLOCK, LONGEST, VOCABULARY = 16, 1024, 512
-HITS, LENGTHS, REPEATS = (0, 256, 512, 800), (16, 64, 128, 200, 512, 960), 7
+HITS, LENGTHS, REPEATS = (0, 256, 512, 800), (16, 64, 128, 200, 512, 960), 6
 ANSWER = 16
 
 
@@ -90,25 +90,39 @@ def save_checkpoint(folder: str) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def measured(engine: Engine, rng: random.Random) -> Hardware:
-    """Measure the speeds of an engine that has one request at a time."""
-    firsts, steps = {}, []
-    for hit in HITS:
-        for length in LENGTHS:
+def measured(engines: list[Engine], rng: random.Random, gap_ms: float) -> Hardware:
+    """Measure the speeds of engines that work at the same time, each on one request at a time.
+
+    A pause before each request has the mean `gap_ms`, because processors are slower after a pause.
+    """
+    firsts: dict[tuple[int, int], list[float]] = {}
+    steps: list[float] = []
+
+    def measure(engine: Engine, seed: int) -> None:
+        rng = random.Random(seed)
+        cases = [(hit, length) for hit in HITS for length in LENGTHS] * REPEATS
+        rng.shuffle(cases)
+        for hit, length in cases:
             if hit + length + ANSWER > LONGEST:
                 continue
-            found = []
-            for _ in range(REPEATS):
-                tokens = _tokens(rng, hit + length)
-                if hit:
-                    engine.answer(tokens[: hit + 1], 1)
-                first_ms, end_ms, cached = engine.answer(tokens, ANSWER)
-                assert cached == hit
-                found.append(first_ms)
-                steps.append((end_ms - first_ms) / (ANSWER - 1))
-            firsts[hit, length] = float(np.median(found))
+            tokens = _tokens(rng, hit + length)
+            if hit:
+                engine.answer(tokens[: hit + 1], 1)
+            time.sleep(rng.expovariate(1 / gap_ms) / 1000)
+            first_ms, end_ms, cached = engine.answer(tokens, ANSWER)
+            assert cached == hit
+            firsts.setdefault((hit, length), []).append(first_ms)
+            steps.append((end_ms - first_ms) / (ANSWER - 1))
+
+    threads = [
+        threading.Thread(target=measure, args=(each, rng.randrange(2**32))) for each in engines
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
     hits, lengths = np.array([*firsts], float).T
-    times = np.array([*firsts.values()])
+    times = np.array([np.mean(each) for each in firsts.values()])
     terms = np.stack([np.ones_like(times), lengths, lengths * (hits + (lengths + 1) / 2)])
     constant, per_token, per_pair = np.linalg.lstsq((terms / times).T, np.ones_like(times))[0]
     return Hardware(
@@ -162,10 +176,11 @@ def main() -> int:
         "--requests", type=int, default=200, help="number of chat turns; default 200"
     )
     parser.add_argument(
-        "--gap", type=float, default=400.0, help="mean milliseconds between arrivals"
+        "--gap", type=float, default=400.0, help="mean milliseconds between arrivals; default 400"
     )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the chats; default 0")
     args = parser.parse_args()
-    rng = random.Random(0)
+    rng = random.Random(args.seed)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         save_checkpoint(folder)
@@ -176,7 +191,7 @@ def main() -> int:
             stack.callback(engines[-1].close)
         for each in engines:
             each.answer(_tokens(rng, LENGTHS[-1]), ANSWER)
-        hardware = measured(engines[0], rng)
+        hardware = measured(engines, rng, args.gap)
         requests = chats(rng, args.requests, args.gap)
         real = replayed(engines, requests)
     fleet = Fleet(args.replicas, 20_001, BLOCK, router="round_robin", num_preallocate_tokens=64)
