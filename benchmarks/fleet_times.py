@@ -4,10 +4,11 @@
     python -m benchmarks.fleet_times --replicas 2 --requests 200
 
 Starts processes of `kvcache serve` with a small model, each on its own core. Measures their constants:
-the time to first token by the numbers of cached and computed tokens, and the speed of answers. The same
-chats are then sent to the processes round robin at their arrival times, and simulated with these
-constants. The times to the first and the last token of both are printed. The simulation uses nothing
-that is measured under load. On a machine with other work, repeat the run.
+the time to first token by the numbers of cached and computed tokens, and the speed of answers by their
+number. The same chats are then sent to the processes round robin at their arrival times, and simulated
+with these constants; the speed of answers is that for the mean number of running answers in the
+simulation. The times to the first and the last token of both are printed. Nothing that is measured while
+the chats are sent is used in the simulation. On a machine with other work, repeat the run.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,10 +34,11 @@ from kvcache.replay import WorkloadRequest
 from kvcache.replay.content import prefix_keys
 from kvcache.replay.fleet import Fleet, Hardware
 from kvcache.replay.fleet.simulation import Simulation
+from kvcache.replay.running import Running
 
 BLOCK, LONGEST, VOCABULARY = 16, 1024, 512
 HITS, LENGTHS, REPEATS = (0, 256, 512, 800), (16, 64, 128, 200, 512, 960), 6
-ANSWER = 16
+ANSWER, MOST_ANSWERS = 16, 4
 
 
 class Engine:
@@ -133,6 +136,53 @@ def measured(engines: list[Engine], rng: random.Random, gap_ms: float) -> Hardwa
     )
 
 
+def step_times(engine: Engine, rng: random.Random) -> list[float]:
+    """Return the milliseconds of a step with 1, 2, ... running answers."""
+    found = []
+    for count in range(1, MOST_ANSWERS + 1):
+        times: list[float] = []
+
+        def answer(tokens: list[int], times: list[float] = times) -> None:
+            first_ms, end_ms, _ = engine.answer(tokens, 4 * ANSWER)
+            times.append((end_ms - first_ms) / (4 * ANSWER - 1))
+
+        for _ in range(REPEATS):
+            threads = [
+                threading.Thread(target=answer, args=(_tokens(rng, LENGTHS[0]),))
+                for _ in range(count)
+            ]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+        found.append(float(np.mean(times)))
+    return found
+
+
+def simulated(
+    requests: list[WorkloadRequest], fleet: Fleet, hardware: Hardware
+) -> tuple[Simulation, list[Running], float]:
+    """Return the simulation, its requests, and the mean number of answers that run with an answer."""
+    served: list[Running] = []
+    replicas: list[int] = []
+
+    def observe(item: WorkloadRequest, replica: int, running: Running) -> None:
+        served.append(running)
+        replicas.append(replica)
+
+    simulation = Simulation(fleet, hardware, on_request=observe)
+    simulation.run(requests)
+    alone, together = 0.0, 0.0
+    for replica, each in zip(replicas, served):
+        alone += each.end_ms - each.first_ms
+        together += sum(
+            max(min(each.end_ms, other.end_ms) - max(each.first_ms, other.first_ms), 0.0)
+            for number, other in zip(replicas, served)
+            if number == replica
+        )
+    return simulation, served, together / alone
+
+
 def chats(rng: random.Random, num_requests: int, gap_ms: float) -> list[WorkloadRequest]:
     """Return turns of interleaved chats."""
     histories: list[list[int]] = [[] for _ in range(6)]
@@ -192,14 +242,16 @@ def main() -> int:
         for each in engines:
             each.answer(_tokens(rng, LENGTHS[-1]), ANSWER)
         hardware = measured(engines, rng, args.gap)
+        steps = step_times(engines[0], rng)
         requests = chats(rng, args.requests, args.gap)
         real = replayed(engines, requests)
     fleet = Fleet(args.replicas, 20_001, BLOCK, router="round_robin", num_preallocate_tokens=64)
-    served = []
-    simulation = Simulation(
-        fleet, hardware, on_request=lambda item, replica, running: served.append(running)
-    )
-    simulation.run(requests)
+    # The speed of an answer depends on how many run with it, which depends on the speed.
+    simulation, served, num_answers = simulated(requests, fleet, hardware)
+    counts = range(1, MOST_ANSWERS + 1)
+    step_ms = float(np.interp(num_answers, counts, steps)) - steps[0] + 1000 / hardware.decode_speed
+    hardware = replace(hardware, decode_speed=1000 / step_ms)
+    simulation, served, num_answers = simulated(requests, fleet, hardware)
     planned = np.array(
         [
             (each.first_ms - each.item.arrival_ms, each.end_ms - each.item.arrival_ms)
@@ -211,8 +263,11 @@ def main() -> int:
     print(
         f"measured: a prefill takes {hardware.prefill_ms:.1f} ms, {1000 / hardware.prefill_speed:.3f} ms "
         f"per token and {hardware.attention_ns:,.0f} ns per pair of tokens; "
-        f"{hardware.decode_speed:,.0f} tokens/s per answer; busy for {simulation.report.busy_share:.0%}"
+        f"{hardware.decode_speed:,.0f} tokens/s per answer with "
+        f"{num_answers:.1f} running (1 to {MOST_ANSWERS}: "
+        f"{', '.join(f'{1000 / ms:.0f}' for ms in steps)})"
     )
+    print(f"prefills take {simulation.report.busy_share:.0%} of the time")
     print(f"hits: {hits.sum():,} planned, {int(real[:, 2].sum()):,} real, ", end="")
     print(f"{(hits != real[:, 2]).sum()} requests differ")
     print("milliseconds                    planned      real   difference")

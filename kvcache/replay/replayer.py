@@ -258,6 +258,9 @@ class Replayer:
                 compute_ms,
                 item.output_length,
                 max(wait_ms, ready_ms - self._clock.now_ms),
+                max(
+                    (each.end_ms for each in self._running if each.item.output_length), default=0.0
+                ),
             )
             begin_ms = new.first_ms - compute_ms
             self._computed_ms += compute_ms

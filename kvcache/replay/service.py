@@ -26,7 +26,7 @@ class Service:
         prefill_ms: Fixed time of each prefill in milliseconds, in addition to that of its tokens.
         attention_ns: Nanoseconds of prefill per pair of a computed token and a token that it attends to.
         interference: Share of the time of a prefill by which it delays running answers. 0: answers
-            continue during prefills. 1: they stop.
+            continue during prefills. 1: they stop, and a prefill begins after their current step.
 
     Raises:
         ValueError: A speed is not above 0, or another value is out of range.
@@ -152,7 +152,7 @@ class ServiceClock:
         return end
 
     def admit(
-        self, compute_ms: float, num_answer: int, load_ms: float = 0.0
+        self, compute_ms: float, num_answer: int, load_ms: float = 0.0, answers_end_ms: float = 0.0
     ) -> tuple[float, float]:
         """Return the times at which a request admitted now produces its first token and ends.
 
@@ -160,7 +160,13 @@ class ServiceClock:
             compute_ms: How long its prefill takes.
             num_answer: Tokens of the answer.
             load_ms: Time until its hits on other tiers are on the device. Other prefills continue.
+            answers_end_ms: When the last running answer ends.
         """
         begin = max(self.now_ms + load_ms, self._prefill_free_ms)
+        if begin < answers_end_ms:
+            step_ms = 1000 / self._service.decode_speed
+            num_steps = math.ceil((begin - self._prefill_free_ms) / step_ms - 1e-6)
+            left_ms = self._prefill_free_ms + num_steps * step_ms - begin  # of the current step
+            begin += self._service.interference * max(left_ms, 0.0)
         first = self._prefill_free_ms = begin + compute_ms
         return first, first + 1000 * num_answer / self._service.decode_speed

@@ -155,7 +155,7 @@ def test_prefills_delay_the_answers_of_their_replica():
 
 
 def test_loads_of_a_replica_share_the_bandwidth():
-    hardware = Hardware(1e6, 20.0, bytes_per_token=1e6, store_gb_per_s=1.0)
+    hardware = Hardware(1e6, 20.0, bytes_per_token=1e6, store_gb_per_s=1.0, interference=0.0)
     prompts = [[*range(1000 * i, 1000 * i + 161)] for i in range(4)]
     fleet = Fleet(replicas=2, num_blocks=401, router="round_robin", store_blocks=500)
     first = [request(2 * i, prompt, 10 * i) for i, prompt in enumerate(prompts)]

@@ -53,18 +53,19 @@ def test_hit_tokens_are_not_computed():
 def test_prefills_have_a_fixed_time_and_delay_the_running_answers():
     requests = [
         request(0, 0, 0, 40, 10),  # without the others, it would end at 145 ms
-        request(1, 50, 100, 40, 1),
-        request(2, 60, 200, 40, 0),  # its prefill waits until 95 ms
+        request(1, 50, 100, 40, 1),  # the answer's current step ends at 55 ms
+        request(2, 60, 200, 40, 0),  # waits for the second prefill
         request(3, 300, 300, 40, 1),  # no other request runs
     ]
-    for interference, end_ms in ((0.0, 145), (0.5, 190), (1.0, 235)):
+    for interference, begin_ms, end_ms in ((0.0, 50, 145), (0.5, 52.5, 190), (1.0, 55, 235)):
         options = {"prefill_ms": 4.18, "attention_ns": 1000.0}  # 0.82 ms for pairs of 40 tokens
         service = Service(1_000, 100, interference=interference, **options)
         replayer = Replayer(block_size=4, num_blocks=100, concurrency=10, service=service)
         running = [replayer.arrive(each) for each in requests]
-        assert [round(each.first_ms, 6) for each in running] == [45, 95, 140, 345]
+        firsts = [45, begin_ms + 45, begin_ms + 90, 345]
+        assert [round(each.first_ms, 6) for each in running] == firsts
         # The second request's answer is delayed by the third one's prefill.
-        ends = [end_ms, 105 + round(45 * interference, 1), 140, 355]
+        ends = [end_ms, begin_ms + 55 + 45 * interference, begin_ms + 90, 355]
         assert [round(each.end_ms, 6) for each in running] == ends
         report = replayer.finish()
         assert report.duration_s == 0.355

@@ -31,7 +31,8 @@ class Hardware:
         attention_ns: Nanoseconds of prefill per pair of a computed token and a token that it attends to.
             With long contexts, this is most of a prefill.
         interference: Share of the time of a prefill by which it delays the running answers of its
-            replica. 0: answers continue during prefills. 1: they stop.
+            replica. 0: answers continue during prefills. 1: they stop, and a prefill begins after their
+            current step.
         bytes_per_token: Bytes of K and V of a token in all layers, on all devices of a replica.
             Not used for fleets with `Fleet.page_bytes`.
         host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second.
