@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +49,7 @@ class Replica:
         self._serving: list[tuple[Running, Any]] = []  # with their tasks; only if it may die
         self._compute_ms = hardware.service.compute_ms
         self.num_served, self.computed_ms = 0, 0.0
-        self.last_end_ms = 0.0
+        self._last_end_ms = 0.0  # of the requests before the replica died
         self.reachable_ms = self.up_ms = 0.0  # from when the router reaches it, and it is alive
         self.peers: Sequence[Replica] = ()
         self._start()
@@ -72,8 +72,8 @@ class Replica:
             options["announce_reused"] = self._index is not None
         self._in_store: SimulatedStore | None = None
         self._incomplete: dict[bytes, float] = {}  # when their prefill ends, by hash
-        # A heap. A prefill can delay the end of a request that is already in it.
-        self._ends: list[tuple[float, int, Running]] = []
+        self._ended: list[float] = []  # when requests ended in the replay, in ascending order
+        self._running: list[Running] = []  # requests whose end may still be delayed
         self._links: dict[str, float] = {}  # when their loads have ended
         self._replayer = Replayer(
             num_blocks=fleet.num_blocks,
@@ -139,7 +139,7 @@ class Replica:
             own_ms = self._compute_ms(each.item.num_tokens, each.num_hit)
             self.computed_ms -= min(max(each.first_ms - now_ms, 0.0), own_ms)
         self.num_served -= len(lost)
-        self.pop_ended(now_ms)
+        self._last_end_ms = min(self.last_end_ms, now_ms)
         if self._in_store is not None:
             self._in_store.forget_incomplete(now_ms)
         self._serving = []
@@ -149,25 +149,27 @@ class Replica:
 
     def num_unfinished(self, now_ms: float) -> int:
         """Return the number of requests that have not ended."""
-        self.pop_ended(now_ms)
-        return len(self._ends)
+        return len(self._ended) - bisect_right(self._ended, now_ms) + len(self._later_ends(now_ms))
 
-    def pop_ended(self, now_ms: float) -> None:
-        """Forget the requests that end until a time, except for their last end."""
-        while self._ends and self._ends[0][0] <= now_ms:
-            ended_ms, number, running = heapq.heappop(self._ends)
-            if running.end_ms > ended_ms:
-                heapq.heappush(self._ends, (running.end_ms, number, running))
-            else:
-                self.last_end_ms = max(self.last_end_ms, ended_ms)
+    def _later_ends(self, now_ms: float) -> list[float]:
+        """Return the ends after a time of the requests that were running at the last request."""
+        return [each.end_ms for each in self._running if each.end_ms > now_ms]
+
+    @property
+    def last_end_ms(self) -> float:
+        """When the last request ends, or 0.0."""
+        return max([self._last_end_ms, *self._ended[-1:], *self._later_ends(0.0)])
 
     def wait_ms(self, now_ms: float) -> float:
         """Return how long a prefill would wait for earlier ones and for a running request to end."""
         start = max(now_ms, self._replayer.prefill_free_ms)
         too_many = self.num_unfinished(now_ms) - self._fleet.concurrency + 1
         if too_many > 0:
-            ends = (running.end_ms for _, _, running in self._ends)
-            start = max(start, heapq.nsmallest(too_many, ends)[-1])
+            last = bisect_right(self._ended, now_ms) + too_many - 1
+            if last < len(self._ended):
+                start = max(start, self._ended[last])
+            else:
+                start = max(start, sorted(self._later_ends(now_ms))[last - len(self._ended)])
         return start - now_ms
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
@@ -200,7 +202,11 @@ class Replica:
         if served is not None:
             served.end_ms += hold_ms
             self.num_served += 1
-            heapq.heappush(self._ends, (served.end_ms, self.num_served, served))
+            for each in self._running:
+                if each.end_ms <= self._replayer.now_ms:
+                    insort(self._ended, each.end_ms)
+            self._running = [each for each in self._running if each.end_ms > self._replayer.now_ms]
+            self._running.append(served)
             self.computed_ms += self._compute_ms(item.num_tokens, served.num_hit)
         if self._follows_events:
             self._observe(item.arrival_ms, 0.0 if served is None else served.first_ms)

@@ -410,8 +410,6 @@ class Simulation:
         if span_ms:
             busy = [each.computed_ms / span_ms for each in self._prefills]
             report.busy_share, report.busiest_share = sum(busy) / len(busy), max(busy)
-        for each in self._replicas:
-            each.pop_ended(math.inf)
         duration_ms = max(each.last_end_ms for each in self._replicas) - first_ms
         if duration_ms > 0:
             num_answered = int(outcomes.column("answer_tokens").sum())
