@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
 
 _NO_LENGTH_LIMIT = 2**31 - 1  # requests are limited only by the pool size
+_TOLERANCE_MS = 1e-6
 
 
 @dataclass
@@ -254,19 +255,16 @@ class Replayer:
         elif self._clock is not None:
             wait_ms = self._load_ms(new) if load_ms is None else load_ms(new)
             compute_ms = self.service.compute_ms(item.num_tokens, new.num_hit)
-            new.first_ms, new.end_ms = self._clock.admit(
+            begin_ms, new.first_ms, new.end_ms = self._clock.admit(
                 compute_ms,
                 item.output_length,
                 max(wait_ms, ready_ms - self._clock.now_ms),
-                max(
-                    (each.end_ms for each in self._running if each.item.output_length), default=0.0
-                ),
+                self._answers_end_ms,
             )
-            begin_ms = new.first_ms - compute_ms
             self._computed_ms += compute_ms
             self._first_token_ms.append(new.first_ms - item.arrival_ms)
             self._last_wait_ms = begin_ms - item.arrival_ms
-            self._delay_answers(new, begin_ms)
+            self._delay_answers(new, begin_ms, self.service.interference * compute_ms)
         if self._store is not None:
             self._store.complete(new.first_ms)
         self._peak_running = max(self._peak_running, len(self._running))
@@ -274,12 +272,25 @@ class Replayer:
             self._record(new, is_served)
         return new if is_served else None
 
-    def _delay_answers(self, new: Running, begin_ms: float) -> None:
-        """Delay the answers that run while the prefill of a new request runs."""
-        delay_ms = self.service.interference * (new.first_ms - begin_ms)
+    @property
+    def _answers_end_ms(self) -> float:
+        """When the last running answer ends."""
+        return max((each.end_ms for each in self._running if each.item.output_length), default=0.0)
+
+    def _delay_answers(self, new: Running, begin_ms: float, delay_ms: float) -> None:
+        """Delay the answers that run when the prefill of a new request begins."""
         for each in self._running if delay_ms else ():
-            if each is not new and each.item.output_length and each.end_ms > begin_ms:
+            # The tolerance is for answers that end when the prefill begins.
+            if (
+                each is not new
+                and each.item.output_length
+                and each.end_ms > begin_ms + _TOLERANCE_MS
+            ):
                 each.end_ms += delay_ms
+
+    def begin_ms(self, ready_ms: float) -> float:
+        """Return when the next prefill begins if its request is ready at a time, in a timed replay."""
+        return self._clock.begin_ms(ready_ms, self._answers_end_ms)
 
     @property
     def now_ms(self) -> float:

@@ -10,6 +10,7 @@ from kvcache.checks import number, shown
 from kvcache.checks import text as checked_text
 
 # If the wait at the last arrival exceeds this value, the queue grew during the whole replay.
+_OTHERS = ("prefill_ms", "attention_ns", "interference")  # fields that are not speeds
 _LONG_WAIT_MS, _LONG_WAIT_SHARE = 10_000.0, 0.05
 
 
@@ -58,28 +59,31 @@ class Service:
 
     @classmethod
     def parse(cls, text: str) -> Service:
-        """Parse `prefill,decode[,host[,store]]` in tokens per second.
+        """Parse `prefill,decode[,host[,store]][ name=value]...`, with speeds in tokens per second.
 
-        Raises TypeError or ValueError for any other text.
+        The names are `prefill_ms`, `attention_ns` and `interference`. Raises TypeError or ValueError for
+        any other text.
         """
         checked_text(text, "text")
         try:
-            speeds = [float(each) for each in text.split(",")]
-            if not 2 <= len(speeds) <= 4:
+            first, *rest = text.split()
+            speeds = [float(each) for each in first.split(",")]
+            others = {name: float(value) for name, value in (each.split("=") for each in rest)}
+            if not 2 <= len(speeds) <= 4 or not {*others} <= {*_OTHERS} or len(others) < len(rest):
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"{shown(text)}: expected speeds in tokens per second, P,D, P,D,HOST or P,D,HOST,STORE"
+                f"{shown(text)}: expected speeds in tokens per second, P,D, P,D,HOST or P,D,HOST,STORE, "
+                f"and then NAME=VALUE with names from {', '.join(_OTHERS)}"
             ) from None
-        return cls(*speeds)
+        return cls(*speeds, **others)
 
     def __str__(self) -> str:
         speeds = [self.prefill_speed, self.decode_speed, self.host_speed, self.store_speed]
         while speeds[-1] == math.inf:
             speeds.pop()
         shown_speeds = ",".join(f"{each:g}" for each in speeds)
-        names = ("prefill_ms", "attention_ns", "interference")
-        others = ((name, getattr(self, name)) for name in names)
+        others = ((name, getattr(self, name)) for name in _OTHERS)
         return " ".join([shown_speeds, *(f"{name}={value:g}" for name, value in others if value)])
 
     def compute_ms(self, num_tokens: int, num_cached: int) -> float:
@@ -151,22 +155,35 @@ class ServiceClock:
         end = self._load_free_ms[tier] = begin + 1000 * num_tokens / speed
         return end
 
+    def begin_ms(self, ready_ms: float, answers_end_ms: float) -> float:
+        """Return the time at which the next prefill begins.
+
+        Args:
+            ready_ms: Time from which the prefill could begin if nothing else ran.
+            answers_end_ms: When the last running answer ends.
+        """
+        begin = max(ready_ms, self._prefill_free_ms)
+        step_ms = 1000 / self._service.decode_speed
+        if begin < answers_end_ms and math.isfinite(step_ms):
+            num_steps = math.ceil((begin - self._prefill_free_ms) / step_ms - 1e-6)
+            left_ms = self._prefill_free_ms + num_steps * step_ms - begin  # of the current step
+            begin += self._service.interference * max(left_ms, 0.0)
+        return begin
+
     def admit(
         self, compute_ms: float, num_answer: int, load_ms: float = 0.0, answers_end_ms: float = 0.0
-    ) -> tuple[float, float]:
-        """Return the times at which a request admitted now produces its first token and ends.
+    ) -> tuple[float, float, float]:
+        """Admit a request now.
 
         Args:
             compute_ms: How long its prefill takes.
             num_answer: Tokens of the answer.
             load_ms: Time until its hits on other tiers are on the device. Other prefills continue.
             answers_end_ms: When the last running answer ends.
+
+        Returns:
+            The times at which its prefill begins, its first token is produced, and its answer ends.
         """
-        begin = max(self.now_ms + load_ms, self._prefill_free_ms)
-        if begin < answers_end_ms:
-            step_ms = 1000 / self._service.decode_speed
-            num_steps = math.ceil((begin - self._prefill_free_ms) / step_ms - 1e-6)
-            left_ms = self._prefill_free_ms + num_steps * step_ms - begin  # of the current step
-            begin += self._service.interference * max(left_ms, 0.0)
+        begin = self.begin_ms(self.now_ms + load_ms, answers_end_ms)
         first = self._prefill_free_ms = begin + compute_ms
-        return first, first + 1000 * num_answer / self._service.decode_speed
+        return begin, first, first + 1000 * num_answer / self._service.decode_speed

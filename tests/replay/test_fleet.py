@@ -85,6 +85,39 @@ def test_requests_continue_the_session_whose_last_prompt_they_extend():
     assert sessions.num_sessions == 4
 
 
+def sessions_of(block_size, prompts):
+    sessions = Sessions(block_size)
+    return [sessions.of(request(i, tokens)) for i, tokens in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("block_size", [16, 512])
+def test_slowly_growing_and_repeated_prompts_stay_in_one_session(block_size):
+    chat = [*range(3000)]
+    assert set(sessions_of(block_size, [chat[: 1100 + 8 * i] for i in range(40)])) == {0}
+    assert set(sessions_of(block_size, [chat[:1600]] * 10)) == {0}
+
+
+def test_prompts_whose_end_is_replaced_stay_in_their_session():
+    """Agents replace the last message with the next one."""
+    history = [*range(9000)]
+    prompts = [
+        [*history[: 480 + 150 * i], *range(10_000 + 100 * i, 10_040 + 100 * i)] for i in range(50)
+    ]
+    assert set(sessions_of(16, prompts)) == {0}
+    assert sessions_of(16, [history[:2000], [*history[:900], *range(50_000, 50_900)]]) == [0, 1]
+
+
+@pytest.mark.parametrize("num_common", [100, 1600, 20_000])
+def test_requests_with_a_common_system_prompt_are_different_sessions(num_common):
+    common = [*range(num_common)]
+    begins = [[*common, *range(50_000 + 1000 * i, 50_100 + 1000 * i)] for i in range(60)]
+    found = sessions_of(16, begins)
+    assert max(np.bincount(found)) <= 5
+    # The second requests of the other sessions continue them.
+    turns = [[*each, *range(7)] for each in begins]
+    assert sessions_of(16, [*begins, *turns])[-40:] == found[-40:]
+
+
 def test_shares_of_sessions_are_even_and_disjoint():
     counts = np.bincount([share_of(session, 8) for session in range(8000)], minlength=8)
     assert counts.sum() == 8000 and counts.min() > 800

@@ -73,6 +73,28 @@ def test_prefills_have_a_fixed_time_and_delay_the_running_answers():
     assert report.service == "1000,100 prefill_ms=4.18 attention_ns=1000 interference=1"
 
 
+def test_an_answer_that_ends_when_a_prefill_begins_is_not_delayed():
+    service = Service(20_000, 50, interference=1)
+    for arrival_ms in range(1, 21):
+        replayer = Replayer(block_size=4, num_blocks=30_000, concurrency=9, service=service)
+        first = replayer.arrive(request(0, 0, 0, 4, 1))
+        second = replayer.arrive(request(1, arrival_ms, 1000, 100_000, 0))
+        assert first.end_ms == pytest.approx(20.2) and second.first_ms == pytest.approx(5020.2)
+
+
+def test_speeds_are_parsed_as_they_are_printed():
+    for text in ("20000,50", "1,2,3 prefill_ms=5", "1,2,3,4 attention_ns=0.5 interference=1"):
+        assert str(Service.parse(text)) == text
+    for text in ("", "1,2 x=1", "1,2 prefill_ms", "1,2 prefill_ms=1 prefill_ms=1"):
+        with pytest.raises(ValueError, match="expected speeds in tokens per second"):
+            Service.parse(text)
+    assert Service(decode_speed=1e-306).compute_ms(1000, 0) == 50
+    replayer = Replayer(
+        block_size=4, num_blocks=30, concurrency=9, service=Service(1000, 1e-306, interference=1)
+    )
+    assert [replayer.arrive(request(i, i, 9 * i, 8, 1)).first_ms for i in range(2)] == [8, 16]
+
+
 def test_computed_tokens_attend_to_hits():
     service = Service(attention_ns=1e6, prefill_speed=1_000)
     assert service.compute_ms(10, 0) == 10 + sum(range(1, 11))

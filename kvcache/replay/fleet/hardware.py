@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from kvcache.checks import number, shown, text
 from kvcache.checks import path as checked_path
@@ -50,9 +50,9 @@ class Hardware:
 
     prefill_speed: float = 20_000.0
     decode_speed: float = 50.0
-    prefill_ms: float = 0.0
-    attention_ns: float = 0.0
-    interference: float = 1.0
+    prefill_ms: float = field(default=0.0, kw_only=True)
+    attention_ns: float = field(default=0.0, kw_only=True)
+    interference: float = field(default=1.0, kw_only=True)
     bytes_per_token: float = 131_072.0  # 32 layers with 8 heads of 128 elements of 2 bytes
     host_gb_per_s: float = 20.0
     store_gb_per_s: float = 5.0

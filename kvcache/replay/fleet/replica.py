@@ -137,7 +137,8 @@ class Replica:
         lost = [(each, task) for each, task in self._serving if each.end_ms > now_ms]
         for each, _ in lost:
             own_ms = self._compute_ms(each.item.num_tokens, each.num_hit)
-            self.computed_ms -= min(max(each.first_ms - now_ms, 0.0), own_ms)
+            left_ms = min(max(each.first_ms - now_ms, 0.0), own_ms)
+            self.computed_ms = max(self.computed_ms - left_ms, 0.0)
         self.num_served -= len(lost)
         self._last_end_ms = min(self.last_end_ms, now_ms)
         if self._in_store is not None:
@@ -182,7 +183,8 @@ class Replica:
         wait_ms = self.wait_ms(now_ms)
         num_bytes = self._bytes.between(min(cached.on_device, num_cached), num_cached)
         loaded_ms = self._loaded_ms(now_ms, "host", num_bytes) - now_ms
-        return max(wait_ms, loaded_ms) + self._compute_ms(item.num_tokens, num_cached)
+        begin_ms = self._replayer.begin_ms(now_ms + max(wait_ms, loaded_ms))
+        return begin_ms - now_ms + self._compute_ms(item.num_tokens, num_cached)
 
     def _cached(self, request: Request) -> CachedTokens:
         """Return what the router knows to be cached of a request."""

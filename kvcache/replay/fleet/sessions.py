@@ -8,16 +8,19 @@ import numpy as np
 from kvcache.replay.content import mix64, prefix_keys
 from kvcache.replay.workload import WorkloadRequest
 
-_STRIDE = 512  # tokens between the blocks of a prompt that are kept, besides its last one
+_STRIDE = 512  # tokens between the blocks of a prompt that are kept
+_MOST_FROM_A_BLOCK = 4  # requests that continue sessions from the same block, inside a last prompt
 
 
 class Sessions:
     """Finds the session of each request of a workload, in order.
 
-    A request continues the session with which it has the longest common prefix, if this prefix has at
-    least half of the full blocks of the session's last prompt. Only one request continues a session from
-    the same block, for example the end of a common system prompt. A request that continues none begins a
-    session.
+    A request continues a session if it begins with all full blocks of the session's last prompt. It also
+    does if it begins with more than half of them, and has no longer common prefix with another session,
+    for example if a client replaces the last message. Common prefixes are only found in multiples of 512
+    tokens from their start, or of powers of two blocks from the end of the last prompt. At most four
+    requests continue sessions from the same block inside a last prompt, so that a common system prompt is
+    not a session. A request that continues none begins a session.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -25,7 +28,7 @@ class Sessions:
         self._stride = max(_STRIDE // block_size, 1)
         self._sessions: dict[int, int] = {}  # key of a block -> the last session that has it
         self._num_blocks: list[int] = []  # of the last prompt of each session
-        self._continued: set[int] = set()  # keys of the blocks from which a session continued
+        self._num_continued: dict[int, int] = {}  # from a block inside a last prompt, by its key
 
     @property
     def num_sessions(self) -> int:
@@ -41,20 +44,28 @@ class Sessions:
             session = len(self._num_blocks)
             self._num_blocks.append(0)
         self._num_blocks[session] = len(keys)
-        for key in (*keys[self._stride - 1 :: self._stride], *keys[-1:]):
+        distances = [0, *(1 << i for i in range(self._stride.bit_length()))]
+        kept = [keys[-1 - distance] for distance in distances if distance < len(keys)]
+        for key in (*keys[self._stride - 1 :: self._stride], *kept):
             self._sessions[key] = session
         return session
 
     def _continued_by(self, keys: list[int]) -> int | None:
         """Return the session that a prompt continues, if any."""
+        is_longest = True
         for count in range(len(keys), 0, -1):
             key = keys[count - 1]
             session = self._sessions.get(key)
-            if session is None or key in self._continued:
+            if session is None:
                 continue
-            if 2 * count >= self._num_blocks[session]:
-                self._continued.add(key)
+            num_blocks = self._num_blocks[session]
+            if count == num_blocks:
                 return session
+            num_continued = self._num_continued.get(key, 0)
+            if is_longest and 2 * count > num_blocks and num_continued < _MOST_FROM_A_BLOCK:
+                self._num_continued[key] = num_continued + 1
+                return session
+            is_longest = False
         return None
 
 

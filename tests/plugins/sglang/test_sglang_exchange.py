@@ -29,7 +29,7 @@ from kvcache.sources.disaggregation.offer import sealed
 from tests.machinery.engine_process import some_prompts
 from tests.machinery.pasted import free_port
 from tests.machinery.sglang_process import STUBS, SGLangEngine
-from tests.machinery.shared import REPO
+from tests.machinery.shared import REPO, sampled
 from tests.machinery.vllm_engine import Engine
 from tests.machinery.vllm_environment import FOLDERS, NEWEST
 from tests.machinery.vllm_weights import write_llama, write_tokenizer
@@ -144,11 +144,12 @@ def both_ways(sglang, vllm, seeds, count=6):
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", sampled(ENGINES))
 def test_the_same_tokens_as_one_engine(name, engines):
     both_ways(engines.sglang, engines.vllm(name), range(3))
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_the_same_tokens_with_qwen3(folders):
     made = Engines(folders["qwen3"])
@@ -184,6 +185,7 @@ WRONG = {
 }
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_invalid_offers_are_rejected_in_one_line_and_the_requests_computed(engines):
     sglang, vllm = engines.sglang, engines.vllm()
@@ -221,6 +223,7 @@ def test_local_prefixes_are_not_read_and_unneeded_offers_are_given_back(engines)
     sglang.wait_until_empty()
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_many_requests_in_a_pool_that_is_too_small(engines, folders):
     sglang = SGLangEngine(folders["llama"], extra=OPTIONS, max_total_tokens=1024)
@@ -287,6 +290,7 @@ def test_requests_are_aborted_while_they_load(engines):
     sglang.wait_until_empty()
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_killed_senders_and_ended_leases(engines, folders):
     """Leases end with a flush of the radix cache, with their expiry, or with SGLang's process."""
@@ -373,6 +377,7 @@ def test_a_paused_engine_ends_leases_and_loads_when_it_is_flushed(engines):
         engine.wait_until_empty(timeout_s=60)
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_updated_weights_neither_use_nor_offer_the_kv_of_others(engines, folders, tmp_path):
     """Covers offers and loads that began before an update of the weights, and offers made after it."""
@@ -418,6 +423,7 @@ def test_updated_weights_neither_use_nor_offer_the_kv_of_others(engines, folders
         sglang.close()
 
 
+@pytest.mark.exhaustive
 def test_leases_end_before_a_running_request_is_retracted(engines, folders):
     sglang = SGLangEngine(
         folders["llama"],
@@ -487,6 +493,7 @@ def complete(port, prompt, **options):
         return json.loads(answer.read())
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 def test_a_proxy_in_front_of_both_servers(folders, tmp_path):
     from tests.machinery.sglang_process import OPTIONS as SGLANG
@@ -589,6 +596,7 @@ def test_wrong_options_are_rejected_at_startup(text, message, monkeypatch):
         options_from_environment()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options,message",
     [

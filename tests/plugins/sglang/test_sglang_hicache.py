@@ -289,6 +289,7 @@ def engine(folder, **options):
     return made
 
 
+@pytest.mark.exhaustive
 def test_pages_on_a_disk_survive_a_kill_and_corrupt_ones_are_computed(tmp_path):
     rng = random.Random(4)
     prompts = [[rng.randrange(3, 250) for _ in range(rng.randrange(60, 250))] for _ in range(10)]

@@ -18,6 +18,7 @@ from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.guard import ObserverGuard
 from tests.machinery.sglang_defects import DEFECTS, ENGINES, HICACHE, find_all
 from tests.machinery.sglang_engine import OPTIONS, in_a_process, write_model
+from tests.machinery.shared import sampled
 
 OVERLAP, MIXED = {"disable_overlap_schedule": False}, {"enable_mixed_chunk": True}
 CLEAN = {
@@ -40,13 +41,14 @@ CLEAN = {
         **{"chunked_prefill_size": 60, **MIXED},
     },
 }
+QUICK = "tight", "hicache"  # the others run with `-o addopts=`, as in nightly.yml
 WORKS = [
     {"seed": 1, "turns": 6, "new_tokens": 60, "aborts": True},
     {"seed": 2, "turns": 4, "new_tokens": 90, "at_once": 6, "keys": True},
 ]
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", sampled(sorted(CLEAN, key=lambda name: name not in QUICK), 2))
 def test_sglang_itself_has_no_findings(name):
     arguments = json.dumps(CLEAN[name]), json.dumps(WORKS)
     results = in_a_process("tests.machinery.sglang_engine", *arguments)
@@ -66,7 +68,7 @@ def test_sglang_itself_has_no_findings(name):
         assert results[0]["findings"]["pages_loaded"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", sampled(ENGINES))
 def test_each_planted_defect_is_found(engine):
     clean, *found = find_all(engine)
     assert clean["kind"] is None and clean["off"] is None and clean["engine"] == "answered"
@@ -83,6 +85,7 @@ def test_each_planted_defect_is_found(engine):
         assert each["off"] is None and each["found_at"] >= each["planted_at"], each
 
 
+@pytest.mark.exhaustive
 def test_mode_stop_ends_the_scheduler_before_the_wrong_read():
     clean, *found = in_a_process(
         "tests.machinery.sglang_defects", "hicache", KVCACHE_SANITIZE="stop"
