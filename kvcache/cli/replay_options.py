@@ -105,13 +105,13 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--timed",
-        metavar="P,D[,HOST[,STORE]]",
+        metavar="P,D[,HOST[,STORE]][ NAME=VALUE]...",
         nargs="?",
         const="",
         help="requests arrive at their trace times and hold their blocks while they run: prefill runs "
         "one prompt at a time at P tokens/s, decode concurrently at D tokens/s each; default 20000,50. "
         "P,D,HOST,STORE also sets the tokens/s at which hits load from the host and the store; default: "
-        "loads take no time. "
+        "loads take no time. Names: prefill_ms, attention_ns and interference (docs/replay.md). "
         f"--concurrency then defaults to {TIMED_CONCURRENCY}",
     )
     sub.add_argument(
