@@ -9,7 +9,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
-from kvcache.checks import MAX_INT32, instance, integer
+from kvcache.checks import MAX_INT32, instance, integer, number
 from kvcache.events import CacheEvent
 from kvcache.hints import Hint, HintBudget, HintExecutor
 from kvcache.kinds import kind_class
@@ -289,7 +289,12 @@ class Replayer:
                 each.end_ms += delay_ms
 
     def begin_ms(self, ready_ms: float) -> float:
-        """Return when the next prefill begins if its request is ready at a time, in a timed replay."""
+        """Return when the next prefill begins if its request is ready at a time.
+
+        Without a `service`, prefills take no time, and this is `ready_ms`.
+        """
+        if self._clock is None:
+            return number(ready_ms, "ready_ms")
         return self._clock.begin_ms(ready_ms, self._answers_end_ms)
 
     @property

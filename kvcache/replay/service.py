@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvcache.checks import number, shown
+from kvcache.checks import integer, number, shown
 from kvcache.checks import text as checked_text
 
 # If the wait at the last arrival exceeds this value, the queue grew during the whole replay.
@@ -92,7 +92,12 @@ class Service:
         Args:
             num_tokens: Tokens of the prompt.
             num_cached: How many of them are not computed.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
         """
+        integer(num_tokens, "num_tokens", 0)
+        integer(num_cached, "num_cached", 0, num_tokens)
         count = num_tokens - num_cached
         pairs = count * (num_cached + num_tokens + 1) / 2
         return (

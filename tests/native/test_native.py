@@ -195,8 +195,18 @@ def test_make_rebuilds_after_clean(made):
 # The steps are listed in the order of their output, although gpu-rehearsal starts two steps
 # earlier. LAST_BESIDE maps each background step to the last step that runs concurrently with it.
 STEPS = (
-    *("setup", "lint", "test-vllm", "sanitize", "sanitize-thread", "gpu-less", "gpu-rehearsal"),
-    *("docs", "demo", "test-wheel", "fuzz", "bench", "test", "test-real", "test-exhaustive"),
+    *("setup", "lint", "test-vllm", "sanitize", "sanitize-thread", "gpu-less", "test-sglang"),
+    *(
+        "gpu-rehearsal",
+        "docs",
+        "demo",
+        "test-wheel",
+        "fuzz",
+        "bench",
+        "test",
+        "test-real",
+        "test-exhaustive",
+    ),
 )
 LAST_BESIDE = {"test-vllm": "gpu-less", "gpu-rehearsal": "bench"}
 
