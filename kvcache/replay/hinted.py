@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints in replays: when they are due, and the source that loads them from the simulated store."""
+"""Hints in replays: when hints are due, and a source that loads their tokens from the simulated
+store."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from kvcache.step import StepReport
 
 
 class DueHint(NamedTuple):
-    """A hint that is sent ahead of a request, and when."""
+    """A hint that is sent ahead of a request, and the time at which it is sent."""
 
     at_ms: float
     hint: Hint
@@ -45,10 +46,10 @@ def without_hints(workload: Iterable[WorkloadRequest]) -> Iterator[WorkloadReque
 def in_order(
     workload: Iterable[WorkloadRequest], *, is_timed: bool
 ) -> Iterator[WorkloadRequest | DueHint]:
-    """Yield requests, and the hints that are sent ahead of them, in order of time.
+    """Yield requests and the hints that are sent ahead of them, in order of time.
 
-    Without times, the hints immediately precede their request. With times, requests of the next
-    `MAX_LEAD_MS` are read ahead.
+    In workloads without times, the hints immediately precede their request. In workloads with
+    times, the requests of the next `MAX_LEAD_MS` milliseconds are read ahead.
     """
     ahead: list[tuple[float, int, WorkloadRequest | DueHint]] = []
     numbers, last_ms = itertools.count(), 0
@@ -75,12 +76,12 @@ def in_order(
 
 
 class StoreSource:
-    """The simulated store as a source for hints. Loads take as long as the clock says.
+    """The simulated store as a source for hints. The clock determines how long loads take.
 
     Args:
         manager: The manager.
         store: The store.
-        now_ms: Returns the time of the replay.
+        now_ms: A function that returns the current time of the replay.
         clock: The clock of a timed replay. None: loads take no time.
     """
 
@@ -114,7 +115,7 @@ class StoreSource:
         return 0
 
     def begin(self, request: Request) -> None:
-        """Begin to load the tokens that `match` found."""
+        """Start to load the tokens that `match` found."""
         load = self._loads.admitted(request)
         count = load.end_token - load.first_token
         load.detail = self._now_ms()
@@ -125,11 +126,11 @@ class StoreSource:
 
     @property
     def last_ready_ms(self) -> float:
-        """When the last of the current loads ends."""
+        """The time at which the last of the current loads ends."""
         return max((each.detail for each in self._loads.under_way), default=0.0)
 
     def poll(self, until_ms: float | None = None) -> list[Arrived]:
-        """End the loads that are ready by `until_ms`. None: by now."""
+        """Finish the loads that are complete by `until_ms`. None: the current time."""
         until_ms = self._now_ms() if until_ms is None else until_ms
         ready = [each for each in self._loads.under_way if each.detail <= until_ms]
         return [self._loads.finish(load) for load in ready]
@@ -138,7 +139,7 @@ class StoreSource:
         """Has no effect: the replayer saves blocks itself."""
 
     def cancel(self, request: Request) -> None:
-        """Free a request, and end its load."""
+        """Free a request and cancel its load."""
         self._loads.forget(request.request_id)
         if request in self._loads:
             self._loads.finish(self._loads[request.request_id], 0, "it was canceled")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simple engine model that determines how long the requests of a timed replay run."""
+"""A simple engine model that determines how long requests run in a timed replay."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ _LONG_WAIT_MS, _LONG_WAIT_SHARE = 10_000.0, 0.05
 
 @dataclass(frozen=True)
 class Service:
-    """Speeds of prefill and decode. Prompts run one after another, and answers run concurrently.
+    """Speeds of prefill and decode. Prefills run one after another, and answers are generated
+    concurrently.
 
     Args:
-        prefill_speed: Prompt tokens per second, in total. Hits are not computed.
+        prefill_speed: Prompt tokens computed per second, in total. Tokens found in the cache are
+            not computed.
         decode_speed: Tokens per second of each answer.
-        host_speed: Tokens per second that are loaded from the host, one load after another. Infinite by
-            default: loads take no time.
-        store_speed: Tokens per second that are loaded from a store, likewise.
-        prefill_ms: Fixed time of each prefill in milliseconds, in addition to that of its tokens.
-        attention_ns: Nanoseconds of prefill per pair of a computed token and a token that it attends to.
-        interference: Share of the time of a prefill by which it delays running answers. 0: answers
-            continue during prefills. 1: they stop, and a prefill begins after their current step.
+        host_speed: Tokens loaded from the host per second, one load after another. Infinite by
+            default, so that loads take no time.
+        store_speed: Tokens loaded from a store per second, one load after another. Infinite by
+            default.
+        prefill_ms: Fixed overhead of each prefill in milliseconds, in addition to the time for its
+            tokens.
+        attention_ns: Prefill time in nanoseconds per pair of a computed token and a token that it
+            attends to.
+        interference: Fraction of a prefill's duration by which running answers are delayed. 0:
+            answers continue during prefills. 1: answers pause during a prefill, which begins after
+            their current step.
 
     Raises:
-        ValueError: A speed is not above 0, or another value is out of range.
+        ValueError: A speed is not positive, or another value is out of range.
 
     Example:
         >>> Service.parse("20000,50").decode_speed
@@ -87,7 +93,7 @@ class Service:
         return " ".join([shown_speeds, *(f"{name}={value:g}" for name, value in others if value)])
 
     def compute_ms(self, num_tokens: int, num_cached: int) -> float:
-        """Return how long the prefill of a prompt takes, in milliseconds.
+        """Return the duration of a prompt's prefill in milliseconds.
 
         Args:
             num_tokens: Tokens of the prompt.
@@ -106,10 +112,10 @@ class Service:
 
 
 def overload(computed_ms: float, span_ms: float, last_wait_ms: float) -> str | None:
-    """Return the reason why the modeled engine cannot keep up with the arrivals, or None if it can.
+    """Return why the modeled engine cannot keep up with the arrivals, or None if it can.
 
     Args:
-        computed_ms: Time in milliseconds that all prefills took.
+        computed_ms: Total duration of all prefills in milliseconds.
         span_ms: Time from the first to the last arrival in milliseconds.
         last_wait_ms: Time in milliseconds that the last served request waited for its prefill to
             begin.
@@ -140,7 +146,7 @@ class ServiceClock:
         self._load_free_ms = {"host": 0.0, "store": 0.0}
 
     def reach(self, ms: float) -> None:
-        """Advance the clock to `ms`. A time in the past has no effect."""
+        """Advance the clock to `ms`. If `ms` is in the past, nothing changes."""
         self.now_ms = max(self.now_ms, ms)
 
     @property
@@ -149,7 +155,7 @@ class ServiceClock:
         return self._prefill_free_ms
 
     def load(self, tier: str, num_tokens: int) -> float:
-        """Load tokens from the host or the store, after all earlier loads of this tier.
+        """Load tokens from the host or the store, after all earlier loads from the same tier.
 
         Returns the time at which the load ends.
         """
@@ -181,9 +187,10 @@ class ServiceClock:
         """Admit a request now.
 
         Args:
-            compute_ms: How long its prefill takes.
-            num_answer: Tokens of the answer.
-            load_ms: Time until its hits on other tiers are on the device. Other prefills continue.
+            compute_ms: Duration of the request's prefill.
+            num_answer: Number of tokens in the answer.
+            load_ms: Time until the request's hits on other tiers have been loaded to the device.
+                Other prefills continue in the meantime.
             answers_end_ms: When the last running answer ends.
 
         Returns:

@@ -19,14 +19,16 @@ _NO_LIMIT = 2**62
 
 
 class StoredBlock(NamedTuple):
-    """When a block is complete, in a timed replay, and the store that put it."""
+    """The time at which a block is complete in a timed replay, and the `SimulatedStore` that put
+    the block."""
 
     ready_ms: float
     owner: SimulatedStore
 
 
 class Outage(NamedTuple):
-    """A time in which a store cannot be reached. With `loses_content`, it is empty afterwards."""
+    """A period in which a store cannot be reached. With `loses_content`, the store is empty
+    afterwards."""
 
     begin_ms: float
     end_ms: float
@@ -37,26 +39,26 @@ StoreContents = OrderedDict[BlockKey, StoredBlock]  # least recently used first
 
 
 class ExternalTokens(Protocol):
-    """A source of tokens after the hit in a replayed cache.
+    """A source from which a replayed cache loads the tokens after a prefix hit.
 
-    `is_optional` is whether a request is computed if its tokens from the source do not fit. `link` is the
-    name of the link over which the tokens of the last match are loaded.
+    If `is_optional` is true, a request whose tokens from the source do not fit is computed without
+    them. `link` is the name of the link over which the tokens of the last match are loaded.
     """
 
     is_optional: bool
     link: str
 
     def match(self, request: Request, now_ms: float = 0.0) -> int:
-        """Return the number of tokens after the hit that can be loaded at a time."""
+        """Return the number of tokens after the hit that can be loaded at `now_ms`."""
 
     def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
-        """Record that the `num_tokens` tokens before token `num_hit` are loaded."""
+        """Record that tokens [num_hit - num_tokens, num_hit) are loaded."""
 
     def save(self) -> None:
-        """Take the blocks that were cached in the last step."""
+        """Collect the blocks that were cached in the last step."""
 
     def complete(self, ready_ms: float) -> None:
-        """Set the time at which the blocks taken since the last call are complete."""
+        """Set the completion time of the blocks collected since the last call."""
 
     def drain_events(self) -> list[CacheEvent]:
         """Return the events of the manager and of the source since the last call."""
@@ -65,13 +67,13 @@ class ExternalTokens(Protocol):
 class SimulatedStore:
     """A store of at most `num_blocks` blocks over all groups, with LRU eviction.
 
-    Like a `StoreTier`, the store is queried for the tokens after the hit in the other tiers, and is
-    filled with the blocks that the manager writes to its host tier. Without a host tier, it is
-    filled with blocks as they become full on the device. Calls take effect immediately. Raises
-    ValueError for groups that a store does not support.
+    As with a `StoreTier`, the store is queried for the tokens after the hit in the other tiers, and
+    the blocks that the manager writes to its host tier are stored. Without a host tier, blocks are
+    stored as they become full on the device. Calls take effect immediately. Raises ValueError for
+    groups that a store does not support.
 
-    Stores with the same `contents` are one store that several managers share. A manager finds the
-    blocks of the others once they are complete (`complete`).
+    Instances with the same `contents` represent one store that several managers share. A manager
+    finds the blocks of other managers once these blocks are complete (`complete`).
     """
 
     is_optional = True
@@ -94,15 +96,15 @@ class SimulatedStore:
         self.num_stored = self.num_loaded = self.num_evicted = 0
         self._events: list[CacheEvent] = []
         self._incomplete: list[BlockKey] = []
-        self._now_ms = 0.0  # of the last query
-        self.outages: Sequence[Outage] = ()  # only in timed replays
+        self._now_ms = 0.0  # time of the last query
+        self.outages: Sequence[Outage] = ()  # used only in timed replays
 
     def hit_tokens(self, request: Request) -> int:
-        """Return how many of the request's tokens are cached in the other tiers."""
+        """Return the number of the request's tokens that are cached in the other tiers."""
         return self._prefixes.hit_tokens(request)
 
     def match(self, request: Request, now_ms: float = 0.0) -> int:
-        """Return the number of tokens after the hit that are in the store at a time."""
+        """Return the number of tokens after the hit that the store contains at `now_ms`."""
         self._now_ms = now_ms
         if self._is_out(now_ms):
             return 0
@@ -125,7 +127,7 @@ class SimulatedStore:
         return self._prefixes.reach(request, first, found) - first if found else 0
 
     def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
-        """Record a use of the blocks that hold the `num_tokens` tokens before token `num_hit`."""
+        """Record a use of the blocks that hold tokens [num_hit - num_tokens, num_hit)."""
         for block in self._prefixes.needed(request, num_hit - num_tokens, num_hit):
             self._blocks.move_to_end(block.key)
             self.num_loaded += 1
@@ -150,9 +152,9 @@ class SimulatedStore:
             self._events += [*events, *changes]
 
     def complete(self, ready_ms: float) -> None:
-        """Set the time at which the blocks that were put since the last call are complete.
+        """Set the completion time of the blocks that were put since the last call.
 
-        Blocks that are complete during an outage are not stored.
+        Blocks that are completed during an outage are not stored.
         """
         is_out = self._is_out(ready_ms)
         for key in self._incomplete:
@@ -166,7 +168,7 @@ class SimulatedStore:
         self._incomplete.clear()
 
     def forget_incomplete(self, now_ms: float) -> None:
-        """Remove the blocks that this manager has put, but that are not complete at a time."""
+        """Remove the blocks that this manager has put and that are not complete at `now_ms`."""
         for key, block in [*self._blocks.items()]:
             if block.owner is self and block.ready_ms > now_ms:
                 del self._blocks[key]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of a simulated fleet, and their text form."""
+"""Failures of a simulated fleet, and how to parse them from text."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Failure:
     Args:
         kind: What fails:
 
-            - `replica`: A replica dies. Its requests are sent again to other replicas. After `lasts_s`
-              seconds it is back, with an empty cache.
+            - `replica`: A replica dies. Its requests are resent to other replicas. After `lasts_s`
+              seconds, the replica restarts with an empty cache.
             - `store`: The store loses its content, and cannot be reached for `lasts_s` seconds.
             - `router`: The router restarts and knows nothing about the caches and sessions. Requests
               that arrive within `lasts_s` seconds wait.
             - `store_link`: A replica cannot reach the store for `lasts_s` seconds.
-            - `router_link`: The router cannot reach a replica for `lasts_s` seconds. The requests that
-              the replica has received end normally.
+            - `router_link`: The router cannot reach a replica for `lasts_s` seconds. The replica
+              completes the requests that it has already received.
         at_s: Seconds from the first arrival to the failure.
-        lasts_s: Seconds until it is repaired.
+        lasts_s: Seconds from the failure to its repair.
         replica: Position of the replica, for `replica`, `store_link` and `router_link`. Decode replicas
             follow the prefill replicas.
 
@@ -104,8 +104,8 @@ class Failure:
 
 
 def checked_failures(failures: Sequence[Failure], fleet: Fleet | None) -> list[Failure]:
-    """Return the failures in order of time. Raises TypeError, or ValueError if the fleet cannot have
-    them.
+    """Validate the failures and return them in order of time. Raises TypeError, or ValueError if a
+    failure does not apply to the fleet.
     """
     found = instances(failures, Failure, "failures", "failures")
     for i, each in enumerate(found if fleet is not None else ()):

@@ -12,7 +12,7 @@ from kvcache.checks import path as checked_path
 from kvcache.replay.service import Service
 
 _LINKS = ("host", "store", "peer", "transfer")
-_MOST = 1e15  # of every field
+_MOST = 1e15  # maximum value of every field
 _MAY_BE_ZERO = ("prefill_ms", "attention_ns", "interference")
 
 
@@ -25,24 +25,27 @@ class Hardware:
     """Speeds and prices of a replica.
 
     Args:
-        prefill_speed: Prompt tokens per second of a replica. Hits are not computed.
+        prefill_speed: Prompt tokens that a replica computes per second. Tokens found in the cache
+            are not computed.
         decode_speed: Tokens per second of each answer.
-        prefill_ms: Fixed time of each prefill in milliseconds, in addition to that of its tokens.
-        attention_ns: Nanoseconds of prefill per pair of a computed token and a token that it attends to.
-            With long contexts, this is most of a prefill.
-        interference: Share of the time of a prefill by which it delays the running answers of its
-            replica. 0: answers continue during prefills. 1: they stop, and a prefill begins after their
-            current step.
-        bytes_per_token: Bytes of K and V of a token in all layers, on all devices of a replica.
-            Not used for fleets with `Fleet.page_bytes`.
-        host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second.
+        prefill_ms: Fixed overhead of each prefill in milliseconds, in addition to the time for its
+            tokens.
+        attention_ns: Prefill time in nanoseconds per pair of a computed token and a token that it
+            attends to. With long contexts, attention dominates the prefill time.
+        interference: Fraction of a prefill's duration by which the replica's running answers are
+            delayed. 0: answers continue during prefills. 1: answers pause during a prefill, which
+            begins after their current step.
+        bytes_per_token: Bytes of a token's K and V in all layers, summed over a replica's devices.
+            Ignored for fleets with `Fleet.page_bytes`.
+        host_gb_per_s: Bandwidth of loads from the host, in 10**9 bytes per second, like the other
+            bandwidths.
         store_gb_per_s: Bandwidth of loads from the store, per replica.
         peer_gb_per_s: Bandwidth of loads from other replicas' caches, per replica.
         transfer_gb_per_s: Bandwidth of transfers from prefill replicas, per decode replica.
-        price_per_hour: Price of a replica, in any currency. None: no prices are reported.
+        price_per_hour: Price of a replica, in any currency. None: prices are not reported.
         host_price_per_gib_hour: Price of host memory. Needed for fleets with a host tier.
         store_price_per_gib_hour: Price of the store. Needed for fleets with a store.
-        watts: Power of a replica. None: not reported.
+        watts: Power consumption of a replica. None: power is not reported.
 
     Raises:
         TypeError, ValueError: A value is not a number, or is out of range.
@@ -84,7 +87,7 @@ class Hardware:
         )
 
     def load_ms(self, link: str, num_bytes: int) -> float:
-        """Return the time in milliseconds of a load over `host`, `store`, `peer` or `transfer`.
+        """Return the duration in milliseconds of a load over `host`, `store`, `peer` or `transfer`.
 
         Raises:
             TypeError, ValueError: An argument is invalid.
@@ -96,13 +99,14 @@ class Hardware:
 
 
 def read_hardware(path: str | os.PathLike) -> Hardware:
-    """Read the fields of `Hardware` from a JSON object. Fields that are missing have their defaults.
+    """Read the fields of `Hardware` from a JSON object. Missing fields have their default values.
 
     Args:
         path: The file.
 
     Raises:
-        HardwareError: The file has no JSON object, a field is unknown or invalid, or there is no price.
+        HardwareError: The file does not contain a JSON object, a field is unknown or invalid, or
+            `price_per_hour` is missing.
         OSError: The file cannot be read.
     """
     name = checked_path(path, "path")
@@ -130,7 +134,8 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
 
 
 def example_hardware() -> str:
-    """Return a file for `read_hardware` with all fields. The prices and the power are examples."""
+    """Return the text of a file for `read_hardware` with all fields. The prices and the power are
+    examples."""
     example = Hardware(
         price_per_hour=2.5,
         host_price_per_gib_hour=0.004,

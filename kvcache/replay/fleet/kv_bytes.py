@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes a load of cached tokens moves."""
+"""Computes the number of bytes that a load of cached tokens transfers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcache.replay.fleet.sizes import Fleet
 
 
 class KVBytes:
-    """The bytes of blocks and tokens of a fleet's model.
+    """Byte sizes of the blocks and tokens of a fleet's model.
 
     Attributes:
         per_block: Bytes of a block.
@@ -26,9 +26,10 @@ class KVBytes:
             ]
 
     def between(self, first: int, stop: int) -> int:
-        """Return the bytes to load for the tokens [first, stop), if the earlier ones are cached.
+        """Return the number of bytes to load for tokens [first, stop), given that earlier tokens
+        are cached.
 
-        Of each group, only the blocks are loaded that the token at `stop` attends to.
+        Only the blocks that token `stop` attends to are loaded in each group.
         """
         if stop <= first:
             return 0

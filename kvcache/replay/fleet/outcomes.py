@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulation records of each request."""
+"""The data that a simulation records for each request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MOVED_FIELDS = ("loaded_bytes", "decode_hit_tokens", "transferred_bytes")
 class Outcomes:
     """One entry per request, in order of arrival.
 
-    A request that is sent again has the hits of its last replica, and the time of its first token from
-    the first replica that computed it.
+    For a request that is resent to another replica, the hits are those on its last replica, and the
+    time of the first token is the earliest time at which any replica produced this token.
     """
 
     def __init__(self) -> None:
         names = ("arrival_ms", "prompt_tokens", "answer_tokens", *HIT_FIELDS)
         names = (*names, *MOVED_FIELDS)
         self._columns = {name: array("q") for name in names}
-        self._first_ms = array("d")  # infinite until it is served
+        self._first_ms = array("d")  # infinite until the request is served
 
     def __len__(self) -> int:
         return len(self._first_ms)
@@ -38,7 +38,7 @@ class Outcomes:
 
     @property
     def first_ms(self) -> np.ndarray:
-        """float64[n], the times of the first tokens. Infinite: not served."""
+        """float64[n], the times of the first tokens. Infinite for requests that are not served."""
         return np.array(self._first_ms)
 
     @property
@@ -48,18 +48,19 @@ class Outcomes:
         return times[np.isfinite(times)]
 
     def column(self, name: str) -> np.ndarray:
-        """Return int64[n], a field of all requests. Requests that are not served have zeros."""
+        """Return int64[n], the values of a field for all requests. Requests that are not served
+        have zeros."""
         return np.array(self._columns[name])
 
     def arrive(self, item: WorkloadRequest) -> int:
-        """Add a request, and return its place."""
+        """Add a request, and return its position."""
         for name, column in self._columns.items():
             column.append(item.arrival_ms if name == "arrival_ms" else 0)
         self._first_ms.append(math.inf)
         return len(self) - 1
 
     def compute(self, place: int, served: Running) -> None:
-        """Record the hits and loads of a prompt."""
+        """Record a prompt's hits and loads."""
         on_device = served.num_hit - served.num_host_hit - served.num_store_hit
         self._set(place, "prompt_tokens", served.item.num_tokens)
         self._set(place, "device_hit_tokens", on_device)
@@ -70,7 +71,8 @@ class Outcomes:
             self._set(place, f"{link}_hit_tokens", count)
 
     def answer(self, place: int, item: WorkloadRequest, served: Running) -> None:
-        """Record the time of the first token and, of a decode replica, its hits and loads."""
+        """Record the time of the first token and, if a decode replica serves the request, its hits
+        and loads."""
         self._set(place, "answer_tokens", item.output_length)
         self._first_ms[place] = min(self._first_ms[place], served.first_ms)
         if served.item.num_tokens > item.num_tokens:
@@ -78,7 +80,7 @@ class Outcomes:
             self._set(place, "transferred_bytes", served.num_loaded_bytes)
 
     def reject(self, place: int) -> None:
-        """Record that no decode replica can hold a prompt."""
+        """Record that a prompt does not fit into the decode replica."""
         for name, column in self._columns.items():
             column[place] *= name == "arrival_ms"
 
@@ -86,11 +88,12 @@ class Outcomes:
         self._columns[name][place] = value
 
     def lose(self, place: int, now_ms: float) -> None:
-        """Record that the replica of a request died."""
+        """Record that the replica that served a request has died."""
         if self._first_ms[place] > now_ms:
             self._first_ms[place] = math.inf
 
 
 def percentile(times: np.ndarray, percent: float) -> float:
-    """Return the smallest entry that at least `percent` percent of the entries do not exceed."""
+    """Return the smallest entry that is greater than or equal to at least `percent` % of the
+    entries."""
     return float(np.percentile(times, percent, method="inverted_cdf"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the cheapest fleet that meets a time to first token."""
+"""Finds the cheapest fleet that meets a target for the time to first token."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class FleetPlan:
-    """The fleets that were simulated, and the recommended one.
+    """The simulated fleets, and which of them is recommended.
 
     Attributes:
         p99_ms: The required 99th percentile of the time to first token.
         reports: One report per simulated fleet.
-        recommended: The cheapest fleet that meets `p99_ms` and serves all requests; without prices, the
-            one with the fewest replicas. None: no simulated fleet does.
-        reason: Why no fleet is recommended. None if there is one.
-        failures: For each router and combination of tiers, failures of its cheapest fleet that meets
-            `p99_ms`; if there is none, of its fastest fleet.
+        recommended: The cheapest fleet that meets `p99_ms` and serves all requests; without prices,
+            the fleet with the fewest replicas. None: no simulated fleet meets `p99_ms` and serves
+            all requests.
+        reason: Why no fleet is recommended. None if a fleet is recommended.
+        failures: One report per router and combination of tiers, with the failures simulated in the
+            cheapest fleet that meets `p99_ms` or, if no fleet meets it, in the fastest fleet.
     """
 
     p99_ms: float
@@ -78,31 +79,37 @@ def plan_fleet(
     failures: Sequence[Failure] = (),
     on_report: Callable[[FleetReport], None] | None = None,
 ) -> FleetPlan:
-    """Simulate fleets of several sizes, tiers and routers, and recommend the cheapest.
+    """Simulate fleets with several sizes, tiers and routers, and recommend the cheapest sufficient
+    one.
 
-    For each router and each combination of tiers, the number of replicas is doubled until the fleet meets
-    `p99_ms`. Bisection then searches for a smaller number that also does. It finds the smallest one if
-    more replicas are never slower, which is not always the case: a router may spread a session over more
-    of them. If decode replicas are searched too, both numbers are doubled together. The search then
-    minimizes the number of replicas and, for this number, the number of decode replicas.
+    For each router and each combination of tiers, the number of replicas is doubled until the fleet
+    meets `p99_ms`. Bisection then searches for a smaller sufficient number. The result is the
+    smallest sufficient number if more replicas are never slower. This does not always hold, because
+    with more replicas a router may spread a session over more of them. If the number of decode
+    replicas is searched too, both numbers are doubled together. The search then minimizes the
+    number of replicas and, for this number, the number of decode replicas.
 
     Args:
-        workload: The requests in order of arrival, as a list or as a function that returns an iterator
-            over them, which is called for every simulation.
-        fleet: The sizes that do not vary. The search begins with its number of replicas.
+        workload: The requests in order of arrival: a list, or a function that returns an iterator
+            over them. The function is called once per simulation.
+        fleet: The sizes that are not varied. The search begins with the number of replicas of this
+            fleet.
         p99_ms: Required 99th percentile of the time to first token, in milliseconds.
-        routers: Routers to simulate. None: that of `fleet`.
-        host_blocks: Sizes of the host tier to simulate. None: that of `fleet`.
-        store_blocks: Sizes of the store to simulate. None: that of `fleet`.
-        peers: Whether replicas load from each other (`Fleet.peers`). None: that of `fleet`.
+        routers: Routers to simulate. None: the router of `fleet`.
+        host_blocks: Sizes of the host tier to simulate. None: the size in `fleet`.
+        store_blocks: Sizes of the store to simulate. None: the size in `fleet`.
+        peers: Values of `Fleet.peers` to simulate: whether replicas load from each other. None: the
+            value in `fleet`.
         replicas: Numbers of replicas to simulate, instead of a search.
-        decode_replicas: Numbers of decode replicas to simulate. 0: all replicas compute prompts and
-            answer. None in the sequence: search for the fewest. None: that of `fleet`.
+        decode_replicas: Numbers of decode replicas to simulate. 0: all replicas both prefill
+            prompts and generate answers. A None in the sequence: search for the smallest sufficient
+            number. None instead of a sequence: the number in `fleet`.
         most_replicas: Largest number of replicas, and of decode replicas, that the search simulates.
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_simulated: Larger fleets are sampled (`simulate_fleet`).
-        failures: Failures to simulate together (`simulate_failures`), once for each router and each
-            combination of tiers. The search then simulates only fleets that have the replicas that fail.
+        failures: Failures to simulate together (`simulate_failures`), once for each router and
+            combination of tiers. The search then considers only fleets that are large enough to
+            contain the failing replicas.
         on_report: Called with the report of each simulation.
 
     Returns:
@@ -150,7 +157,7 @@ def plan_fleet(
     integer(max_simulated, "max_simulated", 1, MAX_INT32)
     if on_report is not None and not callable(on_report):
         raise TypeError(f"on_report is {shown(on_report)}: expected a function or None")
-    # Checks all sizes before the first simulation.
+    # Check all sizes before the first simulation.
     bases = [
         replace(fleet, router=router, host_blocks=host, store_blocks=store, peers=loads)
         for router, host, store, loads in itertools.product(
@@ -197,8 +204,8 @@ def _search(
     most: int,
     fewest: int,
 ) -> None:
-    """Simulate a pair of numbers of replicas and decode replicas. None: search for the smallest
-    sufficient one.
+    """Simulate a fleet with the given numbers of replicas and decode replicas. A number of None is
+    replaced by the smallest sufficient number.
     """
     reports: dict[tuple[int, int], FleetReport] = {}
 
@@ -229,11 +236,12 @@ def _search(
 def _smallest(
     report_of: Callable[[int], FleetReport], p99_ms: float, first: int, least: int, most: int
 ) -> int | None:
-    """Return the smallest sufficient count, after doubling from `first`. None: there is none."""
+    """Return the smallest sufficient count, found by doubling from `first` and bisection, or
+    None."""
     count, too_few = first, least - 1
     while not _is_fast(report := report_of(count), p99_ms):
         if count == most or report.rejected_requests:
-            return None  # more replicas do not help
+            return None  # more replicas would not help
         too_few, count = count, min(2 * count, most)
     while count - too_few > 1:
         middle = (count + too_few) // 2
@@ -249,7 +257,7 @@ def _is_fast(report: FleetReport, p99_ms: float) -> bool:
 
 
 def _best(reports: list[FleetReport], p99_ms: float) -> FleetReport:
-    """Return the cheapest fleet that meets `p99_ms`, or the fastest one."""
+    """Return the cheapest fleet that meets `p99_ms`, or the fastest fleet if none does."""
     fast = [each for each in reports if _is_fast(each, p99_ms)]
     return (
         min(fast, key=_cost) if fast else min(reports, key=lambda each: each.p99_ms_to_first_token)
@@ -286,8 +294,8 @@ def _cost(report: FleetReport) -> tuple[float, ...]:
 
 
 def fleet_plan_table(plan: FleetPlan) -> Table:
-    """Return the plan as a rich table, with the cheapest fleets first. "2 + 1" are two prefill replicas
-    and one decode replica.
+    """Return the plan as a rich table, with the cheapest fleets first. In the table, "2 + 1"
+    denotes two prefill replicas and one decode replica.
     """
     instance(plan, FleetPlan, "plan")
     from rich.table import Table

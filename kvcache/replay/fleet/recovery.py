@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates failures of a fleet, and measures how it recovers."""
+"""Simulates failures of a fleet, and measures the recovery."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from kvcache.replay.fleet.sizes import Fleet, fleet_size
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MOST_POINTS = 500  # of a curve
+_MOST_POINTS = 500  # maximum number of points of a curve
 
 
 @dataclass
 class FailurePhase:
-    """The requests that arrive in one part of a simulation with failures.
+    """Statistics of the requests that arrive during one phase of a simulation with failures.
 
     Attributes:
         requests: Number of requests.
         token_hit_rate: Hit tokens of all tiers per prompt token.
         p99_ms_to_first_token: 99th percentile of the time to first token.
         undisturbed_hit_rate: Hit rate of these requests without failures.
-        undisturbed_p99_ms: 99th percentile of these requests without failures.
+        undisturbed_p99_ms: 99th percentile for these requests without failures.
     """
 
     requests: int = 0
@@ -57,18 +57,19 @@ class FailureReport:
 
     Attributes:
         failures: The failures as text (`Failure.parse`).
-        report: Totals with failures.
-        undisturbed: Totals without failures.
+        report: Totals of the simulation with failures.
+        undisturbed: Totals of the simulation without failures.
         phases: `before`: before the first failure. `during`: from the first failure until the fleet has
             recovered. `after`: after the recovery.
-        recovery_s: Seconds from the first failure until all failures are repaired and the moving hit
-            rate stays at most `tolerance` below the undisturbed one. None: the fleet has not recovered
-            by the end of the workload.
-        tolerance: Largest difference between the two hit rates after recovery.
-        window: Number of requests of the moving hit rates.
-        resent_requests: Requests that were sent again, because their replica died.
-        delayed_requests: Requests that waited for the router or for a replica that it reaches.
-        time_s: Times of the points of the two curves, in seconds from the first arrival.
+        recovery_s: Seconds from the first failure until all failures are repaired and the moving
+            hit rate stays within `tolerance` of the undisturbed hit rate. None: the fleet has not
+            recovered by the end of the workload.
+        tolerance: How far the moving hit rate may be below the undisturbed hit rate after recovery.
+        window: Number of requests over which the moving hit rates are computed.
+        resent_requests: Requests that were resent because their replica died.
+        delayed_requests: Requests that waited because the router was down or could not reach a
+            replica.
+        time_s: Times of the points in the two hit rate curves, in seconds from the first arrival.
         hit_rates: Moving hit rate with failures.
         undisturbed_hit_rates: Moving hit rate without failures.
     """
@@ -107,12 +108,13 @@ def simulate_failures(
 ) -> FailureReport:
     """Replay a timed workload through a fleet twice, without and with failures.
 
-    All replicas are simulated, however many they are (`simulate_fleet`). A request whose replica dies is
-    sent again from its beginning, to a replica that the router can reach. If it had a first token, the
-    time of this token counts. Requests wait if no replica can be reached. Loads that began before an
-    outage of the store are completed. Blocks whose prefill ends during an outage are not stored. The
-    router knows the caches from the events of the replicas; after its restart, it knows the blocks that
-    are stored or hit from then on. Its index may therefore be wrong, which causes unnecessary prefills,
+    All replicas are simulated, even if `simulate_fleet` would sample a fleet of this size. A
+    request whose replica dies is resent to a replica that the router can reach, and starts over. If
+    the request already had a first token, the time of this token is reported. Requests wait if no
+    replica can be reached. Loads that began before an outage of the store are completed. Blocks
+    whose prefill ends during an outage are not stored. The router learns the contents of the caches
+    from the replicas' events. After a restart, it learns only of blocks that are stored or hit
+    after the restart. The router's index may therefore be wrong, which causes unnecessary prefills,
     but no errors.
 
     Args:
@@ -120,8 +122,8 @@ def simulate_failures(
         fleet: The fleet.
         failures: The failures, one or more.
         hardware: Speeds and prices. None: the defaults of `Hardware`.
-        tolerance: Largest difference of the moving hit rate after recovery.
-        window: Number of requests of the moving hit rate.
+        tolerance: How far the moving hit rate may be below the undisturbed hit rate after recovery.
+        window: Number of requests over which the moving hit rate is computed.
 
     Returns:
         The report.
@@ -196,7 +198,8 @@ def _compared(
 
 
 def _moving_rate(outcomes: Outcomes, window: int) -> np.ndarray:
-    """Return the hit rate of the last `window` requests, at each request."""
+    """Return the moving hit rate: for each request, the hit rate over the last `window`
+    requests."""
     hits, tokens = (
         np.concatenate([[0], np.cumsum(each)])
         for each in (_hit_tokens(outcomes), outcomes.column("prompt_tokens"))
@@ -209,7 +212,8 @@ def _moving_rate(outcomes: Outcomes, window: int) -> np.ndarray:
 def _recovered_s(
     arrivals_s: np.ndarray, is_close: np.ndarray, end_s: float, window: int
 ) -> float | None:
-    """Return when all failures have ended and the hit rates are close for a whole window."""
+    """Return the time at which all failures have ended and the hit rates stay close for a whole
+    window."""
     close_s, num_close = None, 0
     for time_s, close in zip(arrivals_s.tolist(), is_close.tolist()):
         if time_s < end_s or not close:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated replica, with a real manager and a clock."""
+"""A simulated replica with a real manager and a clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kvcache.replay.workload import WorkloadRequest
 class Replica:
     """A replica with its own manager and clock.
 
-    With `fails`, the replica may die, and routers know its cache from its events (`RouterIndex`).
+    With `fails`, the replica may die, and routers track its cache through its events
+    (`RouterIndex`).
 
     Attributes:
         peers: The replicas from which this one can load tokens.
@@ -46,7 +47,7 @@ class Replica:
         self._index = RouterIndex(fleet.group_specs()) if fails else None
         self._follows_events = fails or fleet.peers
         self._outages: Sequence[Outage] = ()
-        self._serving: list[tuple[Running, Any]] = []  # with their tasks; only if it may die
+        self._serving: list[tuple[Running, Any]] = []  # with their tasks; used with `fails`
         self._compute_ms = hardware.service.compute_ms
         self.num_served, self.computed_ms = 0, 0.0
         self._last_end_ms = 0.0  # of the requests before the replica died
@@ -56,7 +57,7 @@ class Replica:
 
     @property
     def _loads(self) -> bool:
-        """Whether tokens are loaded from elsewhere."""
+        """Whether tokens are loaded from a store or from other replicas."""
         return self._fleet.store_blocks > 0 or self._fleet.peers
 
     def _start(self) -> None:
@@ -86,7 +87,7 @@ class Replica:
         )
 
     def _source(self, manager: KVCacheManager) -> ExternalTokens:
-        """Return the access to the store and to other replicas."""
+        """Create the source of tokens: the store, other replicas, or both."""
         if self._fleet.store_blocks:
             self._in_store = SimulatedStore(
                 *(manager, self._store_blocks),
@@ -100,12 +101,13 @@ class Replica:
         return self._tokens_from
 
     def _peer_tokens(self, request: Request, now_ms: float) -> int:
-        """Return the most tokens of a request that another replica has."""
+        """Return the largest number of the request's tokens that any other replica has cached."""
         found = (each.complete_tokens(request, now_ms) for each in self.peers if each is not self)
         return max(found, default=0)
 
     def complete_tokens(self, request: Request, now_ms: float) -> int:
-        """Return how many tokens of a request are cached, with their prefill ended at a time."""
+        """Return how many of the request's tokens are cached and have completed their prefill at a
+        given time."""
         if now_ms < self.up_ms:
             return 0
         cache = self._replayer.manager.cache
@@ -118,18 +120,18 @@ class Replica:
         return num_tokens
 
     def set_outages(self, outages: Sequence[Outage]) -> None:
-        """Set the times in which the replica cannot reach the store."""
+        """Set the periods during which the replica cannot reach the store."""
         self._outages = outages
         if self._in_store is not None:
             self._in_store.outages = outages
 
     def clear_index(self) -> None:
-        """Let the router forget what the replica has cached."""
+        """Make the router forget which blocks the replica has cached."""
         if self._index is not None:
             self._index.clear()
 
     def die(self, now_ms: float, until_ms: float) -> list[tuple[Running, Any]]:
-        """Lose the cache, and all requests that have not ended until a time.
+        """Lose the cache and all requests that have not ended by `now_ms`.
 
         Returns the lost requests with their tasks.
         """
@@ -162,7 +164,8 @@ class Replica:
         return max([self._last_end_ms, *self._ended[-1:], *self._later_ends(0.0)])
 
     def wait_ms(self, now_ms: float) -> float:
-        """Return how long a prefill would wait for earlier ones and for a running request to end."""
+        """Return how long a prefill would wait for earlier prefills and for a running request to
+        end."""
         start = max(now_ms, self._replayer.prefill_free_ms)
         too_many = self.num_unfinished(now_ms) - self._fleet.concurrency + 1
         if too_many > 0:
@@ -174,7 +177,7 @@ class Replica:
         return start - now_ms
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
-        """Return the time to the first token of a request, if it were served here.
+        """Return the time to first token that a request would have if this replica served it.
 
         Blocks in the store are not considered, because all replicas can load them.
         """
@@ -187,7 +190,7 @@ class Replica:
         return begin_ms - now_ms + self._compute_ms(item.num_tokens, num_cached)
 
     def _cached(self, request: Request) -> CachedTokens:
-        """Return what the router knows to be cached of a request."""
+        """Return the cached tokens of a request, as far as the router knows."""
         cache = self._replayer.manager.cache
         if self._index is None:
             return cache.cached_tokens(request)
@@ -196,9 +199,9 @@ class Replica:
     def serve(
         self, item: WorkloadRequest, request: Request, task: Any, hold_ms: float = 0.0
     ) -> Running | None:
-        """Serve a request of a task, and hold its blocks for `hold_ms` after its end.
+        """Serve a task's request, and hold its blocks for `hold_ms` after the request ends.
 
-        Returns the request with its hits and times, or None if it does not fit.
+        Returns the request with its hits and times, or None if the request does not fit.
         """
         served = self._replayer.arrive(item, request, self._load_ms)
         if served is not None:
@@ -220,7 +223,7 @@ class Replica:
         return served
 
     def _observe(self, now_ms: float, ready_ms: float) -> None:
-        """Follow the events of a request whose prefill ends at `ready_ms`."""
+        """Process the cache events of a request whose prefill ends at `ready_ms`."""
         events = self._replayer.drain_events()
         if self._index is not None:
             self._index.observe(events)
@@ -247,14 +250,14 @@ class Replica:
         return end_ms - now_ms
 
     def _loaded_ms(self, now_ms: float, link: str, num_bytes: int) -> float:
-        """Return when a load that begins after earlier ones has ended."""
+        """Return when a load ends that begins after all earlier loads over the same link."""
         if not num_bytes:
             return now_ms
         return max(now_ms, self._links.get(link, 0.0)) + self._hardware.load_ms(link, num_bytes)
 
 
 class DecodeReplica(Replica):
-    """A replica that loads prompts from the replicas that computed them, and answers."""
+    """A replica that loads computed prompts from prefill replicas and generates the answers."""
 
     _loads = True
 
@@ -263,10 +266,12 @@ class DecodeReplica(Replica):
         return self._tokens_from
 
     def missing_bytes(self, item: WorkloadRequest, request: Request) -> int:
-        """Return the bytes of a prompt that are not cached here, as far as the router knows."""
+        """Return how many bytes of a prompt are not cached on this replica, as far as the router
+        knows."""
         return self._bytes.between(self._cached(request).on_device, item.num_tokens)
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
-        """Return the time until a prompt would be loaded and its first token computed here."""
+        """Return the time until this replica would have loaded a prompt, which ends with the
+        prefill's first token."""
         loaded_ms = self._loaded_ms(now_ms, "transfer", self.missing_bytes(item, request))
         return max(self.wait_ms(now_ms), loaded_ms - now_ms)

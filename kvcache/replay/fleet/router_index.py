@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router's own knowledge of a replica's cache."""
+"""A router's index of a replica's cached blocks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kvcache.specs import GroupSpec
 class RouterIndex:
     """The blocks that a replica has announced in its events.
 
-    After `clear`, the index knows only blocks that are announced again: those that are stored, and those
-    that requests hit (`CacheOptions.announce_reused`).
+    After `clear`, the index learns only of blocks that are announced again, because they are stored
+    or because requests hit them (`CacheOptions.announce_reused`).
 
-    Of several cache groups, only the first one with full attention is followed, or else the first one.
+    The index follows a single cache group: the first one with full attention, or the first one if
+    no group has full attention.
     """
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
@@ -33,11 +34,11 @@ class RouterIndex:
             each.clear()
 
     def observe(self, events: Iterable[CacheEvent]) -> None:
-        """Follow the events of the replica, in order."""
+        """Process the replica's events, in order."""
         for event in events:
             known = self._hashes.get(event.medium)
             if known is None:
-                continue  # the store, which all replicas can load
+                continue  # events of the store, which all replicas can load from
             if isinstance(event, AllBlocksCleared):
                 known.clear()
             elif event.group != self._group:
@@ -48,10 +49,10 @@ class RouterIndex:
                 known.update(each.tobytes() for each in event.block_hashes)
 
     def cached_tokens(self, hashes: np.ndarray, hash_block_size: int) -> CachedTokens:
-        """Count the known tokens of a request on each tier.
+        """Count the tokens of a request that are known to be cached on each tier.
 
         Args:
-            hashes: uint8[n, hash_bytes], the hashes of the request.
+            hashes: uint8[n, hash_bytes], the request's hashes.
             hash_block_size: Tokens per hash.
         """
         device, host = self._hashes["gpu"], self._hashes["cpu"]

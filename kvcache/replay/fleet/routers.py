@@ -12,7 +12,7 @@ from kvcache.replay.workload import WorkloadRequest
 
 
 class ReplicaState(Protocol):
-    """The state of a replica at the arrival of a request."""
+    """The state of a replica when a request arrives."""
 
     number: int
     num_served: int
@@ -21,18 +21,18 @@ class ReplicaState(Protocol):
         """Return the number of requests that have not ended."""
 
     def wait_ms(self, now_ms: float) -> float:
-        """Return how long a prefill would wait for earlier ones."""
+        """Return how long a prefill would wait for earlier prefills."""
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
-        """Return the time to the first token of a request, if it were served here."""
+        """Return the time to first token that a request would have if this replica served it."""
 
 
 class Router(Protocol):
     """Chooses the replica of each request, in order of arrival.
 
-    `keeps_sessions` is whether most requests of a session are served by the same replica. Only then does
-    a sample of the sessions on fewer replicas have the hit rate of the fleet, and only then is `session`
-    always the session of the request.
+    `keeps_sessions` indicates that most requests of a session are served by the same replica. Only
+    if it is set can a fleet be sampled, and is the argument `session` guaranteed to be the
+    request's session.
     """
 
     keeps_sessions: bool
@@ -44,13 +44,13 @@ class Router(Protocol):
         request: Request,
         session: int,
     ) -> int:
-        """Return the position of the replica that serves the request, in the list of those that can be
-        reached.
+        """Return the position of the replica that serves the request in the list of reachable
+        replicas.
         """
 
 
 class RoundRobin:
-    """Chooses the replicas in turn."""
+    """Chooses the replicas in a fixed cyclic order."""
 
     keeps_sessions = False
 
@@ -64,15 +64,15 @@ class RoundRobin:
         request: Request,
         session: int,
     ) -> int:
-        """Return the replica after the last one."""
+        """Return the replica that follows the previously chosen replica."""
         chosen = _position(replicas, self._next) % len(replicas)
         self._next = replicas[chosen].number + 1
         return chosen
 
 
 class LeastLoaded:
-    """Chooses the replica with the fewest unfinished requests, then the shortest wait, then the fewest
-    served requests.
+    """Chooses the replica with the fewest unfinished requests. Ties are broken by the shortest
+    wait, and then by the fewest served requests.
     """
 
     keeps_sessions = False
@@ -93,7 +93,8 @@ class LeastLoaded:
 
 
 class SessionAffinity:
-    """Serves all requests of a session on the replica with the least load at its first request.
+    """Sends all requests of a session to the replica that has the least load when its first request
+    arrives.
 
     If this replica cannot be reached, the session moves to another one.
     """
@@ -111,7 +112,7 @@ class SessionAffinity:
         request: Request,
         session: int,
     ) -> int:
-        """Return the replica of the session."""
+        """Return the replica that serves the session."""
         if session in self._chosen:
             number = self._chosen[session]
             position = _position(replicas, number)
@@ -123,10 +124,12 @@ class SessionAffinity:
 
 
 class PrefixAware:
-    """Chooses the replica with the earliest first token, given the prefix that it has cached.
+    """Chooses the replica with the earliest first token, given the prefix that the replica has
+    cached.
 
-    The index is exact: it asks each replica's manager. In simulations with failures, it follows the
-    events of each replica, so that it can be lost.
+    The router queries each replica's manager, so its knowledge is exact. In simulations with
+    failures, the router instead keeps an index based on the events of each replica, so that a
+    failure can erase the index.
     """
 
     keeps_sessions = True
@@ -138,7 +141,8 @@ class PrefixAware:
         request: Request,
         session: int,
     ) -> int:
-        """Return the replica with the earliest first token, then the fewest requests."""
+        """Return the replica with the earliest first token. Ties are broken by the fewest
+        requests."""
         now = item.arrival_ms
         costs = [
             (each.first_token_ms(now, item, request), each.num_unfinished(now), each.num_served)
@@ -148,7 +152,7 @@ class PrefixAware:
 
 
 def _position(replicas: Sequence[ReplicaState], number: int) -> int:
-    """Return the position of the first replica with this number or a larger one."""
+    """Return the position of the first replica whose number is at least `number`."""
     return bisect_left(replicas, number, key=lambda each: each.number)
 
 

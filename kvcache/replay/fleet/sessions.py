@@ -13,7 +13,7 @@ _MOST_FROM_A_BLOCK = 4  # requests that continue sessions from the same block, i
 
 
 class Sessions:
-    """Finds the session of each request of a workload, in order.
+    """Assigns a session to each request of a workload, in order.
 
     A request continues a session if it begins with all full blocks of the session's last prompt. It also
     does if it begins with more than half of them, and has no longer common prefix with another session,
@@ -36,7 +36,8 @@ class Sessions:
         return len(self._num_blocks)
 
     def of(self, item: WorkloadRequest) -> int:
-        """Return the session of the next request, numbered from 0 in order of their first requests."""
+        """Return the session of the next request. Sessions are numbered from 0, in order of first
+        requests."""
         content = item.content if len(item.content) else prefix_keys(item.token_ids)
         keys = content[self._block_size - 1 :: self._block_size].tolist()
         session = self._continued_by(keys)
@@ -70,5 +71,6 @@ class Sessions:
 
 
 def share_of(session: int, num_shares: int) -> int:
-    """Return the share, from 0 to `num_shares` - 1, to which a session belongs. Shares are random."""
+    """Return the share, from 0 to `num_shares` - 1, to which a session is pseudorandomly
+    assigned."""
     return int(mix64(np.array([session], np.uint64))[0] % np.uint64(num_shares))

@@ -33,7 +33,7 @@ from kvcache.replay.workload import (
     checked_workload,
 )
 
-_MOST_MS = 2**53 - 1  # floats represent integers up to here exactly
+_MOST_MS = 2**53 - 1  # floats represent all integers up to this one exactly
 Workload = Sequence[WorkloadRequest] | Callable[[], Iterable[WorkloadRequest]]
 
 
@@ -43,8 +43,9 @@ class FleetReport:
 
     Attributes:
         fleet: The fleet, as a dict.
-        simulated_replicas: Number of replicas that were simulated, with their share of the sessions.
-        requests: Requests of the simulated sessions.
+        simulated_replicas: Number of simulated replicas. They serve a proportional share of the
+            sessions.
+        requests: Number of requests in the simulated sessions.
         rejected_requests: Requests that do not fit into a replica.
         prompt_tokens: Prompt tokens of the served requests.
         device_hit_tokens: Prompt tokens found on the device of the request's replica.
@@ -52,14 +53,15 @@ class FleetReport:
         store_hit_tokens: Prompt tokens loaded from the store.
         peer_hit_tokens: Prompt tokens loaded from other replicas.
         token_hit_rate: Hit tokens of all tiers per prompt token.
-        hit_rate_error: Standard error of the hit rate, estimated from samples. None: not sampled.
-        p99_error: Standard error of `p99_ms_to_first_token`. None: not sampled.
-        busy_share: Share of the time from the first arrival to the last that prefill takes, on
-            average over the replicas that compute prompts.
-        busiest_share: This share for the busiest replica. Above 1, it cannot keep up.
-        answer_tokens_per_s: Answer tokens of the whole fleet per second, from the first arrival to the
-            last end.
-        loaded_bytes: Bytes that the whole fleet loads from hosts, store and peers.
+        hit_rate_error: Standard error of the hit rate, estimated from samples. None if the fleet
+            was not sampled.
+        p99_error: Standard error of `p99_ms_to_first_token`. None if the fleet was not sampled.
+        busy_share: Share of the time between the first and the last arrival that a replica spends
+            on prefill, averaged over the replicas that compute prompts.
+        busiest_share: The same share for the busiest replica. Above 1, this replica cannot keep up.
+        answer_tokens_per_s: Answer tokens per second that the whole fleet generates, from the first
+            arrival to the end of the last answer.
+        loaded_bytes: Bytes that the whole fleet loads from hosts, the store and peers.
         decode_hit_tokens: Prompt tokens that decode replicas had cached.
         transferred_bytes: Bytes that decode replicas load from prefill replicas.
         price_per_hour: Price of the whole fleet. None: no prices are known.
@@ -109,28 +111,31 @@ def simulate_fleet(
 ) -> FleetReport:
     """Replay a timed workload through a fleet.
 
-    A router assigns each request at its arrival, from the state at this time. A replica serves its
-    requests in order, as in a timed replay (`Replayer`): prefills run one after another, and answers
-    concurrently. Its cache holds the blocks of requests that still wait for their prefill.
+    A router assigns each request to a replica when the request arrives, based on the replicas'
+    state at this time. Each replica serves its requests in order, as in a timed replay
+    (`Replayer`): prefills run one after another, and answers are generated concurrently. Requests
+    that are waiting for their prefill already hold their blocks.
 
-    With `Fleet.decode_replicas`, a second router assigns each computed prompt to a decode replica, which
-    loads what it has not cached, and answers. The time to first token includes this load. The replica
-    that computed the prompt holds its blocks until they are loaded.
+    With `Fleet.decode_replicas`, a second router assigns each computed prompt to a decode replica.
+    The decode replica loads the tokens that it has not cached, and generates the answer. The time
+    to first token includes this load. The replica that computed the prompt holds the prompt's
+    blocks until the load has ended.
 
-    A larger fleet than `max_replicas` is sampled if its router keeps sessions on one replica, unless it
-    has decode replicas. Each of `num_samples` samples has a random share of the sessions, and a fleet and
-    store that are smaller by the same factor. The standard error over the samples is reported. It does
-    not include the bias of small fleets, in which more sessions share a replica with others that have the
-    same prefix.
+    A fleet without decode replicas that is larger than `max_replicas` is sampled if its router
+    keeps each session on one replica. Each of `num_samples` samples simulates a random fraction of
+    the sessions on a fleet and a store that are smaller by the same factor. The standard error over
+    the samples is reported. It does not include the bias of small fleets, in which more sessions
+    with a common prefix share a replica.
 
     Args:
-        workload: The requests in order of arrival, as a list or as a function that returns an iterator
-            over them, which is called once per sample.
+        workload: The requests in order of arrival: a list, or a function that returns an iterator
+            over them. The function is called once per sample.
         fleet: The fleet.
         hardware: Speeds and prices. None: the defaults of `Hardware`.
         max_replicas: Maximum number of replicas without sampling.
         num_samples: Number of samples, at least 2.
-        on_request: Called for each computed prompt, with the position of its replica and its hits.
+        on_request: Called for each computed prompt with the request, the position of its replica,
+            and its hits and times.
 
     Returns:
         The report.
@@ -168,7 +173,8 @@ def simulate_fleet(
 
 
 def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
-    """Return the hardware or its defaults. Raises TypeError, or ValueError for missing prices."""
+    """Return `hardware`, or the default hardware if it is None. Raises TypeError, or ValueError if
+    prices are missing."""
     hardware = Hardware() if hardware is None else hardware
     instance(hardware, Hardware, "hardware")
     for tier in ("host", "store"):
@@ -182,7 +188,8 @@ def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
 
 
 def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
-    """Return a function that returns the requests of a workload. Raises TypeError or ValueError."""
+    """Return a function that returns an iterator over the workload's requests. Raises TypeError or
+    ValueError."""
     if callable(workload):
         return workload
     if not isinstance(workload, list | tuple):
@@ -194,7 +201,7 @@ def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
 
 
 class _Attempted(NamedTuple):
-    """A request of the workload, its session, and its place in the outcomes."""
+    """A request of the workload, its session, and its position in the outcomes."""
 
     item: WorkloadRequest
     session: int
@@ -207,7 +214,7 @@ class Simulation:
     Attributes:
         report: The totals, after `run`.
         outcomes: One entry per request.
-        num_resent: Number of requests that were sent again, because their replica died.
+        num_resent: Number of requests that were resent because their replica died.
         num_delayed: Number of times that a request waited because no replica could be reached.
     """
 
@@ -240,16 +247,16 @@ class Simulation:
         ]
         self._replicas = [*self._prefills, *self._decodes]
         self._start_routers()
-        self._router_ms = 0.0  # from when they work
+        self._router_ms = 0.0  # when the routers become available
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._numbers = itertools.count()
-        self._unfinished: dict[int, Running] = {}  # last attempt of each request, by place
+        self._unfinished: dict[int, Running] = {}  # last attempt of each request, by position
         self.outcomes = Outcomes()
         self.num_resent = self.num_delayed = 0
         self.report = FleetReport(asdict(fleet), num_replicas)
 
     def _start_routers(self) -> None:
-        """Start a router per pool."""
+        """Create a router for each pool."""
         make = ROUTERS[self._fleet.router]
         self._prefill_router, self._decode_router = make(), make()
 
@@ -325,7 +332,7 @@ class Simulation:
         if served is None:
             self.outcomes.reject(task.place)
             return
-        computed.end_ms = served.first_ms  # until then, its blocks are held
+        computed.end_ms = served.first_ms  # its blocks are held until this time
         if self._failures:
             self._unfinished[task.place] = served
         else:
@@ -339,7 +346,7 @@ class Simulation:
         task: _Attempted,
         now_ms: int,
     ) -> list[Replica] | None:
-        """Return the replicas that the router reaches. If there are none, schedule another try."""
+        """Return the replicas that the router can reach. If there are none, schedule a retry."""
         if not self._failures:
             return replicas
         found = [each for each in replicas if each.reachable_ms <= now_ms]
@@ -355,12 +362,12 @@ class Simulation:
         heapq.heappush(self._events, (ms, next(self._numbers), event))
 
     def _play(self, until_ms: float) -> None:
-        """Process all failures and delayed requests up to this time."""
+        """Process all failures and delayed requests up to the time `until_ms`."""
         while self._events and self._events[0][0] <= until_ms:
             heapq.heappop(self._events)[-1]()
 
     def _schedule(self, first_ms: int) -> None:
-        """Schedule the failures of a workload that begins at a time."""
+        """Schedule the failures relative to the workload's first arrival."""
         outages: dict[int, list[Outage]] = {each.number: [] for each in self._replicas}
         for each in self._failures:
             begin_ms, end_ms = first_ms + each.begin_ms, first_ms + each.end_ms
@@ -417,14 +424,15 @@ class Simulation:
 
 
 def _request(item: WorkloadRequest) -> Request:
-    """Return a request with an ID of its own for each attempt."""
+    """Return a request with an ID that is unique for each attempt."""
     return Request(f"{item.index}@{item.arrival_ms}", item.token_ids)
 
 
 def _combined(
     shares: list[FleetReport], num_shares: int, fleet: Fleet, hardware: Hardware
 ) -> FleetReport:
-    """Return the report of several samples: sums of counts, and means of rates with their errors."""
+    """Return the combined report of several samples: sums of counts, and means of rates with
+    standard errors."""
     served = [each for each in shares if each.requests]
     if len(served) < 2:
         raise ValueError(

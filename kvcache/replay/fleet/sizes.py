@@ -15,26 +15,27 @@ from kvcache.specs import GroupSpec
 
 @dataclass(frozen=True)
 class Fleet:
-    """Sizes of a fleet of equal replicas.
+    """Sizes of a fleet of identical replicas.
 
     Args:
-        replicas: Number of replicas, or of those that compute prompts.
-        num_blocks: Blocks of each replica on the device, including the null block.
+        replicas: Number of replicas; with decode replicas, the number of prefill replicas.
+        num_blocks: Number of device blocks per replica, including the null block.
         block_size: Tokens per block, unless `groups` has other sizes.
-        host_blocks: Blocks of each replica on the host, including the null block. 0: no host tier.
-        store_blocks: Blocks of the store that all replicas share. 0: no store.
+        host_blocks: Number of host blocks per replica, including the null block. 0: no host tier.
+        store_blocks: Number of blocks in the store that all replicas share. 0: no store.
         router: One of `ROUTERS`.
         concurrency: Maximum number of running requests per replica.
         eviction: Eviction policy of both tiers of a replica, as `policy[:option=value]...`.
         num_preallocate_tokens: Tokens that a replica preallocates for answers (`CacheOptions`).
-        decode_replicas: Number of replicas that load the prompts and answer. 0: all replicas compute
-            prompts and answer. They have no host tier, and use neither the store nor peers.
-        peers: Whether a replica loads tokens from the device or host of another one that has more of
-            them than its own tiers and the store.
+        decode_replicas: Number of replicas that load computed prompts and generate answers. Decode
+            replicas have no host tier, and use neither the store nor peers. 0: all replicas both
+            prefill prompts and generate answers.
+        peers: Whether a replica loads tokens from the device or host of another replica that has
+            cached more of the prefix than the replica's own tiers and the store.
         groups: Cache groups of the model, as `kind[:option=value]...` separated by commas. All groups
             share the blocks of a replica.
-        page_bytes: Bytes of a block, on all devices of a replica. 0: from `Hardware.bytes_per_token`, for
-            one group with full attention.
+        page_bytes: Bytes of a block, summed over all devices of a replica. 0: derived from
+            `Hardware.bytes_per_token`, for one group with full attention.
 
     Raises:
         TypeError, ValueError: An argument is invalid.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a simulated replica loads tokens from, besides its own tiers."""
+"""Sources from which a simulated replica loads tokens, besides its own tiers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvcache.replay.stored import SimulatedStore
 
 
 class StoreAndPeers:
-    """A store and other replicas. Whichever has more tokens is used; if equal, the other replica.
+    """A source that combines a store and other replicas. The one with more tokens is used; ties go
+    to a replica.
 
     Attributes:
         link: The link of the last match, "store" or "peer".
@@ -29,7 +30,7 @@ class StoreAndPeers:
         self.link = "store"
 
     def match(self, request: Request, now_ms: float = 0.0) -> int:
-        """Return the number of tokens after the hit that can be loaded at a time."""
+        """Return the number of tokens after the hit that can be loaded at `now_ms`."""
         num_stored = 0 if self._store is None else self._store.match(request, now_ms)
         cache, size = self._manager.cache, max(self._manager.block_sizes)
         most = (request.num_tokens - 1) // size * size
@@ -39,7 +40,7 @@ class StoreAndPeers:
         return max(num_stored, num_at_peer)
 
     def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
-        """Record a use of the store."""
+        """Record a use of the stored blocks, if the tokens are loaded from the store."""
         if self.link == "store":
             self._store.load(request, num_hit, num_tokens)
 
@@ -49,7 +50,7 @@ class StoreAndPeers:
             self._store.save()
 
     def complete(self, ready_ms: float) -> None:
-        """Set the time at which the blocks that were stored since the last call are complete."""
+        """Set the completion time of the blocks that were stored since the last call."""
         if self._store is not None:
             self._store.complete(ready_ms)
 
@@ -59,7 +60,7 @@ class StoreAndPeers:
 
 
 class ComputedPrompts:
-    """The source of a decode replica, which has all tokens of a prompt except the last one."""
+    """The source of a decode replica. It provides all tokens of a prompt except the last one."""
 
     is_optional = False
     link = "transfer"
@@ -68,11 +69,11 @@ class ComputedPrompts:
         self._cache = manager.cache
 
     def match(self, request: Request, now_ms: float = 0.0) -> int:
-        """Return the number of tokens after the hit, without the last one."""
+        """Return the number of tokens after the hit, excluding the prompt's last token."""
         return max(request.num_tokens - 1 - self._cache.cached_tokens(request).with_host, 0)
 
     def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
-        """Do nothing, as in `save` and `complete`."""
+        """Do nothing."""
 
     def save(self) -> None:
         """Do nothing."""
