@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints about KV that will be used later: prefetch, demote, pin, retain and share.
+"""Hints about the future use of KV: prefetch, demote, pin, retain and share.
 
 Hints are best effort. `HintExecutor` carries them out within a `HintBudget`, and answers each hint with
 a `Receipt` that states how many tokens it affected. docs/hints.md describes the intents.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on hints, and the number of blocks that hints currently use."""
+"""Limits on hints, and bookkeeping of the blocks that hints currently use."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _SECONDS = ("ttl_s", "max_ttl_s", "timeout_s", "prefetch_timeout_s", "prefetch_t
 
 @dataclass(frozen=True, kw_only=True)
 class HintBudget:
-    """How much of a cache hints may use. Shares are fractions of the device's blocks, from 0 to 1.
+    """Limits on the part of a cache that hints may use. Shares are fractions of the device's
+    blocks, from 0 to 1.
 
     Args:
-        prefetch_share: Blocks that prefetches may fill until requests hit them.
-        pin_share: Blocks that pins may protect at a time.
-        retain_share: Blocks that may have a priority at a time.
+        prefetch_share: Share of blocks that prefetches may fill and that no request has hit yet.
+        pin_share: Share of blocks that pins may protect at a time.
+        retain_share: Share of blocks that may have a priority at a time.
         ttl_s: Default duration of pins, priorities and offers, in seconds.
         max_ttl_s: Maximum duration that a hint is granted, in seconds.
         timeout_s: Seconds for which a demotion or a priority may wait for a step.
         prefetch_timeout_s: Seconds for which a prefetch or an offer may wait for free blocks and sources.
         prefetch_ttl_s: Seconds after which a prefetched prefix that no request has hit no longer
             counts against `prefetch_share`.
-        max_pending: Maximum number of hints that wait.
+        max_pending: Maximum number of waiting hints.
         max_active: Maximum number of hints that hold blocks at a time.
 
     Raises:
@@ -68,10 +69,10 @@ class HintBudget:
         integer(self.max_active, "max_active", least=1)
 
     def granted_s(self, ttl_s: float | None) -> float:
-        """Return the seconds that a hint with this `ttl_s` is granted.
+        """Return the duration in seconds that is granted to a hint with this `ttl_s`.
 
         Args:
-            ttl_s: The seconds that the hint asks for. None: the default.
+            ttl_s: The duration in seconds that the hint requests. None: the default.
 
         Example:
             >>> HintBudget().granted_s(10_000)
@@ -82,11 +83,11 @@ class HintBudget:
 
 @dataclass(eq=False, slots=True)
 class Spent:
-    """Blocks of a share of the budget that a hint uses until a deadline. A hint that has not been carried
+    """Blocks of a budget share that a hint uses until a deadline. A hint that has not been carried
     out yet reserves blocks without a deadline.
 
-    - `hashes`: the hashes of the prefix, in order.
-    - `name`: the session of a pin.
+    - `hashes`: the prefix's hashes, in order.
+    - `name`: the pin's session.
     """
 
     num_blocks: int
@@ -98,11 +99,11 @@ class Spent:
 
 @dataclass(eq=False)
 class Ledger:
-    """The blocks that hints use of one share, by key. An entry counts until its deadline."""
+    """The blocks of a budget share that hints use, by key. An entry counts until its deadline."""
 
     most: int
     entries: dict[object, Spent] = field(default_factory=dict)
-    soonest: float = math.inf  # no entry expires earlier
+    soonest: float = math.inf  # earliest time at which an entry may expire
 
     def add(self, key: object, spent: Spent) -> None:
         """Add an entry, or replace the entry with this key."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes blocks from the device if the host has copies of them."""
+"""Removes device blocks that also have a copy on the host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from kvcache.hints.prefixes import HintedPrefix
 def drop_from_device(
     manager: KVCacheManager, prefix: HintedPrefix, first_token: int, pinned: Set[bytes]
 ) -> tuple[int, str]:
-    """Remove the device blocks that have a copy on the host and that neither a request nor a pin holds.
+    """Remove the device blocks that have a copy on the host and are neither held by a request nor
+    pinned.
 
     Args:
         manager: The manager.
         prefix: The prefix.
-        first_token: Blocks that begin before this token stay on the device.
+        first_token: Blocks that begin before this token are kept on the device.
         pinned: Hashes of pinned blocks.
 
     Returns:
-        The number of tokens that are no longer on the device, and the reason why other tokens still are.
+        The number of tokens that are no longer on the device, and the reason why the other tokens
+        were not removed.
     """
     before = prefix.on_device()
     ids, hashes, on_host = prefix.device_blocks(first_token)

@@ -25,11 +25,12 @@ _PAYLOAD = {field.name for field in fields(Hint)} - {"intent", "action_id"}
 def hints_of_envelope(envelope: Mapping[str, Any]) -> list[Hint | Receipt]:
     """Return the hints of an envelope, in order.
 
-    The envelope is open: actions of other vocabularies, such as Dynamo's `kv.fetch`, and actions with
-    an invalid payload are refused one by one. All other actions are carried out.
+    An envelope may contain actions of other vocabularies, such as Dynamo's `kv.fetch`. These
+    actions, and actions with an invalid payload, are refused individually. All other actions are
+    carried out.
 
     Args:
-        envelope: The envelope, as JSON values.
+        envelope: The envelope, as parsed JSON.
 
     Returns:
         One entry per action: its hint, or a receipt that refuses the action.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out hints between the steps of an engine."""
+"""Carries out hints between an engine's steps."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from kvcache.hints.vocabulary import Hint, Receipt
 from kvcache.sources.base import Arrived, KVSource
 from kvcache.step import Status
 
-_WITH_PRIORITIES = ("priority", "learned")  # eviction policies that honor priorities
+_WITH_PRIORITIES = ("priority", "learned")  # eviction policies that use priorities
 _GAVE_WAY = "requests needed the blocks"
 
 
 class HintExecutor:
     """Carries out hints for one manager, within a budget.
 
-    Pins take effect immediately. The other intents need steps, in which the executor admits guests:
-    requests that are never computed. The engine makes these calls in each step, in the manager's thread:
+    Pins take effect immediately. Other intents need steps, in which the executor admits guests:
+    internal requests that hold blocks but are never computed. The engine makes these calls in each
+    step, in the manager's thread:
 
         hints.expire()
         for request in new: hints.look(request)
@@ -42,20 +43,21 @@ class HintExecutor:
         ...                                           # compute, and report the step to the manager
         hints.completed()                             # or `failed`, after `KVCacheManager.abort`
 
-    In addition, the engine calls `arrived` for each load of a guest that a source's `poll` returns, and
+    In addition, the engine calls `arrived` for each guest load that a source's `poll` returns, and
     `give_way` if a request has to wait for blocks or a row.
 
-    Guests use only blocks that are free or can be evicted, and never the blocks of pins. They give way to
-    requests, except to those that are admitted in the same step.
+    Guests use only free or evictable blocks, and never pinned blocks. They give way to requests,
+    except to requests that are admitted in the same step.
 
     Args:
         manager: The manager.
-        sources: The engine's sources, in order of preference. A source that has a method `publish`, such
-            as a `Connector`, can share prefixes.
+        sources: The engine's sources, in order of preference. Only a source with a method
+            `publish`, such as a `Connector`, can share prefixes.
         budget: Limits on hints. None: the defaults.
         clock: Returns the time in seconds. Replays pass their own clock.
-        synchronize: Called before a prefix is shared. Waits until the KV of all steps and loads is in the
-            device's memory. None: the work of a device is always complete.
+        synchronize: Called before a prefix is shared. Must wait until the KV of all steps and loads
+            is in device memory. None: no wait is needed, because the device completes its work
+            synchronously.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -96,9 +98,10 @@ class HintExecutor:
         self._guests: list[Guest] = []
         self._asked: list[Guest] = []  # guests of the last `admits`
         self._numbers = itertools.count()
-        self._looked: dict[str, int] = {}  # tokens on the device, of requests that may be admitted
+        self._looked: dict[str, int] = {}  # number of tokens on the device, by request ID
         self._gives_way = False
-        # Called when tokens [first, stop) of a guest have been loaded from a source, before it is freed.
+        # Called after tokens [first, stop) of a guest have been loaded from a source, before the
+        # guest is freed.
         self.on_load: Callable[[Request, int, int], object] | None = None
         is_cached = any(group.cached for group in manager.groups)
         self._cannot: str | None = None
@@ -116,15 +119,15 @@ class HintExecutor:
         *,
         on_receipt: Callable[[Receipt], object] | None = None,
     ) -> PendingHint:
-        """Submit a hint about the tokens of a request, which may be unknown to the manager.
+        """Submit a hint about a request's tokens. The manager does not need to know the request.
 
         Args:
-            of: A request with the tokens, adapter, images and salt of the prefix. It is only read.
+            of: A request with the prefix's tokens, adapter, images and salt. It is not modified.
             hint: The hint.
             on_receipt: Called with the receipt.
 
         Returns:
-            The hint, with a receipt if no step is needed.
+            The submitted hint, which already has a receipt if no step is needed.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -235,21 +238,22 @@ class HintExecutor:
 
     @property
     def num_rows(self) -> int:
-        """Number of the manager's rows that guests use."""
+        """Number of rows of the manager that guests occupy."""
         return sum(each.stage is not Stage.WAITING for each in self._guests)
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Number of blocks that the pins of hints use of the budget."""
+        """Number of blocks of the budget that pins use."""
         return self._pins.ledger.most - self._pins.ledger.room()
 
     @property
     def next_deadline(self) -> float | None:
-        """The time at which the next pin ends, on the executor's clock. None without pins."""
+        """The time on the executor's clock at which the next pin expires. None if there are no
+        pins."""
         return min((each.deadline for each in self._pins.ledger.entries.values()), default=None)
 
     def expire(self) -> None:
-        """End pins whose deadline has passed, and forget other expired uses of the budget.
+        """Remove pins whose deadline has passed, and release other expired parts of the budget.
 
         Call this method before each step. `submit` calls it as well.
         """
@@ -264,7 +268,7 @@ class HintExecutor:
         """Return the guests to admit in the next step, after all other new requests.
 
         Args:
-            may_admit: Whether new guests may be admitted. False if requests wait for blocks.
+            may_admit: Whether new guests may be admitted. False if requests are waiting for blocks.
             num_rows: Maximum number of guests. None: no limit.
 
         Returns:
@@ -322,8 +326,8 @@ class HintExecutor:
                 self._end_unserved(guest, "the prefix does not fit into the pool")
 
     def begin(self) -> None:
-        """Start the loads of the guests that the step admitted. Call this method after the plan was
-        applied.
+        """Start the loads of the guests that the step admitted. Call this method after the plan has
+        been applied.
         """
         for guest in self._in(Stage.PLANNED):
             if guest.source is None:
@@ -337,7 +341,7 @@ class HintExecutor:
                 guest.stage = Stage.LOADING
 
     def completed(self) -> None:
-        """Process a step that was reported to the manager as completed."""
+        """Continue the guests of a step that was reported to the manager as completed."""
         for guest in self._in(Stage.LEAVING):
             self._free(guest)
             self._finish_demote(guest.pending, guest.prefix)
@@ -347,7 +351,7 @@ class HintExecutor:
                 self._finish(guest)
 
     def failed(self) -> None:
-        """Process a step that was undone. Its guests are admitted again later."""
+        """Handle a step that was undone. Its guests are admitted again later."""
         self._asked = []
         for guest in self._in(Stage.LEAVING):
             guest.stage = Stage.HELD
@@ -358,7 +362,8 @@ class HintExecutor:
             guest.stage, guest.source = Stage.WAITING, None
 
     def arrived(self, arrived: Arrived) -> bool:
-        """Process a load that a source has ended. Returns False if the load is not a guest's.
+        """Process a load that a source has ended. Returns False if the load does not belong to a
+        guest.
 
         Args:
             arrived: The load.
@@ -377,10 +382,11 @@ class HintExecutor:
         return True
 
     def is_loading(self, request: Request) -> bool:
-        """Return whether a guest loads tokens that this request could hit, so that it should wait.
+        """Return whether a request should wait because a guest is loading tokens that the request
+        could hit.
 
         Args:
-            request: A request that is not admitted.
+            request: A request that has not been admitted.
         """
         loading = [each for each in self._guests if each.stage is Stage.LOADING]
         if not loading:
@@ -393,7 +399,8 @@ class HintExecutor:
         )
 
     def look(self, request: Request) -> None:
-        """Note which prefetched tokens are on the device before a step that may admit a request.
+        """Record how many of a request's tokens are on the device before a step that may admit the
+        request.
 
         Args:
             request: The request.
@@ -403,7 +410,7 @@ class HintExecutor:
             self._looked[request.request_id] = found
 
     def hit(self, request: Request) -> None:
-        """Note that the step admitted a request that was passed to `look`.
+        """Record that the step admitted a request that was passed to `look`.
 
         Args:
             request: The request.
@@ -420,7 +427,8 @@ class HintExecutor:
             self.stats.unused_tokens += spent.num_tokens - num_used
 
     def give_way(self) -> None:
-        """End loads of guests before the next step, because a request waits for blocks or a row."""
+        """Cancel the loads of guests before the next step, because a request is waiting for blocks
+        or a row."""
         self._gives_way = True
 
     def close(self) -> None:
@@ -435,10 +443,11 @@ class HintExecutor:
         return [each for each in self._guests if each.stage is stage]
 
     def _admit(self, guest: Guest) -> Admit | None:
-        """Return how to admit a waiting guest, or None if it waits or ends."""
+        """Return how to admit a waiting guest, or None if the guest continues to wait or has
+        ended."""
         if guest.loads and guest.prefix.on_device() < guest.num_before:
             self._forget(guest)
-            guest.request = None  # blocks were evicted, so that the guest needs more of the budget
+            guest.request = None  # blocks were evicted, so the guest needs more budget
         if guest.request is None and not self._choose(guest):
             return None
         guest.source = None
@@ -464,14 +473,15 @@ class HintExecutor:
             self._end_unserved(guest, "no tier and no source has more of the prefix")
             return None
         if guest.request.write_cache:
-            # The token after the hit gets a slot but is not computed, so it must not be cached.
+            # The token after the hit is assigned a slot but is not computed, so it must not be
+            # cached.
             self._forget(guest)
             guest.request = guest.prefix.guest(guest.name, guest.num_tokens)
         most = guest.prefix.num_blocks(guest.num_tokens - guest.num_before)
         return Admit(guest.request, 1, num_reserved_blocks=num_reserved, max_host_blocks=most)
 
     def _choose(self, guest: Guest) -> bool:
-        """Choose the tokens of a guest, within the budget. Returns False if the guest has ended."""
+        """Choose a guest's tokens within the budget. Returns False if the guest has ended."""
         prefix = guest.prefix
         self._prefetched.entries.pop(guest.name, None)
         guest.num_before, count = prefix.on_device(), prefix.num_tokens
@@ -504,7 +514,8 @@ class HintExecutor:
         return True
 
     def _spend(self, guest: Guest, num_tokens: int) -> None:
-        """Count tokens that a guest has brought to the device until a request hits them."""
+        """Count the tokens that a guest has loaded against the budget, until a request hits
+        them."""
         self._prefetched.entries.pop(guest.name, None)
         if num_tokens > 0:
             spent = Spent(
@@ -516,7 +527,7 @@ class HintExecutor:
             self._prefetched.add(guest.name, spent)
 
     def _finish(self, guest: Guest) -> None:
-        """Carry out the hint of a guest whose blocks are on the device, and free the guest."""
+        """Complete the hint of a guest whose blocks are on the device, and free the guest."""
         hint, prefix = guest.hint, guest.prefix
         if hint.intent == "retain":
             self._finish_retain(guest)
@@ -589,15 +600,15 @@ class HintExecutor:
         self._guests.remove(guest)
 
     def _forget(self, guest: Guest) -> None:
-        """End the lookups and the load of a guest."""
+        """Cancel a guest's lookups and load."""
         if guest.source is not None:
-            guest.source.cancel(guest.request)  # first, because it may still write to the blocks
+            guest.source.cancel(guest.request)  # first, because it may still write
         elif guest.request is not None and guest.loads and guest.stage is Stage.WAITING:
             for source in self._sources:
                 source.cancel(guest.request)
 
     def _end_unserved(self, guest: Guest, reason: str) -> None:
-        """End a guest that holds no blocks, without having carried out its hint."""
+        """End a guest that holds no blocks and whose hint was not carried out."""
         self._guests.remove(guest)
         self._prefetched.entries.pop(guest.name, None)
         self._retained.entries.pop(guest.name, None)
@@ -607,7 +618,7 @@ class HintExecutor:
             self._receipts.refuse(guest.pending, reason, guest.prefix.num_asked_tokens)
 
     def _leave(self) -> None:
-        """End all loads of guests, because requests need their blocks."""
+        """Cancel all loads of guests, because requests need the blocks."""
         self._gives_way = False
         for guest in self._in(Stage.LOADING):
             self._cancel(guest, _GAVE_WAY)
@@ -625,6 +636,6 @@ class HintExecutor:
                 self._cancel(guest, "neither blocks nor sources were available in time")
 
     def _has(self, request: Request, hashes: tuple[bytes, ...]) -> bool:
-        """Return whether a request begins with the prefix that has these hashes."""
+        """Return whether a request begins with the prefix that is identified by these hashes."""
         own = self._manager.cache.hashes(request)
         return 0 < len(hashes) <= len(own) and own[len(hashes) - 1].tobytes() == hashes[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hint that needs steps, and the request that holds its blocks in the meantime."""
+"""Guests: hints that need steps, with the requests that hold their blocks in the meantime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.sources.base import KVSource
 class Stage(Enum):
     """Progress of a guest."""
 
-    WAITING = "waiting"  # not admitted
+    WAITING = "waiting"  # not admitted yet
     PLANNED = "planned"  # admitted by the step in flight
     LOADING = "loading"  # a source fills its blocks
     HELD = "held"  # its blocks are on the device
@@ -32,12 +32,12 @@ class Guest:
     name: str
     deadline: float
     stage: Stage = Stage.WAITING
-    request: Request | None = None  # None until the first step that could admit it
+    request: Request | None = None  # None until the first step that could admit the guest
     source: KVSource | None = None
-    num_external: int = 0  # tokens that the source loads
+    num_external: int = 0  # number of tokens that the source loads
     first_token: int = 0  # the first token that the source loads
-    num_before: int = 0  # tokens on the device before the hint
-    limit: str | None = None  # reason why the guest covers only part of the prefix
+    num_before: int = 0  # number of tokens on the device before the hint
+    limit: str | None = None  # why the guest covers only part of the prefix
 
     @property
     def hint(self) -> Hint:
@@ -46,7 +46,7 @@ class Guest:
 
     @property
     def loads(self) -> bool:
-        """Whether the hint reads the host tier and sources."""
+        """Whether the hint loads tokens from the host tier and from sources."""
         return self.hint.intent in ("prefetch", "share")
 
     @property

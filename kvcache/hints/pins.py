@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pins of hints: each has a deadline, and together they are limited to a share of the pool."""
+"""Pins that are set by hints. Each pin has a deadline, and all pins together are limited to a share
+of the pool."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvcache.hints.receipts import PendingHint, ReceiptWriter
 
 
 class HintPins:
-    """Pins prefixes on the device, and ends the pins at their deadlines."""
+    """Pins prefixes on the device, and removes the pins at their deadlines."""
 
     def __init__(
         self, manager: KVCacheManager, budget: HintBudget, receipts: ReceiptWriter
@@ -54,12 +55,12 @@ class HintPins:
         self._receipts.carried_out(pending, prefix, num_tokens, reason, ttl_s=granted)
 
     def unpin(self, session: str) -> None:
-        """End the pin of a session, if there is one."""
+        """Remove a session's pin, if there is one."""
         spent = self.ledger.entries.pop(("session", session), None)
         if spent is not None:
             self._manager.cache.unpin(spent.name)
 
     def expire(self, now: float) -> None:
-        """End the pins whose deadline has passed."""
+        """Remove the pins whose deadline has passed."""
         for each in self.ledger.pop_expired(now):
             self._manager.cache.unpin(each.name)

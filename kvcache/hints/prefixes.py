@@ -11,14 +11,14 @@ from kvcache.allocator import KVCacheManager, Request
 
 
 class HintedPrefix:
-    """The leading tokens of a request, in whole blocks.
+    """The part of a request's leading tokens that fills whole blocks.
 
-    For each hint, a separate request, called a guest, holds the prefix. A guest has one token more
-    than the prefix, because a hit never includes a request's last token.
+    For each hint, a separate request, called a guest, holds the prefix. The guest has one token
+    more than the prefix, because a prefix hit never includes a request's last token.
 
     - `num_tokens`: number of tokens in whole blocks of all cached groups.
-    - `num_asked_tokens`: number of tokens that the hint is about, including a partial block.
-    - `probe`: a request to look the prefix up. It is never admitted.
+    - `num_asked_tokens`: number of tokens that the hint refers to, including a partial block.
+    - `probe`: a request that is used to look up the prefix. It is never admitted.
     """
 
     def __init__(self, manager: KVCacheManager, of: Request, num_tokens: int) -> None:
@@ -51,11 +51,12 @@ class HintedPrefix:
         )
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks of all cached groups that hold these tokens, without windows."""
+        """Return the number of blocks that hold these tokens in all cached groups, ignoring
+        windows."""
         return sum(num_tokens // size for size in self._sizes)
 
     def tokens_in(self, num_blocks: int) -> int:
-        """Return how many tokens fit into this number of blocks of all cached groups."""
+        """Return how many tokens fit into this number of blocks, counted over all cached groups."""
         num_steps = num_blocks // self.num_blocks(self._step)
         return num_steps * self._step
 
@@ -70,12 +71,12 @@ class HintedPrefix:
         return self.whole(self._manager.cache.cached_tokens(self.probe).on_device)
 
     def on_device_or_host(self) -> int:
-        """Like `on_device`, for the device and the host together."""
+        """Like `on_device`, but for the device and the host together."""
         return self.whole(self._manager.cache.cached_tokens(self.probe).with_host)
 
     def device_blocks(self, first_token: int) -> tuple[np.ndarray, list[bytes], np.ndarray]:
-        """Return the cached device blocks that begin at `first_token` or later: their IDs, hashes, and
-        whether the host has a copy.
+        """Return the cached device blocks that begin at `first_token` or later: their IDs, their
+        hashes, and whether each has a copy on the host.
         """
         cache, manager = self._manager.cache, self._manager
         hashes = cache.hashes(self.probe)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers hints with receipts, and counts the receipts."""
+"""Creates and counts the receipts for hints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PendingHint:
 
 
 class ReceiptWriter:
-    """Writes the receipts of an executor."""
+    """Creates an executor's receipts."""
 
     def __init__(self, stats: HintStats) -> None:
         self._stats = stats
@@ -38,9 +38,10 @@ class ReceiptWriter:
         reason: str | None = None,
         **more: object,
     ) -> None:
-        """Answer a hint that was carried out for `num_tokens` tokens.
+        """Create the receipt of a hint that was carried out for `num_tokens` tokens.
 
-        `reason` is used only if tokens are missing, or less time was granted than the hint requests.
+        `reason` is used only if tokens are missing, or if less time was granted than the hint
+        requested.
         """
         hint = pending.hint
         has_all = num_tokens >= prefix.num_tokens - hint.first_token
@@ -58,7 +59,7 @@ class ReceiptWriter:
         self._tell(pending, receipt)
 
     def refuse(self, pending: PendingHint, reason: str, num_asked: int = 0) -> PendingHint:
-        """Answer a hint that was not carried out."""
+        """Create the receipt of a hint that was not carried out."""
         receipt = Receipt(
             intent=pending.hint.intent,
             action_id=pending.hint.action_id,

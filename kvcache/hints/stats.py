@@ -18,7 +18,7 @@ class HintStats:
     """Number of receipts, by intent and status."""
 
     prefetched_tokens: int = 0
-    """Number of tokens that prefetches brought to the device."""
+    """Number of tokens that prefetches loaded to the device."""
 
     used_tokens: int = 0
     """Number of prefetched tokens that were still on the device when a request hit them."""

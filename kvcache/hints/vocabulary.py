@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of hints: the requests of callers, and the receipts that answer them."""
+"""The vocabulary of hints: hints from callers, and the receipts that callers receive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATUSES = ("done", "partly", "refused")
 _MAX_SECONDS = 2.0**31
 _MAX_PRIORITY = 100
 
-# The intents that each optional field applies to.
+# The intents to which each optional field applies.
 _APPLIES_TO = {
     "first_token": ("demote", "retain"),
     "ttl_s": ("prefetch", "pin", "retain", "share"),
@@ -38,11 +38,11 @@ class Hint:
     Args:
         intent: One of `INTENTS`.
         action_id: A name that the receipt repeats.
-        num_tokens: Number of leading tokens of the prefix that the hint is about. None: all.
-        first_token: The first token to demote or retain. Earlier tokens are left as they are.
-        ttl_s: Pin, retain: seconds until the deadline. Share: duration of the offer. Prefetch: seconds
-            for which the hint may wait for free blocks and for sources. None: the budget's value, which
-            is also the maximum.
+        num_tokens: Number of leading tokens of the prefix to which the hint applies. None: all.
+        first_token: The first token to demote or retain. Earlier tokens are not affected.
+        ttl_s: For pin and retain, the number of seconds until the deadline. For share, the duration
+            of the offer. For prefetch, how long the hint may wait for free blocks and sources.
+            None: the budget's default. The budget also limits the value.
         priority: For retain, from 0 to 100. Lower priorities are evicted first.
         session: Name of a session, for pin and demote. A pin replaces the session's previous pin,
             and a demotion removes it.
@@ -93,19 +93,20 @@ class Hint:
 class Receipt:
     """The result of a hint.
 
-    Only whole blocks are cached: with 16 tokens per block, a hint about 100 tokens is "done" once it has
-    been carried out for the first 96.
+    Only full blocks are cached. With 16 tokens per block, for example, a hint for 100 tokens is
+    "done" once it has been carried out for the first 96 tokens.
 
     Attributes:
         intent: The hint's intent. For an action that is not a hint, the action's type
             (`hints_of_envelope`).
         action_id: The hint's action ID.
         status: "done", "partly" or "refused".
-        num_tokens: Number of tokens for which the hint was carried out. For a prefetch, these are the
-            leading tokens that are now on the device, including those that already were.
-        num_asked_tokens: Number of tokens that the hint was about.
-        reason: Why the hint was not carried out completely. None if it was.
-        ttl_s: Seconds that the budget granted, for pin, retain and share.
+        num_tokens: Number of tokens for which the hint was carried out. For a prefetch, this is the
+            number of leading tokens that are now on the device, including tokens that were on the
+            device before.
+        num_asked_tokens: Number of tokens to which the hint refers.
+        reason: Why the hint was not carried out completely. None if it was carried out completely.
+        ttl_s: For pin, retain and share: the duration in seconds that the budget granted.
         offer: For share: the offer, to be passed to the other engine's `Connector.match`.
     """
 

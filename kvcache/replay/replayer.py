@@ -39,8 +39,8 @@ class Series:
     """Data for plots, with one entry per request, recorded right after the request's admission."""
 
     prompt_tokens: list[int] = field(default_factory=list)  # prompt tokens; 0 if rejected
-    hit_tokens: list[int] = field(default_factory=list)  # hit tokens of the request
-    evicted_blocks: list[int] = field(default_factory=list)  # evicted blocks, cumulative
+    hit_tokens: list[int] = field(default_factory=list)  # hit tokens
+    evicted_blocks: list[int] = field(default_factory=list)  # cumulative number of evicted blocks
     used_blocks: list[int] = field(default_factory=list)  # blocks held by running requests
     # Missed tokens by reason. Empty without `explain_misses`.
     missed_tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -54,32 +54,35 @@ class Replayer:
     """Replays prompts through `KVCacheManager.step` and `free`, as a scheduler would.
 
     If `concurrency` requests are running or the blocks of a new request do not fit, the oldest
-    running request finishes. A request that does not fit into an empty pool is rejected. With a
-    host tier, each step is reported as completed before the next step begins, so that later steps
-    can hit all loaded blocks.
+    running request finishes. A request that does not fit even into an empty pool is rejected. With
+    a host tier, each step is reported as completed before the next step begins, so later steps can
+    hit all loaded blocks.
 
     A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute
-    chunks of all other unfinished prompts. With recurrent states, chunks end where states are kept
-    (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit, the oldest completely computed
-    request finishes. If there is none, the request that the chunk belongs to is rejected.
+    chunks of all other unfinished prompts. With recurrent states, chunks end at positions whose
+    states are cached (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit, the oldest
+    completely computed request finishes. If there is none, the request that the chunk belongs to is
+    rejected.
 
     With a `service`, requests arrive at the times given in the workload. Each request waits until
     fewer than `concurrency` requests are running and its blocks fit, and then holds its prompt's
-    blocks until it ends. The request with the earliest end finishes first. No blocks are allocated
-    for answers.
+    blocks until it ends. Requests finish in order of their end times. No blocks are allocated for
+    answers.
 
     Args:
-        block_size: Tokens per block of one full-attention group. Alternative to `groups`.
+        block_size: Tokens per block for a single full-attention group. Alternative to `groups`.
         groups: The cache groups.
         num_blocks: Pool size, including the null block.
         concurrency: Maximum number of running requests.
-        verifier: A verifier for the same groups, which writes and reads real KV after every plan.
-        series: Collects one entry per request.
-        num_store_blocks: Size of a `SimulatedStore` below the other tiers. Incompatible with `verifier`.
-        source: Creates another source of tokens than the store, given the manager.
+        verifier: A verifier with the same groups, which writes and reads real KV after every plan.
+        series: Receives one entry per request.
+        num_store_blocks: Number of blocks in a `SimulatedStore` below the other tiers. Incompatible
+            with `verifier`.
+        source: Function that receives the manager and returns a source of tokens to use instead of
+            the store.
         num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
-        chunk_tokens: Maximum tokens of a prefill chunk.
-        service: Speeds of a timed replay.
+        chunk_tokens: Maximum number of tokens in a prefill chunk.
+        service: Speeds for a timed replay.
         hint_budget: Limits on the workload's hints. None: the defaults.
         options: Fields of `CacheOptions`.
 
@@ -116,8 +119,8 @@ class Replayer:
                 instance(value, kind, name)
         if num_store_blocks and verifier is not None:
             raise ValueError(
-                f"num_store_blocks is {num_store_blocks} with a verifier: expected 0, as the store is "
-                "simulated without content"
+                f"num_store_blocks is {num_store_blocks} with a verifier: expected 0, because the store "
+                "is simulated without content"
             )
         announce = options.get("enable_events", False)
         if num_store_blocks:
@@ -146,7 +149,7 @@ class Replayer:
         self._running: list[Running] = []  # oldest first
         self._clock = None if service is None else ServiceClock(service)
         if service is not None:
-            self.manager.cache.set_now(0.0)  # even if the first call is a query
+            self.manager.cache.set_now(0.0)  # set the time before any call, which may be a query
         self._source = None
         if self._store is not None:
             self._source = StoreSource(self.manager, self._store, lambda: self.now_ms, self._clock)
@@ -157,19 +160,21 @@ class Replayer:
             clock=lambda: self.now_ms / 1000,
         )
         self._num_hints = 0
-        self._answered: list[int] = []  # requests whose hints the last step carried out
-        self._ready_ms: dict[int, float] = {}  # when their loads from the host end
+        self._answered: list[
+            int
+        ] = []  # indices of the requests whose hints the last step carried out
+        self._ready_ms: dict[int, float] = {}  # end of the host loads of their hints
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
-        self._now_ms = 0  # only in untimed replays
-        self._last_wait_ms = 0.0  # time that the last served request waited for its prefill
-        self._computed_ms = 0.0  # time of all prefills
-        self._first_token_ms: list[float] = []  # from arrival, per served request
+        self._now_ms = 0  # used only in untimed replays
+        self._last_wait_ms = 0.0  # how long the last served request waited for its prefill
+        self._computed_ms = 0.0  # total duration of all prefills
+        self._first_token_ms: list[float] = []  # time from arrival, per served request
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
         self._store_hit_tokens = 0
-        self._missed: dict[str, int] = {}  # missed tokens by reason, at the last entry of `series`
+        self._missed: dict[str, int] = {}  # by reason, at the last entry of `series`
         self._hash_ns = self._step_ns = self._free_ns = 0
 
     def run(
@@ -200,7 +205,7 @@ class Replayer:
         return self.finish(trace)
 
     def finish(self, trace: str = "") -> ReplayReport:
-        """Finish the requests that are running, and return the report of all requests so far."""
+        """Finish all running requests, and return the report of all requests so far."""
         while self._running:
             self._make_room()
         self._hints.close()
@@ -220,12 +225,13 @@ class Replayer:
 
         Args:
             item: The request.
-            request: Its request in the manager, if it has been created before.
-            load_ms: In a timed replay, returns how long its hits on other tiers take to load.
+            request: The manager's request, if it has already been created.
+            load_ms: In a timed replay, a function that returns how long the request's hits on other
+                tiers take to load.
 
         Returns:
-            The admitted request, or None if it was rejected. In a timed replay, `first_ms` and
-            `end_ms` are its times.
+            The admitted request, or None if it was rejected. In a timed replay, its attributes
+            `first_ms` and `end_ms` are set.
         """
         if self._clock is not None:
             check_arrival(item, self._last_arrival_ms)
@@ -304,11 +310,11 @@ class Replayer:
 
     @property
     def prefill_free_ms(self) -> float:
-        """When the prefills of all admitted requests end, in a timed replay."""
+        """The time at which the prefills of all admitted requests end, in a timed replay."""
         return self._clock.prefill_free_ms
 
     def _load_ms(self, new: Running) -> float:
-        """Return how long the hits of a request on the other tiers take to load."""
+        """Return how long it takes to load a request's hits on other tiers."""
         ready_ms = self._clock.load("store", new.num_store_hit)
         return max(ready_ms, self._clock.load("host", new.num_host_hit)) - self._clock.now_ms
 
@@ -326,7 +332,7 @@ class Replayer:
         self._run_hints()
 
     def _run_hints(self) -> None:
-        """Run steps for hints, until all of them are carried out, load or wait."""
+        """Run steps for hints until each hint is carried out, is loading, or is waiting."""
         self._hints.expire()
         if self._source is not None:
             self._end_loads(self.now_ms)
@@ -361,9 +367,9 @@ class Replayer:
             self._hints.arrived(arrived)
 
     def _await_hints(self, item: WorkloadRequest, request: Request) -> float:
-        """Carry out the hints that are due, and return when the tokens that they load are there.
+        """Carry out the hints that are due, and return the time at which their tokens are loaded.
 
-        If a hint still loads the request's prefix, the request waits for it.
+        If a hint is still loading the request's prefix, the request waits for this load.
         """
         self._run_hints()
         ready_ms = self._ready_ms.pop(item.index, 0.0)
@@ -375,7 +381,7 @@ class Replayer:
     def _admit(self, new: Running) -> bool:
         """Admit the request, or reject it and return False."""
         if self.chunk_tokens is not None and self._never_fits(new):
-            return False  # even if the request's first chunks fit
+            return False  # reject the request even if its first chunks fit
         while True:
             self._hints.look(new.request)
             status = self._step(new)
@@ -395,7 +401,7 @@ class Replayer:
             self._make_room()
 
     def _never_fits(self, new: Running) -> bool:
-        """Return whether the prompt does not fit even into an empty pool."""
+        """Return True if the prompt does not fit even into an empty pool."""
         start = perf_counter_ns()
         status = self.manager.would_fit(
             Admit(new.request, num_tokens=self.chunk_tokens), whole=True
@@ -404,7 +410,7 @@ class Replayer:
         return status == Status.NEVER
 
     def _let_time_pass(self, until_ms: float) -> None:
-        """Advance the clock to `until_ms`. Requests that end earlier finish."""
+        """Advance the clock to `until_ms`, and finish the requests that end earlier."""
         while self._running and self._next(self._running).end_ms <= until_ms:
             self._make_room()
         self._clock.reach(until_ms)
@@ -425,7 +431,7 @@ class Replayer:
         self._finish(first)
 
     def _step(self, new: Running | None = None) -> Status | None:
-        """Compute a chunk of every unfinished prompt, and admit a request if possible.
+        """Compute a chunk of every unfinished prompt, and admit the new request if possible.
 
         Returns the status of the new request, or None if `new` is None.
         """
@@ -478,8 +484,9 @@ class Replayer:
             if self.chunk_tokens is not None:
                 count = self._chunk(new, 0)
             if computing:
-                # A new request must fit completely, in addition to all blocks that unfinished
-                # prompts still need. After that, only a prompt that runs alone can fail to fit.
+                # Admit a new request only if all its blocks fit in addition to all blocks that
+                # unfinished prompts still need. This ensures that a later chunk can fail to fit
+                # only if its prompt runs alone.
                 num_reserved = self._num_blocks_left(new, count) + sum(
                     self._num_blocks_left(each, each.num_computed) for each in computing
                 )
@@ -501,12 +508,13 @@ class Replayer:
         return min(self.chunk_tokens, num_tokens - start)
 
     def _num_blocks_left(self, running: Running, num_computed: int) -> int:
-        """Return the maximum number of blocks that the rest of a prompt needs."""
+        """Return an upper bound on the number of blocks that the rest of a prompt needs."""
         num_tokens, sizes = running.item.num_tokens, self.manager.block_sizes
         return sum(-(-num_tokens // size) - num_computed // size for size in sizes)
 
     def _handle_unserved(self, running: Running, status: Status) -> None:
-        """After a chunk did not fit, finish the oldest computed request or reject the chunk's request."""
+        """Finish the oldest computed request or, if there is none, reject the request whose chunk
+        did not fit."""
         if self._hints.num_rows:
             self._hints.give_way()
             self._hints.admits(may_admit=False)
@@ -608,7 +616,7 @@ class Replayer:
             self._add_times(report)
         if self._audit is not None:
             report.verify_us_per_request = self._us(self._audit.ns)
-            report.verified_tokens = self._prompt_tokens  # of all finished requests
+            report.verified_tokens = self._prompt_tokens  # over all finished requests
             report.mismatches = self._audit.num_mismatches
             report.mismatched_requests = list(self._audit.mismatches.values())
         return report
@@ -647,7 +655,7 @@ class Replayer:
         report.p99_ms_to_first_token = round(sorted(times)[(99 * len(times) - 1) // 100], 3)
 
     def _groups(self) -> list[dict]:
-        """Return each group's spec and counts."""
+        """Return the spec and the counts of each group."""
         return [
             {
                 "kind": group.kind,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that other engines have cached: an index of their events, and a source that loads from them.
+"""An index of the prefixes that other engines have cached, and a source that loads these prefixes.
 
-Names are imported on first use. Requires the packages of `kvcache.router_events`.
+Names are imported on first use. Requires the packages on which `kvcache.router_events` depends.
 """
 
 from __future__ import annotations

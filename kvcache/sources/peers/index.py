@@ -21,8 +21,8 @@ _MOST_TOKENS = 2**31 - 1
 class PrefixIndex(Protocol):
     """Maps a request to the peers that have cached its prefix.
 
-    An answer is a hint: a peer may have evicted blocks meanwhile. `num_tokens` is called in the
-    engine's thread, while the views are updated in other threads.
+    The result is only a hint, because a peer may have evicted blocks in the meantime. `num_tokens`
+    is called in the engine's thread, while the views are updated in other threads.
     """
 
     def view(self, peer: str) -> EventView:
@@ -33,7 +33,8 @@ class PrefixIndex(Protocol):
         """
 
     def num_tokens(self, request: Request) -> Mapping[str, int]:
-        """Return how many leading tokens of a request each peer has cached, by name of the peer.
+        """Return how many leading tokens of a request each peer has cached, keyed by the peer's
+        name.
 
         Args:
             request: The request.
@@ -46,10 +47,10 @@ class EventIndex:
     The peers must hash blocks in the same way as the manager, with equal block sizes.
 
     Args:
-        manager: The manager of this engine, which computes the hashes of requests.
+        manager: The manager of this engine. It computes the hashes of requests.
 
     Raises:
-        ValueError: A group of the manager cannot be filled from cached blocks.
+        ValueError: The manager has a group that cannot be filled from cached blocks.
 
     Example:
         >>> from kvcache.router_events.translator import EventTranslator
@@ -90,16 +91,16 @@ class EventIndex:
 
 
 class RadixTreeIndex:
-    """A `PrefixIndex` in the radix tree of a router, such as NVIDIA Dynamo's.
+    """A `PrefixIndex` that uses a router's radix tree, such as the one in NVIDIA Dynamo.
 
-    Only requests and blocks without adapters, images and salts are looked up, and only in managers
-    with one cache group, because these trees identify a block by its tokens.
+    Because such trees identify a block only by its tokens, requests and blocks with adapters,
+    images or salts are not looked up, and the manager must have a single cache group.
 
     Args:
         tree: An object with the methods `apply_event`, `find_matches` and `remove_worker` of
             `RadixTree` in `dynamo._core` (`ai-dynamo-runtime`).
-        hash_tokens: Function of tokens and a block size that returns the hashes with which the tree
-            identifies blocks, such as `compute_block_hash_for_seq` in `dynamo._core`.
+        hash_tokens: Function that takes tokens and a block size, and returns the hashes by which
+            the tree identifies blocks, such as `compute_block_hash_for_seq` in `dynamo._core`.
         block_size: Tokens per block.
 
     Raises:
@@ -147,7 +148,7 @@ class RadixTreeIndex:
 
 
 class _TreeView:
-    """Translates a peer's events for a tree in which the peer is a worker."""
+    """Translates a peer's events into events of a tree in which the peer is a worker."""
 
     def __init__(
         self,
@@ -197,5 +198,5 @@ class _TreeView:
         event = {"event_id": self._num_events, "data": data, "dp_rank": 0}
         try:
             self._tree.apply_event(self.worker, json.dumps(event).encode())
-        except RuntimeError as error:  # the tree has dropped a block together with its parent
+        except RuntimeError as error:  # the tree drops a block together with its parent
             _log.debug("an event is not in the index: %s", error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source that loads prefixes from the engines that have them cached."""
+"""A source that loads prefixes that other engines have cached."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OFFER_PATH = "/peer/offer"
 
 @dataclass
 class PeerStats(LoadStats):
-    """The counts that a `PeerSource` has accumulated since it was created."""
+    """Counts of a `PeerSource` since it was created."""
 
     asked_requests: int = 0
-    """Number of requests for which a peer was asked for an offer."""
+    """Number of requests for which an offer was requested from a peer."""
 
     missed_requests: int = 0
-    """Number of these requests for which the peer had nothing to offer, because it had evicted
-    blocks that the index lists, or could not keep them.
+    """Number of these requests for which the peer made no offer, because it had evicted blocks that
+    the index still lists, or could not keep the blocks.
     """
 
     unanswered_requests: int = 0
@@ -39,42 +39,44 @@ class PeerStats(LoadStats):
     """
 
     unasked_requests: int = 0
-    """Number of requests for which no peer was asked, because earlier requests to all peers with the
-    prefix failed.
+    """Number of requests for which no offer was requested, because earlier requests to all peers
+    that have cached the prefix failed.
     """
 
     offered_requests: int = 0
-    """Number of requests of peers that were answered with an offer."""
+    """Number of peers' requests that were answered with an offer."""
 
     offered_tokens: int = 0
     """Number of tokens in these offers."""
 
     declined_requests: int = 0
-    """Number of requests of peers that were answered without an offer."""
+    """Number of peers' requests that were answered without an offer."""
 
 
 class PeerSource(OfferSource):
-    """A `KVSource` that loads prefixes which other engines have cached, and offers its own to them.
+    """A `KVSource` that loads prefixes cached by other engines, and offers this engine's prefixes
+    to them.
 
-    For each request, `match` looks up in an index which peer has the longest cached prefix. If it exceeds
-    the local hit by at least `min_tokens`, the source asks this peer for an offer, and the peer keeps the
-    blocks under a lease until they are loaded. At most one peer is asked per request, and only once. The
-    tokens are computed locally if the peer is unreachable, is late, refuses, or no longer has the blocks.
+    For each request, `match` looks up in an index which peer has cached the longest prefix. If this
+    prefix exceeds the local hit by at least `min_tokens`, the source requests an offer from the
+    peer. The peer keeps the offered blocks under a lease until they are loaded. For each request,
+    at most one peer receives one request for an offer. The tokens are computed locally if the peer
+    is unreachable, answers too late, refuses, or no longer has the blocks.
 
-    A thread per peer follows the peer's events and checks that the peer is compatible. Incompatible peers
-    are logged and are not asked.
+    For each peer, a thread follows the peer's events and checks that the peer is compatible.
+    Incompatible peers are logged and not used.
 
     Args:
         manager: The manager of this engine.
-        connector: A connector of the manager, which this source owns.
+        connector: A connector for the manager. This source owns the connector and closes it.
         peers: HTTP addresses of the peers, as "HOST:PORT".
         index: The index. None: an `EventIndex`.
-        min_tokens: Minimum number of tokens after the local hit for which a peer is asked.
+        min_tokens: Minimum number of tokens after the local hit for which an offer is requested.
         timeout_s: Maximum time in seconds to wait for an offer.
-        lease_s: Duration in seconds for which blocks are kept for a peer.
-        max_kept_share: Maximum share of the pool that is kept for peers, between 0 and 1.
-        recheck_s: Seconds between two checks of a peer.
-        secret: The secret of all transports, if they have one.
+        lease_s: Duration in seconds of the leases under which blocks are kept for peers.
+        max_kept_share: Maximum share of the pool that may be kept for peers, from 0 to 1.
+        recheck_s: Seconds between checks of a peer.
+        secret: The shared secret of all transports, if they use one.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -140,13 +142,13 @@ class PeerSource(OfferSource):
 
     @property
     def errors(self) -> dict[str, str | None]:
-        """Why each peer is not used, by its address. None: the peer is used."""
+        """The reason why each peer is not used, keyed by address. None: the peer is used."""
         return {address: watch.error for address, watch in self._watches.items()}
 
     # Methods for peers.
 
     def describe(self) -> dict[str, Any]:
-        """Return a description of this engine as JSON values, which a peer passes to its
+        """Return a description of this engine as JSON values, to be passed to a peer's
         `check_peer`.
         """
         return {
@@ -159,11 +161,11 @@ class PeerSource(OfferSource):
         """Check that this engine can load the prefixes that a peer has cached.
 
         Args:
-            values: Result of the peer's `describe`.
+            values: The result of the peer's `describe`.
 
         Raises:
-            TypeError, ValueError: The peers differ in a value that must be equal. The one-line
-                message states the difference.
+            TypeError, ValueError: This engine and the peer differ in a value that must be equal.
+                The one-line message states the difference.
         """
         instance(values, Mapping, "values")
         own, peer = self.describe(), values.get("peer")
@@ -180,7 +182,7 @@ class PeerSource(OfferSource):
     def offer(
         self, token_ids: Sequence[int], *, min_tokens: int = 1, cache_salt: str | None = None
     ) -> dict[str, Any] | None:
-        """Offer the cached prefix of a peer's prompt, and keep its blocks under a lease.
+        """Offer the cached prefix of a peer's prompt, and keep the prefix's blocks under a lease.
 
         Nothing is computed. Call this method in the manager's thread, between steps.
 
@@ -190,12 +192,13 @@ class PeerSource(OfferSource):
             cache_salt: The salt of the peer's request.
 
         Returns:
-            The offer. None if less is cached, or if the blocks cannot be kept.
+            The offer. None if fewer than `min_tokens` tokens are cached, or if the blocks cannot be
+            kept.
 
         Raises:
             TypeError, ValueError: An argument is invalid.
         """
-        # The offer leaves out two tokens of the request, so append one to the prompt.
+        # An offer omits the last two tokens of its request, so append one token to the prompt.
         tokens = listed(token_ids, "token_ids", "a sequence of tokens")
         request = Request(
             f"peer-{self._process}-{next(self._numbers)}", [*tokens, 0], cache_salt=cache_salt
@@ -216,8 +219,8 @@ class PeerSource(OfferSource):
     # Methods of a source.
 
     def match(self, request: Request) -> int | None:
-        """Return the number of tokens after the local hit that a peer offers, or None if its reply
-        is pending.
+        """Return the number of tokens after the local hit that a peer offers, or None if the peer's
+        reply is pending.
 
         Raises:
             ValueError: The peer refuses, or its offer is incompatible with this engine.
@@ -228,7 +231,7 @@ class PeerSource(OfferSource):
         return self._calls.match(request)
 
     def close(self) -> None:
-        """Stop following the peers, end all requests to them, and close the connector."""
+        """Stop following the peers, cancel all requests to them, and close the connector."""
         for watch in self._watches.values():
             watch.stop()
         for watch in self._watches.values():
@@ -236,7 +239,7 @@ class PeerSource(OfferSource):
         super().close()
 
     def _ask(self, request: Request) -> None:
-        """Ask the peer with the longest prefix for an offer, if its prefix is long enough."""
+        """Request an offer from the peer with the longest prefix, if this prefix is long enough."""
         needed = self._connector.hit_tokens(request) + self._min_tokens
         peers: list[tuple[int, OfferServer]] = []
         if needed < request.num_tokens and self._may_ask(request):
@@ -259,6 +262,7 @@ class PeerSource(OfferSource):
 
     @staticmethod
     def _may_ask(request: Request) -> bool:
-        """Return whether a request's tokens and salt determine its KV, because only these are sent."""
+        """Return whether a request's KV depends only on its tokens and salt, because only these are
+        sent to peers."""
         is_plain = request.lora is None and not request.mm_items and request.prompt_embeds is None
         return request.read_cache and is_plain

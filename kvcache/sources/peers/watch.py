@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows one peer: checks that its KV can be used here, and keeps its view up to date."""
+"""Follows a peer: checks that this engine can use the peer's KV, and keeps the peer's view up to
+date."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from kvcache.sources.disaggregation.offer_calls import OfferServer
 
 _log = logging.getLogger(__name__)
 PEER_PATH = "/peer"
-_POLL_S = 0.1  # maximum time by which a poll delays the end of the thread
+_POLL_S = 0.1  # maximum time by which a poll delays the thread's end
 _REPLAY_S = 1.0
 _ANY_HOSTS = ("0.0.0.0", "*", "[::]")
 
@@ -31,8 +32,9 @@ class PeerWatch:
     Args:
         server: The peer.
         view: The view to update with the peer's events.
-        check: Function of the peer's description. Raises ValueError if the peer is incompatible.
-        recheck_s: Interval of the checks in seconds.
+        check: Function that is called with the peer's description and raises ValueError if the peer
+            is incompatible.
+        recheck_s: Interval between checks in seconds.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class PeerWatch:
         self._closing.set()
 
     def join(self) -> None:
-        """Wait until the thread has ended, for a limited time if the peer does not respond."""
+        """Wait until the thread has ended. If the peer does not respond, the wait is limited."""
         self._thread.join(_POLL_S + _REPLAY_S + self.server.timeout_s)
 
     def _run(self) -> None:
@@ -66,13 +68,13 @@ class PeerWatch:
             try:
                 self._refresh()
                 self._follow()
-            except Exception as error:  # nothing that a peer sends may end the thread
+            except Exception as error:  # the thread must survive anything that a peer sends
                 self._lose(f"{error}" or type(error).__name__)
                 self._closing.wait(self._recheck_s)
         self._unsubscribe()
 
     def _refresh(self) -> None:
-        """Check the peer, and subscribe to its events if it is new or has been restarted."""
+        """Check the peer, and subscribe to its events if the peer is new or has restarted."""
         described = self.server.fetch(PEER_PATH)
         instance(described, Mapping, "the description")
         self._check(described)
@@ -108,7 +110,7 @@ class PeerWatch:
         return self._reachable(endpoint), replay, topic
 
     def _reachable(self, endpoint: str) -> str:
-        """Replace an address that stands for all of the peer's addresses."""
+        """Replace a wildcard address with the peer's own address."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         if not endpoint.startswith("tcp://") or host not in _ANY_HOSTS:
             return endpoint

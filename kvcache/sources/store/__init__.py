@@ -2,8 +2,8 @@
 """A third cache tier, which keeps blocks in an external store: either a distributed store or a
 local disk.
 
-Names are imported on first use. `StoreTier` needs torch. `MooncakeStore` and `DiskStore` need the
-packages that their extras install.
+Names are imported on first use. `StoreTier` requires torch. `MooncakeStore` and `DiskStore` need
+the packages that their extras install.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates cache events that describe a store's content, for consumers of the manager's events."""
+"""Creates cache events that describe a store's content, for consumers of cache events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stored_event(
 ) -> BlockStored:
     """Return the event for a stored block.
 
-    The event has a parent and tokens only if the device's event is given.
+    The event includes a parent and tokens only if the device's event is given.
     """
     spec, size = manager.groups[key.group], manager.block_sizes[key.group]
     of_group = {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates a store's results. This runs in the store's thread, so the tier receives only valid
-values.
+"""Validates the results of a store's methods. Validation runs in the store's thread, so the tier
+receives only valid values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _each(
     expected = f"expected {what}" if count is None else f"expected {count} {what}, one for each key"
     try:
         # Read at most one entry more than expected, because an iterator may be infinite. If the
-        # number of entries is not known in advance, the result must have a length.
+        # expected number of entries is not known, the result must have a length.
         most = num_entries(answer, method) if count is None else count + 1
         found = [convert(each) for each in islice(answer, most)]
     except (TypeError, ValueError) as error:

@@ -17,14 +17,15 @@ class StoreError(RuntimeError):
 
 
 class BlockStore(ABC):
-    """A key-value store with text keys and values of equal size, accessed in batches.
+    """A key-value store that is accessed in batches. Keys are strings, and all values have the same
+    size.
 
-    A `StoreTier` calls all methods in one separate thread, beginning with `open`. A call may take
-    any time, because the tier has deadlines, and may raise any exception, which the tier treats as
-    a failure of the whole call. A store may lose values at any time and may return wrong bytes,
-    which the tier detects by the digest in each value.
+    A `StoreTier` calls all methods in one separate thread, beginning with `open`. Calls may take
+    arbitrarily long, because the tier enforces deadlines. A call may raise any exception; the tier
+    then treats the whole call as failed. A store may lose values at any time and may return wrong
+    bytes; the tier detects wrong bytes by the digest in each value.
 
-    To add a store, implement these methods in a subclass. The tier calls no others.
+    To add a store, implement the methods below in a subclass. The tier calls no other methods.
     """
 
     knows_keys = False
@@ -37,18 +38,18 @@ class BlockStore(ABC):
         """Open the store. Called before all other methods, and again after a failure.
 
         Args:
-            memory: uint8[n]. The memory that contains all values passed to `put` and `get`.
+            memory: uint8[n]. The memory in which all values passed to `put` and `get` lie.
             value_bytes: Bytes per value.
         """
 
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return, for each key, whether the store has a value for it."""
+        """Return, for each key, whether the store contains a value."""
 
     @abstractmethod
     def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
-        """Store values, each uint8[value_bytes]. Return, for each value, whether the store now has
-        it. False means that the store is full.
+        """Store values, each uint8[value_bytes]. Return, for each value, whether the store now
+        contains it. False means that the store is full.
         """
 
     @abstractmethod

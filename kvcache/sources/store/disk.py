@@ -46,8 +46,8 @@ class DiskStore(BlockStore):
     folder.
 
     Values persist across restarts. If the version or size of values has changed, the file is
-    replaced. A value that was being written during a crash is afterwards either missing or has a
-    wrong digest. If the disk is full, new values are rejected.
+    replaced. After a crash, a value that was being written is either missing or has a wrong digest.
+    If the disk is full, new values are rejected.
 
     Args:
         folder: The folder.
@@ -55,7 +55,7 @@ class DiskStore(BlockStore):
 
     Raises:
         ModuleNotFoundError: NIXL is not installed (extra `nixl`).
-        StoreError: The folder or file belongs to another user, or others may change it.
+        StoreError: The folder or file belongs to another user, or is writable by other users.
         TypeError: `folder` is not a path.
     """
 
@@ -77,7 +77,7 @@ class DiskStore(BlockStore):
         self._memory = np.zeros(0, np.uint8)
         self._registered: list = []
         self._entries = np.zeros((_BLOCKS_PER_CALL, _ENTRY_BYTES), np.uint8)
-        # The position of each value in the file, by key, least recently used first.
+        # Each value's position in the file, by key. The least recently used value comes first.
         self._places: OrderedDict[str, int] = OrderedDict()
         self._free: list[int] = []
         self._evicted: list[str] = []
@@ -85,7 +85,7 @@ class DiskStore(BlockStore):
 
     @property
     def capacity(self) -> int:
-        """Number of values that fit into the file. 0 before `open`."""
+        """Maximum number of values in the file. 0 before `open`."""
         return len(self._places) + len(self._free)
 
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
@@ -160,7 +160,7 @@ class DiskStore(BlockStore):
         return found
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return, for each key, whether the store has a value for it."""
+        """Return, for each key, whether the store contains a value."""
         keys = _checked_keys(keys)
         return [key in self._places for key in keys]
 
@@ -178,7 +178,7 @@ class DiskStore(BlockStore):
         return [key in self._places for key in keys]
 
     def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
-        last = dict(zip(keys, values))  # for a repeated key, the last value counts
+        last = dict(zip(keys, values))  # for a repeated key, the last value is stored
         keys, values = [*last], [*last.values()]
         entries = [self._entry(key) for key in keys]
         places: dict[str, int] = {}
@@ -233,7 +233,8 @@ class DiskStore(BlockStore):
         return list(self._places)
 
     def take_evicted(self) -> list[str]:
-        """Return the keys that were evicted or removed since the last call and not stored again."""
+        """Return the keys that were evicted or removed since the last call and have not been stored
+        again."""
         evicted, self._evicted = self._evicted, []
         return [key for key in dict.fromkeys(evicted) if key not in self._places]
 
@@ -253,7 +254,7 @@ class DiskStore(BlockStore):
     def _checked(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> tuple[list, list]:
         """Check keys and values.
 
-        There must be one value per key, in the memory passed to `open`.
+        There must be one value per key, and all values must lie in the memory passed to `open`.
         """
         keys, values = _checked_keys(keys), listed(values, "values")
         if self._agent is None:
@@ -293,7 +294,7 @@ class DiskStore(BlockStore):
             size = 0
         os.ftruncate(self._fd, _ALIGNMENT + capacity * self._stride)
         in_file = min(max(size - _ALIGNMENT, 0) // self._stride, capacity)
-        entries = {}  # the most recent value of each key
+        entries = {}  # keep the most recent value of each key
         for place in range(in_file):
             entry = _entry_of(os.pread(self._fd, _ENTRY_BYTES, self._offset(place)))
             if entry is not None and entry > entries.get(entry[1], (-1,)):
@@ -321,7 +322,7 @@ class DiskStore(BlockStore):
         places: list[int],
         entries: Sequence[bytes] = (),
     ) -> None:
-        """Read or write values, and write entries. Raises StoreError on failure."""
+        """Read or write values, and write their entries. Raises StoreError on failure."""
         count, num_entries = len(values), len(entries)
         if count == 0:
             return
@@ -374,8 +375,8 @@ def _checked_bytes(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _check_own(fd: int, path: Path, *, is_folder: bool) -> None:
-    """Raise StoreError unless the folder or file belongs to this user and only this user may change
-    it.
+    """Raise StoreError unless the folder or file belongs to this user and is writable only by this
+    user.
     """
     found = os.fstat(fd)
     what = "folder" if is_folder else "file"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the fingerprint that must be equal in two engines that share blocks."""
+"""Computes the fingerprint that engines must have in common to share blocks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ FINGERPRINT_BYTES = 16
 
 @dataclass(frozen=True)
 class Share:
-    """The part of each block that a rank holds: some layers and KV heads, and in context parallelism
-    some tokens.
+    """The part of each block that a rank holds: a subset of the layers and KV heads and, with
+    context parallelism, of the tokens.
 
-    Ranks with equal shares hold equal bytes, for example if there are more tensor-parallel ranks than
-    KV heads. They share the blocks of a store, as do engines of different sizes whose ranks have equal
-    shares.
+    Ranks with equal shares hold identical bytes. This happens, for example, if there are more
+    tensor-parallel ranks than KV heads. Such ranks share the blocks of a store, even if they belong
+    to engines with different numbers of ranks.
 
     Args:
-        layers: First layer and end (exclusive).
+        layers: First layer and end layer (exclusive).
         num_layers: Number of layers of the model.
-        heads: First KV head and end (exclusive).
+        heads: First KV head and end head (exclusive).
         num_heads: Number of KV heads of the model.
         cp_rank: Rank in context parallelism.
         cp_world_size: Number of ranks in context parallelism.
@@ -85,7 +85,7 @@ class Share:
             num_heads: Number of KV heads of the model. Must be a multiple or a divisor of `tp_size`.
             tp_rank: Rank in tensor parallelism.
             tp_size: Number of ranks in tensor parallelism.
-            layers: First layer and end (exclusive) of the pipeline stage. None: all layers.
+            layers: First layer and end layer (exclusive) of the pipeline stage. None: all layers.
             cp_rank: Rank in context parallelism.
             cp_world_size: Number of ranks in context parallelism.
 
@@ -120,7 +120,8 @@ class Share:
 
 
 def check_shares(ranks: Sequence[str | Share]) -> None:
-    """Check that ranks together hold each block completely. Raises ValueError."""
+    """Check that the ranks together hold each block completely. Raises ValueError if they do
+    not."""
     shares = [each for each in ranks if isinstance(each, Share)]
     if len(shares) < len(ranks):
         for i, each in enumerate(ranks):
@@ -149,13 +150,14 @@ def check_shares(ranks: Sequence[str | Share]) -> None:
 
 
 def cache_identity(manager: KVCacheManager) -> str:
-    """Return the part of a manager that a fingerprint covers, for `fingerprint` in another process.
+    """Return the part of a manager's configuration that a fingerprint covers, for a call of
+    `fingerprint` in another process.
 
     Args:
         manager: The manager.
 
     Returns:
-        The hash options, groups and context parallelism, as JSON.
+        The hash options, groups and context parallelism configuration, as JSON.
 
     Raises:
         TypeError: `manager` is not a manager.
@@ -197,21 +199,22 @@ def fingerprint(
     block's hash.
 
     The fingerprint covers the version of the value format; the hash algorithm, seed, length and
-    tokens per hash; all fields of every group and of the manager's context parallelism; the meaning
-    of a page's bytes (`PageContents`: dtype, and the position of each head of each token); and the
-    strings `model` and `rank`. `python -m tests.machinery.fingerprint_table` lists every field.
+    tokens per hash; all fields of every group and of the manager's context parallelism; the layout
+    of a page (`PageContents`: the dtype, and the position of each token's heads); and the strings
+    `model` and `rank`. `python -m tests.machinery.fingerprint_table` lists every field.
 
     Args:
         manager: The manager of the blocks, or its `cache_identity`.
-        pages: The memory of the blocks. None: the manager has no memory, and the fingerprint does
+        pages: The pages that hold the blocks. None: there are no pages, and the fingerprint does
             not cover page contents.
         model: A string that identifies weights, quantization and scales.
         rank: The layers and heads that this process holds: a `Share`, or a string that identifies them,
             such as ranks and sizes in tensor and pipeline parallelism.
-        contents: Description of the page contents, required if `pages` does not define them. Either
-            one storage per group over the pages, or a string. Pages created by `kvcache.build` or
-            `KVStorage` define their contents, except those of `KVStorage.over`. `Pages.allocate`
-            and `Pages.over` create pages without defined contents.
+        contents: Description of the page contents. Required if `pages` does not define its
+            contents. Either one storage per group over the pages, or a string. Pages created by
+            `kvcache.build` or `KVStorage` define their contents, except pages created by
+            `KVStorage.over`. `Pages.allocate` and `Pages.over` create pages without defined
+            contents.
         cp_kv_cache_interleave_size: Interleave size of the block tables. Required with context
             parallelism unless `kvcache.build` created the pages.
 
@@ -219,9 +222,9 @@ def fingerprint(
         The fingerprint.
 
     Raises:
-        ValueError: The page contents are unknown and `contents` is missing, `contents` is not one
-            storage per group over `pages`, or the interleave size for context parallelism is
-            missing or differs from that of the pages.
+        ValueError: The page contents are unknown and `contents` is missing, `contents` does not
+            consist of one storage per group over `pages`, or the interleave size for context
+            parallelism is missing or differs from the one in the pages.
         TypeError: An argument has the wrong type.
 
     Example:

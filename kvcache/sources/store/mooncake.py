@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client for Mooncake Store, a distributed store in the memory of many machines."""
+"""A client for Mooncake Store, which stores blocks in the memory of many machines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 from kvcache.checks import byte_count, text
 from kvcache.sources.store.base import BlockStore, StoreError
 
-# Maximum number of keys per call. Over TCP, larger batches fail.
+# Maximum number of keys per call. Larger batches fail over TCP.
 _KEYS_PER_CALL = 1024
 _NOT_FOUND, _FULL = -704, -200  # Mooncake's error codes
 _TOO_LARGE = -600
 _EXISTS_CODES = (0, 1)
 _CONNECT_S = 1.0
 _LIMITS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
-_abandoned: list[object] = []  # clients whose master is unreachable; never destroyed
+_abandoned: list[object] = []  # clients whose master is unreachable; kept until the process ends
 
 
 class MooncakeStore(BlockStore):
@@ -29,14 +29,14 @@ class MooncakeStore(BlockStore):
 
     If the master restarts, the store's content is lost. While no master answers, Mooncake's `setup`
     holds the GIL for minutes, and `close` for seconds. Therefore, the client first tests whether
-    the master accepts connections, and `setup` makes one attempt with a timeout of 2 s per reply,
-    unless the environment (`MC_STORE_CLIENT_SETUP_RETRIES`, `MC_RPC_TIMEOUT_MS`) sets other limits.
-    The client itself listens on ports (docs/security.md).
+    the master accepts connections. `setup` then makes a single attempt with a timeout of 2 s per
+    reply; the environment variables `MC_STORE_CLIENT_SETUP_RETRIES` and `MC_RPC_TIMEOUT_MS`
+    override these limits. The client itself listens on ports (docs/security.md).
 
     Args:
         master: Address of the master, "host:port".
-        segment_bytes: Bytes of this machine's memory that the store may use for blocks from all
-            clients. 0: no memory.
+        segment_bytes: Bytes of this machine's memory that the store may use for blocks of all
+            clients. 0: this machine contributes no memory.
         host: Address at which other clients reach this memory. None: the address from which this
             machine connects to the master.
         protocol: "tcp" or "rdma".
@@ -80,7 +80,7 @@ class MooncakeStore(BlockStore):
         self._client = None
 
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
-        """Connect to the master. Raises StoreError if there is none."""
+        """Connect to the master. Raises StoreError if the master cannot be reached."""
         self.close()
         own = self._connect()
         client = self._new_client()
@@ -90,8 +90,8 @@ class MooncakeStore(BlockStore):
         _check(client.register_buffer(memory.ctypes.data, memory.nbytes), "register_buffer")
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return, for each key, whether the store has a value for it. Raises StoreError if the
-        master does not answer.
+        """Return, for each key, whether the store contains a value. Raises StoreError if the master
+        does not answer.
         """
         found = []
         for some in _batches(keys):
@@ -145,7 +145,7 @@ class MooncakeStore(BlockStore):
     def _connect(self) -> str:
         """Return this machine's address. Raises OSError if the master accepts no connections."""
         address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
-        if address is None:  # it names a service that returns the master's address
+        if address is None:  # the URL of a service that returns the master's address
             return "127.0.0.1"
         with socket.create_connection((address[1], int(address[2])), _CONNECT_S) as connection:
             return connection.getsockname()[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between a store tier in the scheduler and its ranks. All of them can be pickled."""
+"""The messages between a store tier in the scheduler and its ranks. All messages can be pickled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.sources.store.values import BlockKey
 
 
 class LookUp(NamedTuple):
-    """Look up which of these blocks the store has."""
+    """Look up which of these blocks the store contains."""
 
     number: int
     keys: tuple[BlockKey, ...]
@@ -34,7 +34,8 @@ class LoadBlocks(NamedTuple):
 
 
 class SaveBlocks(NamedTuple):
-    """Store blocks. `pages` has the page of each block, on the medium that the tier stores from."""
+    """Store blocks. `pages` contains each block's page on the medium from which the tier stores
+    blocks."""
 
     number: int
     keys: tuple[BlockKey, ...]
@@ -42,14 +43,14 @@ class SaveBlocks(NamedTuple):
 
 
 class GiveUp(NamedTuple):
-    """Abandon a lookup or a load. `is_late` is whether its deadline has passed."""
+    """Abandon a lookup or a load. `is_late` indicates that its deadline has passed."""
 
     number: int
     is_late: bool
 
 
 class RemoveBlocks(NamedTuple):
-    """Remove invalid blocks from the store, before any other access to it."""
+    """Remove invalid blocks from the store, before any other access to the store."""
 
     number: int
     keys: tuple[BlockKey, ...]
@@ -65,7 +66,7 @@ Order = LookUp | LoadBlocks | SaveBlocks | GiveUp | RemoveBlocks | StartEpoch
 
 
 class Found(NamedTuple):
-    """The result of a `LookUp`: the blocks that the store has."""
+    """The result of a `LookUp`: the blocks that the store contains."""
 
     number: int
     keys: frozenset[BlockKey]
@@ -74,8 +75,8 @@ class Found(NamedTuple):
 class Loaded(NamedTuple):
     """The result of a `LoadBlocks`. The rank does not write to the blocks after reporting it.
 
-    `failed_at` is the first token that was not loaded, and `error` the reason. Both are None if all
-    blocks were loaded.
+    `failed_at` is the first token that was not loaded, and `error` is the reason. Both are None if
+    all blocks were loaded.
     """
 
     number: int
@@ -84,8 +85,8 @@ class Loaded(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The result of a `SaveBlocks`: "stored", "known", "refused" or "dropped" for each block. None if
-    the call failed.
+    """The result of a `SaveBlocks`. `outcomes` contains "stored", "known", "refused" or "dropped"
+    for each block, or is None if the call failed.
     """
 
     number: int
@@ -93,20 +94,20 @@ class Saved(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """The result of a `RemoveBlocks`: the store no longer has any of the blocks."""
+    """The result of a `RemoveBlocks`: the store no longer contains any of the blocks."""
 
     number: int
 
 
 class Held(NamedTuple):
-    """Blocks that the store had when it was opened, in the rank's `epoch`."""
+    """Blocks of the rank's `epoch` that the store contained when it was opened."""
 
     keys: tuple[BlockKey, ...]
     epoch: int
 
 
 class Evicted(NamedTuple):
-    """Blocks that the store has evicted or removed, in the rank's `epoch`."""
+    """Blocks of the rank's `epoch` that the store has evicted or removed."""
 
     keys: tuple[BlockKey, ...]
     epoch: int
@@ -136,7 +137,7 @@ class StoreResults:
 
 @dataclass(frozen=True)
 class RankDescription:
-    """What a tier must know about a rank.
+    """Properties of a rank that a tier must know.
 
     Attributes:
         identity: `cache_identity` of the manager for which the rank was created.
@@ -146,7 +147,7 @@ class RankDescription:
         num_pages: Number of device pages.
         num_host_pages: Number of host pages. 0: none.
         num_writes: Maximum number of blocks that can be stored concurrently.
-        num_per_call: Maximum number of blocks per call of the store.
+        num_per_call: Maximum number of blocks per call to the store.
         timeout_s: Seconds after which the rank abandons a load.
         knows_keys: Whether the store reports its keys and evictions.
     """
@@ -166,12 +167,12 @@ class RankDescription:
 class StoreRankLink(Protocol):
     """A `StoreRank`, or a connection to one in another process.
 
-    A connection must preserve the order of orders and step plans: a rank receives an order after all
-    plans that were sent before it, and before all plans that are sent after it. Blocks can therefore
-    be reused as soon as a load is abandoned, without waiting for the rank.
+    A connection must preserve the order of orders and step plans: a rank receives an order after
+    all plans that were sent before it, and before all plans that are sent after it. Therefore,
+    blocks can be reused as soon as their load is abandoned, without waiting for the rank.
 
-    `begin` and `take_results` must not raise if the rank has died. Its orders are then lost, and
-    `StoreTier.replace_rank` replaces it with another rank.
+    `begin` and `take_results` must not raise an exception if the rank has died. Orders to a dead
+    rank are lost; call `StoreTier.replace_rank` to replace the rank.
     """
 
     description: RankDescription
@@ -180,9 +181,9 @@ class StoreRankLink(Protocol):
         """Send orders to the rank, without waiting."""
 
     def take_results(self) -> StoreResults | None:
-        """Return the next results of `StoreRank.take_results` in order, without waiting. None: none have
-        arrived.
+        """Return the next result of `StoreRank.take_results`, in order and without waiting. None if
+        no result has arrived.
         """
 
     def close(self, timeout_s: float) -> bool:
-        """Close the rank. Return whether it has ended all calls of the store."""
+        """Close the rank. Return whether all of its calls to the store have ended."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines which blocks the tokens after a hit need, and how long a prefix of these tokens a
-store can supply.
+"""Determines which blocks the tokens after a hit need, and how many of these tokens a store can
+supply.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvcache.sources.store.values import BlockKey
 
 
 class NeededBlock(NamedTuple):
-    """A block that a request needs: its key, its column in the group's block table, and its token
-    range.
+    """A block that a request needs: its key, its column in the group's block table, and the range
+    of tokens that it holds.
     """
 
     key: BlockKey
@@ -35,8 +35,8 @@ class StoredPrefixes:
         manager: The manager.
 
     Raises:
-        ValueError: A store cannot fill the manager's groups, because a store holds only cached
-            blocks, while external tokens must arrive in all transferred groups.
+        ValueError: A store cannot fill the manager's groups. It contains only cached blocks, but
+            external tokens must be loaded in all transferred groups.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -61,20 +61,20 @@ class StoredPrefixes:
         self._drafts = any(spec.drafts for spec in manager.groups)
 
     def hit_tokens(self, request: Request) -> int:
-        """Return how many of the request's tokens are cached on the device and the host."""
+        """Return the number of the request's tokens that are cached on the device and the host."""
         instance(request, Request, "request")
         return self._manager.cache.cached_tokens(request).with_host
 
     def longest(self, request: Request) -> int:
         """Return the maximum number of tokens to load. Only whole blocks are loaded, and at least
-        one token is computed.
+        one token must be computed.
         """
         instance(request, Request, "request")
         return (request.num_tokens - 1) // self._step * self._step
 
     def candidates(self, request: Request, first_token: int) -> list[BlockKey]:
-        """Return the keys of all blocks that tokens after the hit may need. The hit ends at
-        `first_token`.
+        """Return the keys of all blocks that may be needed to load the tokens after a hit that ends
+        at `first_token`.
         """
         stop, first_token = self.longest(request), integer(first_token, "first_token")
         hashes = self._manager.cache.hashes(request)
@@ -112,7 +112,8 @@ class StoredPrefixes:
         return first_token
 
     def needed(self, request: Request, first_token: int, stop: int) -> list[NeededBlock]:
-        """Return the blocks to load for these tokens, ordered by their last token."""
+        """Return the blocks to load for the given range of tokens, ordered by the last token that
+        they hold."""
         longest = self.longest(request)
         stop = integer(stop, "stop", most=longest)
         first_token = integer(first_token, "first_token", most=stop)
@@ -127,8 +128,8 @@ class StoredPrefixes:
         return sorted(needed, key=lambda block: block.stop_token)
 
     def _columns(self, group: int, first_token: int, stop: int) -> tuple[int, int]:
-        """Return the range of columns to load: the blocks that the token at `stop` attends to,
-        except those that the hit contains.
+        """Return the range of block table columns to load: the blocks that token `stop` attends to,
+        excluding the blocks in the hit.
         """
         size, kind = self._size(group), self._kinds[group]
         if not kind.pages.has_slots:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of a store tier, which copies blocks between the rank's pages and a store."""
+"""A rank's part of a store tier. It copies blocks between the rank's pages and a store."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from kvcache.sources.store.values import BlockKey, faults, key_of_text, key_text
 from kvcache.worker import KVStorage, Pages, SwapEngine, SwapJob
 from kvcache.worker.pages.page_copy import PageCopy
 
-# Limits on bytes and blocks per call. They are small enough that a read waits only milliseconds for
-# a write, and large enough that many blocks share the fixed cost of a call. Mooncake accepts at
-# most 1,024 keys.
+# Limits on bytes and blocks per call. The limits are small enough that a read waits only
+# milliseconds for a write, and large enough to spread the fixed cost of a call over many blocks.
+# Mooncake accepts at most 1,024 keys per call.
 _BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
 _TOO_LATE = "the store did not answer in time"
 _WRONG = {
@@ -60,12 +60,13 @@ class _Load:
     number: int
     blocks: deque[PageOfBlock]  # blocks still to be requested
     deadline: float
-    calls: list[Call] = field(default_factory=list)  # calls in flight
+    calls: list[Call] = field(default_factory=list)  # calls to the store in flight
     failed_at: int | None = None
     error: str | None = None
 
     def fail_at(self, token: int, error: str) -> None:
-        """Record that tokens from `token` onwards will not arrive, and stop requesting blocks."""
+        """Record that token `token` and later tokens will not arrive, and stop requesting
+        blocks."""
         self.failed_at = token if self.failed_at is None else min(self.failed_at, token)
         self.blocks.clear()
         self.error = self.error or error
@@ -73,7 +74,7 @@ class _Load:
 
 @dataclass(eq=False)
 class _Get:
-    """A call of `get`, with the staged values and the blocks that they are read for."""
+    """A call of `get`, with the staged values into which the blocks are read."""
 
     load: _Load
     numbers: list[int]
@@ -88,17 +89,18 @@ class _Put:
     order: SaveBlocks
     numbers: list[int]
     fingerprint: bytes
-    invalid: set[BlockKey] = field(default_factory=set)  # invalidated after the call started
+    invalid: set[BlockKey] = field(default_factory=set)  # invalidated in the meantime
 
 
 class StoreRank:
     """A rank's part of a `StoreTier`: the rank's pages, and a store for their blocks.
 
-    A tier over several ranks sends orders to each of them (`StoreTier.over`). A rank executes them with
-    `begin` and reports with `take_results`. Call both in the thread that launches the rank's steps,
-    outside graph captures. The store is called in a separate thread that accesses only the rank's
-    staging memory; pages are copied on the current stream. Failures of the store are never raised.
-    Each rank serves a single tier, because tiers number their orders independently.
+    A tier over several ranks sends orders to each of them (`StoreTier.over`). A rank executes them
+    with `begin` and reports with `take_results`. Call both methods in the thread that launches the
+    rank's steps, outside graph captures. The store is called in a separate thread that accesses
+    only the rank's staging memory; pages are copied on the current stream. Failures of the store
+    are never raised. Each rank serves a single tier, because tiers number their orders
+    independently.
 
     Args:
         manager: The manager, or its `cache_identity` if the manager is in another process.
@@ -108,7 +110,7 @@ class StoreRank:
         rank: See `fingerprint`.
         contents: See `fingerprint`.
         cp_kv_cache_interleave_size: See `fingerprint`.
-        host_pages: The rank's pages of the host tier.
+        host_pages: The rank's host tier pages.
         staging_bytes: Size in bytes of the host memory through which blocks are copied. Half of it is
             reserved for writes.
         timeout_s: Seconds after which a load is abandoned.
@@ -185,23 +187,26 @@ class StoreRank:
             self._from_host = PageCopy(host_pages, self._staging.pages)
         self._lookups: dict[int, Call] = {}
         self._loads: dict[int, _Load] = {}
-        self._puts: set[_Put] = set()  # calls of `put` in flight
+        self._puts: set[_Put] = set()  # puts in flight
         self._invalid: deque[list[str]] = deque()  # keys still to be removed from the store
-        self._removing: deque[int] = deque()  # numbers of the orders that were not reported
+        self._removing: deque[int] = deque()  # orders without a reported result
         self._removal: Call | None = None  # the removal in flight
-        # Copies in flight, and the staged values that they read.
+        # Copies in flight, and the staged values from which they read.
         self._arriving: list[tuple[SwapJob, list[int]]] = []
-        self._slow: Call | None = None  # the last call that was counted as too slow
+        self._slow: Call | None = None  # the last call that was counted as overdue
         self._results = StoreResults()
-        self._reported: tuple[bool, bool, bool] | None = None  # the state in the last results
+        self._reported: tuple[bool, bool, bool] | None = (
+            None  # the state in the last results that were returned
+        )
         self._thread = StoreThread(store, self._open)
         self._thread.submit(lambda: None, READ)  # open the store before the first lookup
 
     def begin(self, orders: Sequence[Order]) -> None:
-        """Begin to execute a tier's orders. Blocks to be stored are copied on the current stream.
+        """Start to execute a tier's orders. Blocks to be stored are copied on the current stream.
 
         Args:
-            orders: The orders. Each is executed after all step plans that were sent before it.
+            orders: The orders. The caller must have applied all step plans that were sent before
+                them.
 
         Raises:
             TypeError: An order is of an unknown type.
@@ -276,7 +281,7 @@ class StoreRank:
         timeout_s = seconds(timeout_s, "timeout_s")
         for number in [*self._loads]:
             self._give_up(GiveUp(number, is_late=False))
-        if self._invalid:  # one last attempt, in case an earlier one has failed
+        if self._invalid:  # one last attempt, in case an earlier removal has failed
             self._thread.submit(self._remove_invalid, READ)
         is_over = self._thread.close(timeout_s)
         self._take_over()
@@ -296,7 +301,7 @@ class StoreRank:
 
     def _ask_for_blocks(self, load: _Load) -> None:
         while load.blocks:
-            # The values that no put uses yet stay reserved for puts.
+            # Do not use the staged values that are reserved for puts.
             reserved = self.description.num_writes - self._num_writing
             count = min(len(load.blocks), self._staging.num_free - reserved)
             if count <= 0:
@@ -323,8 +328,8 @@ class StoreRank:
         return found
 
     def _got(self, call: Call) -> None:
-        """Process a finished call's blocks, and copy those that belong to active loads into their
-        pages.
+        """Process the blocks that a finished call has read, and copy blocks of active loads into
+        their pages.
         """
         get: _Get = call.tag
         load = get.load
@@ -412,7 +417,7 @@ class StoreRank:
         self._results.entries.append(Saved(put.order.number, outcomes))
 
     def _remove(self, order: RemoveBlocks) -> None:
-        for put in self._puts:  # set before the removal, which may start immediately
+        for put in self._puts:  # first, because the removal may start immediately
             put.invalid.update(set(order.keys).intersection(put.order.keys))
         self._invalid.append(self._texts(order.keys))
         self._removing.append(order.number)
@@ -449,7 +454,7 @@ class StoreRank:
         return [key_text(self._fingerprint, key) for key in keys]
 
     def _keys(self, texts: Sequence[str]) -> tuple[BlockKey, ...]:
-        """Return the keys of this epoch among the store's keys."""
+        """Return the store's keys that belong to the current epoch."""
         found = (key_of_text(self._fingerprint, text) for text in texts)
         return tuple(key for key in found if key is not None)
 
@@ -458,13 +463,13 @@ class StoreRank:
         counts[name] = counts.get(name, 0) + number
 
     def _may_ask(self) -> bool:
-        """Return whether the store may be called, that is, whether it is alive or due for a trial
-        call.
+        """Return whether the store may be called: it is not considered dead, or a trial call is
+        due.
         """
         return not self._is_slow() and self._circuit.allows()
 
     def _is_slow(self) -> bool:
-        """Return whether the call in progress is overdue. Counts each such call once."""
+        """Return whether the call in progress is overdue. Each overdue call is counted once."""
         running = self._thread.running
         if running is None or time.monotonic() - running.begun_at <= self._timeout_s:
             return False
@@ -481,7 +486,7 @@ class StoreRank:
         self._circuit.failed()
 
     def _take_over(self) -> None:
-        """Process the calls that the thread has finished since the last time."""
+        """Process the calls that the thread has finished since the last call of this method."""
         self._arriving = [each for each in self._arriving if not self._has_arrived(*each)]
         for call in self._thread.take_over():
             if call.tag == "opened":
@@ -507,7 +512,7 @@ class StoreRank:
     def _has_looked_up(self, call: Call) -> None:
         order: LookUp = call.tag
         if self._lookups.pop(order.number, None) is None:
-            return  # it was given up
+            return  # the lookup was abandoned
         keys = frozenset()
         if call.error is None and call.result is not None:
             keys = frozenset(key for key, has in zip(order.keys, call.result) if has)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of store types. The command line selects a store by its URL."""
+"""The registry of store types. Command line options select a store by its URL."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvcache.sources.store.base import BlockStore
 StoreFactory = Callable[[str, int], BlockStore]
 
 _FACTORIES: dict[str, StoreFactory] = {}
-_CAPACITY = "10GiB"  # default of a folder and of registered stores
-_MEMORY = "1GiB"  # default of a Mooncake store, which is memory of this process
+_CAPACITY = "10GiB"  # default capacity of a folder and of registered stores
+_MEMORY = "1GiB"  # default capacity of a Mooncake store, which uses memory of this process
 _OF_MOONCAKE = ("host", "protocol", "devices", "metadata")
 
 
@@ -23,12 +23,11 @@ def register_store(scheme: str) -> Callable[[StoreFactory], StoreFactory]:
     """Decorator that registers a function as the creator of stores for a URL scheme.
 
     Args:
-        scheme: Scheme of the URLs. It begins with a letter, followed by letters, digits, "+", "-" or
-            ".".
+        scheme: Scheme of the URLs: a letter, followed by letters, digits, "+", "-" or ".".
 
     Returns:
-        The decorator, which returns the function unchanged. The function is called with the whole
-        URL and the capacity in bytes.
+        The decorator. It returns the decorated function unchanged. The function is called with the
+        complete URL and the capacity in bytes.
 
     Raises:
         ValueError: The scheme is malformed or already registered.
@@ -58,16 +57,16 @@ def open_store(place: str, capacity: int | str | None = None) -> BlockStore:
             `MooncakeStore`; or a URL whose scheme is registered. The URL of a Mooncake store may set
             `host`, `protocol`, `devices` and `metadata`, as in
             "mooncake://10.0.0.1:50051?protocol=rdma&devices=mlx5_0".
-        capacity: Size of the store in bytes, or text such as "20GiB". For a Mooncake store, the
-            memory of this process that the store may use. None: 10 GiB, or 1 GiB for a Mooncake
-            store.
+        capacity: Size of the store in bytes, or a string such as "20GiB". For a Mooncake store, the
+            size of this process's memory that the store may use. None: 10 GiB, or 1 GiB for a
+            Mooncake store.
 
     Returns:
         The store, which is not open yet.
 
     Raises:
-        TypeError, ValueError: An argument is invalid, or the scheme is not registered. Other errors
-            come from the store.
+        TypeError, ValueError: An argument is invalid, or the scheme is not registered. The store
+            may raise other errors.
 
     Example:
         >>> open_store("/var/cache/kv", "20GiB")  # doctest: +SKIP

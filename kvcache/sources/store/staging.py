@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory through which values are copied between a store's thread and the cache's pages."""
+"""Host memory in which values are staged between a store's thread and the cache's pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ValueStaging:
     """Values in host memory, which is pinned if the pages are on a GPU. `pages` is a view of the
     values without their headers.
 
-    A value is in use from `take` until `give_back`. Value 0 is unused, because it corresponds to
+    A value is in use from `take` until `give_back`. Value 0 is not used, because it corresponds to
     page 0, the null block. Raises MemoryError if the host does not have enough memory.
     """
 
@@ -49,7 +49,7 @@ class ValueStaging:
         return len(self._free)
 
     def take(self) -> int:
-        """Take a free value and return its index. There must be a free value."""
+        """Take a free value and return its index. At least one value must be free."""
         return self._free.pop()
 
     def give_back(self, numbers: list[int]) -> None:

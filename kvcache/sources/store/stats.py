@@ -10,15 +10,14 @@ from kvcache.sources.base import LoadStats
 
 @dataclass
 class StoreStats(LoadStats):
-    """The counts that a store tier has accumulated since its creation. Blocks of different groups
-    count separately.
+    """Counts of a store tier since its creation. Blocks of different groups are counted separately.
 
-    With several ranks, a block that is put counts once. The lookups, loaded blocks, evictions and
-    errors of each rank count separately, as do bytes.
+    With several ranks, a block that is put is counted once. Lookups, loaded blocks, evictions,
+    errors and bytes are counted for each rank separately.
     """
 
     lookups: int = 0
-    """Number of requests looked up in the store."""
+    """Number of requests whose blocks were looked up in the store."""
 
     loaded_blocks: int = 0
     """Number of blocks that arrived with a correct digest."""
@@ -59,8 +58,8 @@ class StoreStats(LoadStats):
     """Number of failed calls to the store."""
 
     timeouts: int = 0
-    """Number of lookups and loads abandoned at their deadline, plus other calls that exceeded
-    theirs.
+    """Number of lookups and loads abandoned at their deadline, plus the number of other calls that
+    exceeded the timeout.
     """
 
     unasked: int = 0

@@ -24,18 +24,18 @@ class Call:
     work: Callable[[], Any]
     result: Any = None
     error: BaseException | None = None
-    is_given_up: bool = False  # abandoned by the caller, so never started
+    is_given_up: bool = False  # abandoned by the caller; not started if still queued
     is_over: bool = False
     tag: Any = None
-    evicted: list[str] = field(default_factory=list)  # keys; set by the store's thread
+    evicted: list[str] = field(default_factory=list)  # evicted keys; set by the store's thread
     begun_at: float = 0.0
 
 
 class StoreThread:
     """Calls a store in a separate thread, one call at a time. Reads take precedence over writes.
 
-    The thread is a daemon, so a call that never returns does not prevent the process from exiting,
-    and it keeps only its own memory alive. `close` waits for queued calls up to a time limit.
+    The thread is a daemon, so a call that never returns does not prevent the process from exiting.
+    Such a call keeps only its own memory alive. `close` waits for queued calls for a limited time.
     """
 
     def __init__(self, store: BlockStore, open_store: Callable[[], Any]) -> None:
@@ -49,13 +49,13 @@ class StoreThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], Any], priority: int, tag: Any = None) -> Call:
-        """Queue a call of `work` and return it."""
+        """Queue a call of `work` and return the call."""
         call = Call(work, tag=tag)
         self._put(priority, call)
         return call
 
     def take_over(self) -> Iterator[Call]:
-        """Yield each finished call once, in the order of completion.
+        """Yield each finished call once, in order of completion.
 
         Each call is removed from the queue just before it is yielded, so if the consumer raises an
         exception, the remaining calls stay queued.
@@ -64,7 +64,7 @@ class StoreThread:
             yield self._over.popleft()
 
     def close(self, timeout_s: float) -> bool:
-        """Finish the queued calls, stop the thread, and close the store. Returns False on a
+        """Finish the queued calls, stop the thread, and close the store. Returns False after a
         timeout.
         """
         self._put(_END, None)

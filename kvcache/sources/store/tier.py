@@ -48,7 +48,7 @@ from kvcache.worker import KVStorage, Pages
 
 _MOST_LOOKUPS = 4096  # maximum number of cached lookup results; the oldest is dropped first
 _MEDIUMS = {"device": "gpu", "host": "cpu"}
-_OUTCOMES = ("dropped", "refused", "stored", "known")  # the first one that any rank reports counts
+_OUTCOMES = ("dropped", "refused", "stored", "known")  # in order of precedence among ranks
 
 
 @dataclass(eq=False)
@@ -56,13 +56,13 @@ class _Lookup:
     """The result of looking up a request's blocks in the store."""
 
     number: int
-    request: Request  # the object, because IDs may be reused by requests with other tokens
-    first_token: int  # end of the hit at the lookup
+    request: Request  # compared by identity, because IDs may be reused
+    first_token: int  # end of the hit at the time of the lookup
     pending: set[int]  # ranks that have not answered
-    deadline: float  # deadline of the ranks, then expiry of their result
-    found: frozenset[BlockKey] = frozenset()  # blocks that all ranks that have answered have found
-    # The arguments of the last `match` (end of the hit, number of the request's tokens), and the
-    # end of the tokens found for them.
+    deadline: float  # deadline of the ranks' answers; afterwards, expiry of the result
+    found: frozenset[BlockKey] = frozenset()  # blocks found by every rank that has answered
+    # For the last `match`: the end of the hit and the number of the request's tokens, and the end
+    # of the tokens that were found.
     reach: tuple[tuple[int, int], int] | None = None
 
 
@@ -74,12 +74,12 @@ class _Arrival:
     pending: set[int]  # ranks that may still write to the pages
     deadline: float
     first_token: int
-    arrived_until: int  # position of the first token that will not arrive
+    arrived_until: int  # first token that will not arrive
     keys: frozenset[BlockKey]  # keys of all blocks
     error: str | None = None
 
     def fail_at(self, token: int, error: str) -> None:
-        """Record that tokens from `token` onwards will not arrive."""
+        """Record that token `token` and later tokens will not arrive."""
         self.arrived_until = max(min(self.arrived_until, token), self.first_token)
         self.error = self.error or error
 
@@ -95,7 +95,7 @@ class _Save:
     described: list[Described | None]
     epoch: int
     pending: set[int]  # ranks that have not answered
-    outcomes: list[tuple[str, ...] | None] = field(default_factory=list)  # of each rank
+    outcomes: list[tuple[str, ...] | None] = field(default_factory=list)  # by answered rank
 
 
 class StoreTier:
@@ -111,27 +111,28 @@ class StoreTier:
 
     Args:
         manager: The manager, created with `enable_events`. The tier drains the manager's events. To
-            read them yourself, set `announce` and call the tier's `drain_events`.
+            receive the events yourself, set `announce` and call the tier's `drain_events`.
         pages: The device's pages.
         store: The store.
         model: See `fingerprint`. Only engines with equal fingerprints share blocks.
         rank: See `fingerprint`.
         contents: See `fingerprint`.
         cp_kv_cache_interleave_size: See `fingerprint`.
-        host_pages: The pages of the manager's host tier.
+        host_pages: The pages of the host tier.
         write_from: "device": store each block once it is full. "host": store the blocks that the
             manager writes to its host tier (see `host_write`). None: store nothing. "auto": "host"
             if there is a host tier, otherwise "device".
         staging_bytes: Size in bytes of the host memory through which blocks are copied. Half of it is
             reserved for writes.
-        timeout_s: Seconds after which a lookup or a whole load is abandoned and counts as a miss.
+        timeout_s: Seconds after which a lookup or a complete load is abandoned and counts as a
+            miss.
         announce: Whether to keep events for `drain_events`: the manager's events and, if the store
             can list its keys (`BlockStore.knows_keys`), the store's.
         circuit: Circuit breaker for a failing store.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The manager emits no events, a store cannot fill its groups (see
+        ValueError: The manager emits no events, a store cannot fill the manager's groups (see
             `StoredPrefixes`), or an argument is invalid.
         MemoryError: The host does not have enough memory for staging.
     """
@@ -189,16 +190,16 @@ class StoreTier:
         write_from: Literal["auto", "device", "host"] | None = "auto",
         announce: bool = False,
     ) -> StoreTier:
-        """Create a tier over several ranks, which together hold each block (tensor, pipeline and context
-        parallelism).
+        """Create a tier over several ranks that together hold each block (tensor, pipeline and
+        context parallelism).
 
-        The tier decides for all ranks: only blocks that all of them find are loaded, a request
-        continues from the first token that any of them has not loaded, and a rank that fails or does
-        not answer causes a miss. No rank waits for another one.
+        The tier makes the decisions for all ranks: only blocks that all ranks find are loaded, a
+        request continues from the first token that any rank has not loaded, and a rank that fails
+        or does not answer causes a miss. No rank waits for another rank.
 
         Args:
             manager: See `StoreTier`.
-            ranks: One `StoreRank` per rank, or a connection to it (`StoreRankLink`).
+            ranks: For each rank, a `StoreRank` or a connection to one (`StoreRankLink`).
             write_from: See `StoreTier`.
             announce: See `StoreTier`.
 
@@ -207,7 +208,7 @@ class StoreTier:
 
         Raises:
             TypeError, ValueError: An argument is invalid, a rank was created for another manager or
-                model, or the ranks do not hold all of each block (`Share`).
+                model, or the ranks together do not hold whole blocks (`Share`).
         """
         medium = _medium(manager, write_from)
         links = listed(ranks, "ranks")
@@ -237,7 +238,7 @@ class StoreTier:
         described = [each.description for each in ranks]
         self._medium, self._model = medium, described[0].model
         self._epoch, self._store_epoch = manager.cache.epoch, 0
-        self._epoch_of_rank = [0] * len(ranks)  # epoch of the tier at a rank's epoch 0
+        self._epoch_of_rank = [0] * len(ranks)  # the tier's epoch when the rank joined
         self._timeout_s = max(each.timeout_s for each in described)
         self._num_writes = min(each.num_writes for each in described)
         self._per_call = min(each.num_per_call for each in described)
@@ -250,16 +251,16 @@ class StoreTier:
             self._waiting = WaitingBlocks(_MEDIUMS[medium], most, describes=self._announces)
         self._number = 0
         self._lookups: dict[str, _Lookup] = {}
-        self._asked: dict[int, _Lookup] = {}  # lookups that ranks have not answered
+        self._asked: dict[int, _Lookup] = {}  # lookups that some ranks have not answered
         self._loads: SourceLoads[_Arrival] = SourceLoads(manager, self.stats)
         self._loading: dict[int, _PageLoad] = {}
         self._saves: dict[int, _Save] = {}
         # Removals of invalid blocks, and the ranks that have not confirmed them.
         self._removals: dict[int, tuple[RemoveBlocks, set[int]]] = {}
-        self._states = [StoreResults() for _ in ranks]  # the last results of each rank
-        self._drained: list[CacheEvent] = []  # manager events that were not processed yet
+        self._states = [StoreResults() for _ in ranks]  # each rank's last results
+        self._drained: list[CacheEvent] = []  # manager events that have not been processed yet
         self._events: list[CacheEvent] = []
-        self._holders: dict[BlockKey, int] = {}  # a bit per rank whose store has the block
+        self._holders: dict[BlockKey, int] = {}  # one bit per rank: its store contains the block
 
     # Reads -----------------------------------------------------------------------------------------
 
@@ -269,15 +270,15 @@ class StoreTier:
 
         The first call starts a lookup, and later calls return its result. If the result is older
         than `timeout_s`, the lookup is repeated. Call this method immediately before the step, and
-        pass the number as `Admit.external` with `delayed=True`, without other external tokens and
-        without `max_host_blocks`.
+        pass the number as `Admit.external` with `delayed=True`. Do not pass other external tokens
+        or `max_host_blocks` for this request.
 
         Args:
-            request: A request that is not admitted.
+            request: A request that has not been admitted.
 
         Returns:
-            The number of tokens, or None while the lookup is running. The number is 0 if the lookup
-            takes longer than `timeout_s`, or while the circuit breaker prevents calls to the store.
+            The number of tokens, or None while the lookup is running. 0 if the lookup takes longer
+            than `timeout_s`, or while the circuit breaker prevents calls to the store.
         """
         instance(request, Request, "request")
         self._check_epoch()
@@ -307,7 +308,7 @@ class StoreTier:
         return stop - first
 
     def begin(self, request: Request) -> None:
-        """Begin to load the tokens that `match` found. The plan that admits the request must have
+        """Start to load the tokens that `match` found. The plan that admits the request must have
         been applied, or sent to all ranks.
 
         The request is in the receiving state until `poll` returns it.
@@ -326,8 +327,8 @@ class StoreTier:
             for block in self._prefixes.needed(request, first, stop)
             if (page := tables[block.key.group][block.column]) > 0
         )
-        # A rank ends a load after `timeout_s` by itself. The time until the second deadline is for
-        # messages to a rank in another process.
+        # A rank itself ends a load after `timeout_s`. The tier's deadline is later, to allow for
+        # the time that messages to and from a rank in another process take.
         load.detail = _Arrival(
             number=self._next_number(),
             pending=self._all_ranks(),
@@ -359,10 +360,10 @@ class StoreTier:
         return arrived
 
     def cancel(self, request: Request) -> None:
-        """Free a request that is matched or loading, and end its load.
+        """Free a request that is matched or loading, and cancel its load.
 
-        No rank writes to the blocks after it has received the order to stop, which precedes all later
-        plans. The blocks can therefore be reused immediately.
+        After a rank has received the order to stop, it no longer writes to the blocks. This order
+        precedes all later plans, so the blocks can be reused immediately.
         """
         instance(request, Request, "request")
         self._forget(request.request_id)
@@ -374,7 +375,7 @@ class StoreTier:
 
     @property
     def num_loading_requests(self) -> int:
-        """Number of requests with a load in flight."""
+        """Number of requests that have a load in flight."""
         return len(self._loads)
 
     @property
@@ -408,18 +409,18 @@ class StoreTier:
             lookup.found, lookup.pending = frozenset(keys), self._all_ranks()
             self._asked[lookup.number] = lookup
             self._tell(LookUp(lookup.number, tuple(keys)))
-            self._take_over()  # a rank that may not call the store has answered
+            self._take_over()  # a rank that may not call its store has already answered
         return lookup
 
     def _forget(self, request_id: str) -> None:
-        """Forget the lookup of a request that is not loading."""
+        """Discard the lookup of a request that is not loading."""
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             self._asked.pop(lookup.number, None)
         self._loads.forget(request_id)
 
     def _abandon(self, load: _PageLoad, error: str) -> None:
-        """End the load of a request on all ranks, without any tokens."""
+        """Cancel a request's load on all ranks. The request receives no tokens."""
         arrival = load.detail
         arrival.fail_at(load.first_token, error)
         self._tell(GiveUp(arrival.number, is_late=False), ranks=arrival.pending)
@@ -437,7 +438,7 @@ class StoreTier:
     # Writes ----------------------------------------------------------------------------------------
 
     def save(self, report: StepReport) -> None:
-        """Begin to put new blocks into the store. Call this method after `KVCacheManager.report`
+        """Start to put new blocks into the store. Call this method after `KVCacheManager.report`
         for the most recently planned step.
 
         Blocks are copied on the current stream, after the step's work. The stream must not be
@@ -486,7 +487,7 @@ class StoreTier:
         if save.pending:
             return
         del self._saves[number]
-        if None in save.outcomes:  # the call of a rank failed
+        if None in save.outcomes:  # a rank's call failed
             return
         for of_ranks in zip(*save.outcomes):
             name = f"{min(of_ranks, key=_OUTCOMES.index)}_blocks"
@@ -504,7 +505,7 @@ class StoreTier:
         return events
 
     def _drain(self) -> list[CacheEvent]:
-        """Return the manager's events since the last drain."""
+        """Return the manager's events since the last call."""
         events, self._drained = self._drained + self._manager.cache.drain_events(), []
         if self._waiting is not None:
             self._waiting.observe(events)
@@ -513,7 +514,8 @@ class StoreTier:
         return events
 
     def _tell_stored(self, key: BlockKey, rank: int, described: Described | None = None) -> None:
-        """Record that a rank's store has a block. Emit an event if all ranks have it now."""
+        """Record that a rank's store contains a block. Emit an event if the stores of all ranks now
+        contain it."""
         held = self._holders.get(key, 0)
         if not self._announces or held >> rank & 1:
             return
@@ -529,7 +531,7 @@ class StoreTier:
                 self._holders[key] = left
 
     def _tell_found(self, keys: Sequence[BlockKey], rank: int) -> None:
-        """Record all blocks of a store that was just opened."""
+        """Record all blocks in a store that was just opened."""
         for key in keys:
             if key.group >= len(self._manager.groups):
                 continue
@@ -544,14 +546,14 @@ class StoreTier:
     def start_epoch(self, model: str) -> None:
         """Start a new epoch in the manager, and stop using blocks computed with the old weights.
 
-        At the next `poll`, loads in flight end without any tokens.
+        Loads in flight end at the next `poll`, without any tokens.
 
         Args:
             model: A new value of `model` for `fingerprint`.
 
         Raises:
-            ValueError: `model` is the current value, under which the store still holds KV of the
-                old weights.
+            ValueError: `model` equals the current value, under which the store still contains KV of
+                the old weights.
         """
         if text(model, "model") == self._model:
             raise ValueError(
@@ -567,16 +569,16 @@ class StoreTier:
             self._forget(request_id)
         for load in self._loads.under_way:
             self._abandon(load, "the weights have changed")
-        self._removals.clear()  # no rank looks up these keys any more
+        self._removals.clear()  # no rank looks up these keys anymore
         self._tell(StartEpoch(model))
 
     def invalidate(self, ids: np.ndarray) -> dict[str, int]:
         """Call `KVCacheManager.invalidate`, and remove the affected blocks from the store, too.
 
-        This includes blocks that are being put. If the store fails, the blocks are removed before
-        the next call. Blocks that were computed from invalid blocks, but had already been evicted
-        from the cache, stay in the store. If the store may contain such blocks, change `model` with
-        `start_epoch`.
+        This includes blocks that are being put. If the removal fails, it is repeated before the
+        next call to the store. Blocks that were computed from invalid blocks, but had already been
+        evicted from the cache, remain in the store. If the store may contain such blocks, change
+        `model` with `start_epoch`.
 
         Args:
             ids: As for `KVCacheManager.invalidate`.
@@ -604,20 +606,20 @@ class StoreTier:
         return affected
 
     def replace_rank(self, index: int, rank: StoreRankLink) -> None:
-        """Continue with another process for a rank, after the earlier one has died.
+        """Replace a rank whose process has died.
 
-        The other ranks keep their state. Loads in flight end without any tokens, and lookups find
-        nothing. The new rank removes the invalid blocks that the earlier one has not removed from the
-        store. The pages of the new rank are empty: before the next step, free the running requests and
-        reset the cache.
+        The other ranks keep their state. Loads in flight end without any tokens, and lookups in
+        flight find nothing. The new rank removes the invalid blocks that the dead rank has not
+        removed from the store. The pages of the new rank are empty, so free the running requests
+        and reset the cache before the next step.
 
         Args:
             index: Index of the rank.
             rank: The new rank, with the `model` string of the current epoch.
 
         Raises:
-            TypeError, ValueError: An argument is invalid, or the new rank differs from the earlier one.
-                Nothing has changed.
+            TypeError, ValueError: An argument is invalid, or the new rank's description differs
+                from that of the dead rank. Nothing has changed.
         """
         index = integer(index, "index", 0, len(self._ranks) - 1)
         new = _description(rank, "rank")
@@ -655,11 +657,11 @@ class StoreTier:
 
     @property
     def num_waiting_blocks(self) -> int:
-        """Number of blocks that are waiting to be put or are being put."""
+        """Number of blocks that are waiting to be put or being put."""
         return self._num_writing + (0 if self._waiting is None else len(self._waiting))
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End all loads, wait for the puts in flight, and stop the store's thread.
+        """Cancel all loads, wait for the puts in flight, and stop the store's thread.
 
         Args:
             timeout_s: Maximum time to wait for each rank, in seconds.
@@ -689,16 +691,18 @@ class StoreTier:
         return set(range(len(self._ranks)))
 
     def _tell(self, order: Order, ranks: set[int] | None = None) -> None:
-        """Send an order to the given ranks, or to all of them."""
+        """Send an order to the given ranks, or to all ranks."""
         for i, rank in enumerate(self._ranks):
             if ranks is None or i in ranks:
                 state = self._states[i]
                 state.is_busy = True
-                state.may_write &= not state.is_dead  # the order may be the trial call
+                state.may_write &= (
+                    not state.is_dead
+                )  # for a dead store, the order may be the trial call
                 rank.begin([order])
 
     def _take_over(self) -> None:
-        """Process the results of the ranks since the last time."""
+        """Process the results that the ranks have returned since the last call of this method."""
         for load in self._loads.under_way:
             if load.detail.pending and not self._loads.is_receiving(load):
                 self._abandon(load, "its request was freed")
@@ -740,13 +744,14 @@ class StoreTier:
             self._has_ended(lookup)
 
     def _has_ended(self, lookup: _Lookup) -> None:
-        """Record that the result of a lookup is known from now on."""
+        """Record that the result of a lookup is now known."""
         del self._asked[lookup.number]
         lookup.pending, lookup.deadline = set(), time.monotonic() + self._timeout_s
 
 
 def _medium(manager: KVCacheManager, write_from: object) -> str | None:
-    """Return where blocks are stored from: "device", "host" or None. Raises TypeError or ValueError."""
+    """Return the source of blocks to store: "device", "host" or None. Raises TypeError or
+    ValueError."""
     instance(manager, KVCacheManager, "manager")
     if not manager.options.enable_events:
         raise ValueError(

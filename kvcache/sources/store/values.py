@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a stored value, which consists of a header and the bytes of a page.
+"""The format of a stored value: a header, followed by the bytes of a page.
 
     digest 16 | magic 8 | page bytes 8 | fingerprint 16 | group 4 | hash bytes 4 | hash 32 | zeros | page
 
-The digest, a 128-bit XXH3, covers all bytes after it. It detects accidental corruption, but not
-forgery.
+The digest is a 128-bit XXH3 hash of all bytes that follow it. It detects accidental corruption, but
+not forgery.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FIELDS = struct.Struct("<8sQ16sII32s40x")
 
 
 class BlockKey(NamedTuple):
-    """The key of a cached block, consisting of its group and its hash."""
+    """The key of a cached block: its group and its hash."""
 
     group: int
     block_hash: bytes
 
 
 def key_text(fingerprint: bytes, key: BlockKey) -> str:
-    """Return the text key under which a store holds a block.
+    """Return the string that a store uses as the key of a block.
 
     Example:
         >>> key_text(bytes(16), BlockKey(0, b"hash"))
@@ -61,7 +61,8 @@ def seal(
     """Write the header of each value. `values` is uint8[n, 128 + page bytes]; its rows already
     contain the page bytes.
 
-    Pass many values in one call, because each call releases the GIL and must wait to reacquire it.
+    Pass many values per call, because each call releases the GIL and may have to wait to reacquire
+    it.
     """
     values[numbers, _DIGEST_BYTES:HEADER_BYTES] = _headers(values.shape[1], fingerprint, keys)
     values[numbers, :_DIGEST_BYTES] = _digests(values, numbers)
@@ -74,7 +75,8 @@ def faults(
     fingerprint: bytes,
     keys: Sequence[BlockKey],
 ) -> list[str | None]:
-    """Return the fault of each value, given the received sizes: "missing", "misfit", "corrupt" or None.
+    """Return each value's fault, given the received sizes: "missing", "misfit", "corrupt", or None
+    for a valid value.
 
     Raises ValueError if `sizes` and the values differ in length.
     """

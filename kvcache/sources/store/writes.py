@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of blocks to be put into a store."""
+"""The queue of blocks that are waiting to be put into a store."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from kvcache.sources.store.values import BlockKey
 
 
 class Described(NamedTuple):
-    """The event that describes a block, and the block's index in that event."""
+    """The cache event that describes a block, and the block's index in the event."""
 
     event: BlockStored
     index: int
 
 
 class WaitingBlocks:
-    """A bounded queue of blocks that were cached on a medium and must be put into a store, oldest
-    first.
+    """A bounded FIFO queue of blocks that were cached on a medium and must be put into a store.
 
-    With `describes`, the queue also keeps the device's events for these blocks and for all blocks
-    that may be written later.
+    With `describes`, the queue also keeps the device events of the queued blocks and of all blocks
+    that may be queued later.
     """
 
     def __init__(self, medium: str, most: int, *, describes: bool = False) -> None:
@@ -41,7 +40,7 @@ class WaitingBlocks:
 
     def observe(self, events: Iterable[CacheEvent]) -> None:
         """Process the manager's events. Each event must be passed exactly once, in order."""
-        gone: set[BlockKey] = set()  # a step that evicts a block writes it to the host at its end
+        gone: set[BlockKey] = set()  # removed last: an evicted block may be written to the host
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 if event.medium == self._medium:
@@ -70,7 +69,7 @@ class WaitingBlocks:
     def take(
         self, manager: KVCacheManager, most: int
     ) -> list[tuple[BlockKey, int, Described | None]]:
-        """Remove the oldest blocks that are still cached, and return them with their pages.
+        """Dequeue the oldest blocks that are still cached, and return them with their pages.
 
         Every plan of the manager must have been applied.
         """
