@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI-compatible completion endpoints for the engine, and a page that visualizes the cache.
 
-This is a reference implementation, not a production server: it runs in one process, serves one model and
-supports at most one API key. Requires the packages of the extra `serve` (`pip install
-'torch-kvcache[serve]'`).
+This is a reference implementation, not a production server: it runs in one process, serves one
+model and supports at most one API key. Requires the optional dependencies in the extra `serve`
+(`pip install 'torch-kvcache[serve]'`).
 """
 
 from kvcache.server.app import make_app

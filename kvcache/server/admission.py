@@ -16,23 +16,24 @@ class Busy(Exception):
 
 
 class Admission:
-    """Assigns rows of an engine to the prompts of requests. Use from one event loop only.
+    """Assigns an engine's rows to the prompts of requests. Use an instance from a single event loop
+    only.
 
-    The first prompt of each request is assigned any free row, by priority and then in order of arrival.
-    Additional prompts of the same request are assigned rows only while less than half of the rows are
-    in use, or less than an eighth if other requests have rows. Therefore, rows are free for a new
-    request, and steps stay short, regardless of the number of prompts in other requests.
+    The first prompt of each request may use any free row; rows are assigned by priority and then in
+    order of arrival. Additional prompts of a request are assigned rows only while less than half of
+    the rows are in use, or less than an eighth if other requests use rows. This leaves rows free
+    for new requests and keeps steps short, regardless of the number of prompts in other requests.
     """
 
     def __init__(self, num_rows: int, max_waiting: int) -> None:
         self._num_rows, self._max_waiting = num_rows, max_waiting
         self._num_given = 0
-        self._num_requests = 0  # number of requests whose first prompts have rows
+        self._num_requests = 0  # number of requests whose first prompt occupies a row
         self._order = itertools.count()
         # A heap of (priority, number, count, future).
         self._first: list[tuple[int, int, int, asyncio.Future[None]]] = []
         self._further: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._error: Exception | None = None  # error raised for new requests
+        self._error: Exception | None = None  # error to raise for new requests
         self._ended: Exception | None = None  # set once no request is waiting
 
     @property
@@ -47,8 +48,8 @@ class Admission:
             raise self._error
 
     def check(self) -> None:
-        """Raise the error that a new request would get now: `Busy`, or the error passed to `refuse` or
-        `close`. Return if the request would be accepted.
+        """Raise the error that a new request would currently receive: `Busy`, or the error passed
+        to `refuse` or `close`. Return if the request would be accepted.
         """
         self.check_open()
         if len(self._first) >= self._max_waiting:
@@ -86,7 +87,7 @@ class Admission:
             await turn
             yield
         finally:
-            # If the request was cancelled while waiting, `_give` skips it.
+            # `_give` skips requests that were cancelled while waiting.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._num_given -= count
                 self._num_requests -= is_first

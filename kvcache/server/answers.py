@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to requests, complete or streamed, with their text, log probabilities and usage."""
+"""Creates complete or streamed answers to requests, with text, log probabilities and usage."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NUMBERS = itertools.count()  # consecutive numbers for the IDs of answers
 
 
 class Source:
-    """The prompts of a request, which are served in lanes. Each lane serves one prompt after another,
-    whenever rows are assigned to it.
+    """Serves the prompts of a request in lanes. Each lane serves one prompt after another, whenever
+    it is assigned rows.
 
-    The first lane competes with all requests for rows, whereas the other lanes use spare rows (see
-    `Admission`).
+    The first lane competes with all requests for rows, whereas the other lanes use only spare rows
+    (see `Admission`).
     """
 
     def __init__(
@@ -48,13 +48,15 @@ class Source:
         self._log = log
         self._records = [RequestRecord(len(prompt)) for prompt in prompts]
         self.num_cached_tokens = 0  # cached tokens of served prompts
-        self.hints: Hints | None = None  # hints about the only prompt and its answer
+        # Hints about the prompt and its answer. Only requests with a single prompt can have hints.
+        self.hints: Hints | None = None
         self._loop, self._admission = loop, admission
         self._options = {"priority": asked.priority, "cache_salt": asked.cache_salt}
         self._numbers = iter(range(len(prompts)))
 
     async def deltas(self, lane: int) -> AsyncIterator[tuple[int, Answer, Delta]]:
-        """Yield (prompt index, answer, delta) as deltas arrive, until all prompts are answered."""
+        """Yield (prompt index, answer, delta) for each delta that arrives, until all prompts are
+        answered."""
         while True:
             priority = self._options["priority"]
             async with self._admission.rows(self.params.n, is_first=lane == 0, priority=priority):
@@ -88,7 +90,7 @@ class Piece(NamedTuple):
 
 
 class Form:
-    """The format of an answer: IDs, object names, and text or message.
+    """Formats answers: IDs, object names, and texts or messages.
 
     - `has_logprobs`: whether choices have log probabilities.
     """
@@ -98,10 +100,10 @@ class Form:
         self._is_chat, self._has_logprobs = is_chat, has_logprobs
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{next(_NUMBERS)}"
         self._created = int(time.time())
-        self._offsets: dict[int, int] = {}  # choice -> number of characters so far
+        self._offsets: dict[int, int] = {}  # number of characters so far, by choice
 
     def body(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
-        """Return the body without usage."""
+        """Return the body of an answer, without usage."""
         kind = "text_completion"
         if self._is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
@@ -114,7 +116,7 @@ class Form:
         }
 
     def choice(self, piece: Piece, is_chunk: bool) -> dict[str, Any]:
-        """Return one choice of the answer, or a chunk of a choice."""
+        """Return a choice of the answer, or a chunk of a choice."""
         content: dict[str, Any] = {"text": piece.text}
         if self._is_chat:
             message = {"role": "assistant", "content": piece.text}
@@ -155,7 +157,7 @@ class Form:
 
 
 class Choices:
-    """The samples of all prompts of a request. Choice i is sample i % n of prompt i // n."""
+    """The samples for all prompts of a request. Choice i is sample i % n for prompt i // n."""
 
     def __init__(self, texts: Texts, stops: StopTexts, source: Source) -> None:
         self._source = source
@@ -167,7 +169,7 @@ class Choices:
         self._num_tokens = 0
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Serve all prompts concurrently, and yield the pieces of their answers as they arrive."""
+        """Serve all prompts concurrently, and yield pieces of their answers as they arrive."""
         pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
         async def listen(lane: int) -> None:
@@ -196,7 +198,7 @@ class Choices:
     def _pieces_of(self, number: int, answer: Answer, delta: Delta) -> Iterator[Piece]:
         choice = number * self._num_samples + delta.index
         if self.reasons[choice] is not None:
-            return  # these tokens were generated before the engine processed the stop
+            return  # ignore tokens that were generated before the engine processed the stop
         text, token_ids = self.texts[choice], delta.token_ids
         ends = self._source.params.stop_token_ids
         self._num_tokens += len(token_ids)
@@ -218,7 +220,7 @@ class Choices:
             yield Piece(choice, shown, self.reasons[choice], tokens)
 
     async def receipts(self) -> dict[str, Any]:
-        """Return the receipts of the request's hints, as a field of the answer."""
+        """Return the receipts for the request's hints, as a field of the answer."""
         hints = self._source.hints
         return {} if hints is None else {"kv_receipts": await hints.receipts()}
 
@@ -235,7 +237,7 @@ class Choices:
 
 
 async def whole_answer(choices: Choices, form: Form, request: Request) -> Response:
-    """Return the complete answer, unless the client disconnects."""
+    """Return the complete answer. If the client disconnects, stop generating it."""
 
     async def listen() -> None:
         async with aclosing(choices.pieces()) as pieces:

@@ -56,16 +56,18 @@ def make_app(
         model_name: The model name that requests must use.
         limits: Limits of requests. Only `Server` enforces the limits on connections.
         trust_clients: Whether requests may set `cache_salt`, `priority` and `kv_hints`, which are
-            otherwise rejected. With these fields, a client could use another client's salt to share that
-            client's cache, use a priority to be served before other clients, or demote their blocks.
-        connector: A source of the engine. If given, other servers can have prompts prefilled by this
-            server (`/prefill`) and load the prompts' KV.
-        peers: A source of the engine. If given, other servers can load prefixes that this server has
-            cached (`/peer`). The loop must have a publisher, whose events the other servers read.
+            otherwise rejected. With these fields, a client could share another client's cache by
+            using its salt, jump ahead of other clients by setting a priority, or demote other
+            clients' blocks.
+        connector: A `Connector` among the engine's sources. If given, other servers can request
+            that this server prefill prompts (`/prefill`), and load their KV.
+        peers: A `PeerSource` among the engine's sources. If given, other servers can load prefixes
+            that this server has cached (`/peer`). The loop must have a publisher, because the other
+            servers read its events.
         transfer_secret: The secret of the transports. If given, only servers with the same secret can
             use `/prefill` and `/peer`, and their `cache_salt` is accepted.
-        api_key: The key that `/v1/...`, `/tokenize` and `/detokenize` require. All other paths need no
-            key, because they do not reveal prompts or answers. None: no key is required.
+        api_key: The key that `/v1/...`, `/tokenize` and `/detokenize` require. Other paths do not
+            require a key, because they do not reveal prompts or answers. None: no key is required.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -82,7 +84,8 @@ def make_app(
         instance(connector, Connector, "connector")
     instance(transfer_secret, bytes, "transfer_secret")
     if peers is not None:
-        from kvcache.server.peers import add_peers  # needs the packages of `kvcache.router_events`
+        # Imported here, because it requires the packages on which `kvcache.router_events` depends.
+        from kvcache.server.peers import add_peers
         from kvcache.sources.peers import PeerSource
 
         instance(peers, PeerSource, "peers")
@@ -173,7 +176,7 @@ def make_app(
 
     @app.get("/health")
     async def health() -> Response:
-        """Return status 200, or 503 if the server shuts down or its engine failed."""
+        """Return status 200, or 503 if the server is shutting down or its engine has failed."""
         loop.check()
         admission.check_open()
         return Response()
@@ -189,7 +192,8 @@ def make_app(
 
     @app.get("/state")
     async def state(since: float | None = None) -> Response:
-        """Return the state of the cache, and its history after `since`, in seconds since the epoch."""
+        """Return the state of the cache, and its history after the time `since` (in seconds since
+        the epoch)."""
         found = loop.state | {
             **{"model": model_name, "now": time.time(), "requests": log.timeline()},
         }

@@ -20,7 +20,8 @@ def key_check(
 ) -> Callable[[_Bearer], None]:
     """Return a FastAPI dependency that rejects requests without this key.
 
-    The error names the key and its source, and does not contain the received key.
+    The error message states how to pass the key and where it was configured, but does not contain
+    the received key.
     """
     expected = api_key.encode()
 

@@ -20,9 +20,10 @@ from kvcache.server.errors import AskError
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
-_MOST_NESTED = 32  # maximum levels of lists and objects, for example in the schemas of tools
-_MOST_DROPPED = 2**22  # maximum number of bytes of an oversized body that are read and discarded
-# Maximum bytes or characters processed in the event loop. These take about a millisecond.
+_MOST_NESTED = 32  # maximum nesting depth of lists and objects, for example in tool schemas
+_MOST_DROPPED = 2**22  # maximum number of bytes to read and discard from an oversized body
+# Maximum number of bytes or characters to process in the event loop, which takes about a
+# millisecond.
 _MOST_AT_ONCE = 2**16
 
 
@@ -38,18 +39,18 @@ def refuse_untrusted(asked: BaseModel, names: tuple[str, ...]) -> None:
 
 
 async def apart(size: int, call: Callable[..., T], *args: object) -> T:
-    """Return `call(*args)`. If `size` is large, run the call in a thread."""
+    """Return `call(*args)`. If `size` is large, the call runs in a separate thread."""
     return await asyncio.to_thread(call, *args) if size > _MOST_AT_ONCE else call(*args)
 
 
 async def read_body(request: Request, most: int) -> bytes:
     """Read the body.
 
-    Part of an oversized body is read and discarded, because most clients read the response only after
-    they have sent the whole body.
+    A part of an oversized body is read and discarded, because most clients read the response only
+    after they have sent the complete body.
 
     Raises:
-        AskError: With status 413 for more than `most` bytes, and 415 for a compressed body.
+        AskError: The body has more than `most` bytes (status 413), or is compressed (status 415).
     """
     pieces, size = [], 0
     async for piece in request.stream():
@@ -124,7 +125,7 @@ def _json_of(body: bytes) -> object:
         raise AskError(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise AskError(f"the body nests too deeply: expected {_MOST_NESTED} levels") from None
-    except ValueError:  # an integer with more than 4,300 digits, which field validation rejects
+    except ValueError:  # truncate integers of over 4,300 digits; field validation rejects them
         return json.loads(
             text, object_pairs_hook=_object_of, parse_int=lambda digits: int(digits[:400])
         )

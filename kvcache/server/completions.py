@@ -23,7 +23,7 @@ from kvcache.server.request_log import RequestLog
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import Texts
 
-# Fields that affect other clients. They are rejected unless clients are trusted.
+# Fields that can affect other clients. They are rejected unless clients are trusted.
 _OF_TRUSTED = ("cache_salt", "priority", "kv_hints")
 AskedKind = TypeVar("AskedKind", bound=Asked)
 
@@ -69,7 +69,7 @@ class Completions:
         return await self._serve(asked, max_tokens, [("messages", prompt)], request)
 
     async def hint(self, request: Request) -> dict[str, Any]:
-        """Answer /v1/kv_hints: carry out hints about a prompt that is not completed now."""
+        """Serve /v1/kv_hints: carry out hints about a prompt without completing it."""
         self._admission.check()
         body = await read_body(request, self.max_body_bytes)
         asked = await apart(len(body), parsed, body, AskedHints)
@@ -98,7 +98,7 @@ class Completions:
             raise AskError(message, 404, param="model", code="model_not_found")
 
     async def _asked(self, request: Request, kind: type[AskedKind]) -> AskedKind:
-        """Return the body after all checks that do not depend on the prompts."""
+        """Run all checks that do not depend on the prompts, and return the body."""
         self._admission.check()
         body = await read_body(request, self.max_body_bytes)
         asked = await apart(len(body), parsed, body, kind)
@@ -121,7 +121,8 @@ class Completions:
         return asked
 
     def _prompts(self, asked: AskedCompletion) -> list[tuple[str, Any]]:
-        """Return the name and value of each prompt. A value is a text or a list of tokens."""
+        """Return the name and value of each prompt. A value is either a string or a list of
+        tokens."""
         prompt = asked.prompt
         are_several = isinstance(prompt, list) and set(map(type, prompt)) in ({str}, {list})
         if are_several and len(prompt) * asked.n > self._limits.max_choices:
@@ -138,7 +139,8 @@ class Completions:
         return prompts
 
     def _check_prompt(self, name: str, prompt: Any) -> None:
-        """Raise AskError unless a prompt is a text or a list of tokens that may fit."""
+        """Raise AskError unless a prompt is a string or a list of tokens that is not obviously too
+        long."""
         if prompt in ("", []):
             raise AskError(f"{name} is empty: expected one token or more", param=name)
         if isinstance(prompt, str):
@@ -191,7 +193,7 @@ class Completions:
             for name, prompt in prompts:
                 self._loop.engine.check(prompt, params, name=name)
         except (TypeError, ValueError) as error:
-            # The message starts with the name of the argument, which is also the name of the field.
+            # The message starts with the argument's name, which is also the field's name.
             message = str(error)
             code = CONTEXT_CODE if message.endswith("max_model_len") else None
             raise AskError(message, param=message.partition(" ")[0], code=code) from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an engine in a separate thread, for callers in an event loop."""
+"""Runs an engine in a separate thread, for use from an event loop."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAX_FAILURES = 3  # consecutive failed steps after which all requests are ended
 _SNAPSHOT_SECONDS = 0.2
-_SOURCES_SECONDS = 0.005  # pause in seconds after a step in which only sources had work
+_SOURCES_SECONDS = 0.005  # pause in seconds after a step in which only sources were active
 
 
 class EngineError(Exception):
-    """Raised if a request ended because the model failed or the server is stopping.
+    """Raised if a request ends because the model has failed or the server is stopping.
 
     `status`: the HTTP status.
     """
@@ -68,7 +68,7 @@ class Answer:
             self._loop.call(lambda engine: self._loop.stop_sample(self, index))
 
     def close(self) -> None:
-        """End the request if it has not ended. Must always be called."""
+        """End the request if it is still running. This method must always be called."""
         with suppress(EngineError):  # the thread has stopped and ended all requests
             self._loop.call(lambda engine: self._loop.drop(self))
 
@@ -76,7 +76,8 @@ class Answer:
     def put_all(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
         """Pass each delta to its answer. Called from the engine's thread.
 
-        Each event loop is woken only once, not once per delta, because waking it needs a system call.
+        Each event loop is woken only once for all deltas, because waking an event loop needs a
+        system call.
         """
         by_events: dict[asyncio.AbstractEventLoop, list[tuple[Answer, Delta | Exception]]] = {}
         for answer, delta in deltas:
@@ -88,11 +89,11 @@ class Answer:
 class EngineLoop:
     """Runs an engine in a separate thread, which makes all calls to the engine.
 
-    Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache's contents,
-    `history` contains earlier snapshots, and `cache_metrics` contains the cache's counters.
+    Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache, `history`
+    contains earlier snapshots, and `cache_metrics` contains the cache's counters.
 
     Args:
-        engine: An engine that has not been used by any thread.
+        engine: An engine that no thread has used yet.
         publisher: Publisher that receives the cache events. `stop` closes it.
 
     Raises:
@@ -105,20 +106,20 @@ class EngineLoop:
         if publisher is not None and not engine.cache.manager.options.enable_events:
             raise ValueError("publisher is given: expected a manager with enable_events")
         self.engine, self.publisher = engine, publisher
-        self._publisher = publisher  # None once it has failed
+        self._publisher = publisher  # None once the publisher has failed
         self.cache_metrics = CacheMetrics()
         self.history = History()
         self._look()
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # answers to requests being served
-        # Receipts that clients wait for.
+        # Receipts for which clients are waiting.
         self._hinting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Receipt]]] = []
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
-        # This lock ensures that no work is queued after the None that stops the thread.
+        # Ensures that no work is queued after the None that stops the thread.
         self._lock = threading.Lock()
         self._is_started = self._is_stopped = False  # whether `start` and `stop` were called
         self._is_stopping = False  # whether the thread has received the None that stops it
-        self._refusal: EngineError | None = None  # error that new requests get after `end_all`
+        self._refusal: EngineError | None = None  # error for new requests after `end_all`
         self._last_snapshot = 0.0
         self._num_failures = 0
 
@@ -157,11 +158,13 @@ class EngineLoop:
             self._refusal = error
             self._give_up(error)
 
-        with suppress(EngineError):  # there are no requests, and new requests are already rejected
+        # If the loop is not running, there are no requests, and new requests are already rejected.
+        with suppress(EngineError):
             self.call(end)
 
     def check(self) -> None:
-        """Raise the EngineError that a new request would get now. Return if it would be accepted."""
+        """Raise the EngineError that a new request would currently receive. Return if the request
+        would be accepted."""
         with self._lock:
             self._check_running()
         if self._refusal is not None:
@@ -188,9 +191,9 @@ class EngineLoop:
     async def serving(
         self, prompt: list[int], params: SamplingParams, **options: Any
     ) -> AsyncIterator[Answer]:
-        """Serve a request within an `async with` block.
+        """Serve a request during an `async with` block.
 
-        Raises the errors of `Engine.add`, and EngineError before `start` and after `stop`.
+        Raises any error that `Engine.add` raises, and EngineError before `start` and after `stop`.
         """
         answer = Answer(self, params.beam_width if params.beam_width > 1 else params.n)
         try:
@@ -213,7 +216,7 @@ class EngineLoop:
     async def ask(self, work: Callable[[Engine], T]) -> T:
         """Run `work` in the engine's thread, and return its result.
 
-        Raises the error of `work`, and EngineError before `start` and after `stop`.
+        Raises any error that `work` raises, and EngineError before `start` and after `stop`.
         """
         events = asyncio.get_running_loop()
         done: asyncio.Future[T] = events.create_future()
@@ -234,7 +237,7 @@ class EngineLoop:
     ) -> list[Receipt]:
         """Submit hints about the KV of a token prefix, and return their receipts.
 
-        Raises the errors of `Engine.hint`, and EngineError before `start` and after `stop`.
+        Raises any error that `Engine.hint` raises, and EngineError before `start` and after `stop`.
         """
         events = asyncio.get_running_loop()
         answers: list[asyncio.Future[Receipt]] = [events.create_future() for _ in hints]
@@ -259,11 +262,11 @@ class EngineLoop:
         return list(await asyncio.gather(*answers))
 
     def drop(self, answer: Answer) -> None:
-        """End a request after its client stopped reading. Called in the engine's thread."""
+        """End a request whose client has stopped reading. Called in the engine's thread."""
         instance(answer, Answer, "answer")
         generation = answer.generation
         if generation is not None and self._answers.pop(generation.request_id, None):
-            self.engine.abort(generation.request_id)  # has no effect if the request has ended
+            self.engine.abort(generation.request_id)  # no effect if the request has already ended
 
     def stop_sample(self, answer: Answer, index: int) -> None:
         """End one sample of a request. Called in the engine's thread."""
@@ -309,7 +312,7 @@ class EngineLoop:
     def _hear(self, wait_s: float | None) -> None:
         """Run the work that callers have submitted.
 
-        Waits up to `wait_s` seconds for work, or indefinitely if None.
+        Waits for work for up to `wait_s` seconds, or indefinitely if `wait_s` is None.
         """
         while not self._is_stopping:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of requests, returned in the format of OpenAI's error objects."""
+"""Request errors, which are returned as OpenAI error objects."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvcache.checks import shown
 from kvcache.server.admission import Busy
 from kvcache.server.engine_loop import EngineError
 
-CLOSED = 499  # status for disconnected clients; nobody reads it
-CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code for prompts that are too long
-_SECONDS_TO_RETRY = 1  # retry delay sent to clients if too many requests are waiting
+CLOSED = 499  # status for disconnected clients, which never receive it
+CONTEXT_CODE = "context_length_exceeded"  # OpenAI's error code for prompts that are too long
+_SECONDS_TO_RETRY = 1  # retry delay in seconds, sent to clients if too many requests are waiting
 
 # Status -> (type, code), for errors without a more specific code.
 _KINDS = {
@@ -40,7 +40,7 @@ class AskError(Exception):
     Args:
         message: One line that names the field, its value and the expected value.
         status: The HTTP status.
-        headers: Headers of the response.
+        headers: Additional headers of the response.
         param: Path of the invalid field in the body, such as `messages[0].role`.
         code: A short machine-readable name of the error. None: the name of the status.
     """
@@ -83,7 +83,8 @@ def error_body(
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Return an error object for each error of an endpoint, and for unknown paths."""
+    """Make the application return an error object for every error in an endpoint and for unknown
+    paths."""
 
     @app.exception_handler(AskError)
     async def refuse(_: Request, error: AskError) -> Response:

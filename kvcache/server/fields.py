@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of OpenAI's requests, including vLLM's additional fields that load generators use."""
+"""The request bodies of OpenAI's API, including additional fields of vLLM that load generators
+use."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ _MOST_LOGPROBS = 20  # OpenAI's limit, and vLLM's default
 _MOST_STOP_TOKENS = 128
 _MOST_METADATA = 16  # OpenAI's limit
 
-# Unsupported fields, with the values that are accepted because they have no effect.
+# Unsupported fields, with the values that are accepted because they request no special behavior.
 _OF_NO_EFFECT: dict[str, tuple[object, ...]] = {
     **{"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,)},
     **{"store": (False,), "service_tier": ("auto", "default"), "modalities": (["text"],)},
-    # Fields of vLLM:
+    # vLLM's additional fields:
     **{"top_k": (-1,), "min_p": (0,), "min_tokens": (0,), "use_beam_search": (False,)},
     **{"length_penalty": (1,), "add_special_tokens": (True,), "skip_special_tokens": (True,)},
     **{"include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,)},
@@ -34,11 +35,12 @@ def _has_no_effect(name: str, value: object) -> bool:
 
 
 def refuse(message: str, param: str | None = None, code: str = "invalid_value") -> NoReturn:
-    """Reject a body in a validator. The message is used without changes.
+    """Raised by validators to reject a body. The message is returned to the client unchanged.
 
     Args:
-        message: The message. If a field's validator raises the error, the field's path is prepended.
-        param: The field, if an object's validator raises the error.
+        message: The message. If the validator of a field raises the error, the field's path is
+            prepended.
+        param: The invalid field, if the validator of an object raises the error.
         code: The error code.
     """
     context = {"message": message, "param": param, "code": code}
@@ -48,8 +50,8 @@ def refuse(message: str, param: str | None = None, code: str = "invalid_value") 
 class Fields(BaseModel):
     """An object in a request body.
 
-    Unknown fields are rejected and types are not converted. null is treated as a missing field,
-    unless the field is required.
+    Unknown fields are rejected and types are not converted. A field with the value null is treated
+    as missing, unless the field is required.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -69,12 +71,13 @@ class StreamOptions(Fields):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM: report usage in each event, not only in the last
+    # vLLM's field: report usage in each event, not only in the last one.
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
 def _not_served(*served: object) -> BeforeValidator:
-    """Return a validator that rejects all values except the supported ones."""
+    """Return a validator that accepts only the supported values."""
 
     def check(value: object) -> object:
         if value not in served:
@@ -103,7 +106,7 @@ def _stop_texts(value: object) -> object:
 class Asked(Fields):
     """Fields supported by both endpoints.
 
-    OpenAI fields that are not listed here are rejected, not ignored, unless their value has no effect.
+    OpenAI fields that are not listed here are rejected unless their value has no effect.
     """
 
     @model_validator(mode="before")
@@ -119,13 +122,13 @@ class Asked(Fields):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: Annotated[int, Field(ge=-(2**63) + 1, lt=2**63)] | None = None
-    best_of: int | None = None  # must equal n, because every sample that is drawn is returned
+    best_of: int | None = None  # must equal n, because all samples are returned
     stop: Annotated[list[str], BeforeValidator(_stop_texts)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    # These fields have no effect, because they serve only the client's records or configure features
-    # that are not supported.
+    # These fields are ignored. They serve only for the client's records, or configure features that
+    # are not supported.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -159,7 +162,8 @@ class Asked(Fields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most likely tokens to return for each token. None: no log probabilities."""
+        """Number of most likely alternatives to return for each token. None: no log
+        probabilities."""
         raise NotImplementedError
 
 
@@ -210,7 +214,7 @@ class AskedChat(Asked):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
-    # Tools are accepted if the model is not allowed to call them.
+    # Tools are accepted only if the model is not allowed to call them.
     tools: list[dict[str, Any]] = []
     tool_choice: Annotated[Literal["none"], _not_served("none")] | None = None
     parallel_tool_calls: bool = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints of clients: a field of completions, and an endpoint for hints without a completion."""
+"""Hints from clients, in a field of completion requests or through a separate endpoint."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Hints:
 
     Args:
         loop: The engine loop.
-        envelope: The envelope, as JSON values.
-        tokens: The tokens that the hints are about. Tokens of an answer are appended.
+        envelope: The envelope, as parsed JSON.
+        tokens: The tokens to which the hints apply. The tokens of an answer are appended to them.
         cache_salt: The request's salt.
-        is_completion: Whether the hints accompany a completion. They are then carried out after it.
+        is_completion: Whether the hints accompany a completion, after which they are carried out.
 
     Raises:
         AskError: The envelope is malformed.
@@ -66,7 +66,7 @@ class Hints:
         self._hints = [_too_late(each) for each in hints] if is_completion else hints
 
     async def receipts(self) -> dict[str, Any]:
-        """Carry out the hints, and return their receipts in the envelope's form."""
+        """Carry out the hints, and return their receipts in the envelope format."""
         hints = [each for each in self._hints if isinstance(each, Hint)]
         found = iter(await self._loop.receipts(self.tokens, hints, self._salt))
         receipts = [each if isinstance(each, Receipt) else next(found) for each in self._hints]

@@ -21,10 +21,12 @@ class History:
         self._points: deque[dict[str, Any]] = deque(maxlen=_MOST_POINTS)
 
     def add(self, state: dict[str, Any]) -> None:
-        """Add a point, unless the last point is recent. If no sequences are left, replace a recent point.
+        """Add a point, unless the last point is recent. If no sequences are running anymore,
+        replace a recent point.
 
-        No points are added while the engine is idle. Before the first point after an idle period, a copy
-        of the last point is added, so that rates between two points do not average over the idle time.
+        No points are added while the engine is idle. Before the first point after an idle period, a
+        copy of the last point is added, so that rates between points do not average over the idle
+        time.
         """
         now = round(time.time(), 3)
         last = self._points[-1] if self._points else None
@@ -49,5 +51,5 @@ class History:
         )
 
     def since(self, moment: float) -> list[dict[str, Any]]:
-        """Return all points after `moment`, which is in seconds since the epoch."""
+        """Return all points after the time `moment` (in seconds since the epoch)."""
         return [each for each in self._points.copy() if each["time"] > moment]

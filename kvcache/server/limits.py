@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on clients, such as sizes, counts and timeouts."""
+"""Limits on requests and connections, such as sizes, counts and timeouts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Limits:
       characters per stop string.
     - `max_waiting`: maximum number of requests that wait for a row of the engine. Additional requests
       are rejected with status 429.
-    - `max_connections`: maximum number of open connections. If another connection arrives, the
+    - `max_connections`: maximum number of open connections. If another client connects, the
       connection that has been sending its request for the longest time is closed.
     - `request_seconds`: timeout in seconds for receiving a complete request. For a connection's first
       request, it starts when the connection is opened.
     - `stall_seconds`: timeout in seconds after which a client that does not read its answer is
       disconnected.
     - `keep_alive_seconds`: timeout in seconds for an idle connection between two requests.
-    - `grace_seconds`: time in seconds that answers in progress have to finish after a stop request.
+    - `grace_seconds`: time in seconds within which answers in progress may finish after a stop
+      request.
     """
 
     max_body_bytes: int | None = None

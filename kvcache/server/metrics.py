@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of the engine and its cache."""
+"""Prometheus metrics for the engine and its cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from kvcache.server.request_log import RequestLog
 
 
 class _EngineCollector(Collector):
-    """Exports a snapshot of the engine: counters, sequences by state, and counters of sources."""
+    """Exports a snapshot of the engine: its counters, the number of sequences by state, and its
+    sources' counters."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -47,7 +48,7 @@ class _EngineCollector(Collector):
                 receipts.add_metric([intent, status], count)
         yield receipts
         for name, text in (
-            ("prefetched_tokens", "tokens that hints brought to the device"),
+            ("prefetched_tokens", "tokens that hints loaded to the device"),
             ("used_tokens", "prefetched tokens that a request hit in time"),
             ("unused_tokens", "prefetched tokens that no request hit in time"),
             ("demoted_tokens", "tokens that hints removed from the device"),
@@ -55,7 +56,7 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"kvcache_hint_{name}", text, hints[name])
         for name, text in (
             ("pending", "hints without a receipt"),
-            ("pinned_blocks", "blocks that pins of hints count for"),
+            ("pinned_blocks", "blocks of the budget that pins from hints use"),
         ):
             yield GaugeMetricFamily(f"kvcache_hint_{name}", text, hints[name])
 
@@ -95,7 +96,8 @@ class _EngineCollector(Collector):
 
 
 class _LoadCollector(Collector):
-    """Exports metrics that load balancers compare: requests by state, and the usage of the cache."""
+    """Exports metrics that load balancers compare: the number of requests by state, and the cache
+    usage."""
 
     def __init__(self, state: dict[str, Any], admission: Admission, log: RequestLog) -> None:
         self._state, self._admission, self._log = state, admission, log
@@ -119,7 +121,7 @@ class _LoadCollector(Collector):
 
 
 class _LabelledCollector(Collector):
-    """Adds labels to every sample of other collectors."""
+    """Adds labels to every sample that other collectors return."""
 
     def __init__(self, labels: dict[str, str], collectors: list[Collector]) -> None:
         self._labels, self._collectors = labels, collectors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAPI document of the server."""
+"""The server's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SCHEMAS = "#/components/schemas/"
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
-    """Return the document. Adds the schemas of request bodies that endpoints parse themselves, and of
-    error objects, which FastAPI does not generate.
+    """Return the document, including schemas that FastAPI does not generate: those of error
+    objects, and those of request bodies that endpoints parse themselves.
     """
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     models = [*_BODIES.values(), ErrorAnswer]
@@ -39,7 +39,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     error = {"$ref": f"{_SCHEMAS}{ErrorAnswer.__name__}"}
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # invalid fields get status 400 instead
+            operation["responses"].pop("422", None)  # invalid fields cause status 400 instead
             operation["responses"]["default"] = _json(error) | {"description": "An error."}
             if path in _BODIES:
                 body = {"$ref": f"{_SCHEMAS}{_BODIES[path].__name__}"}

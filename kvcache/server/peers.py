@@ -45,7 +45,8 @@ def add_peers(
     trusts_salts: bool,
 ) -> None:
     """Add the endpoints for peers to a router. `peers` is a source of the loop's engine."""
-    most = loop.engine.cache.plan.max_model_len - 1  # longer prompts have the same cached prefix
+    # A longer prompt cannot have a longer cached prefix.
+    most = loop.engine.cache.plan.max_model_len - 1
 
     @router.get(PEER_PATH)
     async def describe() -> Response:
@@ -76,7 +77,7 @@ def add_peers(
 
 
 def _finish_steps(engine: Engine) -> None:
-    """Wait until the KV of the steps that were launched is in memory."""
+    """Wait until the KV of all launched steps is in memory."""
     device = engine.cache.storages[0].device
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

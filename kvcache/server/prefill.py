@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An endpoint that prefills prompts for other servers, which then load the KV."""
+"""An endpoint that prefills prompts for other servers, which then load the prompts' KV."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class AskedTokens(Fields):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True  # only for a text; a chat template adds its own special tokens
+    add_special_tokens: bool = True  # only for texts; chat templates add their own special tokens
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -47,7 +47,7 @@ class PromptReader:
         self._texts, self._max_model_len = texts, max_model_len
 
     def check_length(self, name: str, size: int) -> None:
-        """Reject a text that is so long that it must have too many tokens."""
+        """Reject a text with so many characters that it certainly has too many tokens."""
         most = self._max_model_len * self._texts.longest_token
         if size > most:
             raise AskError(
@@ -64,7 +64,8 @@ class PromptReader:
         self.check_length("messages", size)
         try:
             return await apart(size, self._texts.encode_chat, messages)
-        except Exception as error:  # a template may reject messages, for example an order of roles
+        except Exception as error:
+            # Templates may reject messages, for example because of the order of their roles.
             message = f"messages are rejected by the model's template: {error}"
             raise AskError(message, param="messages") from None
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times and token counts of requests, for metrics and for the timeline of the cache page."""
+"""Records times and token counts of requests, for metrics and for the timeline on the cache
+page."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _TOKENS = tuple(2**i for i in range(20))
 
 
 class RequestRecord:
-    """The times at which one prompt of a request arrived, was admitted, generated tokens and ended.
+    """The times at which a prompt of a request arrived, was admitted, produced tokens and ended.
 
     Times are values of `time.monotonic`, in seconds.
     """
@@ -41,7 +42,7 @@ class RequestRecord:
 
     @property
     def admitted_at(self) -> float | None:
-        """Time at which the scheduler first allocated blocks for the prompt, or None."""
+        """Time at which the scheduler first allocated blocks for the prompt. None: not yet."""
         return None if self.generation is None else self.generation.samples[0].admitted_at
 
     def as_dict(self, epoch: float) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class RequestLog(Collector):
             self._finish(record)
 
     def add(self, record: RequestRecord, delta: Delta) -> None:
-        """Count the tokens of a delta that has just arrived."""
+        """Record the tokens in a delta that has just arrived."""
         now, num_tokens = time.monotonic(), len(delta.token_ids)
         if num_tokens:
             if record.first_token_at is None:
@@ -120,7 +121,7 @@ class RequestLog(Collector):
             last = record.last_token_at.get(delta.index)
             if last is not None:
                 # With speculative decoding, a step can produce several tokens. The time since the
-                # last step is divided equally among these tokens.
+                # previous step is divided equally among them.
                 for _ in range(num_tokens):
                     self._between_tokens.observe((now - last) / num_tokens)
             record.last_token_at[delta.index] = now

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs uvicorn with limits on slow, silent or numerous clients, and with a graceful shutdown."""
+"""Runs uvicorn with limits on slow, silent or too many clients, and with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvcache.checks import instance
 from kvcache.server.engine_loop import EngineError
 from kvcache.server.limits import Limits
 
-_SECONDS_TO_WRITE = 5  # seconds for writing the last events after the grace period
-_POLL_SECONDS = 0.02  # interval in seconds at which answers in progress are counted
+_SECONDS_TO_WRITE = 5  # time in seconds for sending the last events after the grace period
+_POLL_SECONDS = 0.02  # interval in seconds between checks for answers in progress
 _KEEP_ALIVE_SECONDS = 60  # TCP keep-alive; detects a dead peer within a few minutes
 
 
@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
                 _by_path(app),
                 http=BoundedProtocol,
                 ws="none",
-                proxy_headers=False,  # do not trust these headers, because any client can send them
+                proxy_headers=False,  # do not trust forwarding headers, because any client can send them
                 server_header=False,
                 timeout_keep_alive=limits.keep_alive_seconds,
                 timeout_graceful_shutdown=_SECONDS_TO_WRITE,
@@ -101,7 +101,7 @@ def _by_path(app: FastAPI) -> Callable[[Any, Any, Any], Awaitable[None]]:
 
 
 class _Protocol(H11Protocol):
-    """A connection with time limits for receiving a request and for sending the response."""
+    """A connection with timeouts for receiving a request and for sending the response."""
 
     limits: Limits
 
@@ -123,10 +123,11 @@ class _Protocol(H11Protocol):
         return self.is_receiving and self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        # In a burst, all protocols are created before the first of them is connected.
+        # If many clients connect at once, all protocols are created before the first one is
+        # connected.
         self.receiving_since = time.monotonic()
         super().connection_made(transport)
-        # An aborted connection is listed until the event loop has closed it.
+        # An aborted connection remains in the list until the event loop has closed it.
         open_ones = [each for each in self.connections if not each.transport.is_closing()]
         if len(open_ones) > self.limits.max_connections:
             waiting = [each for each in open_ones if each.is_receiving]

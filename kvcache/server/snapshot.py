@@ -9,11 +9,12 @@ from typing import Any
 from kvcache.engine import Engine, State, pool_states
 from kvcache.sources import KVSource
 
-_MAX_SEQUENCES = 200  # maximum number of listed sequences
+_MAX_SEQUENCES = 200  # maximum number of sequences to list
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
-    """Return hits, counters, each pool's number of blocks by state, and each sequence's blocks.
+    """Return hits, counters, the number of blocks by state in each pool, and the blocks of each
+    sequence.
 
     Must be called in the engine's thread.
     """
@@ -59,7 +60,7 @@ def _sanitizer(engine: Engine) -> dict[str, Any]:
 
 
 def sanitizer_reports(engine: Engine, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the counts in a snapshot, and the reports of the sanitizer. Thread-safe."""
+    """Return the sanitizer's counts from a snapshot, and its reports. Thread-safe."""
     sanitizer = engine.sanitizer
     reports = [] if sanitizer is None else [asdict(each) for each in sanitizer.reports[:]]
     return state["sanitizer"] | {"reports": reports}

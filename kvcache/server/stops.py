@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stop strings in a growing answer, in constant time per character."""
+"""Finds stop strings in an answer while it is generated, in constant time per character."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class StopTexts:
     """An Aho-Corasick automaton that searches for several stop strings at once.
 
     `step(state, character)` returns the next state. The initial state is 0. `num_held[state]` is
-    the number of trailing characters that may be the beginning of a stop string. `num_stopped[state]`
-    is the length of the stop string that ends in this state, or 0. The cost of a step does not depend
-    on the number of stop strings.
+    the number of trailing characters that may be the beginning of a stop string.
+    `num_stopped[state]` is the length of the stop string that ends in this state, or 0 if none
+    does. The cost of a step does not depend on the number of stop strings.
 
     >>> stops = StopTexts(["END", "NO"])
     >>> state = 0
@@ -25,7 +25,7 @@ class StopTexts:
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # for each state, the state of its longest proper suffix
+        self._fallback = [0]  # for each state, the state that represents its longest proper suffix
         self.num_held, self.num_stopped = [0], [0]
         for stop in stops:
             self._insert(stop)
@@ -35,7 +35,7 @@ class StopTexts:
         return len(self._next) > 1
 
     def step(self, state: int, character: str) -> int:
-        """Return the state after another character."""
+        """Return the state after the next character."""
         while state and character not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(character, 0)
@@ -55,7 +55,8 @@ class StopTexts:
     def _link(self) -> None:
         """Compute the fallback of each state, in order of depth.
 
-        If a suffix of a state's text is a stop string, the state also ends a stop string.
+        If a proper suffix of a state's text is a stop string, a stop string also ends in this
+        state.
         """
         states = deque(self._next[0].values())
         while states:

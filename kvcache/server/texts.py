@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizes and detokenizes texts with a checkpoint's tokenizer or, if there is none, byte by byte."""
+"""Tokenizes and detokenizes texts with a checkpoint's tokenizer, or byte by byte without a
+tokenizer."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ class Texts(Protocol):
     """The tokenizer interface that the endpoints use."""
 
     end_token_ids: tuple[int, ...]  # tokens that end an answer
-    # Maximum number of characters per token. It implies a lower bound on a text's number of tokens.
+    # Maximum number of characters per token. It implies a minimum number of tokens for a text.
     longest_token: int
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt."""
 
     def token(self, token_id: int) -> tuple[str, bytes | None]:
-        """Return the text of a single token, and its bytes if they are known."""
+        """Return a token's text, and its bytes if they are known."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of an answer."""
@@ -51,7 +52,8 @@ class ByteTexts:
         return list(checked_text(text, "text").encode())
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        r"""Return a character, `bytes:\xNN` for a part of a character, or `<N>` for a larger token."""
+        r"""Return a character, `bytes:\xNN` for a part of a character, or `<N>` for a token above
+        255."""
         (token_id,) = _checked_tokens([token_id])
         if 128 <= token_id < 256:
             return rf"bytes:\x{token_id:02x}", bytes([token_id])
@@ -59,7 +61,7 @@ class ByteTexts:
         return text, text.encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of bytes. Invalid UTF-8 is replaced by the replacement character."""
+        """Decode the tokens as UTF-8. Invalid bytes are replaced by the replacement character."""
         data = b"".join(
             bytes([token]) if token < 256 else f"<{token}>".encode()
             for token in _checked_tokens(token_ids)
@@ -96,8 +98,8 @@ class TokenizerTexts:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def token(self, token_id: int) -> tuple[str, bytes | None]:
-        """Return the text of a token, which may be a special token, and its bytes. The bytes are None if
-        the token is only part of a character.
+        """Return the text and the bytes of a token, which may be a special token. The bytes are
+        None if the token is only part of a character.
         """
         text = self._tokenizer.decode(
             _checked_tokens([token_id]), clean_up_tokenization_spaces=False
@@ -107,9 +109,9 @@ class TokenizerTexts:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens.
 
-        Spaces before punctuation are kept, even if the tokenizer is configured to remove them. If they
-        were removed, the text of an answer might not start with the text of its first tokens, so the
-        answer could not be streamed.
+        Spaces before punctuation are kept, even if the tokenizer is configured to remove them.
+        Removing these spaces would break streaming: an answer's text might then not start with the
+        text of its first tokens.
         """
         return self._tokenizer.decode(
             _checked_tokens(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -134,8 +136,8 @@ def _checked_tokens(token_ids: Sequence[int], name: str = "token_ids") -> list[i
 
 
 def _checked_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return messages reduced to their role and content. Raises TypeError or ValueError unless both
-    are strings.
+    """Return the messages with only their role and content. Raises TypeError or ValueError unless
+    both are strings.
     """
     messages = listed(messages, "messages", "a list of messages")
     for i, message in enumerate(messages):
@@ -152,10 +154,10 @@ def _in_lines(messages: list[dict[str, str]]) -> str:
 
 
 class AnswerText:
-    """The text of one answer, updated as tokens arrive. The text ends before the first complete stop
-    string.
+    """The text of an answer, which is updated as tokens arrive. The text ends before the first
+    complete stop string.
 
-    `text` is the text that can be shown so far. Text that may be the beginning of a stop string, and
+    `text` is the text that can be shown so far. Possible beginnings of a stop string, and
     characters with missing bytes, are held back until they are complete or `end` is called.
 
     >>> answer = AnswerText(ByteTexts(), ["END"])
@@ -179,7 +181,7 @@ class AnswerText:
         return self._show(self._read(self._texts.decode(self._token_ids).rstrip("\ufffd")))
 
     def end(self) -> str:
-        """Return the text that was held back. Call this method after the last tokens."""
+        """Return the text that was held back. Call this method after the last token."""
         if self.is_stopped:
             return ""
         whole = self._texts.decode(self._token_ids)

@@ -195,9 +195,7 @@ class StoreRank:
         self._arriving: list[tuple[SwapJob, list[int]]] = []
         self._slow: Call | None = None  # the last call that was counted as overdue
         self._results = StoreResults()
-        self._reported: tuple[bool, bool, bool] | None = (
-            None  # the state in the last results that were returned
-        )
+        self._reported: tuple[bool, bool, bool] | None = None  # state last returned
         self._thread = StoreThread(store, self._open)
         self._thread.submit(lambda: None, READ)  # open the store before the first lookup
 

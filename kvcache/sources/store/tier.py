@@ -696,9 +696,7 @@ class StoreTier:
             if ranks is None or i in ranks:
                 state = self._states[i]
                 state.is_busy = True
-                state.may_write &= (
-                    not state.is_dead
-                )  # for a dead store, the order may be the trial call
+                state.may_write &= not state.is_dead  # the order may be the trial call
                 rank.begin([order])
 
     def _take_over(self) -> None:
