@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `kvcache` command: replay, plan, bench, demo, serve, sanitize and doctor.
 
-Exit codes: 0 for success; 1 if a check failed (wrong KV, answers that differ, a component that `doctor`
-rejects), a requirement is missing, or the output cannot be written; 2 for incorrect usage, or for an
-empty or malformed trace; 130 after an interrupt or a broken pipe.
+Exit codes: 0 for success; 1 if a check fails (wrong KV, differing answers, a component that
+`doctor` rejects), a requirement is missing, or the output cannot be written; 2 for incorrect usage,
+or an empty or malformed trace; 130 after an interrupt or a broken pipe.
 """
 
-# Slow imports are deferred to first use, here and in the other files of this package, so that --help
-# and --json stay fast and only commands that run computations need torch.
+# In all files of this package, slow imports are deferred to first use. This keeps --help and --json
+# fast, and only commands that run computations need torch.
 from __future__ import annotations
 
 import argparse
@@ -32,7 +32,7 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (default: the arguments of the process) and return the exit code."""
+    """Run a command line (default: the process's arguments) and return the exit code."""
     if sys.stderr is None:  # the parent process has closed stderr, so messages are lost
         sys.stderr = io.StringIO()
     try:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise OutputError("standard output is closed: expected it open, /dev/null at least")
         code = _run(sys.argv[1:] if argv is None else list(argv))
         with writing():
-            sys.stdout.flush()  # so that a closed pipe or a full disk is detected here, not at exit
+            sys.stdout.flush()  # detect a closed pipe or a full disk here, not at exit
         return code
     except UsageError as error:
         return _complain(error, 2)
@@ -56,7 +56,7 @@ def _run(argv: list[str]) -> int:
     parser = _parser()
     try:
         args, unknown = parser.parse_known_args(argv)
-    except SystemExit as stop:  # --help, --version
+    except SystemExit as stop:  # raised for --help and --version
         return int(stop.code or 0)
     if unknown:
         raise UsageError(
@@ -150,7 +150,7 @@ def _doctor(options: argparse.Namespace) -> int:
         with writing():
             found = [{"what": name, "found": text, "ok": ok} for name, text, ok in rows]
             print(json.dumps({"ok": is_ok, "rows": found}))
-    elif find_spec("rich") is None:  # one of the rows reports rich as missing
+    elif find_spec("rich") is None:  # rich is not installed, as one of the rows reports
         print("\n".join(f"{name}: {text}" for name, text, _ in rows))
     else:
         show(doctor.table(rows))

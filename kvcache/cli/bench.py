@@ -70,8 +70,8 @@ def run_bench(args: argparse.Namespace) -> int:
     num_bytes = args.mib << 20
     try:
         if not args.calibrate:
-            calibration_of(device)  # reject an invalid file before the measurements
-        # After a calibration, torch keeps the pinned memory of the contiguous copy.
+            calibration_of(device)  # reject an invalid calibration file before the measurements
+        # After a calibration, torch still holds the pinned memory used for the contiguous copy.
         check_host_memory(host_rates_bytes(num_bytes) + (num_bytes if args.calibrate else 0))
         if device.type == "cuda":
             _check_pool(args, device)

@@ -46,5 +46,5 @@ def check_curve(args: argparse.Namespace) -> None:
             policies.parse_eviction(text)
         except ValueError as error:
             raise UsageError(f"--curve has {error}") from None
-    if args.sizes is not None:  # includes the null block, like --num-blocks
+    if args.sizes is not None:  # sizes include the null block, like --num-blocks
         args.sizes = tuple(sorted({size - 1 for size in args.sizes}))

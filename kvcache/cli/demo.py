@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from kvcache.engine import Engine
 
 _USERS, _TURNS = 16, 4
-# Fewer chats, because a model that generates English text is far larger.
+# The default is fewer chats, because a model that generates English text is far larger.
 _TEXT_USERS, _TEXT_TURNS = 4, 3
 _MAX_CHAT_TOKENS = 320
 
 
 def add_demo_options(sub: argparse.ArgumentParser) -> None:
-    """Add the options of `kvcache demo`, each with a check of its value."""
+    """Add the options of `kvcache demo`. Each option validates its value."""
     sub.add_argument(
         "--model",
         metavar="NAME",
@@ -126,7 +126,7 @@ def _serve(args: argparse.Namespace) -> int:
         show(demo.report_table(report))
         show(demo.summary(report))
     if args.kv_cache_dtype is not None:
-        return 0  # with quantized KV, different answers are not errors
+        return 0  # differing answers are not errors if KV is quantized
     return 0 if report.identical_sequences == report.sequences else 1
 
 
@@ -146,7 +146,7 @@ def _chats(
 
 
 class _Bars:
-    """Progress on stderr: loading the model, serving turns, comparing turns."""
+    """Shows progress on stderr while loading the model, serving turns, and comparing turns."""
 
     def __init__(self, progress: Progress | None, model: str) -> None:
         self._progress = progress
@@ -159,7 +159,7 @@ class _Bars:
         self._restart("serving")
 
     def on_step(self, engine: Engine, num_ended: int) -> None:
-        """Advance by the turns that ended in a step."""
+        """Advance by the turns that ended in the last step."""
         if self._progress is None:
             return
         pool, metrics = engine.cache.manager.pool, engine.metrics
@@ -170,7 +170,7 @@ class _Bars:
             self._restart("comparing")
 
     def on_compared(self) -> None:
-        """Advance by one turn that was compared with the dense cache."""
+        """Advance by one turn, which was compared to the dense cache."""
         if self._progress is not None:
             self._progress.advance(self._task)
 

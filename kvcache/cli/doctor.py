@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache doctor`: reports versions, native libraries and their origin, and build tools."""
+"""`kvcache doctor`: reports versions, native libraries with their origin, and build tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.cli.errors import MissingError, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Distribution -> (extra that installs it, feature that needs it).
+# Distribution -> (extra that installs the distribution, feature that requires the distribution).
 _EXTRAS = {
     "matplotlib": ("cli", "--plot"),
     "transformers": ("transformers", "kvcache demo and kvcache serve"),
@@ -44,7 +44,7 @@ def table(rows: list[tuple[str, str, bool]]) -> Table:
 
 
 def diagnosis() -> list[tuple[str, str, bool]]:
-    """Return one row per component: (component, finding, whether the library works with it)."""
+    """Return one row per component: (component, finding, whether the component is usable)."""
     import kvcache
 
     rows = [
@@ -66,7 +66,8 @@ def diagnosis() -> list[tuple[str, str, bool]]:
 
 
 def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
-    """Return rows in the format of `diagnosis` for a model served by vLLM with kvcache's scheduler."""
+    """Return rows in the format of `diagnosis` for serving a model in vLLM with kvcache's
+    scheduler."""
     if not arguments:
         raise UsageError("--vllm: expected a model, or a folder with its config.json")
     try:
@@ -79,7 +80,7 @@ def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
 def _asked(name: str, ask: Callable[[], str], needed: bool = False) -> tuple[str, str, bool]:
     try:
         return name, ask(), True
-    except Exception as error:  # the doctor reports any failure
+    except Exception as error:  # report any failure as a row
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return name, f"missing: {lines[0]}", not needed
 
@@ -174,7 +175,7 @@ def _ninja() -> str:
 
     beside = Path(sys.executable).with_name(
         "ninja"
-    )  # found even if the virtual environment is not activated
+    )  # found even if its virtual environment is not activated
     found = which("ninja") or (str(beside) if beside.exists() else None)
     if found is None:
         raise LookupError("pip install ninja; only builds at run time need it")

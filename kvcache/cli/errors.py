@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 class UsageError(Exception):
-    """Wrong usage. The message is one line that states the expected usage. Exit code 2."""
+    """Incorrect usage. The message is one line that states the expected usage. Exit code 2."""
 
 
 class OutputError(Exception):
@@ -13,7 +13,7 @@ class OutputError(Exception):
 
 
 class MissingError(Exception):
-    """A requirement is not installed. The message is one line with the install command. Exit code 1."""
+    """A requirement is missing. The message is one line with the install command. Exit code 1."""
 
 
 def quoted(text: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcache.events import CacheEvent
     from kvcache.router_events import EventPublisher
 
-_SECONDS_TO_END = 60  # limit for publishing the remaining events at the end of a replay
+_SECONDS_TO_END = 60  # timeout for publishing the remaining events at the end of a replay
 
 
 def add_events_options(sub: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
     from kvcache.router_events import EventPublisher
 
     try:
-        # The user chose the address, so it may be reachable from other machines.
+        # Other machines may be able to reach the address, because the user chose it explicitly.
         publisher = EventPublisher(
             args.events,
             args.events_replay,
@@ -69,7 +69,8 @@ def events_published(
     drain_events: Callable[[], list[CacheEvent]],
     on_request: Callable[[], None] | None,
 ) -> Iterator[Callable[[], None] | None]:
-    """Yield a function to call after each request. It publishes the events, if requested."""
+    """Yield a function to call after each request. The function publishes cache events if
+    `--events` is given."""
     if publisher is None:
         yield on_request
         return

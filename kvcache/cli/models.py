@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 def load_model(
     name: str, option: str, dtype: str = "float32", device: str = "cpu"
 ) -> PreTrainedModel:
-    """Load a checkpoint or a tiny model. Tiny models use float64, so that rounding does not affect their
+    """Load a checkpoint or a tiny model. Tiny models use float64, so rounding does not affect their
     answers.
 
     Raises:
-        UsageError: The model is unknown or cannot be loaded. The message names `option`.
+        UsageError: The model is unknown or cannot be loaded. The message names the option `option`.
         MissingError: A required package is not installed.
         OutputError: The converted weights of SmolLM2 cannot be written.
     """
@@ -40,7 +40,7 @@ def load_model(
     given = f"{option} is {quoted(name)}"
     if name in tiny_model_names():
         _log.info("building %s with random weights on %s", name, device)
-        torch.set_num_threads(1)  # more threads slow down such small matrix products
+        torch.set_num_threads(1)  # more threads would slow down such small matrix products
         return tiny_model(name, dtype=torch.float64).to(device)
     folder = _smollm2_folder() if name == SMOLLM2 else name
     if not os.path.isdir(folder):
@@ -62,11 +62,11 @@ def load_model(
 
 
 def load_layers(name: str, option: str, block_size: int) -> tuple[list[LayerSpec], int]:
-    """Return the layers of a model, and the length of its longest request. No weights are loaded.
+    """Return a model's layers and its maximum request length. No weights are loaded.
 
     Args:
-        name: A tiny model, SmolLM2, or a `config.json` or its folder.
-        option: The option for error messages.
+        name: The name of a tiny model or of SmolLM2, or the path of a `config.json` or its folder.
+        option: Name of the command line option, for error messages.
         block_size: Tokens per block of the layers.
 
     Raises:
@@ -98,7 +98,7 @@ def load_layers(name: str, option: str, block_size: int) -> tuple[list[LayerSpec
             given_dtype = getattr(config, "dtype", None)
             # Engines serve float32 checkpoints in bfloat16.
             dtype = torch.float16 if given_dtype == torch.float16 else torch.bfloat16
-            with torch.device("meta"):  # shapes without memory
+            with torch.device("meta"):  # tensors have shapes, but no memory
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return layer_specs(model, block_size=block_size), longest_request(model)[0]
     except (OSError, ValueError, KeyError) as error:
@@ -108,7 +108,8 @@ def load_layers(name: str, option: str, block_size: int) -> tuple[list[LayerSpec
 
 
 def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a checkpoint's folder. Return None if there is no tokenizer."""
+    """Load the tokenizer from a checkpoint folder. Return None if the folder contains no
+    tokenizer."""
     if not os.path.isdir(model.name_or_path):
         return None
     from transformers import AutoTokenizer
@@ -122,7 +123,7 @@ def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
 def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the end tokens in the model's generation config and config.
 
-    Chat models often define more end tokens in these files than in their tokenizer.
+    For chat models, these files often define more end tokens than the tokenizer does.
     """
     ends: set[int] = set()
     for config in (model.generation_config, model.config, model.config.get_text_config()):
@@ -133,7 +134,7 @@ def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _silence_transformers() -> None:
-    """Hide progress bars of transformers, and its warnings about its own optional dependencies."""
+    """Hide transformers' progress bars, and its warnings about its optional dependencies."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the requirements of a command: packages, native libraries, devices."""
+"""Checks the requirements of a command: packages, native libraries and devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of a command: results on standard output, everything else on stderr."""
+"""The output of commands: results on standard output, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.cli.errors import OutputError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_STATE_WIDTH = 72  # minimum terminal width, in columns, for showing a bar's state
+_STATE_WIDTH = 72  # minimum terminal width in columns at which a bar's state is shown
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Discard the rest of the buffer, so that the flush at exit raises no second error.
+        # Discard the rest of the buffer, so that the flush at exit does not raise a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
@@ -45,7 +45,7 @@ def show(what: object) -> None:
 
 
 def progress_bars() -> Progress:
-    """Return progress bars on stderr that fit the terminal.
+    """Return progress bars on stderr that fit into the terminal.
 
     A task's field `state` is shown after its bar if the terminal is wide enough.
     """
@@ -62,7 +62,7 @@ def progress_bars() -> Progress:
     console = Console(stderr=True)
     has_state = console.width >= _STATE_WIDTH
     return Progress(
-        SpinnerColumn(),  # animated during long steps and while a model loads
+        SpinnerColumn(),  # keeps moving during long steps and while a model is loaded
         TextColumn("{task.description}"),
         BarColumn(bar_width=max(4, min(40, console.width - (60 if has_state else 36)))),
         MofNCompleteColumn(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options and value checks that several commands share."""
+"""Options and checks of option values that several commands share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvcache.cli.errors import UsageError, quoted
 
-# Copies of the constants in kvcache.checks, which imports numpy: --help must not load numpy.
+# Copies of the constants in kvcache.checks. That module imports numpy, which --help must not load.
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 
@@ -51,7 +51,7 @@ def number(option: str, least: int, most: int) -> Callable[[str], int]:
 
 
 def plot_file(text: str) -> str:
-    # os.path is used because pathlib raises an exception for names that are too long for the file
+    # Use os.path, because pathlib raises an exception for names that are too long for the file
     # system.
     folder = os.path.dirname(text) or "."
     if os.path.splitext(text)[1].lower() != ".png":

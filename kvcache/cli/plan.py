@@ -25,7 +25,7 @@ _ROUTERS = ("round_robin", "least_loaded", "session", "prefix")
 
 
 def add_plan_options(sub: argparse.ArgumentParser) -> None:
-    """Add TRACE and all options, each with a check of its value."""
+    """Add TRACE and all options. Each option validates its value."""
     sub.add_argument(
         "trace", nargs="?", metavar="TRACE", help="timed trace; default: generated chats"
     )
@@ -35,10 +35,10 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     for option, least, most, default, text in (
         ("--limit", 1, MAX_INT32, None, "replay at most N requests"),
         ("--block-size", 1, MAX_INT32, 16, "tokens per block; default 16"),
-        ("--num-blocks", 2, MAX_INT32, 10_001, "blocks of a replica, with the null block"),
-        ("--concurrency", 1, MAX_INT32, 256, "running requests of a replica; default 256"),
-        ("--most-replicas", 1, MAX_INT32, 1024, "largest fleet of the search; default 1024"),
-        ("--max-simulated", 1, MAX_INT32, 64, "sample larger fleets; default 64 replicas"),
+        ("--num-blocks", 2, MAX_INT32, 10_001, "blocks per replica, including the null block"),
+        ("--concurrency", 1, MAX_INT32, 256, "running requests per replica; default 256"),
+        ("--most-replicas", 1, MAX_INT32, 1024, "maximum fleet size to search; default 1024"),
+        ("--max-simulated", 1, MAX_INT32, 64, "fleets with more replicas are sampled; default 64"),
         ("--seed", 0, MAX_INT64, None, "seed of the generated chats; default 0"),
         ("--requests", 1, MAX_INT32, None, "number of chat turns; default 500"),
     ):
@@ -61,7 +61,7 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
         "--peers",
         metavar="no,yes",
         type=_peers,
-        help="whether replicas load tokens from other replicas that have them; default no",
+        help="whether replicas load prefixes that other replicas have cached; default no",
     )
     sub.add_argument(
         "--decode-replicas",
@@ -124,7 +124,7 @@ def run_plan(args: argparse.Namespace) -> int:
     groups = {} if args.model is None else _groups(args.model, args.block_size)
     name, workload = read_workload(args)
     if args.trace is not None and not os.path.isfile(args.trace):
-        requests = list(workload)  # a pipe can be read only once
+        requests = list(workload)  # read a pipe only once
 
         def read() -> Iterable[WorkloadRequest]:
             return requests
@@ -236,7 +236,7 @@ def _hardware(path: str | None) -> Hardware | None:
 
 
 def _groups(name: str, block_size: int) -> dict[str, str | int]:
-    """Return the groups of a model and the bytes of their blocks, as arguments of `Fleet`."""
+    """Return a model's groups and the size of their blocks in bytes, as arguments of `Fleet`."""
     from kvcache import plan_cache
     from kvcache.cli.models import load_layers
     from kvcache.replay.groups import groups_text

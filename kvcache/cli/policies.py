@@ -12,7 +12,8 @@ from kvcache.cli.modules import import_module
 def policy_options(args: argparse.Namespace, host_option: str) -> dict:
     """Return the `CacheOptions` fields that correspond to the given command-line options.
 
-    Raises UsageError for malformed values, and for host-tier options without `host_option`.
+    Raises UsageError for malformed values, and if host-tier options are given without
+    `host_option`.
     """
     has_host = getattr(args, host_option.removeprefix("--").replace("-", "_"))
     found = {}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
-_MOST_RECORDED = 2**18  # for larger pools, --why records a sample of evictions
+_MOST_RECORDED = 2**18  # in larger pools, --why records only a sample of the evictions
 _DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
 
 
@@ -91,8 +91,8 @@ def _summary(report: ReplayReport) -> str:
 
 
 def check_trace(args: argparse.Namespace) -> None:
-    # Checked only after parsing, because argparse would mistake the value of a mistyped option for
-    # TRACE.
+    # Check TRACE only after parsing, because argparse would mistake the value of a mistyped option
+    # for TRACE.
     if args.trace is not None:
         if not os.path.exists(args.trace):
             raise UsageError(f"TRACE is {args.trace!r}: expected an existing file")
@@ -106,11 +106,13 @@ def check_trace(args: argparse.Namespace) -> None:
 
 
 def _import_files(args: argparse.Namespace) -> None:
-    """Run the files of --import, each once per process. Raise UsageError if one fails."""
+    """Run the files given with --import, each once per process. Raise UsageError if a file
+    fails."""
     for path in args.imports or ():
         if not (path.endswith(".py") and os.path.isfile(path)):
             raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
-        import_module("kvcache.kinds")  # first, so that its errors are not attributed to the file
+        # Imported first, so that its errors are not attributed to the file.
+        import_module("kvcache.kinds")
         name = f"kvcache_import:{os.path.realpath(path)}"
         if name in sys.modules:
             continue
@@ -135,7 +137,7 @@ def _error_text(error: BaseException, path: str) -> str:
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raise MissingError if a required module is missing, before any work begins."""
+    """Raise MissingError if a required module is missing. Called before any work begins."""
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     if args.verify:
@@ -146,7 +148,7 @@ def _require(args: argparse.Namespace) -> None:
 
 
 def _resolve(args: argparse.Namespace) -> None:
-    """Set defaults, and parse groups and policies. Raise UsageError for options that conflict."""
+    """Set defaults, and parse groups and policies. Raise UsageError for conflicting options."""
     is_trace = args.trace is not None
     default = options.TRACE_BLOCK_SIZE if is_trace else options.CHAT_BLOCK_SIZE
     args.block_size = args.block_size or default
@@ -353,7 +355,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _curve(args: argparse.Namespace) -> int:
     """Run `kvcache replay --curve` and return the exit code."""
     replay = import_module("kvcache.replay")
-    # Complete replays need the tokens.
+    # Keep the requests, because complete replays need their tokens.
     name, workload = read_workload(args, None if args.exact else replay.read_block_ids)
     try:
         requests = list(workload) if args.exact else workload
@@ -369,7 +371,7 @@ def _curve(args: argparse.Namespace) -> int:
             )
     except replay.TraceError as error:
         raise UsageError(str(error)) from None
-    except ValueError as error:  # no block is sampled
+    except ValueError as error:  # the sample contains no block
         raise UsageError(f"--rate: {error}") from None
     except MemoryError as error:
         raise _too_large(args, error) from None
@@ -451,7 +453,7 @@ def _disaggregate(args: argparse.Namespace) -> int:
 
 
 def _groups(args: argparse.Namespace) -> dict:
-    """Return the groups as arguments for the replayer and the verifier."""
+    """Return the groups as arguments of the replayer and the verifier."""
     return {"block_size": args.block_size} if args.specs is None else {"groups": args.specs}
 
 
@@ -468,7 +470,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
             **_groups(args),
             num_blocks=args.num_blocks,
             num_host_blocks=args.host_blocks or 0,
-            # Hints need rows, too.
+            # Hints also need rows.
             max_num_reqs=args.concurrency + import_module("kvcache.hints").HintBudget().max_active,
             device=args.device,
         )
@@ -520,7 +522,8 @@ def _progress(
 
 
 def _num_expected(args: argparse.Namespace) -> int | None:
-    """Return the number of requests, or None if counting would consume them (a pipe)."""
+    """Return the number of requests, or None for a pipe, whose requests would be consumed by
+    counting."""
     if args.trace is None:
         num_requests = args.requests or options.CHAT_REQUESTS
     elif os.path.isfile(args.trace):
@@ -551,7 +554,7 @@ def write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
 
 
 def _exit_code(report: ReplayReport) -> int:
-    """Report any wrong KV that was found, and return the exit code."""
+    """Report wrong KV, if any was found, and return the exit code."""
     found = report.mismatched_requests or []
     for mismatch in found[:_NUM_SHOWN_MISMATCHES]:
         say(str(mismatch))

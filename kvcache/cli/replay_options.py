@@ -19,12 +19,13 @@ from kvcache.cli.parsing import (
 # Default sizes. The pool holds only part of the workload, so that both hits and evictions occur.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
 TIMED_CONCURRENCY = 256
-MAX_LEAD_S = 600.0  # kvcache.replay.workload.MAX_LEAD_MS; replay is imported only when it is used
+# Equals kvcache.replay.workload.MAX_LEAD_MS, which is not imported to keep --help fast.
+MAX_LEAD_S = 600.0
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
 
 def add_replay_options(sub: argparse.ArgumentParser) -> None:
-    """Add TRACE and all options, each with a check of its value."""
+    """Add TRACE and all options. Each option validates its value."""
     sub.add_argument(
         "trace", nargs="?", metavar="TRACE", help="trace file; default: generated chats"
     )

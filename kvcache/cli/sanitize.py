@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcache sanitize`: replays a record of the KV cache sanitizer."""
+"""`kvcache sanitize`: replays a record that the KV cache sanitizer has written."""
 
 from __future__ import annotations
 

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from kvcache.tracing import TraceBackend
 
 _KEY_VARIABLE = "KVCACHE_API_KEY"
-# Paths that clients poll. Requests to these paths are logged only at debug level.
+# Paths that clients poll. Requests for these paths are logged only at debug level.
 _PROBES = ("/health", "/metrics", "/state", "/peer")
-# Python's thread switch interval. It limits how long the engine thread can delay the event loop.
+# Python's thread switch interval in seconds. It limits how long the engine thread can delay the
+# event loop.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -47,7 +48,7 @@ _OF_MODEL = {  # defaults that depend on the model
 
 
 def add_serve_options(sub: argparse.ArgumentParser) -> None:
-    """Add MODEL and all options, each with a check of its value."""
+    """Add MODEL and all options. Each option validates its value."""
     sub.add_argument(
         "model",
         metavar="MODEL",
@@ -100,7 +101,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(option, choices=choices, default=choices[0], help=text)
     for option, default, text in (
         ("--request-timeout", 30, "time limit for receiving a request"),
-        ("--grace", 10, "time that answers in flight have to finish when the server stops"),
+        ("--grace", 10, "time within which answers in progress may finish when the server stops"),
     ):
         sub.add_argument(
             option,
@@ -194,7 +195,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _name(model: str) -> str:
-    """Return the model name for clients."""
+    """Return the model name that clients use."""
     return os.path.basename(os.path.normpath(model))
 
 
@@ -205,7 +206,7 @@ def _api_key(text: str) -> str:
 
 
 def _log_to_stderr(level: str) -> None:
-    """Configure the log of the server's process, with one line for each request."""
+    """Configure logging in the server's process, with one line per request."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in ("kvcache", "uvicorn.access"):
         logging.getLogger(name).setLevel(level.upper())
@@ -224,7 +225,7 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = error.strerror.partition(" (")[0]  # remove the address that Python appends
+        reason = error.strerror.partition(" (")[0]  # without the address that Python appends
         raise UsageError(
             f"--host is {host!r}, --port is {port}: expected an address and a port that are free here "
             f"({reason}); --port 0 selects a free port"
@@ -297,7 +298,7 @@ def _texts(name: str, model: PreTrainedModel) -> Texts:
     """
     from kvcache.server import ByteTexts, TokenizerTexts
 
-    if not model.name_or_path:  # tiny models have no folder
+    if not model.name_or_path:  # a tiny model, which has no folder
         return ByteTexts()
     ends, tokenizer = end_token_ids(model), load_tokenizer(model)
     if tokenizer is not None:

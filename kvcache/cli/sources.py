@@ -41,7 +41,7 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--prefill",
         action="store_true",
-        help="prefill prompts for other servers, which load the KV with --prefill-from",
+        help="prefill prompts for other servers, which load the KV if they run with --prefill-from",
     )
     sub.add_argument(
         "--prefill-from",
@@ -67,14 +67,14 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=number("--peer-timeout", 1, 86_400),
         default=2,
-        help="timeout for an offer of a peer, and for loading its KV; default 2",
+        help="timeout for a peer's offer, and for loading the offered KV; default 2",
     )
     sub.add_argument(
         "--peer-min-tokens",
         metavar="N",
         type=number("--peer-min-tokens", 1, MAX_INT32),
         default=64,
-        help="least number of tokens after the local hit that are loaded from a peer; default 64",
+        help="minimum number of tokens after the local hit to load from a peer; default 64",
     )
     sub.add_argument(
         "--transport",
@@ -85,7 +85,8 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
 
 
 def check_source_options(args: argparse.Namespace) -> None:
-    """Check the options before a model is loaded. Raise UsageError or MissingError if one fails."""
+    """Check the options before a model is loaded. Raise UsageError or MissingError if a check
+    fails."""
     if args.store is None and args.store_capacity is not None:
         raise UsageError("--store-capacity is given: expected only with --store")
     is_folder = args.store is not None and "://" not in args.store
@@ -125,7 +126,7 @@ def _check_address(address: str, option: str) -> None:
 
 
 def _check_peers(args: argparse.Namespace) -> None:
-    """Check the peers, and choose endpoints for the events that they read."""
+    """Check the peers, and choose the endpoints at which they read this server's events."""
     for module in ("msgspec", "zmq"):
         require_module(module, "--peer", "pip install 'torch-kvcache[events]'")
     peers = args.peer.split(",")
@@ -152,7 +153,7 @@ def _check_peers(args: argparse.Namespace) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is only reachable from this machine."""
+    """Return whether a host is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:  # a host name
@@ -160,7 +161,7 @@ def is_loopback(host: str) -> bool:
 
 
 def transfer_secret() -> bytes:
-    """Return the secret that this server shares with the servers that it exchanges KV with."""
+    """Return the secret that this server shares with the servers with which it exchanges KV."""
     return os.environ.get(_secret_variable(), "").encode()
 
 
@@ -171,13 +172,13 @@ def make_sources(
 
     Args:
         args: Parsed options.
-        model: The model. A digest of its weights identifies the KV.
+        model: The model. A digest of its weights is used to identify its KV.
         cache: The model's cache.
         announce: Whether cache events are published, including the store's events.
 
     Returns:
-        The sources in order of preference, the connector if this server prefills for others, and
-        the source of peers.
+        The sources in order of preference, the connector if this server prefills for other servers,
+        and the source that loads from peers.
     """
     sources: list[KVSource] = []
     connector = peers = None
@@ -194,7 +195,7 @@ def make_sources(
     if args.prefill_from is not None:
         from kvcache.sources.disaggregation import RemotePrefill
 
-        # Each source polls a connector of its own.
+        # Each source polls its own connector.
         timeout_s = args.prefill_timeout
         own = _connector(args, "--prefill-from", timeout_s, weights, cache)
         sources.append(
@@ -241,7 +242,7 @@ def _peers(args: argparse.Namespace, connector: Connector, cache: KVCache) -> Pe
             args.peer.split(","),
             min_tokens=args.peer_min_tokens,
             timeout_s=args.peer_timeout,
-            lease_s=3 * args.peer_timeout,  # time to send the offer, and to load
+            lease_s=3 * args.peer_timeout,  # allow time to send the offer and to load the KV
             secret=transfer_secret(),
         )
     except ValueError as error:
@@ -269,7 +270,8 @@ def _store(args: argparse.Namespace, weights: str, cache: KVCache, announce: boo
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """Return a digest of a model's configuration and weights, which identifies the model's KV."""
+    """Return a digest of a model's configuration and weights. The digest identifies the model's
+    KV."""
     import torch
 
     config = {
