@@ -67,8 +67,8 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
         "--decode-replicas",
         metavar="N,N",
         type=_decode_replicas,
-        help="numbers of replicas that answer, while --replicas compute prompts; auto: search for the "
-        "fewest; 0: all replicas do both; default 0",
+        help="numbers of replicas that generate answers, while --replicas compute prompts; auto: "
+        "search for the fewest; 0: all replicas do both; default 0",
     )
     sub.add_argument(
         "--router",
@@ -98,7 +98,7 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
         metavar="KIND[:N]@S[+S]",
         action="append",
         help="also simulate a failure of the best fleet of each router: replica:3@60s+30s (replica 3 "
-        "dies 60 s after the first arrival and is back 30 s later), store@60s+30s, router@60s (a "
+        "dies 60 s after the first arrival and restarts 30 s later), store@60s+30s, router@60s (a "
         "restart), store_link:3@60s+30s or router_link:3@60s+30s (replica 3 cannot be reached); may be "
         "repeated",
     )

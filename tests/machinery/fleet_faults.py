@@ -3,10 +3,11 @@
 
     python -m tests.machinery.fleet_faults [--replicas N] [--seconds S] [--no-store] [--json FILE]
 
-Clients, a router (Dynamo's indexer), a store (Mooncake), the replicas, and a pair of a prefill and a
-decode server each have a namespace. Clients send each request to the replica that has most of its
-prompt according to the router. Every answer is compared with that of the model without a cache, and
-after each fault, no server may hold a block, and the router must list exactly the cached blocks.
+The clients, the router (Dynamo's indexer), the store (Mooncake), each replica, a prefill server and
+a decode server run in separate namespaces. Clients send each request to the replica that, according
+to the router, has cached most of the prompt. Every answer is compared to the answer of the model
+without a cache. After each fault, no server may hold a block, and the router's index must list
+exactly the cached blocks.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ from tests.machinery.http.process import ServeProcess, ask, connect, reply_of, r
 from tests.machinery.network import Faults, Network
 
 HTTP, EVENTS, REPLAYS = 8000, 5557, 5558
-PREFIX, SUFFIX, NUM_TOKENS = 128, 20, 4  # tokens of a session's prefix, of the rest, of an answer
+# Tokens in a session's prefix, in the rest of a prompt, and in an answer.
+PREFIX, SUFFIX, NUM_TOKENS = 128, 20, 4
 CLIENTS, ANSWER_S, QUERY_S, DOWN_S = 3, 30.0, 1.0, 1.0
 PREFILL_TIMEOUT_S = 2
-WINDOW = 12  # the hit rate has recovered once it is that of `before` over so many requests
+WINDOW = 12  # number of requests over which the hit rate must have recovered
 BAD = Faults(loss=0.02, delay_s=(0.002, 0.015))
 ROUTER, STORE, CLIENT = "router", "store", "client"
-LIAR = 100  # the router has the lies about replica i as those of instance LIAR + i
+LIAR = 100  # wrong entries about replica i are registered as instance LIAR + i
 NUM_LIES = 400
 
 
@@ -61,18 +63,18 @@ class Answer:
     num_cached: int
     ended: float
     seconds: float
-    is_counted: bool  # whether it belongs to the hit rate
+    is_counted: bool  # whether the request is included in the hit rate
 
 
 def hit_rate(answers: Iterable[Answer]) -> float | None:
-    """Return the fraction of prompt tokens that were hits, or None without requests."""
+    """Return the fraction of prompt tokens that were hits, or None if there are no requests."""
     answers = [each for each in answers if each.is_counted]
     total = sum(len(each.prompt) for each in answers)
     return sum(each.num_cached for each in answers) / total if total else None
 
 
 class Server:
-    """A `kvcache serve` process in its namespace, which can be killed and started again."""
+    """A `kvcache serve` process in its own namespace. It can be killed and restarted."""
 
     def __init__(self, fleet: Fleet, name: str, *options: str) -> None:
         self.fleet, self.name, self.number = fleet, name, len(fleet.servers)
@@ -82,7 +84,7 @@ class Server:
             *("--host", self.address, "--port", str(HTTP), "--log-level", "error"),
             *("--block-size", str(BLOCK), "--budget", "2MiB", "--max-model-len", "512", *options),
         )
-        with fleet.network.inside(name):  # this context's sockets belong to the namespace
+        with fleet.network.inside(name):  # sockets of this context belong to the namespace
             self.context = zmq.Context()
             self.context.socket(zmq.SUB).close()
         self.down_until = 0.0
@@ -110,7 +112,8 @@ class Server:
             return self.process.state()
 
     def leaks(self) -> dict:
-        """Return what the server holds: nothing, if no request is in flight."""
+        """Return counts of sequences and blocks that the server still holds. Empty if nothing has
+        leaked."""
         state = self.state()
         pool = state["pool"]
         found = {"sequences": state["num_sequences"], "held": pool["held"] + pool["held_cached"]}
@@ -120,7 +123,8 @@ class Server:
         return {name: count for name, count in found.items() if count}
 
     def hashes(self) -> set[int]:
-        """Return the hashes of all cached blocks, read from the events over the loopback device."""
+        """Return the hashes of all cached blocks, according to the server's events, which are read
+        over the loopback device."""
         with EventSubscriber(*self.endpoints, context=self.context) as reader:
             until = time.monotonic() + 20
             while not reader.catch_up():
@@ -129,7 +133,7 @@ class Server:
 
 
 class Fleet:
-    """The fleet, which exists within its `with` block."""
+    """A fleet that exists during its `with` block."""
 
     def __init__(
         self, num_replicas: int = 3, seconds: float = 4.0, seed: int = 1, *, has_store: bool = True
@@ -145,7 +149,8 @@ class Fleet:
         self.rows: list[dict] = []
         self._model = tiny_model("llama", dtype=torch.float64)
         self._turn, self._running = 0, False
-        self._lies: dict[tuple[int, ...], None] = {}  # prompts falsely listed as cached
+        # Prompts that the router falsely lists as cached.
+        self._lies: dict[tuple[int, ...], None] = {}
         self._untold: Iterator[tuple[int, ...]] = iter(())
         self.num_misled = self.num_unrouted = 0
         self._request: Callable[[], None] = self.request_by_index
@@ -182,7 +187,7 @@ class Fleet:
             with ThreadPoolExecutor(2) as threads:
                 list(threads.map(Server.start, self.servers))
             self.register()
-            time.sleep(0.5)  # until the router's sockets are connected
+            time.sleep(0.5)  # wait until the router's sockets are connected
             for i, session in enumerate(self.sessions):
                 self.send(self.replicas[i % len(self.replicas)], session)
             self._stack = stack.pop_all()
@@ -197,7 +202,7 @@ class Fleet:
         return [self.rng.randrange(3, 256) for _ in range(count)]
 
     def num_wrong(self) -> int:
-        """Return how many answers differ from those of the model without a cache."""
+        """Return how many answers differ from the model's answers without a cache."""
         by_length: dict[int, list[Answer]] = {}
         for each in self.answers:
             by_length.setdefault(len(each.prompt), []).append(each)
@@ -213,7 +218,8 @@ class Fleet:
         return num_wrong
 
     def send(self, server: Server, prompt: list[int], is_counted: bool = True) -> bool:
-        """Send a request from the clients. Return whether the server has answered it."""
+        """Send a request from the clients' namespace. Return whether the server has answered the
+        request."""
         body = {"model": "llama", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
         began = time.monotonic()
         try:
@@ -232,7 +238,8 @@ class Fleet:
         return True
 
     def scores(self, prompt: list[int]) -> dict[int, int]:
-        """Return the number of tokens that each replica has, as far as the router answers."""
+        """Query the router for the number of prompt tokens that each replica has cached. Empty if
+        the router does not answer."""
         body = {"token_ids": prompt, "model_name": "m", "block_size": BLOCK}
         with suppress(OSError, ValueError, KeyError), self.network.inside(CLIENT):
             host = self.network.addresses[ROUTER]
@@ -249,7 +256,8 @@ class Fleet:
         return {}
 
     def request_by_index(self) -> None:
-        """Continue a session on the replica that has most of it, or in turn on the next replica."""
+        """Continue a session on the replica that has cached most of the prompt. Ties are broken in
+        turn."""
         self.send_by_index(self.rng.choice(self.sessions) + self.tokens(SUFFIX))
 
     def send_by_index(self, prompt: list[int]) -> None:
@@ -280,12 +288,13 @@ class Fleet:
             self.request_by_index()
 
     def request_by_store(self) -> None:
-        """Compute a new prompt on one replica, and send it to another, which finds it in the store."""
+        """Compute a new prompt on one replica, and send it to another replica, which finds it in
+        the store."""
         first, second = self.rng.sample(self.replicas, 2)
         prompt = self.tokens(PREFIX)
         if not self.send(first, prompt, is_counted=False):
             self.lost.append(first.name)
-        time.sleep(0.15)  # until the blocks are stored
+        time.sleep(0.15)  # wait until the blocks are stored
         if not self.send(second, prompt):
             self.lost.append(second.name)
 
@@ -309,7 +318,7 @@ class Fleet:
                 self.indexer.register(each.number, *each.endpoints)
 
     def listed(self, replica: Server) -> set[int]:
-        """Return the hashes that the router's index has of a replica."""
+        """Return the hashes of a replica's blocks in the router's index."""
         with self.network.inside(ROUTER):
             dump = self.indexer.call("/dump")
             if not dump.get("m:default", {}).get("events"):
@@ -325,7 +334,8 @@ class Fleet:
         request: Callable[[], None] | None = None,
         fault_s: float | None = None,
     ) -> dict:
-        """Run one scenario with traffic, check that it leaves nothing behind, and return its row."""
+        """Run a scenario with traffic, check that nothing leaks, and return the scenario's row of
+        the table."""
         self._request = request or self.request_by_index
         self.answers, self.lost, self._running = [], [], True
         self.num_unrouted = 0
@@ -368,8 +378,8 @@ class Fleet:
         return row
 
     def _until_listed(self, since: float) -> float:
-        """Wait until the index has been corrected: it has no block that was evicted, and lacks no
-        block that was cached, at the end of the fault.
+        """Wait until the index has been corrected: it lists no block that had been evicted at the
+        end of the fault, and omits no block that was cached at that time.
         """
         wrong = []
         for each in self.replicas:
@@ -390,8 +400,8 @@ class Fleet:
             time.sleep(0.05)
 
     def _until_hits(self, since: float, before: float) -> tuple[float, float]:
-        """Wait until the last requests have almost the hit rate of before the fault. Return the
-        seconds since `since`, and when these requests began.
+        """Wait until the last requests have almost the same hit rate as before the fault. Return
+        the seconds since `since`, and the time at which these requests began.
         """
         until = time.monotonic() + 60
         while True:
@@ -404,7 +414,8 @@ class Fleet:
             time.sleep(0.05)
 
     def _checked(self) -> dict:
-        """Check answers, leaks, and that the index equals the caches. Return the counts."""
+        """Check the answers, check for leaks, and check that the index equals the caches. Return
+        the counts."""
         num_wrong = self.num_wrong()
         until = time.monotonic() + 40
         while leaks := {each.name: found for each in self.servers if (found := each.leaks())}:
@@ -413,7 +424,7 @@ class Fleet:
             time.sleep(0.1)
         differing = {}
         if self._request == self.request_by_index:
-            for each in self.replicas:  # a last message, which reveals the loss of those before it
+            for each in self.replicas:  # a last event reveals the loss of earlier events
                 self.send(each, self.tokens(PREFIX), is_counted=False)
                 self._settle(each, differing)
         return {"wrong": num_wrong, "leaks": leaks, "index_differs": differing}
@@ -440,7 +451,7 @@ class Fleet:
         return self.scenario("delay and loss on all links", bad, good)
 
     def router_cut(self) -> dict:
-        """Events of a replica are delayed, and arrive once the partition has ended."""
+        """A replica's events are delayed, and arrive once the partition has ended."""
         return self.scenario(
             "partition between the router and a replica",
             lambda: self.network.cut(ROUTER, self.names[0]),
@@ -448,7 +459,8 @@ class Fleet:
         )
 
     def router_cut_for_long(self) -> dict:
-        """The partition is longer than the replica's connection survives, so that events are lost."""
+        """The partition lasts longer than the replica's connection survives, so that events are
+        lost."""
         name, left = self.names[0], []
 
         def heal() -> None:
@@ -493,7 +505,8 @@ class Fleet:
 
         def start() -> None:
             victim.start()
-            with self.network.inside(ROUTER):  # Dynamo does not notice that a publisher restarts
+            # Dynamo does not detect that a publisher has restarted.
+            with self.network.inside(ROUTER):
                 self.indexer.call("/unregister", instance_id=victim.number, model_name="m")
                 self.indexer.register(victim.number, *victim.endpoints)
 
@@ -520,7 +533,8 @@ class Fleet:
         )
 
     def index_lies(self) -> dict:
-        """The router is told that the first replica has the blocks of prompts that nobody has."""
+        """The router receives events that claim that the first replica has cached prompts that no
+        replica has cached."""
         address = self.network.addresses[CLIENT]
         places = [f"tcp://{address}:{port}" for port in (EVENTS, REPLAYS)]
         manager = KVCacheManager(BLOCK, num_gpu_blocks=8192, max_model_len=512, enable_events=True)
@@ -543,11 +557,11 @@ class Fleet:
                     self.indexer.register(LIAR, *places)
                 until, number = time.monotonic() + 20, NUM_LIES
                 while not self.scores([*next(iter(self._lies))]):
-                    # Another event reveals that the router has missed those before it.
+                    # Another event reveals to the router that it has missed earlier events.
                     publish(f"lie {number}", (number,) * PREFIX)
                     time.sleep(0.1)
                     number += 1
-                    assert time.monotonic() < until, "the router believes no lie"
+                    assert time.monotonic() < until, "the router has not indexed the wrong entries"
                 self._request = self.request_of_lies
 
             def stop() -> None:

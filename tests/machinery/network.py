@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A star of network namespaces whose links can drop, delay, repeat and corrupt packets, and that
-can be partitioned.
+"""A star-shaped network of namespaces. Its links can drop, delay, duplicate and corrupt packets,
+and the network can be partitioned.
 
-Each namespace has a TUN device, and a thread forwards packets between these devices. The namespaces
-have no other connection. They have no names: the kernel removes a namespace and its device when the
-last process that uses it has ended, even if this process is killed. The network requires root, `ip`
-(iproute2) and /dev/net/tun.
+Each namespace has a TUN device, and a thread forwards packets between these devices. There is no
+other connection between the namespaces. The namespaces are anonymous, so the kernel removes a
+namespace and its device when the last process in it ends, even if the process is killed. The
+network requires root, `ip` (iproute2) and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNS, _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x00020000, 0x40000000, 1
 _OWN = "/proc/thread-self/ns/net"
 _MTU = 9000
-DEVICE = "kvcache0"  # the device of each namespace
+DEVICE = "kvcache0"  # name of the TUN device in each namespace
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults of a link.
+    """Faults on a link.
 
-    `loss`, `repeat` and `flip` are fractions of packets. `delay_s` is (minimum, maximum) of one
-    direction. Packets with different delays are reordered.
+    `loss`, `repeat` and `flip` are the fractions of packets that are lost, duplicated and
+    corrupted. `delay_s` is the (minimum, maximum) delay per direction. Different delays can reorder
+    packets.
     """
 
     loss: float = 0.0
@@ -53,11 +54,11 @@ class Faults:
 
 
 class Network:
-    """The network, which exists within its `with` block.
+    """A network that exists during its `with` block.
 
-    `faults` are those of all links, and `links` those of individual links, each between a set of
-    two names. Both may be changed at any time. `addresses` and `namespaces` have an IP address and
-    the path of a namespace for each name.
+    `faults` applies to all links that are not in `links`. `links` contains the faults of individual
+    links, keyed by the set of the two names that a link connects. Both may be changed at any time.
+    `addresses` and `namespaces` contain the IP address and the path of each namespace, by name.
     """
 
     def __init__(self, *names: str, seed: int = 0) -> None:
@@ -69,14 +70,14 @@ class Network:
         self._names = names
         self._numbers = {bytes([10, 77, 0, i + 1]): i for i in range(len(names))}
         self._random = random.Random(seed)
-        self._held: dict[str, int] = {}  # descriptors of the namespaces
-        self._ends: list[int] = []  # descriptors of the devices
+        self._held: dict[str, int] = {}  # file descriptors of the namespaces
+        self._ends: list[int] = []  # file descriptors of the devices
         self._wake = os.pipe()
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
 
     def __enter__(self) -> Network:
         try:
-            with ThreadPoolExecutor(1) as other:  # leaves the namespace of this thread unchanged
+            with ThreadPoolExecutor(1) as other:  # this thread stays in its namespace
                 for name in self._names:
                     other.submit(self._add, name).result()
         except BaseException:
@@ -91,18 +92,19 @@ class Network:
         self._remove()
 
     def cut(self, one: str, *others: str) -> None:
-        """Drop all packets between a namespace and others."""
+        """Drop all packets between one namespace and the given others."""
         for each in others:
             pair = frozenset((one, each))
             self.links[pair] = replace(self.links.get(pair, self.faults), is_cut=True)
 
     def heal(self) -> None:
-        """Give all links the common faults."""
+        """Remove the faults of individual links, so that `faults` applies to all links."""
         self.links = {}
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Make this thread open sockets, and start threads and processes, in a namespace."""
+        """Switch this thread to a namespace during the `with` block. Sockets that it opens, and
+        threads and processes that it starts, belong to the namespace."""
         before = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _call("setns", self._held[name], _CLONE_NEWNET)
@@ -114,7 +116,7 @@ class Network:
             os.close(before)
 
     def set(self, name: str, setting: str, value: int) -> None:
-        """Set a kernel setting of a namespace, such as "net/ipv4/tcp_retries2"."""
+        """Set a kernel parameter of a namespace, such as "net/ipv4/tcp_retries2"."""
         with self.inside(name):
             Path("/proc/sys", setting).write_text(str(value))
 
@@ -141,7 +143,7 @@ class Network:
             now = time.monotonic()
             while under_way and under_way[0][0] <= now:
                 _, _, end, packet = heapq.heappop(under_way)
-                # The device's queue is full, or the device is down.
+                # The packet is lost if the device's queue is full or the device is down.
                 with contextlib.suppress(OSError):
                     os.write(self._ends[end], packet)
             left = max(under_way[0][0] - now, 0.0) if under_way else None
@@ -151,15 +153,15 @@ class Network:
             for end in ready:
                 with contextlib.suppress(OSError):
                     packet = os.read(end, 1 << 16)
-                    to = self._numbers.get(packet[16:20])  # the IPv4 destination
+                    to = self._numbers.get(packet[16:20])  # the IPv4 destination address
                     if packet[0] >> 4 != 4 or to is None:
                         continue
                     for when, changed in self._fate(packet, self._ends.index(end), to):
                         heapq.heappush(under_way, (when, next(number), to, changed))
 
     def _fate(self, packet: bytes, end: int, to: int) -> Iterator[tuple[float, bytes]]:
-        """Yield (arrival time, packet) for each delivery of a packet, which is delivered any number
-        of times.
+        """Yield (arrival time, packet) for each delivery of a packet. A packet may be delivered
+        once, several times, or not at all.
         """
         pair = frozenset((self._names[end], self._names[to]))
         faults, draw = self.links.get(pair, self.faults), self._random.random
@@ -190,7 +192,7 @@ def why_not() -> str | None:
 
 
 def enter(namespace: str) -> None:
-    """Move this process, which must have a single thread, to a namespace.
+    """Move this process to a namespace. The process must have a single thread.
 
     The process also gets its own /sys, because UCX looks for network devices there, and /sys shows
     the devices of the namespace in which it was mounted.
@@ -203,7 +205,7 @@ def enter(namespace: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends. For `preexec_fn`."""
+    """Make the kernel kill this process when its parent thread ends. For use as `preexec_fn`."""
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose ranks are processes: a tiny Llama in tensor, pipeline or decode-context parallelism
-over a store that survives the processes.
+"""An engine whose ranks are separate processes: a tiny Llama with tensor, pipeline or decode
+context parallelism, and a store that survives the processes.
 
     python -m tests.machinery.ranked_engine [--requests 200] [--kills 20]
 
-serves requests in each form of parallelism, kills ranks at random moments, and compares all answers with
-the model's own. The scheduler sums what ranks exchange, so the other ranks survive a kill.
+serves requests with each form of parallelism, kills ranks at random moments, and compares all
+answers to those of the unsharded model. Ranks exchange values only through the scheduler, which
+sums them, so the other ranks survive a kill.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ BLOCK, NUM_BLOCKS, NUM_LAYERS, MAX_LEN = 8, 49, 2, 256
 
 
 class RankDied(Exception):
-    """The process of a rank has ended."""
+    """A rank's process has ended."""
 
 
 class FileStore(BlockStore):
-    """One file per value in a folder. A process that is killed may leave a part of a file."""
+    """A store with one file per value in a folder. A process that is killed may leave a partial
+    file."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -102,7 +104,7 @@ class Parallel:
     tp: int = 1
     pp: int = 1
     dcp: int = 1
-    host_blocks: int = 0  # of the host tier, some of whose swaps fail on one rank
+    host_blocks: int = 0  # size of the host tier; some swaps fail on one rank
 
     @property
     def num_ranks(self):
@@ -140,7 +142,7 @@ def plan_of(parallel, rank):
 
 
 class Stopped(Exception):
-    """The scheduler has given up the step."""
+    """The scheduler has aborted the step."""
 
 
 class Shard:
@@ -172,10 +174,10 @@ class Shard:
 
     @torch.inference_mode()
     def forward(self, batch, x):
-        """Compute a step. Yields what all ranks must sum, and receives the sum. Returns hidden states, or
-        logits on the last stage.
+        """Compute a step. Yields values to be summed over all ranks, and receives the sums. Returns
+        hidden states or, on the last stage, logits.
 
-        `batch` has the row, the first position and the token IDs of each request.
+        `batch` contains the row, the first position and the token IDs of each request.
         """
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -251,7 +253,8 @@ def serve_rank(connection: Connection, parallel, rank, folder, identity, last_st
     connection.send(("ready", store.description))
 
     def next_message():
-        """Wait for a message other than orders, and meanwhile work for the store."""
+        """Wait for a message that is not an order. Meanwhile, execute orders and send the store's
+        results."""
         while True:
             if (results := store.take_results()) is not None:
                 connection.send(("results", results))
@@ -275,7 +278,7 @@ def serve_rank(connection: Connection, parallel, rank, folder, identity, last_st
             if name == "close":
                 connection.send(("closed", store.close(10), store._staging.num_free))
                 return
-            if name == "stop":  # of a step that this rank has already ended
+            if name == "stop":  # for a step that this rank has already completed
                 connection.send(("stopped",))
                 continue
             plan, batch = arguments
@@ -296,7 +299,7 @@ def serve_rank(connection: Connection, parallel, rank, folder, identity, last_st
 
 
 def run(parts, answer_to):
-    """Run a forward pass, and exchange what it yields."""
+    """Run a forward pass, and exchange each value that it yields."""
     try:
         part = next(parts)
         while True:
@@ -309,7 +312,7 @@ def run(parts, answer_to):
 
 
 class RankProcess:
-    """A `StoreRankLink` to the process of a rank."""
+    """A `StoreRankLink` to a rank's process."""
 
     def __init__(self, *arguments):
         self.connection, theirs = context.Pipe()
@@ -333,12 +336,12 @@ class RankProcess:
         return is_over
 
     def tell(self, *message):
-        # A rank that has ended is noticed when the step waits for it.
+        # If the rank has ended, the step detects this when it waits for the rank.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def read(self):
-        """Take over what the rank has sent. Raises RankDied."""
+        """Receive the messages that the rank has sent. Sets `is_dead` if the rank has ended."""
         try:
             while self.connection.poll():
                 name, *arguments = self.connection.recv()
@@ -352,7 +355,8 @@ class RankProcess:
     is_dead = False
 
     def wait_for(self, name, timeout_s):
-        """Return the arguments of the next message with this name, and drop others."""
+        """Return the arguments of the next message with this name, and drop all other messages.
+        Raises RankDied."""
         deadline = time.monotonic() + timeout_s
         while not self.is_dead:
             assert time.monotonic() < deadline, f"a rank hangs: no {name}"
@@ -367,7 +371,7 @@ class RankProcess:
 
 @dataclass(eq=False)
 class Served:
-    """A request with its answer so far."""
+    """A request and its answer so far."""
 
     request: Request
     num_left: int
@@ -377,7 +381,7 @@ class Served:
 
 
 class RankedEngine:
-    """A scheduler with a manager and a tier, and a process for each rank."""
+    """A scheduler with a manager, a store tier, and a process for each rank."""
 
     def __init__(self, parallel, folder, timeout_s=10.0):
         self.parallel, self.folder, self.timeout_s = parallel, Path(folder), timeout_s
@@ -402,7 +406,7 @@ class RankedEngine:
         )  # fmt: skip
 
     def parallel_name(self, rank):
-        """Return the folder of a rank's store: ranks with equal shares have one."""
+        """Return the folder name of a rank's store. Ranks with equal shares use the same folder."""
         return str(self.parallel.share(rank, 2)).replace(" ", "-")
 
     def add(self, name, prompt, num_tokens):
@@ -413,7 +417,7 @@ class RankedEngine:
         return bool(self.waiting or self.running or self.receiving)
 
     def step(self, kill=None):
-        """Run a step. A rank that has died is replaced, and its requests are computed again."""
+        """Run a step. If a rank has died, replace it and recompute all requests."""
         try:
             self._step(kill)
         except RankDied:
@@ -484,7 +488,7 @@ class RankedEngine:
             if not each.num_left:
                 self.manager.free(each.request)
                 self.ended.append(self.running.pop(each.request.request_id))
-        if rows and not served:  # the pool is full: the last request starts again
+        if rows and not served:  # the pool is full: restart the last request
             self._restart(rows[-1])
 
     def _restart(self, served):
@@ -494,7 +498,8 @@ class RankedEngine:
         self.waiting.appendleft(served)
 
     def _run(self):
-        """Exchange what the ranks compute. Return the last stage's logits, and all reports."""
+        """Exchange the values that the ranks compute. Return the last stage's logits, and all
+        reports."""
         deadline = time.monotonic() + 60
         done, reports, sums, previous = {}, {}, {}, None
         while len(done) < len(self.ranks):
@@ -524,7 +529,8 @@ class RankedEngine:
         return done[len(self.ranks) - 1], [*reports.values()]
 
     def _recover(self):
-        """Replace dead ranks, and start all requests again: their KV is lost on these ranks."""
+        """Replace dead ranks, and restart all requests, because their KV on the dead ranks is
+        lost."""
         self.num_deaths += 1
         for rank in self.ranks:
             if not rank.is_dead:
@@ -548,7 +554,7 @@ class RankedEngine:
         assert self.manager.cache.reset()
 
     def settle(self):
-        """Run steps without requests until no block waits to be stored."""
+        """Run steps without requests until no blocks are waiting to be stored."""
         deadline = time.monotonic() + 60
         while self.tier.is_busy:
             assert time.monotonic() < deadline, "puts do not end"
@@ -556,7 +562,7 @@ class RankedEngine:
             time.sleep(0.002)
 
     def close(self):
-        """End all ranks, and check that nothing is left."""
+        """Stop all ranks, and check that nothing leaks."""
         self.settle()
         assert self.tier.close(30)
         assert self.manager.pool.num_free == self.manager.pool.num_total
@@ -566,7 +572,7 @@ class RankedEngine:
 
 
 def prompts_of(rng, number):
-    """Return prompts with common beginnings, and the number of tokens to generate for each."""
+    """Return prompts with common prefixes, and the number of tokens to generate for each prompt."""
     vocabulary = dense("llama", NUM_LAYERS).config.vocab_size
     heads = [rng.choices(range(3, vocabulary), k=rng.randint(20, 90)) for _ in range(6)]
     return [
@@ -579,7 +585,7 @@ def prompts_of(rng, number):
 
 
 def serve(parallel, folder, prompts, num_kills=0, seed=0):
-    """Serve prompts, and kill ranks at random moments. Returns counts, and checks answers."""
+    """Serve prompts, kill ranks at random moments, and check the answers. Returns counts."""
     rng = random.Random(seed)
     engine = RankedEngine(parallel, folder)
     begun, worst, answers, kills = time.monotonic(), 0.0, {}, Counter()

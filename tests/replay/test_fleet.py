@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated fleets: each replica behaves as in a replay of its own requests, and plans find the smallest
-sufficient fleet.
+"""Tests of simulated fleets: each replica behaves as in a replay of its own requests, and plans
+find the smallest sufficient fleet.
 """
 
 import json
@@ -134,11 +134,13 @@ def test_session_affinity_keeps_sessions_on_one_replica_and_balances_them():
 def test_prefix_aware_routing_serves_a_prompt_where_it_is_cached_unless_the_wait_is_longer():
     fleet = Fleet(replicas=2, num_blocks=201, router="prefix")
     prompt = [*range(1600)]
-    # The second request hits. The third would wait 400 ms for a hit of 1,600 tokens (800 ms).
+    # The second request hits. The third request would wait 400 ms for a hit of 1,600 tokens, which
+    # saves 800 ms.
     hit = [request(0, prompt, 0), request(1, [*prompt, 1], 2000)]
     report = simulate_fleet(lambda: hit, fleet, HARDWARE)
     assert report.device_hit_tokens == 1600
-    # 2,000 tokens without a hit keep the first replica busy for 1 s, longer than a prefill elsewhere.
+    # 2,000 tokens without a hit keep the first replica busy for 1 s, which is longer than a prefill
+    # on the other replica.
     busy = [request(0, prompt, 0), request(1, range(5000, 7000), 1000), request(2, prompt, 1001)]
     both = Fleet(replicas=1, num_blocks=301, router="prefix")
     assert simulate_fleet(lambda: busy, both, HARDWARE).device_hit_tokens == 1584
@@ -154,7 +156,8 @@ def test_replicas_share_a_store_and_loads_take_time():
     report = simulate_fleet(lambda: pair, fleet, hardware)
     assert (report.device_hit_tokens, report.store_hit_tokens) == (0, 144)
     assert report.loaded_bytes == 144_000_000
-    # 160 tokens take 80 ms, and 10 take 5 ms. The second request loads for 144 ms and computes 16.
+    # Computing 160 tokens takes 80 ms, and computing 10 tokens takes 5 ms. The second request loads
+    # for 144 ms and computes 16 tokens.
     assert report.mean_ms_to_first_token == pytest.approx((80 + (144 + 8) + 5) / 3)
 
 
@@ -168,7 +171,8 @@ def test_blocks_in_the_store_are_found_once_their_prefill_has_ended():
 
 
 def test_prefills_delay_the_answers_of_their_replica():
-    """With one running request per replica, a request waits for the delayed end of another one."""
+    """With one running request per replica, a request waits for the delayed end of another
+    request."""
     first, second = request(0, range(40), 0, 10), request(1, range(100, 140), 50, 10)
     third = request(2, range(200, 240), 60, 0)
     fleet = Fleet(1, 201, concurrency=2)
@@ -179,9 +183,11 @@ def test_prefills_delay_the_answers_of_their_replica():
             *([first, second, third], fleet, hardware),
             on_request=lambda item, replica, served, t=times: t.__setitem__(item.index, served),
         )
-        # The first request answers from 50 ms to 150 ms, and the second one is computed for 50 ms.
+        # The first request's answer runs from 50 ms to 150 ms, and the second request's prefill
+        # takes 50 ms.
         assert [each.first_ms for each in times.values()] == [50, 100, start_ms + 50]
-        # The third request's prefill delays the second one's answer if it still runs.
+        # The third request's prefill delays the second request's answer if this answer is still
+        # running.
         last_ms = {0.0: 200, 1.0: 250}[interference]
         assert report.answer_tokens_per_s == pytest.approx(20_000 / last_ms)
         assert report.busy_share == pytest.approx(3 * 50 / 60)
@@ -194,7 +200,7 @@ def test_loads_of_a_replica_share_the_bandwidth():
     first = [request(2 * i, prompt, 10 * i) for i, prompt in enumerate(prompts)]
     filler = [request(2 * i + 1, [7], 10 * i) for i in range(4)]
     requests = [each for pair in zip(first, filler) for each in pair]
-    # The other replica then loads all four prompts at once: 160 ms each.
+    # The other replica then loads all four prompts at once, which takes 160 ms per prompt.
     requests.append(request(8, [7], 5000))
     for i, prompt in enumerate(prompts):
         requests += [request(9 + 2 * i, prompt, 5000), request(10 + 2 * i, [7], 5000)]
@@ -241,7 +247,7 @@ def test_samples_of_sessions_estimate_a_large_fleet_within_their_error():
     sampled = simulate_fleet(workload, fleet, HARDWARE, max_replicas=4)
     assert (exact.simulated_replicas, sampled.simulated_replicas) == (16, 4)
     assert exact.hit_rate_error is None and 0 < sampled.hit_rate_error < 0.05
-    assert sampled.requests == 3000  # four disjoint samples of a quarter each
+    assert sampled.requests == 3000  # four disjoint samples, each with a quarter of the sessions
     apart = Fleet(replicas=16, num_blocks=301, router="round_robin")
     assert simulate_fleet(workload, apart, HARDWARE, max_replicas=4).simulated_replicas == 16
     difference = abs(sampled.token_hit_rate - exact.token_hit_rate)
@@ -307,7 +313,7 @@ def test_plans_without_a_sufficient_fleet_give_the_reason():
     plan = plan_fleet(chats(), Fleet(replicas=1, num_blocks=11), p99_ms=100.0)
     assert plan.recommended is None
     assert "of 400 requests do not fit into a replica with 10 blocks of 16 tokens" in plan.reason
-    assert len(plan.reports) == 1  # more replicas do not help
+    assert len(plan.reports) == 1  # more replicas would not help
     plan = plan_fleet(
         *(chats(), Fleet(replicas=1, num_blocks=501)),
         **{"p99_ms": 1.0, "hardware": HARDWARE, "most_replicas": 3},

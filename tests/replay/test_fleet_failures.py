@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of simulated fleets: replicas, stores and routers that lose what they know, and links."""
+"""Tests of failures in simulated fleets: replicas, stores and routers that lose their state, and
+broken links."""
 
 import json
 import random
@@ -34,7 +35,7 @@ def request(index, tokens, arrival_ms, answer=1):
 
 
 def run(requests, fleet, *failures, hardware=HARDWARE):
-    """Return the simulation, and the replica and hits of each attempt to serve a request."""
+    """Return the simulation, and the replica and hits for each attempt to serve a request."""
     attempts = []
     simulation = Simulation(
         *(fleet, hardware),
@@ -52,25 +53,27 @@ def placed(attempts):
 def test_requests_of_a_dead_replica_are_sent_again_and_its_cache_is_lost():
     fleet = Fleet(2, 401, router="round_robin")
     requests = [
-        request(0, PROMPT, 0, answer=100),  # first token at 1.6 s, ends at 11.6 s
+        # The first token is at 1.6 s, and the answer ends at 11.6 s.
+        request(0, PROMPT, 0, answer=100),
         request(1, [7], 0, answer=1),
-        request(2, range(3000, 4600), 0),  # waits until 1.6 s, first token at 3.2 s
+        request(2, range(3000, 4600), 0),  # waits until 1.6 s; the first token is at 3.2 s
         request(3, [7], 2500),
         request(4, PROMPT, 9000),
     ]
     simulation, attempts = run(requests, fleet, "replica:0@2s+5s")
     assert placed(attempts) == [
         *((0, 0, 0), (1, 1, 0), (2, 0, 0)),
-        *((0, 1, 0), (2, 1, 0)),  # sent again at 2 s, to the only replica
+        *((0, 1, 0), (2, 1, 0)),  # resent at 2 s to the only remaining replica
         *((3, 1, 0), (4, 0, 0)),
     ]
     assert simulation.num_resent == 2 and simulation.num_delayed == 0
-    # Request 0 had its first token before. Request 2 waits for the prefill of request 0.
+    # Request 0 had its first token before the failure. Request 2 waits for the prefill of request
+    # 0.
     assert [round(each) for each in simulation.outcomes.ms_to_first_token] == [
         *(1600, 1, 5200, 2701, 1600),
     ]
     assert simulation.report.requests == 5 and simulation.report.prompt_tokens == 3 * 1600 + 2
-    # Replica 0 computed 2 s until it died, and 1.6 s after.
+    # Replica 0 computed for 2 s before it died, and for 1.6 s after its repair.
     assert simulation._replicas[0].computed_ms == 2000 + 1600
 
 
@@ -94,14 +97,14 @@ def test_a_dead_store_is_empty_and_cannot_be_reached_for_a_time():
         *(
             request(4, other, 11_000),
             request(5, [8], 11_000),
-        ),  # is not stored: its prefill ends at 12.6 s
+        ),  # not stored, because its prefill ends at 12.6 s, during the outage
         *(request(6, [8], 15_000), request(7, other, 15_000)),
         *(request(8, [8], 25_000), request(9, [*other, 1], 25_000)),
         *(request(10, [*other, 1], 30_000), request(11, [9], 30_000)),
     ]
     _, attempts = run(requests, fleet, "store@10s+10s")
     hits = {index: served.num_store_hit for index, _, served in attempts if served.num_store_hit}
-    assert hits == {3: 1584}  # 9 and 10 hit on the device
+    assert hits == {3: 1584}  # requests 9 and 10 hit on the device
     requests = [request(0, PROMPT, 0), request(1, [7], 0), request(2, [7], 20_000)]
     requests.append(request(3, PROMPT, 20_000))
     for failure, hit in (
@@ -117,7 +120,7 @@ def test_blocks_whose_prefill_a_replica_did_not_finish_are_not_in_the_store():
     fleet = Fleet(3, 401, router="round_robin", store_blocks=1000)
     requests = [request(0, PROMPT, 0), request(1, [7], 0), request(2, PROMPT, 2000)]
     _, attempts = run(requests, fleet, "replica:0@1s+90s")
-    # Sent again to replica 2 at 1 s, which ends at 2.6 s, after the arrival of request 2.
+    # The request is resent to replica 2 at 1 s. Its prefill ends at 2.6 s, after request 2 arrives.
     assert placed(attempts) == [(0, 0, 0), (1, 1, 0), (0, 2, 0), (2, 1, 0)]
 
 
@@ -127,8 +130,9 @@ def test_a_restarted_router_learns_the_blocks_that_are_stored_or_hit_again():
     requests = [
         request(0, first, 0, answer=300),  # runs until 31.6 s
         request(1, second, 10_000),
-        request(2, first, 11_000),  # where it is cached, although this replica has more requests
-        request(3, [*first, 1], 20_000),  # unknown: to the least loaded replica
+        # Sent to the replica that has cached it, although this replica has more requests.
+        request(2, first, 11_000),
+        request(3, [*first, 1], 20_000),  # not in the index: sent to the least loaded replica
         request(4, [*first, 2], 21_700),
         request(5, longer, 23_000),
     ]
@@ -136,7 +140,8 @@ def test_a_restarted_router_learns_the_blocks_that_are_stored_or_hit_again():
     assert [replica for _, replica, _ in placed_without] == [0, 1, 0, 0, 0, 0]
     _, attempts = run(requests, fleet, "router@15s")
     assert placed(attempts)[3:] == [(3, 1, 0), (4, 1, 1600), (5, 1, 1600)]
-    # The replica that the router chooses without knowledge hits. The router learns it from this hit.
+    # The router has no index, but the replica that it chooses has a hit. The router learns of the
+    # cached blocks from this hit.
     requests = [
         *(
             request(0, first, 0),
@@ -188,7 +193,7 @@ def test_routers_that_follow_events_choose_as_routers_that_ask_the_managers(rout
     workload = [*chat_workload(120, 7, shape)]
     hardware = Hardware(2000.0, 20.0)
     exact, without = run(workload, fleet, hardware=hardware)
-    # A failure after the last arrival.
+    # The failure occurs after the last arrival.
     following, attempts = run(workload, fleet, "router_link:0@1000000s+1s", hardware=hardware)
     assert placed(attempts) == placed(without)
     assert following.report == exact.report and exact.report.token_hit_rate > 0.2

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short run of `tests/machinery/fleet_faults.py`: servers in network namespaces, with real TCP, a
-real router and a real store, while links and processes fail.
+"""A short run of `tests/machinery/fleet_faults.py`, in which links and processes fail. Servers run
+in network namespaces, with real TCP, a real router and a real store.
 """
 
 import pytest

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fleets of models with several cache groups, and groups from a model's configuration."""
+"""Tests of fleets for models with several cache groups, and of groups that are derived from a
+model's configuration."""
 
 import json
 
@@ -50,7 +51,8 @@ def test_one_replica_with_groups_behaves_as_in_a_timed_replay(groups):
 
 def test_loads_move_only_the_blocks_that_the_next_token_attends_to():
     sizes = KVBytes(Fleet(1, 100, groups=HYBRID, page_bytes=10), Hardware())
-    assert sizes.between(0, 160) == 10 * (10 + 4)  # blocks 6 to 9 of the window of 64 tokens
+    # Blocks 6 to 9, which the window of 64 tokens covers.
+    assert sizes.between(0, 160) == 10 * (10 + 4)
     assert sizes.between(144, 160) == 10 * (1 + 1) and sizes.between(160, 160) == 0
     assert sizes.between(0, 161) == 10 * (11 + 5)
     states = Fleet(1, 100, groups="recurrent,full_attention:block_size=32", page_bytes=10)
@@ -70,7 +72,7 @@ def test_loads_of_groups_take_the_time_of_their_blocks():
         fleet = Fleet(2, 401, router="round_robin", groups=HYBRID, page_bytes=1_000_000, **options)
         simulation = Simulation(fleet, hardware)
         report = simulation.run(pair)
-        # 9 blocks of the full group, and 4 or 5 of the window.
+        # 9 blocks in the full attention group, and 4 or 5 blocks in the sliding window group.
         assert report.loaded_bytes == (9 + 4) * 1_000_000
         assert simulation.outcomes.ms_to_first_token[1] == pytest.approx(13 + 16)
     fleet = Fleet(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that load tokens from other replicas."""
+"""Tests of replicas that load tokens from other replicas."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ def request(index, tokens, arrival_ms, answer=1):
 
 
 def run(requests, fleet, *failures, hardware=HARDWARE):
-    """Return the simulation, and what each attempt loaded: replica, hits and hits elsewhere."""
+    """Return the simulation and, for each attempt, the replica, its own hits, and its hits on other
+    replicas."""
     attempts = []
     simulation = Simulation(
         *(fleet, hardware),
@@ -41,9 +42,10 @@ def test_replicas_load_prefixes_from_each_other_once_they_are_computed():
         assert attempts[1][1:3] == (loaded, loaded)
     assert simulation.report.peer_hit_tokens == 1584
     assert simulation.report.loaded_bytes == 1584 * 1_000_000
-    # 1,584 tokens are loaded in 158.4 ms, and 16 computed in 16 ms.
+    # 1,584 tokens are loaded in 158.4 ms, and 16 tokens are computed in 16 ms.
     assert simulation.outcomes.ms_to_first_token[1] == pytest.approx(158.4 + 16)
-    # Only the blocks after the longest hit of its own are loaded. They are then cached here.
+    # Only the blocks after the replica's own longest hit are loaded. They are then cached on this
+    # replica.
     requests = [
         *(request(0, PROMPT, 0), request(1, PROMPT[:800], 5000)),
         *(request(2, [9], 6000), request(3, [*PROMPT, 1], 7000), request(4, [9], 8000)),
@@ -64,11 +66,11 @@ def test_tokens_on_the_host_of_a_peer_are_loaded_and_the_longest_source_is_used(
     fleet = Fleet(2, 111, router="round_robin", peers=True, host_blocks=300)
     other = [*range(4000, 5600)]
     requests = [request(0, PROMPT, 0), request(1, [9], 0), request(2, other, 3000)]
-    requests.append(request(3, PROMPT, 9000))  # the first prompt has left the device
+    requests.append(request(3, PROMPT, 9000))  # the first prompt has been evicted from the device
     assert run(requests, fleet)[1][3][1:] == (1584, 1584, "peer")
     both = Fleet(2, 111, router="round_robin", peers=True, store_blocks=250)
     _, attempts = run(requests, both)
-    assert attempts[3][1:] == (1584, 1584, "store")  # the peer has evicted it
+    assert attempts[3][1:] == (1584, 1584, "store")  # the peer has evicted the prompt
     requests[2] = request(2, [8], 3000)
     assert run(requests, both)[1][3][1:] == (1584, 1584, "peer")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fleets with separate prefill and decode replicas."""
+"""Tests of fleets with separate prefill and decode replicas."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_one_pair_of_pools_behaves_as_in_a_disaggregated_replay():
     assert report.decode_hit_tokens == expected.decode_hit_tokens > 0
     assert expected.prefill_evicted_blocks > 0 and expected.decode_evicted_blocks > 0
     assert report.transferred_bytes == expected.loaded_bytes
-    # Prompts are handed over at whole milliseconds.
+    # Prompts are passed to decode replicas at whole milliseconds.
     for name in ("mean_ms_to_first_token", "p99_ms_to_first_token"):
         assert -1e-3 < getattr(report, name) - getattr(expected, name) < 1
 
@@ -55,7 +55,8 @@ def test_prompts_are_loaded_by_the_decode_replica_unless_cached_there():
     fleet = Fleet(1, 401, decode_replicas=1, router="round_robin")
     requests = [request(0, PROMPT, 0, 10), request(1, [*PROMPT, 5], 10_000, 10)]
     report, simulation = run(requests, fleet)
-    # 1,600 tokens are computed and loaded in 1,600 ms each. Of the second prompt, one token is.
+    # Computing and loading 1,600 tokens take 1,600 ms each. For the second prompt, only one token
+    # is computed and loaded.
     first, second = simulation.outcomes.ms_to_first_token
     assert (first, second) == (1600 + 1600 + 1, 1 + 1 + 1)
     assert report.device_hit_tokens == report.decode_hit_tokens == 1600
@@ -76,7 +77,7 @@ def test_answers_do_not_delay_prefills_and_decode_replicas_bound_running_request
 
 def test_prompts_hold_their_blocks_until_they_are_loaded():
     slow = Hardware(1e6, 10.0, bytes_per_token=1e6, transfer_gb_per_s=1.0)
-    fleet = Fleet(1, 102, decode_replicas=2, router="round_robin")  # one prompt at a time
+    fleet = Fleet(1, 102, decode_replicas=2, router="round_robin")  # only one prompt fits at a time
     requests = [request(i, range(3000 * i, 3000 * i + 1600), 10 * i) for i in range(2)]
     _, simulation = run(requests, fleet, hardware=slow)
     assert simulation.outcomes.ms_to_first_token.tolist() == pytest.approx([1602, 3192], abs=4)
@@ -92,10 +93,11 @@ def test_requests_of_a_dead_decode_replica_are_computed_again():
     fleet = Fleet(1, 401, decode_replicas=2, router="round_robin")
     requests = [request(0, PROMPT, 0, 100), request(1, range(3000, 3016), 30_000)]
     report, simulation = run(requests, fleet, "replica:1@5s+90s")
-    # The first token was at 3.2 s. At 5 s, the prefill replica has the prompt.
+    # The first token was at 3.2 s. At 5 s, the prefill replica still has the prompt cached.
     assert simulation.num_resent == 1 and report.device_hit_tokens == 1584
     assert simulation.outcomes.ms_to_first_token[0] == 3201
-    # A prefill replica that dies after the load affects no request, and before it, all.
+    # If a prefill replica dies after the load, no request is affected. If it dies before the load,
+    # all requests are.
     for failure, resent, first_ms in (
         *(("replica:0@5s+1s", 0, 3201), ("replica:0@1s+1s", 1, 5201), ("replica:0@2s+1s", 0, 3201)),
         *(("router_link:1@1s+9s", 0, 3201), ("replica:1@2s+1s", 1, 3617)),

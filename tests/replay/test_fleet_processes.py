@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan against real engines: processes of `kvcache serve` behind a router that uses Dynamo's index.
+"""Compares a simulated fleet to real engines: `kvcache serve` processes behind a router that uses
+Dynamo's index.
 
 The simulated fleet must choose the same replica and find the same hits for each request.
 """
@@ -30,7 +31,7 @@ BLOCK, SERVERS = 16, 3
 
 
 class Server:
-    """A process of `kvcache serve` with a tiny model."""
+    """A `kvcache serve` process with a tiny model."""
 
     def __init__(self, number, indexer):
         self.number = number
@@ -47,7 +48,7 @@ class Server:
         self.indexer.register(self.number, *self.endpoints)
 
     def complete(self, tokens):
-        """Complete a prompt with one token. Return the number of cached tokens."""
+        """Generate one token for a prompt. Return the number of cached tokens."""
         body = {"model": "llama", "prompt": tokens, "max_tokens": 1}
         request = urllib.request.Request(
             f"{self.url}/completions",
@@ -69,21 +70,23 @@ class Server:
 
 
 class FirstInTurn(PrefixAware):
-    """Spreads the first turns of chats over the replicas, which are idle at each arrival."""
+    """Spreads the first turns of chats evenly over the replicas, which are idle at each arrival."""
 
     def __init__(self, first):
         self._first, self._next = first, RoundRobin()
 
     def choose(self, replicas, item, request, session):
-        """Return the next replica for a first turn, else the one with the longest prefix."""
+        """Return the next replica for a first turn, and otherwise the replica with the longest
+        prefix."""
         if self._first[item.index]:
             return self._next.choose(replicas, item, request, session)
         costs = [each.first_token_ms(item.arrival_ms, item, request) for each in replicas]
-        return costs.index(min(costs))  # like the router of this test, without regard to the load
+        return costs.index(min(costs))  # like this test's router, ignore the load
 
 
 def chats(rng, num_requests):
-    """Return prompts of turns of interleaved chats, and whether each is the first of its chat."""
+    """Return the prompts of interleaved chats' turns, and for each, whether it is the first turn of
+    its chat."""
     system = [rng.randrange(3, 512) for _ in range(40)]
     chats = [[] for _ in range(8)]
     prompts, first = [], []
@@ -110,7 +113,7 @@ def test_a_plan_finds_the_hits_of_real_engines_behind_a_real_router(tmp_path, mo
         for each in servers:
             each.wait()
         num_blocks = {each.num_blocks() for each in servers}
-        time.sleep(0.5)  # until all sockets are connected
+        time.sleep(0.5)  # wait until all sockets are connected
         for tokens, is_first in zip(prompts, first):
             if is_first:
                 chosen, following = following, (following + 1) % SERVERS
@@ -118,7 +121,7 @@ def test_a_plan_finds_the_hits_of_real_engines_behind_a_real_router(tmp_path, mo
                 scores = indexer.scores(tokens)
                 chosen = max(range(SERVERS), key=lambda number: (scores.get(number, 0), -number))
             answered.append((chosen, servers[chosen].complete(tokens)))
-            time.sleep(0.05)  # until the indexer has received the events
+            time.sleep(0.05)  # wait until the indexer has received the events
     tokens = [np.array(each, np.int32) for each in prompts]
     workload = [
         WorkloadRequest(i, 10_000 * i, each, 1, prefix_keys(each)) for i, each in enumerate(tokens)

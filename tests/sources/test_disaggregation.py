@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode in two engines: correct bytes, rejections, faults, and the absence of leaks."""
+"""Tests of prefill and decode in two engines: correct bytes, rejections, faults, and the absence of
+leaks."""
 
 import base64
 import importlib.util
@@ -48,7 +49,7 @@ def tokens_of(rng, count):
 
 @pytest.fixture
 def engines():
-    """Create engines in this process, and close them after the test."""
+    """Create engines in this process, and close the engines after the test."""
     with ExitStack() as stack:
 
         def make(engine_id, **options):
@@ -141,7 +142,8 @@ def test_loaded_blocks_are_hits_for_later_requests(engines):
 def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
     """The sender's window covers the last 48 tokens, in blocks of 16.
 
-    The receiver's blocks have 64 tokens, so the first block that it receives is only filled partially.
+    The receiver's blocks have 64 tokens, so the first block that it receives is only partially
+    filled.
     """
     sender, receiver = engines("p", kinds=HYBRID), engines("d", block=64, kinds=HYBRID)
     tokens = list(range(150))
@@ -152,7 +154,8 @@ def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
     window = sender.kinds.index("window")
     assert offer["blocks"][window][:6] == [0] * 6 and all(offer["blocks"][window][6:])
     check_load(receiver, Request("a", [*tokens, 7]), offer, 150)
-    # Tokens 64 to 95 are missing, but a hit of 128 tokens would read tokens 81 and later.
+    # Tokens 64 to 95 are missing, but after a hit of 128 tokens, the window would cover tokens 81
+    # and later.
     assert receiver.manager.cache.find_prefix(Request("b", tokens[:140])).num_tokens == 0
     assert sender.drained() and receiver.drained()
 
@@ -165,7 +168,7 @@ def test_nothing_is_read_if_the_receiver_has_all_blocks(engines):
     receiver.manager.free(own)
     offer = send(sender, "a", tokens)
     assert not receiver.admit(Request("a", [*tokens, 1]), offer)
-    assert sender.drained()  # the sender was notified that nothing will be read
+    assert sender.drained()  # the sender was notified that no blocks will be read
 
 
 # Rejections --------------------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ def layout(**changes):
 
 
 class NoRank:
-    """A rank that records its steps and returns the results that the test sets."""
+    """A simulated rank that records its steps and returns the results that the test sets."""
 
     def __init__(self, layouts):
         self.handshake = RankHandshake(layouts, RankAddress("gloo", "bQ==", ((4096, 8192),), 64))
@@ -280,8 +283,8 @@ def leaves(values, path=()):
 
 
 def test_any_changed_value_of_an_offer_is_detected():
-    """A change of any value is detected, even if the new value is a block, address or slot of
-    another request.
+    """A changed value is detected even if the new value is a block, address or slot of another
+    request.
     """
     for path in [*leaves(an_offer())]:
         offer = at = an_offer()
@@ -310,7 +313,7 @@ def test_match_without_an_offer_uses_the_last_offer():
     request = Request("r", range(71))
     assert receiver.match(request) == 0
     assert receiver.match(request, an_offer()) == receiver.match(request) == 70
-    assert receiver.match(Request("r", range(71))) == 0  # this is another request with the same id
+    assert receiver.match(Request("r", range(71))) == 0  # another request with the same ID
     receiver.cancel(request)
     assert receiver.match(request) == 0 and len(rank.steps[-1].unread) == 1
 
@@ -523,7 +526,7 @@ def test_pages_still_written_by_a_transport_are_quarantined():
     (loaded,) = receiver.poll()
     assert (loaded.num_computed_tokens, loaded.error) == (None, "why")
     assert manager.pool.num_free == 5 and receiver.num_loading_requests == 1
-    manager.step(new=[request])  # the request is computed in different blocks
+    manager.step(new=[request])  # the request is computed in other blocks
     assert not held & set(manager.block_ids(request).tolist())
     with pytest.raises(ValueError, match="an earlier load may still write to"):
         receiver.match(request, an_offer())
@@ -544,7 +547,7 @@ def test_failure_of_one_rank_cancels_the_others():
     ranks[0].results = Results(failed={"r": "why"}, released={"r"})
     assert [each.num_computed_tokens for each in receiver.poll()] == [None]
     assert all(rank.steps[-1] == Step(cancels={"r"}) for rank in ranks)
-    # This rank finished before it received the cancellation.
+    # This rank finished its load before it received the cancellation.
     ranks[1].results = Results(received={"r"})
     assert receiver.poll() == [] and manager.pool.num_free == 49
 
@@ -557,7 +560,7 @@ def test_unresponsive_rank_does_not_block_its_request():
     now[0] = 60.0
     (loaded,) = receiver.poll()
     assert loaded.num_computed_tokens is None and "did not answer in time" in loaded.error
-    # The blocks are kept forever, because the rank may still write to them.
+    # The blocks stay in quarantine, because the rank may still write to them.
     assert manager.pool.num_kept == 5
 
 
@@ -591,7 +594,7 @@ def test_returning_request_is_matched_again():
         receiver.match(other, offer)
     assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
     rank.steps.clear()
-    # The same offer will still be read, so the sender receives no "unread" message.
+    # The same offer will still be read, so the sender does not receive an "unread" message.
     for _ in range(2):
         request = Request("r", range(71))
         assert receiver.match(request, offer) == 70
@@ -600,7 +603,7 @@ def test_returning_request_is_matched_again():
     assert [len(step.unread) for step in rank.steps] == [1]
     manager.step(new=[Admit(request, external=External(70, delayed=True))])
     with pytest.raises(ValueError, match="request 'r' has no load to begin"):
-        receiver.begin(request)  # the last match was for another request object with this id
+        receiver.begin(request)  # the last match was for another request object with this ID
 
 
 def test_load_does_not_begin_if_the_hit_grew_before_the_step():
@@ -628,7 +631,7 @@ def test_expired_lease_fails_the_load_but_not_the_answer(engines):
     tokens = list(range(100))
     offer = send(sender, "r", tokens, lease_s=0.05)
     assert sender.drained()
-    for first in range(5000, 9000, 1000):  # this request overwrites the blocks
+    for first in range(5000, 9000, 1000):  # this request overwrites the offered blocks
         other = Request(f"from {first}", range(first, first + 900))
         sender.prefill(other)
         sender.manager.free(other)
@@ -741,7 +744,7 @@ def test_new_sender_can_use_the_name_of_a_stopped_one(engines):
         assert receiver.wrong(waiting, 61) is None
         for each in (waiting, request):
             receiver.manager.free(each)
-        # An old offer must not take the peer's name over from the new sender.
+        # An old offer must not replace the new sender as the owner of the peer's name.
         again = Request("r", range(61))
         receiver.manager.cache.reset()
         assert receiver.admit(again, old)
@@ -804,7 +807,7 @@ def test_random_faults_change_no_answer(transport):
 
 
 def here(receiver, request, kind, layer, end):
-    """Return whether the receiver's pages contain a layer's KV of tokens [0, end)."""
+    """Return whether the receiver's pages contain a layer's KV for tokens [0, end)."""
     group = receiver.kinds.index(kind)
     tokens = request.token_ids.tolist()
     for rank, at, number in receiver.rank_layers():
@@ -841,7 +844,7 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
     per_stage = len(sender.order) // stages
 
     def compute(end, count):
-        """Compute the tokens of the last chunk in the first `count` layers, and report each rank's
+        """Compute the last chunk's tokens in the first `count` layers, and report each rank's
         progress.
         """
         sender.compute(request, 0 if end < 200 else 96, end, layers=sender.order[:count])
@@ -853,7 +856,7 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
             else:
                 sender.connector.advance(request, first, end, done, rank=rank)
 
-    compute(96, 2 * len(kinds))  # half of the layers have computed the first chunk
+    compute(96, 2 * len(kinds))  # the first chunk has been computed in half of the layers
     until(lambda: here(receiver, again, "full", 0, 96) and here(receiver, again, "full", 1, 96))
     assert not here(receiver, again, "full", 3, 96)
     assert (
@@ -877,7 +880,7 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
     [
         (("block", "kv", "token", "head", "element"), [96, 64]),
         (("layer", "block", "token", "head", "element"), [96, 64]),
-        # Both layers are in one region.
+        # Both layers are in a single region.
         (("block", "layer", "kv", "token", "head", "element"), [64, 64]),
     ],
 )
@@ -986,7 +989,7 @@ def test_failed_thread_fails_the_loads_in_progress(engines, monkeypatch):
     request, again = Request("r", range(50)), Request("r", range(51))
     sender.manager.step(new=[request])
     assert receiver.admit(again, sender.connector.publish_early(request, sender.order))
-    time.sleep(0.1)  # the load is now waiting for the layers
+    time.sleep(0.1)  # the load is now waiting for layers to be computed
     monkeypatch.setattr(receiver.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
     loaded = receiver.loaded(again)
     assert "the thread that loads KV has failed" in loaded.error

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: what readers see in a slot, and random calls compared with a reference model."""
+"""Tests of leases: what readers see in a slot, and random calls that are compared to a reference
+model."""
 
 import json
 import time
@@ -30,7 +31,7 @@ def test_a_lease_ends_when_all_readers_are_done():
     leases.begin("r", lease, 60, ALL)
     assert read_slot(leases.slots[3], 100) == (False, ALL)
     message = done_message("r", 100, 2)
-    for peer in ("a", "a"):  # repeated messages from the same reader count once
+    for peer in ("a", "a"):  # repeated messages from the same reader are counted once
         leases.note(message, peer)
     leases.note(done_message("r", 99, 1), "b")
     for garbage in (
@@ -56,7 +57,7 @@ def test_lease_expires_for_its_readers_before_the_next_one_begins():
 
 
 def test_progress_of_another_lease_does_not_count():
-    """If a slot is changed during a read, the reader may see words from two leases."""
+    """If a slot is modified while it is read, the reader may see a mix of words from two leases."""
     leases = Leases()
     leases.begin("r", Lease(3, 100, 0.0), 60, Progress(64, 96, 5))
     torn = leases.slots[3].copy()
@@ -82,8 +83,8 @@ def test_lease_numbers_are_used_once():
 class Model(RuleBasedStateMachine):
     """The reference model.
 
-    Tracks when each request's lease expires and which readers have finished, and checks what
-    readers see in a slot for each generation. Time is simulated.
+    The model tracks when each request's lease expires and which readers have finished. For each
+    generation of a slot, it checks what readers see. Time is simulated.
     """
 
     def __init__(self):
@@ -133,7 +134,7 @@ class Model(RuleBasedStateMachine):
     def end(self, number):
         self.leases.end(f"r{number}")
         if f"r{number}" in self.held:
-            self.held[f"r{number}"][1] = -1.0  # readers must see the end immediately
+            self.held[f"r{number}"][1] = -1.0  # readers must see the end of the lease immediately
 
     @rule(seconds=st.floats(0, 5))
     def wait(self, seconds):
@@ -155,7 +156,7 @@ class Model(RuleBasedStateMachine):
         for lease in self.over:
             assert read_slot(self.leases.slots[lease.slot], lease.generation).is_over is True
             later = read_slot(self.leases.slots[lease.slot], lease.generation + 10**6)
-            assert later.is_over is None  # None means that this later lease has not begun
+            assert later.is_over is None  # None: this later lease has not begun
         slots = [held[0].slot for held in self.held.values()]
         assert len(set(slots)) == len(slots) == len(self.leases) == len(self.numbers)
 

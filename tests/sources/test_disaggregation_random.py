@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls to two connectors whose ranks respond at random times: no request is lost, and no
-block leaks.
+"""Random calls to two connectors whose ranks respond at random times. No request may be lost, and
+no block may leak.
 """
 
 import json
@@ -19,7 +19,7 @@ NAMES = st.sampled_from([f"r{n}" for n in range(5)])
 class Pair(RuleBasedStateMachine):
     """A sender with one rank and a receiver with two ranks.
 
-    Tracks which requests hold blocks on either side, and why.
+    This class tracks which requests hold blocks on either side, and why.
     """
 
     def __init__(self):
@@ -30,7 +30,7 @@ class Pair(RuleBasedStateMachine):
             num_ranks=2, num_blocks=40, clock=lambda: self.now
         )
         self.offers, self.leased = {}, set()
-        self.running = {}  # requests that the receiver runs without loading
+        self.running = {}  # requests that the receiver computes without a load
         self.under_way = {}  # name -> request, until `poll` returns it
         self.left = {}  # name -> ranks that have not released the blocks
 
@@ -74,7 +74,7 @@ class Pair(RuleBasedStateMachine):
 
     @rule(name=NAMES, rank=st.integers(0, 1), how=st.sampled_from(["well", "failed", "let go"]))
     def answer(self, name, rank, how):
-        """Let a rank finish a load, fail, or fail and release the blocks."""
+        """Make a rank finish a load, fail, or fail and release the blocks."""
         if rank not in self.left.get(name, ()):
             return
         results = self.loading[rank].results

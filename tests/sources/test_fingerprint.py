@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of a store: it changes with anything that changes the meaning of the stored bytes."""
+"""Tests of the store fingerprint, which must change whenever the meaning of the stored bytes
+changes."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def manager_of(block_size=16, **options):
 
 
 def kv_tensors(*shape, order=(0, 1, 2, 3, 4)):
-    """Return an engine's tensor of K and V whose dimensions have this order in memory."""
+    """Return an engine's KV tensor with the given order of dimensions in memory."""
     sizes = [shape[d] for d in order]
     return torch.zeros(sizes).permute([order.index(d) for d in range(5)])
 
@@ -95,8 +96,8 @@ def test_invalid_contents_are_reported(contents, error, message):
 
 
 def test_equal_numbers_of_tokens_and_heads_are_distinguished():
-    """Both tensors have the same shape and memory order, but in one backend the tokens dimension
-    comes first, and in the other the heads dimension.
+    """Both tensors have the same shape and memory order. The tokens dimension comes first in one
+    backend, and the heads dimension in the other.
     """
     from kvcache.layouts import AttentionBackend
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes loaded from peers: the index, offers of cached blocks, and engines with faulty peers."""
+"""Tests of prefixes loaded from peers: the index, offers of cached blocks, and engines with faulty
+peers."""
 
 import http.server
 import json
@@ -55,7 +56,7 @@ def test_prefix_is_loaded_from_the_peer_that_has_it(fleet_of):
     fleet = fleet_of(3)
     one, two, three = fleet.peers
     fleet.answer(one, LONG[:60])
-    fleet.answer(two, LONG)  # loads 48 tokens, and computes the rest
+    fleet.answer(two, LONG)  # 48 tokens are loaded, and the rest is computed
     fleet.answer(three, LONG)
     assert [each.source.stats.loaded_tokens for each in fleet.peers] == [0, 48, 96]
     assert [each.source.stats.offered_tokens for each in fleet.peers] == [48, 96, 0]
@@ -130,7 +131,7 @@ def test_blocks_of_an_offer_are_kept_while_the_peer_needs_its_pool(fleet_of):
 
     def then_evict():
         serve()
-        if one.source.stats.offered_requests:  # fills the pool with other prompts
+        if one.source.stats.offered_requests:  # fill the pool with other prompts
             one.serve_asks = serve
             for first in range(3):
                 fleet.add(one, [400 + first, *reversed(LONG)], 1)
@@ -231,7 +232,7 @@ def test_groups_without_cached_blocks_cannot_be_offered():
 
 
 class Offers(RuleBasedStateMachine):
-    """Random offers of cached blocks beside a model of what each block contains."""
+    """Random offers of cached blocks, checked against a model of each block's content."""
 
     def __init__(self):
         super().__init__()
@@ -309,7 +310,7 @@ TestOffers.settings = settings(max_examples=30, stateful_step_count=40, deadline
 
 
 class Tree:
-    """A plain model of Dynamo's `RadixTree`."""
+    """A simple model of Dynamo's `RadixTree`."""
 
     def __init__(self):
         self.blocks = {}  # (worker, block hash) -> hashes of the tokens from the root
@@ -417,7 +418,7 @@ def test_invalid_arguments_of_an_index_are_named():
 
 
 class Remote:
-    """A peer process as seen through its HTTP server: a description, and real events."""
+    """A peer process as seen through its HTTP server: its description and real events."""
 
     def __init__(self, engine_id, **model):
         connector, self.manager, _ = lone(engine_id, model=model, enable_events=True)
@@ -442,7 +443,7 @@ ENDPOINTS = ("endpoint", "replay_endpoint", "topic")
 
 
 class Network:
-    """The peer at the address a:1, which may be replaced or down."""
+    """The peer at the address a:1. It may be replaced or down."""
 
     def __init__(self, monkeypatch, remote):
         self.remote = remote
@@ -464,7 +465,7 @@ class Network:
             time.sleep(0.01)
 
     def count(self, first):
-        """Return how many tokens of a prompt the peer has according to the index."""
+        """Return how many tokens of a prompt the peer has cached according to the index."""
         asked = Request("q", range(first, first + 100))
         return self.source._index.num_tokens(asked).get("a:1", 0)
 
@@ -529,7 +530,7 @@ def test_incompatible_peer_is_refused_by_name(network, remote, caplog, changes, 
     before = remote.requests
     network.wait(
         lambda: remote.requests > before + 1
-    )  # it is checked again, in case it is restarted
+    )  # the peer is checked again, in case it was restarted
     assert len(re.findall(f"peer a:1 is not used: .*{message}", caplog.text)) == 1
     remote.changes = {}
     network.wait(lambda: network.source.errors["a:1"] is None)
@@ -555,7 +556,7 @@ def test_endpoints_on_all_addresses_are_reached_at_the_address_of_the_peer(netwo
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """Answers every request with the next of some replies."""
+    """A server that answers each request with the next reply from a list."""
 
     replies: ClassVar[list] = []
     seen: ClassVar[list] = []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in a store outside the engine: whatever the store does, contents are correct and nothing
-leaks.
+"""Tests of blocks in a store outside the engine. Whatever the store does, contents must be correct
+and nothing may leak.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def test_blocks_computed_by_one_engine_are_loaded_by_another(mix, num_host_block
     longer, *_ = prompts([*range(30), *range(70, 80)])
     other.run(longer)
     # The hit ends at the largest common multiple of the groups' block sizes within the prompt. A
-    # drafter recomputes the last block. With states inside blocks, nothing is loaded, because steps
-    # end at token 28, the prompt's last hash block, so no state is kept at token 24.
+    # drafter recomputes the last block. With states inside blocks, nothing is loaded: steps end at
+    # token 28, the end of the prompt's last hash block, so no state is cached at token 24.
     assert other.num_loaded == {"unequal blocks": 24, "inside blocks": 24, "a drafter": 24,
                                 "state inside blocks": 0}.get(mix, 28)  # fmt: skip
     assert other.tier.stats.loaded_tokens == other.num_loaded
@@ -284,7 +284,7 @@ class Gated(MemoryStore):
 
 
 def begin_a_put(user, item):
-    """Run a step of a request whose puts have to wait for a blocked call."""
+    """Run a step of a request while its puts are waiting for a blocked call."""
     user.add(item)
     while user.tier.match(user.waiting[-1].request) is None:
         time.sleep(0.001)
@@ -307,7 +307,7 @@ def test_pending_put_does_not_store_invalid_blocks(num_host_blocks):
     user.settle()
     assert not user.store.values and not told(user)
     assert user.tier.stats.dropped_blocks > 0
-    user.run()  # this recomputes the request
+    user.run()  # this step recomputes the request
     user.step()
     user.settle()
     assert len(user.store.values) == 7
@@ -413,7 +413,7 @@ def test_invalid_answer_is_counted_as_a_miss(wrong, counter):
     other = a_user(store, timeout_s=0.05 if wrong == "slow" else 30.0)
     begun = time.monotonic()
     other.run(*prompts(LONG))
-    assert time.monotonic() - begun < 15  # the engine does not wait for any call
+    assert time.monotonic() - begun < 15  # the engine does not wait for calls to the store
     assert other.num_loaded < 28 and other.num_finished == 1
     assert getattr(other.tier.stats, counter) > 0
     store.fault = lambda: None
@@ -437,7 +437,7 @@ def test_answer_of_an_unexpected_type_is_a_failure(method, answer):
     setattr(store, method, lambda *_: answer)
     other.run(*prompts(LONG))
     other.settle()
-    # Seven values that count as true.
+    # Seven truthy values.
     is_right = method == "exists" and answer in (["x"] * 7, [1 << 70] * 7)
     is_right |= method == "take_evicted" and answer in ([], ["x"] * 7)
     assert other.num_loaded == (28 if is_right else 0)
@@ -490,7 +490,7 @@ def test_corrupt_value_is_removed():
     other.run(*prompts(LONG))
     other.settle()
     assert other.num_loaded == 0 and other.tier.stats.corrupt_blocks == 1
-    third = a_user(store)  # the block has been stored again
+    third = a_user(store)  # the block was stored again
     third.run(*prompts(LONG))
     assert third.num_loaded == 28
     other.end()
@@ -568,8 +568,8 @@ def test_cancelled_load_releases_everything():
 
 @pytest.mark.parametrize("seed", sampled(range(30), 5))
 def test_content_is_correct_for_any_store_behavior(seed):
-    """Every token that is read is compared, and the events must match the final contents of the
-    store.
+    """Every token that is read is compared to the expected token, and the events must match the
+    store's final contents.
     """
     choose = random.Random(seed)
     groups, hash_block_size = MIXES[[*MIXES][seed % len(MIXES)]]
@@ -621,7 +621,7 @@ def test_content_is_correct_for_any_store_behavior(seed):
     if seed % 3 == 0:
         user.add(prompts(*[[0]] * 99, families[1][:30])[-1])
         user.step()
-        user.tier.start_epoch("newer")  # while loads and puts are in flight
+        user.tier.start_epoch("newer")  # invalidate while loads and puts are in flight
         user.run(*prompts(*[[0]] * 100, families[0][:40])[-1:])
         user.settle()
     user.end()
@@ -631,7 +631,7 @@ def test_content_is_correct_for_any_store_behavior(seed):
 
 
 def told(user):
-    """Return the contents of the store, according to the events with the medium "storage"."""
+    """Return the store's contents, according to the events with medium "storage"."""
     has = set()
     for event in user.events:
         if event.medium != "storage":
@@ -642,7 +642,8 @@ def told(user):
 
 
 def test_routers_receive_events_of_the_store():
-    """Events include parents and tokens, even if the block was already evicted from the device.
+    """Events include parents and tokens even for blocks that have already been evicted from the
+    device.
 
     A reset does not clear the store.
     """
@@ -837,7 +838,8 @@ def test_puts_are_not_issued_while_a_later_step_is_planned():
 
 @pytest.mark.parametrize("seed", sampled(range(20), 3))
 def test_copies_are_ordered_on_late_streams(seed):
-    """Uses few pages on a simulated device that runs streams in any order permitted by events."""
+    """The test uses few pages and a simulated device that runs streams in any order that events
+    permit."""
     choose, streams = random.Random(seed), SimulatedStreams(seed)
     manager = KVCacheManager(4, 16, 64, num_preallocate_tokens=0, enable_events=True)
     pages, store = Pages.allocate(16, [[64, 64]] * 2), MemoryStore()
@@ -851,7 +853,7 @@ def test_copies_are_ordered_on_late_streams(seed):
         return zlib.crc32(repr(tokens).encode()) % 251
 
     def compute(blocks, tokens, num_loaded):
-        """On the stream, read the loaded blocks and write all other blocks."""
+        """Read the loaded blocks and write all other blocks on the stream."""
         for i, block in enumerate(blocks):
             expected = content(tokens[: 4 * (i + 1)])
             for region in range(4):

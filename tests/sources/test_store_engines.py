@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block stores on a local disk (NIXL's POSIX plug-in) and in Mooncake Store, tested with the real
+"""Tests of block stores on a local disk (NIXL's POSIX plug-in) and in Mooncake Store, with the real
 backends.
 """
 
@@ -45,7 +45,7 @@ def master():
 
 
 class Opened:
-    """A store together with its memory, which has one value per row."""
+    """A store and its memory, which contains one value per row."""
 
     def __init__(self, store, num_values=3000, value_bytes=VALUE_BYTES):
         self.store = store
@@ -131,7 +131,7 @@ def prompts(*tokens):
 
 
 def serve(user, number, choose, families):
-    """Serve `number` more requests, with several steps after each."""
+    """Serve `number` more requests, and run several steps after each request."""
     for _ in range(number):
         head = choose.choice(families)[: choose.randint(8, 50)]
         user.add(prompts([*head, choose.randrange(1000)])[0])
@@ -250,7 +250,7 @@ def test_repeated_key_in_one_put_stores_the_last_value_once(tmp_path):
 
 
 def refused_folder(tmp_path, how):
-    """Create a folder that other users can access, or a folder that contains such a file."""
+    """Create a folder that is not private to this user, or a folder that contains such a file."""
     folder = tmp_path / "store"
     folder.mkdir(mode=0o700)
     file = folder / "blocks.kv"

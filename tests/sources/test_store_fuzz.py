@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that return wrong results, and disks that are full or whose files are truncated or
-corrupted, only cause misses.
+"""Tests that stores with wrong results, full disks, and truncated or corrupted files cause only
+misses.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NONSENSE = (
     None, 3, "x", b"x", [None], [2**70], [-(2**70)], [1.5], [float("nan")], {}, object(), [[]],
     "kvcache-", ["\ud800"], [""], ["kvcache-" + "0" * 32 + "-99999-00"],
 )  # fmt: skip
-_STEP_S = 5.0  # time limit for an engine's call on a busy machine
+_STEP_S = 5.0  # time limit in seconds for an engine's call on a busy machine
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
 )
 
 
 class LyingStore(BlockStore):
-    """A store whose calls may fail in any way or return anything.
+    """A store whose calls may fail in any way or return any value.
 
     Calls that hang continue once `gate` is opened.
     """
@@ -51,7 +51,8 @@ class LyingStore(BlockStore):
         self.is_closed = False
 
     def _lies(self, *ways):
-        """Choose how the call misbehaves, or return None if it does not. Any call may raise or hang."""
+        """Return how the call misbehaves, or None if it succeeds. Any call may raise an exception
+        or hang."""
         if self.choose.random() >= self.rate:
             return None
         self.lies += 1
@@ -140,7 +141,7 @@ class LyingStore(BlockStore):
 
 
 def timed(call, *arguments, **options):
-    """Make a call, which must return quickly and must not raise."""
+    """Make a call, and check that it returns quickly without raising an exception."""
     begin = time.monotonic()
     answer = call(*arguments, **options)
     assert time.monotonic() - begin < _STEP_S
@@ -182,7 +183,7 @@ def test_incorrect_store_results_cause_no_wrong_hit_hang_or_error(seed):
     )  # fmt: skip
     serve(user, choose, 25)
     store.rate = 0
-    store.gate.set()  # lets hanging calls return
+    store.gate.set()  # let hanging calls return
     user.end()
     assert store.lies
 
@@ -199,8 +200,8 @@ def disk_user(folder, choose, groups=MIXES[0]):
 @needs_nixl
 @pytest.mark.parametrize("seed", sampled(range(40), 6))
 def test_damaged_disk_file_never_gives_a_wrong_hit(seed, tmp_path):
-    """The file is damaged while it is open and between two engines: bits are flipped, the end is
-    cut off, holes are punched, and old copies are restored.
+    """The file is damaged while a store has it open, and also between two engines: bits are
+    flipped, the end is truncated, holes are punched, and old copies are restored.
     """
     choose = random.Random(seed)
     path = tmp_path / "blocks.kv"
@@ -218,7 +219,7 @@ def test_damaged_disk_file_never_gives_a_wrong_hit(seed, tmp_path):
                 file.truncate(at)
             elif how == "copy":
                 copies.append(content)
-            elif how == "restore" and copies:  # restores contents from an earlier time
+            elif how == "restore" and copies:  # restore contents from an earlier time
                 file.write(choose.choice(copies))
             elif size:
                 file.seek(at)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in processes that are killed, over a store that survives them: all answers are the model's."""
+"""Tests that answers are correct when rank processes are killed and their store survives."""
 
 import random
 
@@ -18,7 +18,8 @@ def test_answers_are_correct_although_ranks_are_killed(tmp_path):
         assert found["wrong"] == found["hung"] == 0, (name, found)
         assert found["deaths"] == sum(found["kills"].values()) == num_kills
         loaded[name] = found["loaded_tokens"]
-    # The four ranks of "TP 4" have the shares of the two ranks of "TP 2", whose blocks they load.
+    # The four ranks in "TP 4" have the same shares as the two ranks in "TP 2", so they load the
+    # blocks that those ranks stored.
     assert loaded["TP 4"] > loaded["TP 2"] > 0, loaded
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store tier over several ranks: one answer for all of them, whatever a rank or its store does."""
+"""Tests of a store tier over several ranks. The tier must return a single result for all ranks,
+whatever a rank or its store does."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ FULL = GroupSpec("full_attention", 4)
 
 
 class Link:
-    """A connection to a rank that delivers orders before the next plan at the latest.
+    """A connection to a rank. It delivers orders at the latest before the next plan.
 
-    Results are delayed and may stay away (`is_silent`). Orders and results are pickled.
+    Results are delayed, or never delivered (`is_silent`). Orders and results are pickled.
     """
 
     def __init__(self, rank, choose=None):
@@ -52,7 +53,7 @@ class Link:
             self.rank.begin(pickle.loads(self.orders.popleft()))
 
     def work(self):
-        """Let the rank work between steps."""
+        """Run the rank between steps."""
         self.deliver()
         if (results := self.rank.take_results()) is not None:
             self.results.append(pickle.dumps(results))
@@ -129,7 +130,7 @@ class RankedUser(StoreUser):
         return Link(rank, self.choose)
 
     def kill(self, i):
-        """End a rank that has not received its last orders, and continue with another one."""
+        """End a rank before it has received its last orders, and replace it with a new rank."""
         self.links[i].rank.close(10)
         lose(self.verifier.of_rank[i])
         self.links[i] = self.make_link(i)
@@ -150,7 +151,7 @@ class RankedUser(StoreUser):
     def end(self):
         for each in self.links:
             each.lag, each.is_silent = 0.0, False
-        ranks, self.tier._ranks = self.tier._ranks, []  # their staging is checked below
+        ranks, self.tier._ranks = self.tier._ranks, []  # their staging memory is checked below
         for each in [*self.receiving.values()]:
             self.tier._ranks = ranks
             self.cancel(each)
@@ -170,7 +171,7 @@ class RankedUser(StoreUser):
 
 
 def lose(verifier):
-    """Overwrite all pages of a rank."""
+    """Overwrite all of a rank's pages."""
     for pages in filter(None, (verifier.storage.pages, verifier._host)):
         for region in range(len(pages.sizes)):
             pages.fragment(region)[1:] = 255
@@ -181,7 +182,7 @@ def stores_of(num_ranks=2, **options):
 
 
 def filled(stores, **options):
-    """Return stores that have the blocks of LONG."""
+    """Return stores that contain the blocks of the prompt LONG."""
     user = RankedUser(stores, **options)
     user.run(*prompts(LONG))
     user.settle()
@@ -260,7 +261,7 @@ def test_rank_that_does_not_answer_is_a_miss(during):
 
 
 def test_result_that_arrives_after_its_deadline_is_ignored():
-    """The request's pages belong to another request by then."""
+    """By then, the request's pages belong to another request."""
     user = RankedUser(filled(stores_of(2, slow_s=0.2)), timeout_s=10)
     user.add(prompts(LONG)[0])
     while not user.receiving:
@@ -278,8 +279,8 @@ def test_result_that_arrives_after_its_deadline_is_ignored():
 
 
 def test_order_of_ranks_progress_does_not_matter():
-    """One rank has finished its load and its puts before another one has begun. Where ranks decide by
-    collective operations, such a difference is a deadlock.
+    """One rank finishes its load and its puts before another rank has begun. If the ranks used
+    collective operations, this difference would cause a deadlock.
     """
     stores = filled(stores_of(3))
     user = RankedUser(stores, timeout_s=60)
@@ -423,7 +424,8 @@ def test_content_is_correct_for_any_behavior_of_ranks_and_stores(seed):
 
 
 def invalidated(user):
-    """Invalidate the blocks of a running request in the middle. Return the keys of removed blocks."""
+    """Invalidate blocks in the middle of a running request. Return the keys of the removed
+    blocks."""
     request = next(iter(user.running.values())).request
     hashes = user.manager.cache.hashes(request)
     user.restart(user.tier.invalidate(user.manager.block_ids(request)[2:3]))
@@ -431,7 +433,8 @@ def invalidated(user):
 
 
 def holding_long(stores, **options):
-    """Return a user whose running request has the blocks of LONG on the device and in the stores."""
+    """Return a user with a running request for the prompt LONG, whose blocks are on the device and
+    in the stores."""
     user = RankedUser(stores, **options)
     user.add(prompts(LONG)[0])
     while not user.running or user.tier.num_waiting_blocks:
@@ -443,14 +446,14 @@ def holding_long(stores, **options):
 def test_blocks_invalidated_before_a_rank_died_are_removed_by_its_successor(is_broken):
     stores = stores_of(2)
     user = holding_long(stores)
-    if is_broken:  # the rank has received the order, but its store fails
+    if is_broken:  # the rank has received the order, but its store fails to remove the blocks
         stores[1].fault = lambda: "raises"
     invalid = invalidated(user)
     assert user.tier.is_busy
     if is_broken:
         user.links[1].work()
     stores[1].fault = lambda: None
-    user.links[1].orders.clear()  # killed
+    user.links[1].orders.clear()  # the process is killed
     user.links[1].rank._invalid.clear()
     user.links[1].rank.close(10)
     user.links[1] = user.make_link(1)
@@ -466,7 +469,7 @@ def test_blocks_invalidated_before_a_rank_died_are_removed_by_its_successor(is_b
 
 
 def test_tier_is_busy_until_all_ranks_have_removed_invalid_blocks():
-    """Results that a rank has sent before it receives the order do not end the wait."""
+    """Results that a rank sent before it received the order do not end the wait."""
     user = holding_long(stores_of(2))
     invalidated(user)
     orders = [link.orders for link in user.links]
@@ -554,7 +557,8 @@ def test_blocks_wait_until_a_dead_rank_reports_its_trial():
         user.tier.poll()
     user.tier.poll()
     stores[1].fault = lambda: None
-    for store in stores:  # its answer to the lookup, which is the trial, is on the way
+    # The answer to the lookup, which is the trial call, has been sent but not received.
+    for store in stores:
         store.fault = lambda: "slow"
     user.links[1].is_silent = True
     request = Request("trial", LONG)
@@ -725,7 +729,7 @@ def test_unknown_order_is_rejected():
 
 
 def test_share_without_the_context_parallel_rank_is_rejected():
-    """Otherwise, ranks with other tokens would have equal keys."""
+    """Otherwise, ranks that hold different tokens would use equal keys."""
     manager = manager_of(dcp_world_size=2)
     share = Share.of_rank(num_layers=1, num_heads=2)
     links = [a_rank(manager, share, cp_kv_cache_interleave_size=1) for _ in range(2)]
