@@ -61,13 +61,13 @@ class Replayer:
     A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute
     chunks of all other unfinished prompts. With recurrent states, chunks end at positions whose
     states are cached (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit, the oldest
-    completely computed request finishes. If there is none, the request that the chunk belongs to is
-    rejected.
+    completely computed request finishes. If there is none, the request to which the chunk belongs
+    is rejected.
 
     With a `service`, requests arrive at the times given in the workload. Each request waits until
-    fewer than `concurrency` requests are running and its blocks fit, and then holds its prompt's
-    blocks until it ends. Requests finish in order of their end times. No blocks are allocated for
-    answers.
+    fewer than `concurrency` requests are running and enough blocks are free. It then holds the
+    blocks of its prompt until it ends. Requests finish in order of their end times. No blocks are
+    allocated for answers.
 
     Args:
         block_size: Tokens per block for a single full-attention group. Alternative to `groups`.
@@ -240,7 +240,7 @@ class Replayer:
             self._last_arrival_ms = item.arrival_ms
             self._let_time_pass(item.arrival_ms)
         else:
-            # Workloads without times have one request per second.
+            # In workloads without times, one request arrives per second.
             self._now_ms = max(item.arrival_ms, self._now_ms + 1000 * (item.arrival_ms == 0))
             self.manager.cache.set_now(self._now_ms / 1000)
         self._num_requests += 1

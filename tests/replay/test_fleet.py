@@ -309,7 +309,7 @@ def test_the_cheapest_of_several_tiers_is_recommended():
     assert plan.recommended.price_per_hour == 1.0
 
 
-def test_plans_without_a_sufficient_fleet_give_the_reason():
+def test_plans_without_a_sufficient_fleet_report_the_reason():
     plan = plan_fleet(chats(), Fleet(replicas=1, num_blocks=11), p99_ms=100.0)
     assert plan.recommended is None
     assert "of 400 requests do not fit into a replica with 10 blocks of 16 tokens" in plan.reason

@@ -50,7 +50,7 @@ def placed(attempts):
     return [(index, replica, served.num_hit) for index, replica, served in attempts]
 
 
-def test_requests_of_a_dead_replica_are_sent_again_and_its_cache_is_lost():
+def test_requests_of_a_dead_replica_are_resent_and_its_cache_is_lost():
     fleet = Fleet(2, 401, router="round_robin")
     requests = [
         # The first token is at 1.6 s, and the answer ends at 11.6 s.
@@ -67,8 +67,7 @@ def test_requests_of_a_dead_replica_are_sent_again_and_its_cache_is_lost():
         *((3, 1, 0), (4, 0, 0)),
     ]
     assert simulation.num_resent == 2 and simulation.num_delayed == 0
-    # Request 0 had its first token before the failure. Request 2 waits for the prefill of request
-    # 0.
+    # Request 0 had its first token before the failure. Request 2 waits for request 0's prefill.
     assert [round(each) for each in simulation.outcomes.ms_to_first_token] == [
         *(1600, 1, 5200, 2701, 1600),
     ]
@@ -140,8 +139,8 @@ def test_a_restarted_router_learns_the_blocks_that_are_stored_or_hit_again():
     assert [replica for _, replica, _ in placed_without] == [0, 1, 0, 0, 0, 0]
     _, attempts = run(requests, fleet, "router@15s")
     assert placed(attempts)[3:] == [(3, 1, 0), (4, 1, 1600), (5, 1, 1600)]
-    # The router has no index, but the replica that it chooses has a hit. The router learns of the
-    # cached blocks from this hit.
+    # The restarted router's index is empty, but the replica that it chooses has a hit. The router
+    # learns of the cached blocks from this hit.
     requests = [
         *(
             request(0, first, 0),
@@ -171,7 +170,7 @@ def test_a_restarted_router_forgets_sessions_and_requests_wait_for_it():
     assert simulation.outcomes.ms_to_first_token[1] == pytest.approx(1500 + 1601)
 
 
-def test_an_index_that_lies_costs_a_prefill():
+def test_a_wrong_index_costs_only_a_prefill():
     fleet = Fleet(2, 401, router="prefix")
     requests = [request(0, PROMPT, 0), request(1, PROMPT, 5000), request(2, PROMPT, 9000)]
     simulation = Simulation(fleet, HARDWARE, failures=[Failure("router_link", 1e6, replica=0)])
@@ -187,7 +186,7 @@ def test_an_index_that_lies_costs_a_prefill():
 @pytest.mark.parametrize(
     ("router", "host_blocks"), [("prefix", 0), ("prefix", 300), ("session", 0)]
 )
-def test_routers_that_follow_events_choose_as_routers_that_ask_the_managers(router, host_blocks):
+def test_routers_that_follow_events_choose_like_routers_that_query_managers(router, host_blocks):
     shape = ChatShape(num_conversations=30)
     fleet = Fleet(3, 151, router=router, host_blocks=host_blocks, concurrency=4, store_blocks=200)
     workload = [*chat_workload(120, 7, shape)]
@@ -283,7 +282,7 @@ def test_a_fleet_has_recovered_once_its_hit_rate_is_close_for_a_whole_window():
         ("router_link:0@0+1", Failure("router_link", 0.0, 1.0, 0)),
     ],
 )
-def test_failures_have_a_text_form(text, expected):
+def test_failures_round_trip_through_text(text, expected):
     assert Failure.parse(text) == expected == Failure.parse(str(expected))
 
 
@@ -310,7 +309,7 @@ def test_invalid_failures_are_rejected(text, message):
         Failure.parse(text)
 
 
-def test_failures_that_a_fleet_cannot_have_are_rejected():
+def test_failures_that_do_not_apply_to_the_fleet_are_rejected():
     workload = [request(0, PROMPT, 0), request(1, PROMPT, 1000)]
     for failure, options, message in (
         ("replica:2@1", {}, r"failures\[0\] is replica:2@1s: expected a replica from 0 to 1"),

@@ -18,7 +18,7 @@ SHORT = ("router_cut", "index_lies", "replica_killed", "router_restarts", "prefi
 
 @needs_dynamo
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-def test_a_fleet_recovers_from_each_fault_and_gives_no_wrong_answer():
+def test_a_fleet_recovers_from_each_fault_without_wrong_answers():
     with Fleet(num_replicas=2, seconds=1.0) as fleet:
         for name in SHORT:
             row = getattr(fleet, name)()

@@ -98,7 +98,7 @@ def test_groups_work_with_all_tiers_pools_and_failures(router):
     assert found.undisturbed.token_hit_rate > 0.3
 
 
-def test_groups_have_a_text_form():
+def test_groups_round_trip_through_text():
     groups = parse_groups("sliding_window:window=2000000:cached=0,full_attention:block_size=32", 16)
     assert parse_groups(groups_text(groups), 1) == groups
 
@@ -119,7 +119,7 @@ def test_invalid_groups_are_rejected(options, message):
         Fleet(1, 100, **options)
 
 
-def test_the_command_takes_the_groups_of_a_configuration(tmp_path, capsys):
+def test_the_command_derives_groups_from_a_configuration(tmp_path, capsys):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     arguments = ["plan", "--requests", "20", "--replicas", "1", "--router", "session", "--json"]

@@ -55,7 +55,7 @@ def test_replicas_load_prefixes_from_each_other_once_they_are_computed():
     assert [each[1:3] for each in attempts[1::2]] == [(784, 784), (1600, 800), (1600, 0)]
 
 
-def test_prefixes_that_are_partly_computed_are_loaded_up_to_there():
+def test_partly_computed_prompts_are_loaded_up_to_their_computed_tokens():
     fleet = Fleet(2, 401, router="round_robin", peers=True)
     requests = [request(0, PROMPT, 0), request(1, [9], 0), request(2, [*PROMPT, *PROMPT], 2000)]
     requests.append(request(3, [*PROMPT, *PROMPT], 2100))
@@ -75,7 +75,7 @@ def test_tokens_on_the_host_of_a_peer_are_loaded_and_the_longest_source_is_used(
     assert run(requests, both)[1][3][1:] == (1584, 1584, "peer")
 
 
-def test_dead_peers_have_nothing():
+def test_nothing_is_loaded_from_dead_peers():
     fleet = Fleet(2, 401, router="round_robin", peers=True)
     requests = [request(0, PROMPT, 0), request(1, [9], 0), request(2, [8], 9000)]
     requests.append(request(3, PROMPT, 9000))

@@ -96,8 +96,8 @@ def test_requests_of_a_dead_decode_replica_are_computed_again():
     # The first token was at 3.2 s. At 5 s, the prefill replica still has the prompt cached.
     assert simulation.num_resent == 1 and report.device_hit_tokens == 1584
     assert simulation.outcomes.ms_to_first_token[0] == 3201
-    # If a prefill replica dies after the load, no request is affected. If it dies before the load,
-    # all requests are.
+    # If a prefill replica dies after the load has begun, no request is resent. If it dies earlier,
+    # all of its requests are resent.
     for failure, resent, first_ms in (
         *(("replica:0@5s+1s", 0, 3201), ("replica:0@1s+1s", 1, 5201), ("replica:0@2s+1s", 0, 3201)),
         *(("router_link:1@1s+9s", 0, 3201), ("replica:1@2s+1s", 1, 3617)),

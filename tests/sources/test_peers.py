@@ -67,7 +67,7 @@ def test_prefix_is_loaded_from_the_peer_that_has_it(fleet_of):
 
 
 @pytest.mark.parametrize("seed", spread(range(39), 2))
-def test_random_runs_with_faulty_peers_give_the_models_answers(fleet_of, seed):
+def test_random_runs_with_faulty_peers_return_the_models_answers(fleet_of, seed):
     fleet = fleet_of(3, seed, model=["llama", "gemma3"][seed % 2])
     fleet.run(100)
     assert fleet.num_compared > 10
@@ -99,7 +99,7 @@ def test_prompt_is_computed_if_a_peer_cannot_offer_it(fleet_of, caplog, fault, c
         assert "the server at 127.0.0.1:1: ConnectionRefusedError" in caplog.text
 
 
-def test_peer_that_is_too_slow_is_not_waited_for(fleet_of):
+def test_late_offer_of_a_slow_peer_is_declined(fleet_of):
     fleet = fleet_of(timeout_s=0.2)
     one, two = fleet.peers
     fleet.answer(one, LONG)
@@ -110,7 +110,7 @@ def test_peer_that_is_too_slow_is_not_waited_for(fleet_of):
     assert one.source.stats.offered_requests == 1
 
 
-def test_failing_peers_are_not_asked_until_their_breaker_allows_it(fleet_of):
+def test_failing_peers_get_no_requests_until_their_breaker_allows_it(fleet_of):
     fleet = fleet_of()
     one, two = fleet.peers
     (watch,) = two.source._watches.values()
@@ -142,7 +142,7 @@ def test_blocks_of_an_offer_are_kept_while_the_peer_needs_its_pool(fleet_of):
     fleet.settle()
 
 
-def test_requests_that_need_more_than_tokens_are_not_asked_for(fleet_of):
+def test_unsuitable_requests_are_not_sent_to_peers(fleet_of):
     fleet = fleet_of()
     one, two = fleet.peers
     fleet.answer(one, LONG)

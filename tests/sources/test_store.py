@@ -401,7 +401,7 @@ def test_host_tier_selects_the_blocks_written_to_the_store():
         ("slow", "timeouts"),
     ],
 )
-def test_invalid_answer_is_counted_as_a_miss(wrong, counter):
+def test_invalid_result_is_counted_as_a_miss(wrong, counter):
     store = MemoryStore()
     one = a_user(store)
     one.run(*prompts(LONG))
@@ -425,7 +425,7 @@ def test_invalid_answer_is_counted_as_a_miss(wrong, counter):
     "answer", [5, None, [], [True], [-1], ["x"] * 7, [None] * 7, [1 << 70] * 7, [9] * 8]
 )
 @pytest.mark.parametrize("method", ["exists", "get", "put", "take_evicted"])
-def test_answer_of_an_unexpected_type_is_a_failure(method, answer):
+def test_result_of_an_unexpected_type_is_a_failure(method, answer):
     store = MemoryStore()
     one = a_user(store)
     one.run(*prompts(LONG))

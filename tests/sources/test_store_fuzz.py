@@ -199,7 +199,7 @@ def disk_user(folder, choose, groups=MIXES[0]):
 
 @needs_nixl
 @pytest.mark.parametrize("seed", sampled(range(40), 6))
-def test_damaged_disk_file_never_gives_a_wrong_hit(seed, tmp_path):
+def test_damaged_disk_file_never_causes_a_wrong_hit(seed, tmp_path):
     """The file is damaged while a store has it open, and also between two engines: bits are
     flipped, the end is truncated, holes are punched, and old copies are restored.
     """

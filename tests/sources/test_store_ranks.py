@@ -302,7 +302,7 @@ def test_order_of_ranks_progress_does_not_matter():
 
 
 @pytest.mark.parametrize("replaced", [0, 1])
-def test_replaced_rank_goes_on_with_its_store(replaced):
+def test_replaced_rank_continues_with_its_store(replaced):
     stores = filled(stores_of(2))
     user = RankedUser(stores)
     user.add(prompts(LONG)[0])
@@ -557,7 +557,7 @@ def test_blocks_wait_until_a_dead_rank_reports_its_trial():
         user.tier.poll()
     user.tier.poll()
     stores[1].fault = lambda: None
-    # The answer to the lookup, which is the trial call, has been sent but not received.
+    # The lookup is the trial call. Its answer has been sent, but not received yet.
     for store in stores:
         store.fault = lambda: "slow"
     user.links[1].is_silent = True
@@ -700,7 +700,7 @@ def test_shares_of_uneven_tensor_parallelism_are_rejected():
 
 
 @pytest.mark.parametrize("identity", ["", "[]", "3", "{}", '{"version": 2}', "[" * 100_000])
-def test_text_that_is_no_identity_is_rejected(identity):
+def test_text_that_is_not_an_identity_is_rejected(identity):
     with pytest.raises(ValueError, match=r"manager is .*: expected a manager, or the result of ca"):
         fingerprint(identity, None, model="m")
 
@@ -740,7 +740,7 @@ def test_share_without_the_context_parallel_rank_is_rejected():
         assert each.close()
 
 
-def test_rank_that_is_given_twice_is_rejected():
+def test_rank_that_is_passed_twice_is_rejected():
     manager = manager_of()
     share = Share.of_rank(num_layers=1, num_heads=1)
     links = [a_rank(manager, share, num_kv_heads=1) for _ in range(2)]

@@ -28,7 +28,7 @@ class Replica:
     (`RouterIndex`).
 
     Attributes:
-        peers: The replicas from which this one can load tokens.
+        peers: The replicas from which this replica can load tokens.
     """
 
     def __init__(
@@ -271,7 +271,6 @@ class DecodeReplica(Replica):
         return self._bytes.between(self._cached(request).on_device, item.num_tokens)
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:
-        """Return the time until this replica would have loaded a prompt, which ends with the
-        prefill's first token."""
+        """Return how long a request would wait until this replica has loaded its prompt."""
         loaded_ms = self._loaded_ms(now_ms, "transfer", self.missing_bytes(item, request))
         return max(self.wait_ms(now_ms), loaded_ms - now_ms)

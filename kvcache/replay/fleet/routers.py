@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers, which choose the replica of each request."""
+"""Routers, which choose a replica for each request."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ReplicaState(Protocol):
 
 
 class Router(Protocol):
-    """Chooses the replica of each request, in order of arrival.
+    """Chooses a replica for each request, in order of arrival.
 
-    `keeps_sessions` indicates that most requests of a session are served by the same replica. Only
-    if it is set can a fleet be sampled, and is the argument `session` guaranteed to be the
+    `keeps_sessions` indicates that most requests of a session are served by the same replica. A
+    fleet can be sampled only if `keeps_sessions` is true. Only then is the argument `session` the
     request's session.
     """
 
@@ -96,7 +96,7 @@ class SessionAffinity:
     """Sends all requests of a session to the replica that has the least load when its first request
     arrives.
 
-    If this replica cannot be reached, the session moves to another one.
+    If this replica cannot be reached, the session moves to another replica.
     """
 
     keeps_sessions = True

@@ -65,7 +65,7 @@ class FleetReport:
         decode_hit_tokens: Prompt tokens that decode replicas had cached.
         transferred_bytes: Bytes that decode replicas load from prefill replicas.
         price_per_hour: Price of the whole fleet. None: no prices are known.
-        watts: Power of the whole fleet. None: unknown.
+        watts: Power consumption of the whole fleet. None: unknown.
     """
 
     fleet: dict[str, Any]

@@ -167,9 +167,9 @@ class RankDescription:
 class StoreRankLink(Protocol):
     """A `StoreRank`, or a connection to one in another process.
 
-    A connection must preserve the order of orders and step plans: a rank receives an order after
-    all plans that were sent before it, and before all plans that are sent after it. Therefore,
-    blocks can be reused as soon as their load is abandoned, without waiting for the rank.
+    A connection must deliver orders and step plans in the sequence in which they were sent: a rank
+    receives an order after all earlier plans and before all later plans. Therefore, blocks can be
+    reused as soon as their load is abandoned, without waiting for the rank.
 
     `begin` and `take_results` must not raise an exception if the rank has died. Orders to a dead
     rank are lost; call `StoreTier.replace_rank` to replace the rank.

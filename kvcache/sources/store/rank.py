@@ -74,7 +74,7 @@ class _Load:
 
 @dataclass(eq=False)
 class _Get:
-    """A call of `get`, with the staged values into which the blocks are read."""
+    """A call to `get`, with the staged values into which the blocks are read."""
 
     load: _Load
     numbers: list[int]
@@ -84,7 +84,7 @@ class _Get:
 
 @dataclass(eq=False)
 class _Put:
-    """A call of `put`."""
+    """A call to `put`."""
 
     order: SaveBlocks
     numbers: list[int]
@@ -95,12 +95,12 @@ class _Put:
 class StoreRank:
     """A rank's part of a `StoreTier`: the rank's pages, and a store for their blocks.
 
-    A tier over several ranks sends orders to each of them (`StoreTier.over`). A rank executes them
-    with `begin` and reports with `take_results`. Call both methods in the thread that launches the
-    rank's steps, outside graph captures. The store is called in a separate thread that accesses
-    only the rank's staging memory; pages are copied on the current stream. Failures of the store
-    are never raised. Each rank serves a single tier, because tiers number their orders
-    independently.
+    A tier over several ranks sends orders to each of them (`StoreTier.over`). The rank starts to
+    execute orders in `begin`, and returns their results from `take_results`. Call both methods in
+    the thread that launches the rank's steps, outside graph captures. The store is called in a
+    separate thread that accesses only the rank's staging memory; pages are copied on the current
+    stream. Store failures never raise exceptions. Each rank serves a single tier, because tiers
+    number their orders independently.
 
     Args:
         manager: The manager, or its `cache_identity` if the manager is in another process.
@@ -195,7 +195,7 @@ class StoreRank:
         self._arriving: list[tuple[SwapJob, list[int]]] = []
         self._slow: Call | None = None  # the last call that was counted as overdue
         self._results = StoreResults()
-        self._reported: tuple[bool, bool, bool] | None = None  # state last returned
+        self._reported: tuple[bool, bool, bool] | None = None  # the last reported state
         self._thread = StoreThread(store, self._open)
         self._thread.submit(lambda: None, READ)  # open the store before the first lookup
 
@@ -273,8 +273,8 @@ class StoreRank:
             timeout_s: Maximum time to wait, in seconds.
 
         Returns:
-            Whether the thread has ended. If not, it continues in the background and keeps its
-            memory.
+            Whether the thread has ended. If not, the thread continues in the background and keeps
+            its memory allocated.
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         for number in [*self._loads]:

@@ -49,7 +49,7 @@ class StoreThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], Any], priority: int, tag: Any = None) -> Call:
-        """Queue a call of `work` and return the call."""
+        """Queue a call to `work` and return the call."""
         call = Call(work, tag=tag)
         self._put(priority, call)
         return call

@@ -95,7 +95,8 @@ class _Save:
     described: list[Described | None]
     epoch: int
     pending: set[int]  # ranks that have not answered
-    outcomes: list[tuple[str, ...] | None] = field(default_factory=list)  # by answered rank
+    # Of ranks that have answered.
+    outcomes: list[tuple[str, ...] | None] = field(default_factory=list)
 
 
 class StoreTier:
@@ -581,10 +582,9 @@ class StoreTier:
         `model` with `start_epoch`.
 
         Args:
-            ids: As for `KVCacheManager.invalidate`.
+            ids: See `KVCacheManager.invalidate`.
 
-        Returns:
-            As for `KVCacheManager.invalidate`.
+        Returns: The result of `KVCacheManager.invalidate`.
         """
         self._drained += self._manager.cache.drain_events()
         affected = self._manager.invalidate(ids)
@@ -667,8 +667,8 @@ class StoreTier:
             timeout_s: Maximum time to wait for each rank, in seconds.
 
         Returns:
-            Whether the thread has ended. If not, it continues in the background and keeps its
-            memory.
+            Whether the thread has ended. If not, the thread continues in the background and keeps
+            its memory allocated.
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         for load in self._loads.under_way:
@@ -738,7 +738,7 @@ class StoreTier:
             return
         lookup.pending.discard(rank)
         lookup.found &= keys
-        if not lookup.pending or not lookup.found:  # later answers do not change the result
+        if not lookup.pending or not lookup.found:  # later answers cannot change the result
             self._has_ended(lookup)
 
     def _has_ended(self, lookup: _Lookup) -> None:

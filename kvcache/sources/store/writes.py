@@ -71,7 +71,7 @@ class WaitingBlocks:
     ) -> list[tuple[BlockKey, int, Described | None]]:
         """Dequeue the oldest blocks that are still cached, and return them with their pages.
 
-        Every plan of the manager must have been applied.
+        All of the manager's plans must have been applied.
         """
         keys = list(self._waiting)[:most]
         by_group: dict[int, list[BlockKey]] = defaultdict(list)
