@@ -23,8 +23,9 @@ class HintBudget:
         retain_share: Share of blocks that may have a priority at a time.
         ttl_s: Default duration of pins, priorities and offers, in seconds.
         max_ttl_s: Maximum duration that a hint is granted, in seconds.
-        timeout_s: Seconds for which a demotion or a priority may wait for a step.
-        prefetch_timeout_s: Seconds for which a prefetch or an offer may wait for free blocks and sources.
+        timeout_s: Seconds for which a demote or retain hint may wait for a step.
+        prefetch_timeout_s: Seconds for which a prefetch or share hint may wait for free blocks and
+            sources.
         prefetch_ttl_s: Seconds after which a prefetched prefix that no request has hit no longer
             counts against `prefetch_share`.
         max_pending: Maximum number of waiting hints.

@@ -432,7 +432,7 @@ class HintExecutor:
         self._gives_way = True
 
     def close(self) -> None:
-        """Refuse all hints that have no receipt, and end all pins."""
+        """Refuse all hints that have no receipt, and remove all pins."""
         for guest in list(self._guests):
             self._cancel(guest, "the engine is closing")
         self._pins.expire(math.inf)
@@ -602,7 +602,7 @@ class HintExecutor:
     def _forget(self, guest: Guest) -> None:
         """Cancel a guest's lookups and load."""
         if guest.source is not None:
-            guest.source.cancel(guest.request)  # first, because it may still write
+            guest.source.cancel(guest.request)  # before its blocks are freed
         elif guest.request is not None and guest.loads and guest.stage is Stage.WAITING:
             for source in self._sources:
                 source.cancel(guest.request)

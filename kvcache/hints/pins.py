@@ -28,7 +28,7 @@ class HintPins:
         return {each for spent in self.ledger.entries.values() for each in spent.hashes}
 
     def pin(self, pending: PendingHint, prefix: HintedPrefix, now: float) -> None:
-        """Pin the part of a prefix that is on the device, and answer the hint."""
+        """Pin the part of a prefix that is on the device, and create the hint's receipt."""
         hint, cached, ledger = pending.hint, prefix.on_device(), self.ledger
         if not cached:
             reason = "no block of the prefix is on the device: send a prefetch first"

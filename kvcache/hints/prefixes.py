@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix that a hint refers to: its requests, its hashes, and the location of its blocks."""
+"""The prefix to which a hint refers, with its requests, its hashes and the locations of its
+blocks."""
 
 from __future__ import annotations
 

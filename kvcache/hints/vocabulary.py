@@ -32,7 +32,7 @@ class Hint:
     - "prefetch": load the prefix from the host tier and from sources into the device's cache.
     - "demote": move the prefix from the device to the host tier.
     - "pin": evict the prefix last, until a deadline.
-    - "retain": give the prefix a priority for eviction, until a deadline.
+    - "retain": assign an eviction priority to the prefix, until a deadline.
     - "share": offer the prefix to another engine.
 
     Args:

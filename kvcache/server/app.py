@@ -59,8 +59,8 @@ def make_app(
             otherwise rejected. With these fields, a client could share another client's cache by
             using its salt, jump ahead of other clients by setting a priority, or demote other
             clients' blocks.
-        connector: A `Connector` among the engine's sources. If given, other servers can request
-            that this server prefill prompts (`/prefill`), and load their KV.
+        connector: A `Connector` among the engine's sources. If given, other servers can have this
+            server prefill prompts (`/prefill`), and then load the prompts' KV.
         peers: A `PeerSource` among the engine's sources. If given, other servers can load prefixes
             that this server has cached (`/peer`). The loop must have a publisher, because the other
             servers read its events.

@@ -44,7 +44,7 @@ class EngineError(Exception):
 class Answer:
     """The answer to one request, as an async iterator over `Delta` objects.
 
-    It ends when all samples have ended.
+    The iterator ends when all samples have ended.
     """
 
     def __init__(self, loop: EngineLoop, num_samples: int) -> None:
@@ -137,7 +137,7 @@ class EngineLoop:
         """End all requests and stop the thread. A second call has no effect.
 
         Raises:
-            RuntimeError: `start` was not called before.
+            RuntimeError: `start` was not called.
         """
         with self._lock:
             if not self._is_started:

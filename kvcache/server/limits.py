@@ -19,12 +19,12 @@ class Limits:
     - `max_choices`: maximum number of prompts times `n` per request.
     - `max_stops`, `max_stop_length`: maximum number of stop strings per request, and maximum number of
       characters per stop string.
-    - `max_waiting`: maximum number of requests that wait for a row of the engine. Additional requests
-      are rejected with status 429.
+    - `max_waiting`: maximum number of requests that are waiting for an engine row. Additional
+      requests are rejected with status 429.
     - `max_connections`: maximum number of open connections. If another client connects, the
       connection that has been sending its request for the longest time is closed.
-    - `request_seconds`: timeout in seconds for receiving a complete request. For a connection's first
-      request, it starts when the connection is opened.
+    - `request_seconds`: timeout in seconds for receiving a complete request. For a connection's
+      first request, the timeout starts when the connection is opened.
     - `stall_seconds`: timeout in seconds after which a client that does not read its answer is
       disconnected.
     - `keep_alive_seconds`: timeout in seconds for an idle connection between two requests.

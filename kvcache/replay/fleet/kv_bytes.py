@@ -38,7 +38,7 @@ class KVBytes:
         num_blocks = 0
         for kind, size in self._groups:
             if not kind.pages.has_slots:
-                num_blocks += 1  # the state
+                num_blocks += 1  # a recurrent state occupies one block
                 continue
             needed = max(kind.first_needed_token(stop), first)
             num_blocks += max(-(-stop // size) - needed // size, 0)

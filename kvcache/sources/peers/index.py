@@ -26,7 +26,7 @@ class PrefixIndex(Protocol):
     """
 
     def view(self, peer: str) -> EventView:
-        """Return the view to update with a peer's events.
+        """Return a peer's view, which must be updated with the peer's events.
 
         Args:
             peer: Name of the peer.
@@ -69,7 +69,7 @@ class EventIndex:
         self._views: dict[str, CacheView] = {}
 
     def view(self, peer: str) -> CacheView:
-        """Return the view to update with a peer's events."""
+        """Return a peer's view, which must be updated with the peer's events."""
         check_name(peer, "peer")
         return self._views.setdefault(peer, CacheView())
 
@@ -123,7 +123,7 @@ class RadixTreeIndex:
         self._views: dict[str, _TreeView] = {}
 
     def view(self, peer: str) -> EventView:
-        """Return the view to update with a peer's events."""
+        """Return a peer's view, which must be updated with the peer's events."""
         check_name(peer, "peer")
         if peer not in self._views:
             worker = len(self._views)

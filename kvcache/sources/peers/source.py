@@ -80,7 +80,7 @@ class PeerSource(OfferSource):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An address is invalid or given twice, a number is out of range, or blocks of a
+        ValueError: An address is invalid or occurs twice, a number is out of range, or blocks of a
             group cannot be offered from the cache.
     """
 
@@ -145,7 +145,7 @@ class PeerSource(OfferSource):
         """The reason why each peer is not used, keyed by address. None: the peer is used."""
         return {address: watch.error for address, watch in self._watches.items()}
 
-    # Methods for peers.
+    # Methods that serve peers.
 
     def describe(self) -> dict[str, Any]:
         """Return a description of this engine as JSON values, to be passed to a peer's
@@ -216,7 +216,7 @@ class PeerSource(OfferSource):
             self._offered_tokens += offer["num_tokens"]
         return offer
 
-    # Methods of a source.
+    # Methods of `KVSource`.
 
     def match(self, request: Request) -> int | None:
         """Return the number of tokens after the local hit that a peer offers, or None if the peer's

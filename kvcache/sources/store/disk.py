@@ -140,7 +140,7 @@ class DiskStore(BlockStore):
     def _open_folder(self) -> int:
         """Open the folder and return its file descriptor.
 
-        Raises StoreError if it is missing or not private to this user.
+        Raises StoreError if the folder is missing or not private to this user.
         """
         try:
             found = os.open(

@@ -95,7 +95,7 @@ class _Save:
     described: list[Described | None]
     epoch: int
     pending: set[int]  # ranks that have not answered
-    # Of ranks that have answered.
+    # One entry per rank that has answered, with the outcome for each block.
     outcomes: list[tuple[str, ...] | None] = field(default_factory=list)
 
 
