@@ -121,7 +121,7 @@ def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
 
 
 def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the end tokens in the model's generation config and config.
+    """Return the end tokens from the model's generation config and model config.
 
     For chat models, these files often define more end tokens than the tokenizer does.
     """

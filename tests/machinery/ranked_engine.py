@@ -99,7 +99,8 @@ class FileStore(BlockStore):
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of tensor, pipeline and decode context parallelism. Only one of them is above 1."""
+    """Sizes of tensor, pipeline and decode context parallelism. At most one of these sizes is above
+    1."""
 
     tp: int = 1
     pp: int = 1

@@ -59,7 +59,7 @@ def engines():
 
 
 def send(sender, name, tokens, **options):
-    """Publish an offer for a computed request, and pass it through JSON."""
+    """Publish an offer for a computed request, and return the offer after a JSON round trip."""
     request = Request(name, tokens)
     assert sender.prefill(request) is not None
     return json.loads(json.dumps(sender.connector.publish(request, **options)))
@@ -68,7 +68,7 @@ def send(sender, name, tokens, **options):
 def check_load(receiver, request, offer, end):
     """Load the KV of a request and check the received bytes.
 
-    Then compute the remaining tokens and free the request.
+    Afterwards, compute the remaining tokens and free the request.
     """
     assert receiver.admit(request, offer)
     loaded = receiver.loaded(request)

@@ -262,9 +262,9 @@ def test_invalid_blocks_are_removed_from_the_store():
 
 
 class Gated(MemoryStore):
-    """A store whose `exists` blocks while the gate is closed.
+    """A store whose `exists` method blocks while the gate is closed.
 
-    The first `num_failures` calls of `remove` fail.
+    The first `num_failures` calls to `remove` fail.
     """
 
     def __init__(self, num_failures=0):

@@ -71,7 +71,7 @@ class Link:
 
 
 class RankedVerifier:
-    """The verifiers of all ranks. They have different numbers of layers."""
+    """The verifiers of all ranks, which have different numbers of layers."""
 
     def __init__(self, num_ranks, **sizes):
         self.of_rank = [KVVerifier(num_layers=2 + i, **sizes) for i in range(num_ranks)]
