@@ -324,6 +324,7 @@ def test_killed_senders_and_ended_leases(engines, folders):
 
 
 @needs_vllm
+@pytest.mark.exhaustive
 def test_together_with_hicache(engines):
     """Pages loaded through an offer become hits, which HiCache copies to the host and back."""
     sglang = SGLangEngine(

@@ -41,14 +41,13 @@ CLEAN = {
         **{"chunked_prefill_size": 60, **MIXED},
     },
 }
-QUICK = "tight", "hicache"  # the others run with `-o addopts=`, as in nightly.yml
 WORKS = [
     {"seed": 1, "turns": 6, "new_tokens": 60, "aborts": True},
     {"seed": 2, "turns": 4, "new_tokens": 90, "at_once": 6, "keys": True},
 ]
 
 
-@pytest.mark.parametrize("name", sampled(sorted(CLEAN, key=lambda name: name not in QUICK), 2))
+@pytest.mark.parametrize("name", sampled(sorted(CLEAN, key=lambda name: name != "tight")))
 def test_sglang_itself_has_no_findings(name):
     arguments = json.dumps(CLEAN[name]), json.dumps(WORKS)
     results = in_a_process("tests.machinery.sglang_engine", *arguments)
@@ -68,7 +67,8 @@ def test_sglang_itself_has_no_findings(name):
         assert results[0]["findings"]["pages_loaded"]
 
 
-@pytest.mark.parametrize("engine", sampled(ENGINES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ENGINES)
 def test_each_planted_defect_is_found(engine):
     clean, *found = find_all(engine)
     assert clean["kind"] is None and clean["off"] is None and clean["engine"] == "answered"
@@ -116,6 +116,7 @@ def generate(folder, mode):
     return in_a_process("engine_of_test", options, PYTHONPATH=path, KVCACHE_SANITIZE=mode)
 
 
+@pytest.mark.exhaustive
 def test_the_plug_in_is_loaded_by_the_scheduler_process(tmp_path):
     answers, info = generate(tmp_path, "stop")
     (found,) = findings(info)
