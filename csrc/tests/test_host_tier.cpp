@@ -69,7 +69,7 @@ TEST(write_through_offloads_published_blocks_in_the_next_plan) {
   f.host.publish_offloaded();
   f.plan.begin(1);
   f.host.on_published(f.ids.data(), 3);
-  // The page already exists and is used once more.
+  // The host already contains these blocks, so offloading them again copies nothing.
   f.host.offload_queued(f.host.num_queued(), false);
   CHECK(f.plan.end().swap_out.empty());
   CHECK(f.host.publish_offloaded().empty());

@@ -123,8 +123,8 @@ def _import_files(args: argparse.Namespace) -> None:
         except (Exception, SystemExit) as error:
             del sys.modules[name]
             raise UsageError(
-                f"--import is {quoted(path)}: expected a file that can be imported, and it raised "
-                f"{_error_text(error, path)}"
+                f"--import is {quoted(path)}: expected a file that can be imported, but importing "
+                f"it raised {_error_text(error, path)}"
             ) from error
 
 

@@ -65,8 +65,9 @@ class CacheTiers {
   const TierCount& counts() const;
   void clear_counts();  // also clears residency times
 
-  // Within a step, writes the first n queued cached blocks to the host.
+  // Number of cached blocks that wait to be written to the host.
   size_t num_queued() const { return host_ == nullptr ? 0 : host_->num_queued(); }
+  // Within a step, writes the first n of them.
   void offload_queued(size_t n, const StepFills& fills);
   // Called at the end of a step. The blocks that its plan reads are released after the plan has
   // run.

@@ -52,7 +52,8 @@ _JOURNAL = 900  # file descriptor for a child's findings, a number that no argum
 _ERRORS = ".stderr"  # name of the file for stderr in a child's folder
 _OWN_FAULT = 99  # exit code of a worker after an error in the fuzzer itself
 _ROUNDS = 3  # how often a batch that may leak is repeated
-# Maximum number per scene in a child, after which further batches of the scene are skipped.
+# Maximum number of crashes that a scene may cause in a child process. Once it is reached, the
+# remaining batches of the scene are skipped.
 _MOST_DEATHS = 2
 
 
