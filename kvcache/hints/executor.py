@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvcache.allocator import Admit, External, KVCacheManager, Request
-from kvcache.checks import flag, instance, listed, shown
+from kvcache.checks import flag, instance, integer, listed, shown
 from kvcache.hints.budget import HintBudget, Ledger, Spent
 from kvcache.hints.demotion import drop_from_device
 from kvcache.hints.guests import Guest, Stage
@@ -273,7 +273,13 @@ class HintExecutor:
 
         Returns:
             The guests. Pass their statuses to `planned`.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
         """
+        flag(may_admit, "may_admit")
+        if num_rows is not None:
+            integer(num_rows, "num_rows", 0)
         if self._gives_way:
             self._leave()
         self._refuse_late()
@@ -281,7 +287,7 @@ class HintExecutor:
         most = self.budget.max_active - self.num_rows
         if num_rows is not None:
             most = min(most, num_rows)
-        if not flag(may_admit, "may_admit"):
+        if not may_admit:
             return []
         for guest in list(self._guests):
             if len(admits) >= most:
