@@ -46,7 +46,7 @@ class Prefault {
 
   bool is_noting_;
   Prefault* outer_ = nullptr;
-  // Two tiers have at most 30 arrays. Any others are committed on first access.
+  // Two tiers have at most 30 arrays. Arrays that do not fit here are committed on first access.
   std::array<Range, 64> ranges_;
   size_t num_ranges_ = 0;
   int64_t num_committed_ = 0;

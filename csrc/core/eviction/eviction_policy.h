@@ -64,12 +64,12 @@ class EvictionPolicy {
   virtual ~EvictionPolicy() = default;
 
   // Called once, before all other calls. The policy may read the hashes of the pool's blocks at any
-  // time; a block has its hash from before `on_publish` until after `on_forget`.
+  // time; a block's hash is available from before `on_publish` until after `on_forget`.
   virtual void attach(const PublishedBlocks&) {}
 
-  // The block becomes a candidate: it is cached, not held and not pinned, and has no cached child.
-  // Called again after a child or pin is removed, so the rank must not depend on the time of the
-  // call.
+  // Called when the block becomes a candidate: it is cached, not held and not pinned, and has no
+  // cached child. Called again after a child or pin is removed, so the rank must not depend on the
+  // time of the call.
   virtual void insert(BlockId id) = 0;
   virtual void remove(BlockId id) = 0;  // no longer a candidate
   // Returns the next candidate to evict, without removing it, or the null block if there is none.
@@ -78,16 +78,16 @@ class EvictionPolicy {
   // Notifications from which policies learn. Each is sent before the `insert` or after the `remove`
   // that it causes.
   virtual void on_allocate(const BlockId*, int64_t) {}  // blocks were allocated for new content
-  // The block becomes cached. `hash` is null while the block is only partially cached.
-  // `is_first`: no other block is cached under this hash.
+  // Called when the block becomes cached. `hash` is null while the block is only partially cached.
+  // `is_first`: whether no other block is cached under this hash.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/, bool /*is_first*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // a request hits these cached blocks
   // These window and state blocks were published because a hit on them is likely: by a repeated
   // prompt, or by another request with the same prefix. Sent while the blocks are held.
   virtual void on_retain(const BlockId*, int64_t) {}
-  // These cached window and state blocks, held or not, are read by the likely hits of a request.
-  // `hit_ends`: for each block, the length in tokens of the hit that reads it. Sent before the
-  // request releases its blocks.
+  // Likely future hits of a request would read these cached window and state blocks, which may be
+  // held. `hit_ends`: for each block, the length in tokens of the hit that would read it. Sent
+  // before the request releases its blocks.
   virtual void on_release_ends(const BlockId*, const int64_t* /*hit_ends*/, int64_t) {}
   // A request releases these blocks. prefix_tokens[i] counts the tokens up to the end of block i.
   // If a fence defers the release, the blocks become idle later. If a request releases blocks but
@@ -102,7 +102,7 @@ class EvictionPolicy {
   // These blocks were part of this access. Blocks that were reallocated, forgotten or accessed
   // later are ignored.
   virtual void on_access(const BlockId*, int64_t, const Access&) {}
-  // The block is no longer cached. `evicted`: it was evicted to free space.
+  // Called when the block is no longer cached. `evicted`: whether it was evicted to free space.
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
   virtual void set_now(int64_t /*ms*/) {}
   virtual void clear() {}  // no block is cached any more
@@ -121,7 +121,8 @@ class EvictionPolicy {
   // are none. `learn` replaces the statistics; the caller must have checked the number of values.
   virtual std::vector<double> learned() const { return {}; }
   virtual void learn(const std::vector<double>&) {}
-  // Whether a learning policy currently evicts in LRU order because it had fewer hits than LRU.
+  // Whether a learning policy currently evicts in LRU order because it had fewer hits than LRU
+  // would have had.
   virtual bool falls_back() const { return false; }
   virtual size_t num_bytes() const { return 0; }
 };

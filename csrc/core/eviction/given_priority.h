@@ -18,7 +18,7 @@ struct GivenPriority {
   int32_t priority = -1;  // -1: no priority
   int64_t end = 0;        // time at which the priority expires, in ms
 
-  // Returns the priority of the block that ends with this prefix.
+  // Returns the priority that the release assigns to the last block of this prefix.
   static GivenPriority of(int64_t prefix_tokens, const ReleaseFeatures& features, int64_t now) {
     const int64_t last = prefix_tokens - 1;
     const int64_t first = last - last % features.tokens_per_block;

@@ -4,12 +4,12 @@
 // The blocks that a request releases form segments. Blocks shared with other conversations and
 // blocks used only by the request's own conversation are in different segments. Segments with
 // similar features have the same class. For a sample of blocks, cached or not, the policy records
-// when they are released and when they are used again. From these records, it estimates the value
-// of a block for each class and age. The policy chooses the oldest or youngest segment of the class
-// with the lowest value, and evicts all its blocks, deepest first, before it chooses the next. Ages
-// are measured on the caller's clock, so the same calls at the same times cause the same evictions.
-// While there are too few records to assess the oldest segments, the oldest segment is evicted
-// first.
+// when they are released and when they are used again. From these records, the policy estimates the
+// value of a block for each class and age. The policy chooses the oldest or youngest segment of the
+// class with the lowest value, and evicts all its blocks, deepest first, before it chooses the
+// next. Ages are measured on the caller's clock, so the same calls at the same times cause the same
+// evictions. While there are too few records to assess the oldest segments, the oldest segment is
+// evicted first.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,8 @@ class Learned : public EvictionPolicy {
  public:
   // `double_cost_tokens`: prefix length after which a block costs twice as much to recompute as the
   // first block, and is worth twice as much; 0: all blocks cost the same. `tenant_share`: fraction
-  // of the blocks that one cache salt may keep while others need space; 1: no limit.
+  // of the blocks that requests with the same cache salt may keep while other requests need space;
+  // 1: no limit.
   Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1)
       : double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
@@ -50,7 +51,7 @@ class Learned : public EvictionPolicy {
     // A recomputed window block or state does not count as a missed hit.
     if (hash == nullptr || is_side(group)) return;
     const uint32_t key = ReuseModel::key_of(*hash, group);
-    // If the content is still cached, it was not recomputed because of an eviction.
+    // If another block still caches this content, its recomputation was not caused by an eviction.
     if (is_first) model_->guard().note_use(key, /*is_hit=*/false);
     model_->note_use(key);
   }
@@ -93,7 +94,7 @@ class Learned : public EvictionPolicy {
     for (int64_t i = n - 1; i >= 0; --i) {
       if (i >= kPrefetchBlocks) prefetch(ids[i - kPrefetchBlocks]);
       const Block* block = blocks_.find(ids[i]);
-      // No request holds a candidate, so none can release it.
+      // Candidates are not held by any request, so no request can release them.
       if (block == nullptr || levels_.of(ids[i]).segments.is_candidate(ids[i])) continue;
       Released& last = chain_[num_in_chain_];
       last = {prefix_tokens[i], ids[i], ReuseModel::key_of(block->hash, block->group)};
@@ -169,8 +170,9 @@ class Learned : public EvictionPolicy {
     const int64_t n = num_in_chain_;
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
-    // Finds the last block of the chain that has a record, or else the end of the hit. The request
-    // continues an earlier request if that request ended with this block.
+    // Finds the last block of the chain that has a record, but searches no further back than the
+    // end of the hit. If an earlier request ended with this block, the new request continues that
+    // request.
     int64_t num_known = n;
     const GhostRing::Record* last = nullptr;
     for (; num_known > 0; --num_known) {
@@ -228,9 +230,9 @@ class Learned : public EvictionPolicy {
     }
   }
 
-  // Releases the blocks shared with other conversations, as one segment per previous segment. The
-  // chain forks after `num_to_fork` blocks; 0: it does not fork. Returns the number of shared
-  // blocks.
+  // Releases the blocks shared with other conversations. Blocks that were in the same segment are
+  // released as one segment. The chain forks after `num_to_fork` blocks; 0: it does not fork.
+  // Returns the number of shared blocks.
   int64_t release_shared(int64_t num_to_fork, const ReleaseFeatures& features) {
     const auto shares = [&](int64_t i) { return ReuseClass::is_shared(segment_of(i).reuse_class); };
     const int64_t n = num_in_chain_;
@@ -281,7 +283,7 @@ class Learned : public EvictionPolicy {
       model_->note_release(chain_[i].key, release, i + 1 == stop, i + 1 == num_in_chain_);
     }
   }
-  // Moves a block of a window or state to a segment of the chain. The block may be idle.
+  // Moves a window or state block to a segment of the chain. The block may be idle.
   template <class SegmentIn>
   void release_end(const Released& block, const ReleaseFeatures& features, SegmentIn segment_in) {
     const bool is_candidate = levels_.of(block.id).segments.is_candidate(block.id);
@@ -291,8 +293,8 @@ class Learned : public EvictionPolicy {
     if (is_candidate) return level.segments.insert(block.id);
     levels_.told().set_told(block.id);
   }
-  // Groups of windows and states. Their blocks are used only at the ends of hits, so these uses do
-  // not count as uses of a chain.
+  // Whether the group consists of windows or states. Such blocks are used only at the ends of hits,
+  // so these uses do not count as uses of a chain.
   bool is_side(uint8_t group) const { return (side_groups_ >> group & 1) != 0; }
   void note_side(BlockId id) {
     const Block* block = blocks_.find(id);

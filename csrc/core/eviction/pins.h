@@ -22,7 +22,7 @@ class Pins {
   void add(BlockId id) { num_pinned_ += counts_[id]++ == 0; }
   // Removes one pin from a pinned block.
   void take(BlockId id) { num_pinned_ -= --counts_[id] == 0; }
-  // The block is no longer cached. `evicted`: it was evicted to free space.
+  // Called when the block is no longer cached. `evicted`: whether it was evicted to free space.
   void forget(BlockId id, bool evicted) {
     if (!has(id)) return;
     counts_[id] = 0;

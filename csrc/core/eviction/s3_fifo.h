@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO queues are all you need for cache eviction,
-// SOSP 2023): most blocks are never hit, and a small queue lets them leave early.
+// S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO queues are all you need for cache eviction, SOSP
+// 2023): most blocks are never hit, and a small queue evicts them early.
 //
 // A published block enters the small queue, or the main queue if its hash is a ghost. Ghosts are
 // the last `num_blocks` hashes that left the small queue. Hits are counted up to 3. While the small

@@ -30,8 +30,8 @@ class AttentionKind {
   // The page rules (core/groups/rules). The default is kTokenRules.
   virtual const PageRules& rules() const;
 
-  // For states: the number of drafts per step that can be rejected, because each of them has its
-  // own page for the state after it.
+  // For states: the number of drafts per step that can be rejected. The state after each of these
+  // drafts is stored in a separate page.
   virtual int64_t num_speculative_blocks() const { return 0; }
 
   // The maximum distance from the first token that a step reads to the last token that it writes;

@@ -51,7 +51,7 @@ struct CacheGroup {
   int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends) const {
     return first_retained(num_tokens, ends, retained_every);
   }
-  // The same, with hits retained at multiples of `every` tokens; 0: only at `ends`.
+  // Like the function above, with hits retained at multiples of `every` tokens; 0: only at `ends`.
   static int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends, int64_t every) {
     int64_t first = every == 0 ? kUnbounded : ceil_div(num_tokens, every) * every;
     for (int64_t end : ends) {
@@ -81,7 +81,8 @@ struct CacheGroup {
            (drafts && is_retained(num_tokens - block_size / num_hashes, ends));
   }
 
-  // The number of tokens after a hit that the group must also find and that are then recomputed.
+  // The number of tokens after a hit that the group must also find in the cache, although they are
+  // recomputed.
   int64_t num_redone(bool with_partial) const {
     if (!drafts || !is_cached) return 0;
     return with_partial && has_partial ? block_size / num_hashes : block_size;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each token attends to itself and the window - 1 tokens before it, which are in a circular buffer.
+// Each token attends to itself and the window - 1 tokens before it. Their KV is stored in a
+// circular buffer.
 //
 // A request keeps the blocks of the buffer until it ends. Each token overwrites the token one
 // buffer length before it, so blocks of the buffer are never hit.

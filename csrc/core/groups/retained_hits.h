@@ -31,8 +31,8 @@ class RetainedHits {
   }
 
   // A repeated prompt hits all but its last tokens. Another request with the same first num_shared
-  // tokens hits those tokens; with a drafter, it hits fewer if it continues differently. Nothing
-  // more is retained for the shared tokens if the request itself has hit them.
+  // tokens hits those tokens; with a drafter, it hits fewer of them if the next tokens differ. If
+  // the request itself has hit the shared tokens, nothing more is retained for them.
   RetainedEnds ends(int64_t num_prompt, int64_t num_hit, int64_t num_shared) const {
     RetainedEnds ends{};
     if (keeps_all_) return ends;

@@ -16,10 +16,11 @@ struct RowBlocks {
   // Blocks of the sequence or of an encoder, by column; null: dropped. For states, the first
   // non-null page is the page in which a step continues, followed by one page per draft.
   std::vector<BlockId> blocks;
-  int64_t num_dropped = 0;    // number of leading blocks that are null
-  int64_t num_published = 0;  // number of leading blocks that are published or never will be
-  int32_t num_hits = 0;       // number of leading blocks that the row has not computed
-  // For has_partial: number of leading hash blocks that are published or never will be.
+  int64_t num_dropped = 0;  // number of leading blocks that are null
+  int64_t num_published =
+      0;                 // number of leading blocks that are published or will never be published
+  int32_t num_hits = 0;  // number of leading blocks that the row has not computed
+  // For has_partial: number of leading hash blocks that are published or will never be published.
   int32_t num_partial = 0;
   // For states: the number of tokens that the state summarized when it entered the first page.
   int32_t state_start = 0;

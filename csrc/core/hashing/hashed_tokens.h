@@ -61,7 +61,7 @@ class HashedTokens : public GivenHashes {
   int64_t block_size_;
   Hash parent_;
   int64_t num_lookahead_;
-  std::vector<int32_t> kept_;  // tokens from the first kept token on
+  std::vector<int32_t> kept_;  // known tokens, starting with the first kept token
   int64_t first_kept_ = 0;
   std::vector<Hash> hashes_;
 };

@@ -2,7 +2,7 @@
 // Chooses the positions at which the steps of a prompt end, so that later requests can hit the
 // states there.
 //
-// Invariant: no call changes anything.
+// Invariant: all calls are read-only.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Computes the blocks that a row needs to be served.
 //
-// Invariant: no call changes anything.
+// Invariant: all calls are read-only.
 #pragma once
 
 #include <array>

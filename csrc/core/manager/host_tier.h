@@ -65,10 +65,12 @@ class HostTier : public EvictionListener {
   }
   void on_eviction(BlockId id) override;
 
-  // Offloads the first n queued blocks, which earlier steps published or hit often enough. Blocks
-  // without a hash are skipped. Blocks that this step fills stay queued. With `holds_blocks`, the
-  // plan holds the offloaded blocks, because nothing else prevents their reuse while they are read.
+  // Number of blocks that earlier steps published or hit often enough and that wait to be
+  // offloaded.
   size_t num_queued() const { return queue_.size(); }
+  // Offloads the first n queued blocks. Blocks without a hash are skipped. Blocks that this step
+  // fills stay queued. With `holds_blocks`, the plan holds the offloaded blocks, because nothing
+  // else prevents their reuse while they are read.
   void offload_queued(size_t n, bool holds_blocks, const StepFills& fills = {});
   // Removes the hashes of all pages, and all queued blocks.
   void clear();

@@ -44,7 +44,8 @@ class Invalidation {
   // Adds device blocks and host pages with wrong content. Onboards into these blocks or from these
   // pages become invalid too.
   void add_failed(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
-  // The first num_valid tokens of the prefix that ends with the block are valid.
+  // Adds an invalid block. The first num_valid tokens of the prefix that ends with this block
+  // remain valid.
   void add_block(BlockId id, int64_t num_valid) { add_invalid_block(id, num_valid); }
   // Limits the valid tokens of this row to num_tokens.
   void limit_row(int32_t row, int64_t num_tokens);

@@ -12,9 +12,9 @@
 //
 // A manager belongs to the thread that first uses it. Every call that changes the manager first
 // checks its arguments, then computes the hashes that it needs, and then makes its changes. Hashing
-// a long prompt can be interrupted, and lets signal handlers and other threads run. Calls that
-// these make during hashing are rejected. If memory runs out during the changes, the manager is
-// broken: every later call except `free` throws.
+// a long prompt can be interrupted, and lets signal handlers and other threads run. Any calls that
+// they make to the manager during hashing are rejected. If memory runs out during the changes, the
+// manager is broken: every later call except `free` throws.
 #pragma once
 
 #include <cstdint>
@@ -104,10 +104,10 @@ class Manager {
   MissReport explain(const std::shared_ptr<TokenChain>& chain, int32_t row);
   const MissReasons* misses() const { return misses_.get(); }
 
-  // Returns the longest cached prefix, in whole blocks unless `with_partial`. It has at most
-  // `most_tokens` and num_tokens - 1 tokens, because the last token must be computed. Returns an
-  // empty prefix if the request does not read the cache. `read_cache` overrides the setting of the
-  // chain. Changes nothing. The result is valid until the next call.
+  // Returns the longest cached prefix, in whole blocks unless `with_partial`. It contains at most
+  // `most_tokens` tokens, and at most num_tokens - 1 tokens because the last token must be
+  // computed. Returns an empty prefix if the request does not read the cache. `read_cache`
+  // overrides the setting of the chain. Changes nothing. The result is valid until the next call.
   const PrefixHit& lookup(TokenChain& chain, bool with_host = false, bool with_partial = false,
                           std::optional<bool> read_cache = std::nullopt,
                           int64_t most_tokens = kUnbounded);

@@ -64,7 +64,7 @@ class MissReasons {
     int64_t hash_block_size;
     bool is_enabled;  // whether the manager caches blocks
   };
-  // Of the blocks that leave the cache, one in `one_of` is recorded.
+  // Records one in `one_of` of the blocks that leave the cache.
   MissReasons(const Parts& parts, int64_t one_of);
 
   // The record to which both pools must report the blocks that leave the cache.

@@ -20,8 +20,8 @@ struct PrefixHit {
     BlockId page;
   };
   int64_t num_tokens = 0;
-  // The hit of the groups that keep all tokens, regardless of windows and states. Without such
-  // groups, the hit of all groups except states; 0 if there are only states.
+  // The hit length in the groups that keep all tokens, regardless of windows and states. Without
+  // such groups, the hit length in all groups except states; 0 if there are only states.
   int64_t num_shared_tokens = 0;
   // Per group: whole blocks; null if the block is no longer read, or is on the host.
   std::vector<std::vector<BlockId>> blocks;

@@ -55,8 +55,8 @@ class Publisher {
   void announce_hit(int32_t row, const PrefixHit& hit) const {
     if (announces_reused_) announce(row, hit);
   }
-  // Must be called when the row's blocks, or which of them are published, were changed by anything
-  // other than this class.
+  // Must be called after other classes have added, removed, published or unpublished blocks of the
+  // row.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
 
   // The number of tokens of the row that are known to have KV.

@@ -51,8 +51,8 @@ class RequestChecks {
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_bound_) check_bound(start, num_slots, what);
   }
-  // Checks the tokens of a request after its external tokens, which end at `start`. Only as many of
-  // the last external tokens as fit are received.
+  // Checks the tokens of a request after its external tokens, which end at `start`. If the external
+  // tokens do not all fit, only as many as fit are received, taken from the end.
   void check_new_places(const NewRow& asked, int64_t start) const {
     const int64_t num_tokens = std::min(asked.num_tokens, asked.chain->num_tokens() - start);
     check_places(start, num_tokens + asked.num_lookahead, "a new request");

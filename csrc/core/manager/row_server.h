@@ -76,8 +76,8 @@ class RowServer {
   Slots serve(const RowAsk& ask, bool lists_new = true);
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
-  // Continues a row that has released its blocks from its hit in the device cache. Encoder pages on
-  // the host stay there until the row is swapped in.
+  // Lets a row that has released its blocks continue from its hit in the device cache. Encoder
+  // pages on the host stay there until the row is swapped in.
   void restart(int32_t row);
 
   // Returns how many leading blocks of the row in this group are held by exactly num_running rows.

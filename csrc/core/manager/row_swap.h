@@ -35,12 +35,12 @@ class RowSwap {
   // Shared blocks are counted once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
-  // Returns the maximum number of free device blocks that are needed if these rows are swapped in
-  // together and then, in this order, num_slots[i] more slots are allocated to the i-th row.
-  // `alone`: assumes that the device holds nothing else.
+  // Numbers of device blocks. `alone`: assumes that the device holds nothing else.
   struct BlocksBack {
     int64_t num_taken, alone;
   };
+  // Returns the maximum number of free device blocks that are needed if these rows are swapped in
+  // together and then, in this order, num_slots[i] more slots are allocated to the i-th row.
   BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                              const std::vector<int64_t>& num_slots) const;
 

@@ -82,8 +82,8 @@ class StepJournal {
   }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
   void note_left(const Row& r);
-  // Records a block that an aborted step published and that its row had released. Lookups no longer
-  // find this block.
+  // Records a block that an aborted step published and that the row had since released. Lookups no
+  // longer find this block.
   void note_forgotten(const Published& published, const std::shared_ptr<TokenChain>& chain);
   // Whether notes on this row are recorded.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
@@ -99,7 +99,7 @@ class StepJournal {
   void complete_to(int64_t step_id);
   // Removes and returns this step and all later ones, newest first. Returns nothing if the step was
   // already aborted. Published and dropped blocks of these steps may contain results of the
-  // preceding step, so that step keeps these notes.
+  // preceding step. The preceding step therefore keeps these notes.
   std::vector<Step> abort_from(int64_t step_id);
 
   void check_invariants() const;

@@ -33,7 +33,7 @@ class CacheTree {
   bool is_leaf(BlockId id) const {
     return places_[id].num_children == 0 || blocks_[id].younger != id;
   }
-  // One bit per block that the caller may use. Adding the block resets the bit.
+  // Each block has one mark bit for the caller's own use. Adding the block resets the bit.
   bool is_marked(BlockId id) const { return places_[id].is_marked != 0; }
   void mark(BlockId id, bool is_marked) { places_[id].is_marked = is_marked; }
   // Adds a block that was just published and is in the ring of its hash. `parent_tag`: tag of its
@@ -46,12 +46,12 @@ class CacheTree {
   void remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed);
   void clear();
   size_t num_bytes() const;
-  // Throws std::logic_error unless all counts agree with the published blocks and the tags of their
-  // hashes and parents.
+  // A published block, with the tags of its hash and of its parent's hash.
   struct Member {
     BlockId id;
     uint64_t tag, parent_tag;
   };
+  // Throws std::logic_error unless all counts agree with the published blocks.
   void check_invariants(const std::vector<Member>& members) const;
   // Switches to finding parents by tags. `members`: the published blocks.
   void find_by_tag(const std::vector<Member>& members);

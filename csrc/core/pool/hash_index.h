@@ -42,8 +42,8 @@ class HashIndex {
   bool insert(BlockId id) { return insert(tag_of(id), id); }
   bool erase(uint32_t tag, BlockId id);  // returns whether it was the last block under its hash
   bool erase(BlockId id) { return erase(tag_of(id), id); }
-  // Takes O(1): buckets of an earlier epoch count as empty, and the first insertion into a bucket
-  // empties it.
+  // Removes all entries in O(1): buckets of an earlier epoch count as empty, and the first
+  // insertion into a bucket empties it.
   void clear() {
     longest_walk_ = 1;
     if (++epoch_ == 0) buckets_.zero();  // the epoch wrapped around

@@ -22,8 +22,8 @@ enum class Taker : uint8_t {
   kContinued = 3,  // a new request with a hit
 };
 
-// One per manager, shared by the pools of both tiers. The hash table has a fixed size: a new record
-// replaces the oldest one of its bucket.
+// Each manager has one object, which the pools of both tiers share. The hash table has a fixed
+// size: a new record replaces the oldest one of its bucket.
 class LostBlocks {
  public:
   static constexpr size_t kLeastRecords = 262'144;
@@ -49,7 +49,8 @@ class LostBlocks {
   // Sets the purpose to which later evictions are attributed.
   void set_taker(Taker taker) { taker_ = taker; }
 
-  // A block has left the cache: it was evicted to make room, or removed for another reason.
+  // Records that a block has left the cache, either evicted to make room or removed for another
+  // reason.
   void note(const Hash& hash, uint8_t group, bool is_evicted) {
     const uint64_t mixed = LostBlocks::mixed(hash);
     if (is_sampled(mixed) && group == group_) add(mixed, is_evicted);

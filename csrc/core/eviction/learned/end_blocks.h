@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of windows and states of a request whose chain is about to be released.
+// The window and state blocks of a request whose chain is about to be released.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +30,8 @@ class EndBlocks {
     });
   }
 
-  // Takes the blocks of the longest hit that ends in (first, stop], and of all hits in this range
-  // that are longer than `num_hit`. Calls `take` once with each of these blocks.
+  // Removes the blocks of the longest hit that ends in (first, stop], and of all hits in this range
+  // that are longer than `num_hit`. Calls `take` once for each removed block.
   template <class Take>
   void take(int64_t first, int64_t stop, int64_t num_hit, Take take) {
     int64_t longest = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records of released blocks, whether they are still cached or not.
+// Records of released blocks, including blocks that are no longer cached.
 #pragma once
 
 #include <algorithm>
@@ -68,8 +68,8 @@ class GhostRing {
     head = i;
     ++num_added_;
   }
-  // Accesses records by number, counted from 0 in the order of `add`. Records [first, num_added)
-  // still exist.
+  // Records are numbered from 0 in the order of the `add` calls. Records [first, num_added) still
+  // exist.
   int64_t first() const { return std::max<int64_t>(num_added_ - num(), 0); }
   int64_t num_added() const { return num_added_; }
   Record& at(int64_t number) { return records_[place_of(number)]; }

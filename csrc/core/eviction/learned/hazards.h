@@ -27,11 +27,11 @@ class Hazards {
     counts_[reuse_class][bucket].reached += 1;
     is_counted_[reuse_class] = true;
   }
-  // The block has reached the bucket.
+  // Counts a use of a block that has already been counted as reaching this bucket.
   void use(int reuse_class, int bucket) { counts_[reuse_class][bucket].used += 1; }
 
-  // All counts by class and bucket: first the blocks that reached each bucket, then the blocks that
-  // were used.
+  // Returns all counts by class and bucket: first the blocks that reached each bucket, then the
+  // blocks that were used in it.
   std::vector<double> counts() const {
     std::vector<double> found;
     for (const auto count : {&ReuseCount::reached, &ReuseCount::used}) {
@@ -121,7 +121,7 @@ class Hazards {
   static constexpr double kKept = 0.997;  // decay factor of the counts
   static constexpr double kOfClass = 60;  // weight of a class's expected hazard, in samples
   static constexpr double kOfAll = 30;    // weight of the prior, in samples
-  static constexpr double kPrior = 0.02;  // prior use per bucket; per tick, it falls with age
+  static constexpr double kPrior = 0.02;  // prior probability of use in a bucket
   // Minimum ratio of the hazard in a bucket to that in the previous bucket, over all classes.
   static constexpr double kLeastFall = 0.8;
 

@@ -25,8 +25,8 @@ namespace kvcache {
 
 // Lower priorities are evicted first, regardless of value. Within a priority, the victim is taken
 // from the tenant with the most blocks among the tenants that exceed their share. If no tenant
-// does, the block with the lowest value is the victim. In most pools no block has a priority and no
-// share is set. Such pools have only one level and need no search.
+// exceeds its share, the block with the lowest value is the victim. In most pools no block has a
+// priority and no share is set. Such pools have only one level and need no search.
 class Levels {
  public:
   struct Level {
@@ -68,7 +68,7 @@ class Levels {
   Segments& told() { return default_.segments; }
   void prefetch(BlockId id) const { default_.segments.prefetch(id); }
 
-  // Moves a block, which is being released and is not a candidate, to its level. If the release
+  // Moves a block to its level. The block is being released and is not a candidate. If the release
   // assigns no priority, the block keeps its priority until it expires. `tenant`: the number of the
   // tenant; 0: no tenant, so no share applies.
   Level& move(BlockId id, const GivenPriority& given, uint32_t tenant) {
@@ -177,8 +177,8 @@ class Levels {
     ++num_of_[place.key.second];
     return *place.level;
   }
-  // Removes the block, which is not a candidate, from its segment, and returns it to the default
-  // level.
+  // Removes a block from its segment and returns it to the default level. The block must not be a
+  // candidate.
   void leave(BlockId id) {
     of(id).segments.assign(id, Segments::kNone);
     if (places_.empty()) return;

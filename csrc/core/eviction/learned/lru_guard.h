@@ -25,8 +25,8 @@ class LruGuard {
 
   // Whether the policy must evict the oldest segment first.
   bool falls_back() const { return num_left_ > 0; }
-  // The calls below are ignored for blocks that are not sampled.
-  // A request uses a block and holds it from now on. `is_hit`: the pool had cached it.
+  // The calls below are ignored for blocks that are not sampled. Records that a request uses a
+  // block and holds it from now on. `is_hit`: whether the pool had cached the block.
   void note_use(uint32_t key, bool is_hit) {
     if (!is_sampled(key)) return;
     const bool is_hit_of_lru = shadow_.hold(key);
@@ -47,11 +47,12 @@ class LruGuard {
       gain_ = 0;
     }
   }
-  // No request holds the block any more. Called in the order in which LRU would evict the blocks.
+  // Records that no request holds the block any more. Must be called in the order in which LRU
+  // would evict the blocks.
   void note_release(uint32_t key) {
     if (is_sampled(key)) shadow_.release(key);
   }
-  // A block has lost its hash for a reason other than eviction.
+  // Records that a block has lost its hash for a reason other than eviction.
   void forget(uint32_t key) {
     if (is_sampled(key)) shadow_.remove(key);
   }
@@ -71,7 +72,7 @@ class LruGuard {
   ShadowLru shadow_;
   int64_t gain_ = 0;      // hits gained over LRU since the last change of the level
   int64_t deficit_ = 0;   // hits lost to LRU since the policy was furthest ahead
-  int64_t num_left_ = 0;  // uses until the policy is tried again
+  int64_t num_left_ = 0;  // number of uses for which the policy must still follow LRU
   int level_ = 0;
 };
 

@@ -12,9 +12,9 @@ namespace kvcache {
 // The blocks of a single conversation are classified by the caller's request class, the time since
 // the previous turn, the tokens that the turn added, and the answer length. A short answer is often
 // a tool call that returns soon, and a long one is often read by a person. Blocks shared by several
-// conversations are classified by the number of observed forks. Two cases have a class of their
-// own: the tail that a conversation abandoned when it continued from an earlier point, and blocks
-// whose release was not reported.
+// conversations are classified by the number of observed forks. Two kinds of blocks each have a
+// separate class: blocks that a conversation abandoned when it continued from an earlier point, and
+// blocks whose release was not reported.
 class ReuseClass {
  public:
   // Thresholds between the levels of each feature, in ascending order.

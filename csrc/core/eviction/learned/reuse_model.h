@@ -70,7 +70,7 @@ class ReuseModel {
     hazards_.use(record->reuse_class, bucket);
   }
 
-  // What the blocks of a released segment have in common.
+  // Properties shared by all blocks of a released segment.
   struct Release {
     int reuse_class;
     int64_t turn;

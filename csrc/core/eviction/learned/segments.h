@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Segments of blocks that were released together. Each is a run of a chain with one release time
-// and one class.
+// Segments of blocks that were released together. Each segment is part of a chain, with one release
+// time and one class.
 #pragma once
 
 #include <array>
@@ -20,11 +20,11 @@ namespace kvcache {
 // oldest first.
 //
 // A block takes only 8 bytes, because members form a singly linked list. Blocks usually leave from
-// the front: the deepest block is assigned first, and evicted or released again first. Otherwise,
-// the predecessor of the block is found by a search from the front. The search remembers the
+// the front: the deepest block is assigned first, and evicted or released again first. To remove
+// any other block, its predecessor is found by a search from the front. The search remembers the
 // members that it passed, because the next block to leave is usually a neighbor. A block that joins
-// no other segment stays linked until the next search, so that the blocks of a long segment can be
-// forgotten in any order.
+// no other segment stays linked until the next search, so the blocks of a long segment can be
+// removed efficiently in any order.
 class Segments {
  public:
   static constexpr int32_t kNone = 0;

@@ -21,7 +21,7 @@ class ShadowLru {
 
   int64_t capacity() const { return static_cast<int64_t>(capacity_); }
   bool contains(uint32_t key) const { return find(key) != kNone; }
-  // Returns whether the key was present.
+  // Marks the key as held. Returns whether the key was present.
   bool hold(uint32_t key) {
     uint16_t i = find(key);
     const bool was_present = i != kNone;

@@ -25,7 +25,8 @@ class CircularRules final : public PageRules {
                    int64_t start) const override;
   bool can_resume(const CacheGroup& group, const RowBlocks& held, const AdmissionInfo& info,
                   int64_t num_tokens) const override;
-  // Any block may contain tokens after the limit. Only forks share blocks.
+  // The first block is returned, because any block of the buffer may contain tokens after the
+  // limit. Blocks are shared only by forks.
   int64_t first_computed(const CacheGroup&, const RowBlocks&, int64_t) const override { return 0; }
   int64_t num_valid(const CacheGroup&, int64_t, int64_t limit) const override { return limit; }
   bool may_share_onboard(const CacheGroup&, int64_t, int64_t) const override { return false; }

@@ -77,8 +77,8 @@ class PageRules {
   // Blocks to allocate at admission, regardless of the number of computed tokens.
   virtual int64_t num_upfront(const CacheGroup&, const TokenChain&) const { return 0; }
 
-  // Adds the blocks that a running or new row needs to `needs`, and the blocks that it drops to
-  // `num_free`.
+  // Adds to `needs` the blocks that a running or new row needs, and to `num_free` the number of
+  // blocks that it drops.
   virtual void demand(const DemandBasis& on, const CacheGroup& group, const RowBlocks& held,
                       const DemandFor& asked, GroupDemand* needs, int64_t* num_free) const = 0;
 
@@ -103,7 +103,7 @@ class PageRules {
   virtual ChunkDemand chunk_demand(const CacheGroup& group, const RowBlocks& held,
                                    const Span& first, const Span& span) const = 0;
 
-  // Whether other rows hold a block that the row may write from token `start` on.
+  // Whether other rows hold a block in which the row may write token `start` or later tokens.
   virtual bool shares_from(const BlockHolders& holders, const CacheGroup& group,
                            const RowBlocks& held, int64_t start) const = 0;
 
@@ -113,7 +113,7 @@ class PageRules {
   virtual int64_t quiet_until(const CacheGroup&, const RowBlocks&, int64_t num_computed) const = 0;
 
   // Removes the blocks that a new row does not take over from its hit. `held` contains the blocks
-  // of the hit that are still read from token `start` on.
+  // of the hit that token `start` or later tokens read.
   virtual void take_hit(RowBlocks*, const CacheGroup&, const PrefixHit&, int64_t /*start*/) const {}
 
   // The new blocks to allocate to a row, which cover at least its demand.
@@ -205,7 +205,7 @@ class PageRules {
   // Releases the blocks that do not move to the host. Called before the row's other blocks move.
   virtual void leave_device(const RowContext&, int32_t /*row*/, const CacheGroup&) const {}
   // The host pages, starting at column `first`, that a swapped-out row needs for the span.
-  // is_onboarded: whether each page is loaded into its own block.
+  // is_onboarded: whether each of these pages is loaded into a separate block.
   struct Returning {
     int64_t first;
     bool is_onboarded;
