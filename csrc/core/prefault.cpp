@@ -26,7 +26,7 @@ bool commit_pages(char* data, size_t num_bytes) {
   // If memory has run out, the system would kill the process for writing to the pages.
   if (errno != EINVAL) return false;
 #endif
-  // Kernels before 5.14 do not support this request.
+  // Kernels before 5.14 do not support this request, so the pages are committed by writing to them.
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   for (size_t at = 0; at < num_bytes; at += page) {
     volatile char* byte = data + at;

@@ -33,8 +33,8 @@ struct Entry {
   std::vector<Option> options;
   bool serves_host;  // can serve the host tier, which tracks neither accesses nor priorities
   std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, const Values& values);
-  // Creates the host's policy from the device's policy, for a policy that the host can use only if
-  // the device uses it too. Such a policy has no options on the host.
+  // Creates the host's policy from the device's policy. Set only for policies that the host can use
+  // only if the device uses them too. Such policies have no options on the host.
   std::unique_ptr<EvictionPolicy> (*make_beside)(int64_t num_blocks,
                                                  const EvictionPolicy* device) = nullptr;
 };

@@ -87,7 +87,8 @@ void BlockHasher::hash_two(const BlockContent& first, const BlockContent& second
 }
 
 size_t BlockHasher::encode(const BlockContent& block, Buffer* buffer) {
-  // The remaining bytes of the encoded block, and the bytes that may be overwritten after its end.
+  // Bytes of the encoded block that are not counted separately below, plus the bytes after its end
+  // that may be overwritten.
   constexpr size_t kOther = 16 + kDigestOverwritten;
   static_assert(kDigestOverwritten >= kIntsOverwritten);
   const std::string_view extra = block.extra;

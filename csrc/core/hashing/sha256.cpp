@@ -84,15 +84,16 @@ void digest_portable(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
 #if defined(__x86_64__)
 
 // The implementation also uses SSE4.1 and its predecessors. The CPU is queried directly, because
-// not every compiler's __builtin_cpu_supports knows "sha". No check of the operating system is
-// needed, because it always saves the SSE registers.
+// not every compiler's __builtin_cpu_supports knows "sha". Operating system support need not be
+// checked, because every system saves the SSE registers.
 bool has_sha_ni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (b & bit_SHA) == 0) return false;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_SSE4_1) != 0;
 }
 
-// Interleaves N messages, because each round waits for the previous round of its message.
+// Hashes N messages in an interleaved order, because each round depends on the previous round of
+// the same message.
 template <int N>
 __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* const* chunks,
                                                          size_t num_chunks, uint8_t* const* out) {
@@ -219,7 +220,7 @@ const std::vector<Sha256Implementation>& sha256_implementations() {
 size_t sha256_pad(uint8_t* data, size_t size) {
   // The padding consists of a one bit, zeros, and the message length in bits as an 8-byte integer.
   const size_t num_chunks = (size + 8) / kChunkBytes + 1;
-  std::memset(data + size, 0, kSha256Padding);  // a fixed size is faster
+  std::memset(data + size, 0, kSha256Padding);  // clearing a fixed number of bytes is faster
   data[size] = 0x80;
   uint8_t* const end = data + num_chunks * kChunkBytes;
   const uint64_t num_bits = uint64_t{size} * 8;

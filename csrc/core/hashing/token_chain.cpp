@@ -105,8 +105,8 @@ void TokenChain::forget_removed() {
   if (variants_.size() > num_full) variants_.resize(num_full);
 }
 
-// A chain whose missing hashes are being computed. Its tokens cannot change while this object
-// exists.
+// Marks a chain whose missing hashes are being computed. The chain's tokens cannot change while
+// this object exists.
 class TokenChain::Hashing {
  public:
   explicit Hashing(TokenChain* chain) : chain_(chain) {

@@ -38,7 +38,7 @@ void DeferredFrees::release_after(const BlockId* ids, int64_t n, int64_t step_id
 }
 
 void DeferredFrees::add_fence(const BlockId* ids, int64_t n, int64_t step_id) {
-  // Fences are ordered by the step that they wait for, which may differ from the order of the
+  // Fences are ordered by the step for which they wait. This order may differ from the order of the
   // releases.
   auto at = fences_.end();
   while (at != fences_.begin() && std::prev(at)->step_id > step_id) --at;

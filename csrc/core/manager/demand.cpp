@@ -76,7 +76,7 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
     if (demand.status == Status::kServed) {
       for (const CacheGroup& group : *groups_) demand[group].num_surplus = num_surplus[group.id];
       demand.gives_up = true;
-      demand.num_spare = 0;  // otherwise these blocks would be used twice
+      demand.num_spare = 0;  // so that these blocks are not used twice
       return demand;
     }
   }
@@ -102,16 +102,16 @@ Demand DemandRules::of_new(const RowBlocks* held, const NewRow& asked, const Spa
   for (const CacheGroup& group : *groups_) num_blocks += demand[group].num_new;
   if (num_blocks <= pool_->num_total() - watermark_blocks_) return demand;
   // Without the hit, the request would be computed in chunks, and only its first chunk would
-  // respect the watermark. The request is therefore not rejected because of the size of its hit,
-  // and is admitted if nothing else is held.
+  // respect the watermark. A large hit must therefore not cause a rejection: the request is
+  // admitted if nothing else is held.
   const bool would_grow = span.start > 0 && !asked.computes_whole;
   if (would_grow && is_alone) demand = with_upfront(held, asked, span, {num_free, num_reserved});
   if (!would_grow || num_blocks > pool_->num_total()) demand.status = Status::kNever;
   return demand;
 }
 
-// Whether a block of a hit takes a free block. It does if it has no references, or if it is on the
-// host (null) and needs a new block.
+// Whether taking this block of a hit reduces the number of free blocks. This is the case if the
+// block has no references, or if it is on the host (null) and is loaded into a new block.
 bool DemandRules::stops_being_free(BlockId id) const {
   return id == kNullBlock || pool_->ref_count(id) == 0;
 }
@@ -150,7 +150,7 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
     first_held[group.id] = each.num_dropped;
   }
   room -= num_upfront;
-  int64_t num_hits = 0;  // previously free blocks of the hit that this chunk holds
+  int64_t num_hits = 0;  // blocks of the hit that were free and that this chunk holds
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     for (int64_t b = each.num_dropped; b < each.size(); ++b) num_hits += stops_being_free(each[b]);

@@ -27,7 +27,7 @@ bool HostTier::offload(BlockId id) {
   const Copied content = content_of(id);
   BlockId page = pages_->find(content.hash, content.group);
   if (page != kNullBlock) {
-    pages_->retain(&page, 1);  // keeps the page for as long as the pages that this plan writes
+    pages_->retain(&page, 1);  // holds the page until the pages that this plan writes are published
     offloads_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
     return false;
   }
@@ -158,7 +158,8 @@ bool HostTier::may_publish(const Onboard& onboard) const {
 }
 
 void HostTier::note_loaded(const Onboard& onboard) {
-  // With kLearned, evicting the page first would gain hits, but keeping it avoids writing it again.
+  // With kLearned, the policy is not notified: evicting loaded pages first would gain hits, but
+  // keeping them avoids writing them again.
   if (writes_.mode != HostWrite::kLearned) pages_->notify_load(onboard.page);
 }
 

@@ -20,7 +20,7 @@ void Invalidation::add_failed(const std::vector<BlockId>& blocks,
   std::vector<BlockId> failed = blocks;
   if (context_.host != nullptr) {
     for (const HostTier::Onboard& onboard : context_.host->onboards()) {
-      // The page does not contain the content that is expected in the block, so it must never be
+      // The page does not have the content that the block should receive, so it must never be
       // onboarded again.
       const bool is_named = std::find(blocks.begin(), blocks.end(), onboard.block) != blocks.end();
       if (!is_named && pages_.count(onboard.page) == 0) continue;
@@ -123,8 +123,8 @@ int64_t Invalidation::limit_by_hashes(int32_t row) const {
   return limit;
 }
 
-// Blocks before a window, and pages that states have left, are recorded while their steps may be in
-// flight.
+// The journal records dropped window blocks and state pages while the steps that used them may be
+// in flight.
 void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
   for (const StepJournal::Step& step : context_.journal->in_flight()) {
@@ -136,8 +136,8 @@ void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   }
 }
 
-// A row that held the block may have used it for tokens from `first_token` on, including tokens in
-// blocks that the row has released.
+// A row that held the block may have read it to compute `first_token` and all later tokens,
+// including tokens in blocks that the row has released.
 void Invalidation::add_used(const TokenChain& chain, int64_t first_token) {
   const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
   for (const CacheGroup& group : *context_.groups) {
@@ -168,8 +168,8 @@ int64_t Invalidation::own_limit(int32_t row, int64_t limit) const {
   return limit;
 }
 
-// Adds the blocks that the row has computed from token `limit` on. Returns whether any block was
-// added.
+// Adds the blocks with tokens that the row has computed after its first `limit` tokens. Returns
+// whether any block was added.
 bool Invalidation::add_computed(int32_t row, int64_t limit) {
   bool changed = false;
   const Row& r = (*context_.rows)[row];
@@ -234,15 +234,15 @@ bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t
   return changed;
 }
 
-// Adds the hashes of a block that its row has dropped or released, if the block can still be found.
-// For partial blocks, this is unknown, so all of their hashes are added.
+// Adds the hashes of a block that its row has dropped or released, if lookups can still find the
+// block. Whether they can find partial blocks is unknown, so all hashes of partial blocks are
+// added.
 bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                                int64_t num_valid) {
   const HashList& hashes = chain.known_hashes();
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
-  // Other rows may have used the block while it was published, and may have published their
-  // results.
+  // While the block was published, other rows may have used it and published their own results.
   if (!hashes.empty()) roots_.insert(short_tag_of(hashes[0]));
   for (int64_t i = num_valid / context_.hash_block_size;
        i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {

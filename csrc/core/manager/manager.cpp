@@ -162,7 +162,7 @@ std::vector<BlockId> Manager::take_copies() {
   return tiers_.frees().take_copies();
 }
 
-// If the hit that `lookup` returned as these blocks ends inside a block, reconstructs the hit. The
+// Reconstructs the hit that `lookup` returned as these blocks, if that hit ends inside a block. The
 // last block of each group is the source of the copy.
 std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
                                               const std::vector<std::vector<BlockId>>& computed) {
@@ -262,7 +262,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   server_.serve_rows(request);
   swap_.answer(request, have_left);
   server_.serve_new(request, hits);
-  // Called after rows have been served, because rows have priority over offloads.
+  // Blocks are offloaded after rows have been served, because rows have priority.
   tiers_.offload_queued(num_queued, server_.fills());
   server_.publish_served();
   publisher_.publish_offloaded();
@@ -390,7 +390,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
   rows_.at(row);
   intake_.hash_filled(row);
-  checks_.check_fork(row, *child);  // computes all hashes that the row will have
+  checks_.check_fork(row, *child);  // also computes all hashes that the new row will have
   const Soundness::Change change = this->change("fork");
   return server_.fork(row, child);
 }

@@ -31,8 +31,8 @@ MissReasons::MissReasons(const Parts& parts, int64_t one_of)
   }
 }
 
-// Prefers groups that keep all tokens and, among these, the group with the smallest blocks, because
-// they show most precisely which tokens were seen.
+// Prefers groups that keep all tokens and, among them, the group with the smallest blocks, because
+// small blocks show most precisely which tokens were seen.
 const CacheGroup* MissReasons::group_of(const std::vector<CacheGroup>& groups) {
   const CacheGroup* best = nullptr;
   for (const CacheGroup& group : groups) {
@@ -144,8 +144,8 @@ int64_t MissReasons::find_cached(const TokenChain& chain, int64_t first, int64_t
   return std::max(first, block * bs);
 }
 
-// A block was seen only if all blocks before it were seen. The blocks at the end of a prompt are
-// evicted first, so their records are also the first ones to be replaced.
+// A block can have been seen only if all blocks before it were seen. The blocks at the end of a
+// prompt are evicted first, so their records are also the first ones to be replaced.
 int64_t MissReasons::find_lost(const TokenChain& chain, int64_t first, int64_t stop,
                                MissReport* report) const {
   const int64_t bs = group_->block_size;

@@ -69,7 +69,8 @@ ManagerOptions checked(const ManagerOptions& options) {
   checked_size("max_model_len", options.max_model_len, 1);
   check_optional(options);
   ManagerOptions out = options;
-  // A circular buffer overwrites its tokens, so such a group would lack its window after a hit.
+  // A group with a circular buffer overwrites its tokens, so its window would be missing after a
+  // hit.
   for (const GroupOptions& group : options.groups) {
     const PageTraits& traits = group.kind->rules().traits;
     if (group.is_cached && traits.follows_sequence && !traits.has_hits) out.enable_caching = false;

@@ -99,7 +99,7 @@ int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) 
     n += search(*host_);
     if (n == first) break;
     for (int64_t i = first; i < n; ++i) {
-      // The device may contain a block without the blocks before it.
+      // The device may contain this block even if it lacks some of the blocks before it.
       const BlockId id = device_block(group, i);
       if (id == kNullBlock) hit_.on_host[group.id].push_back({i, found[i]});
       found[i] = id;
@@ -112,7 +112,7 @@ BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_toke
   return pool_->find_partial(hash_at(num_tokens), group.id, variant_at(num_tokens));
 }
 
-// Whether the group finds the block that contains the last of num_tokens tokens and is filled up to
+// Whether the group finds a block that contains the last of num_tokens tokens and is filled up to
 // that token.
 bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) const {
   return num_tokens % group.block_size == 0 ? is_found(group, num_tokens / group.block_size - 1)

@@ -9,8 +9,7 @@ namespace kvcache {
 
 namespace {
 
-// Whether hits use the group's blocks only together with the chain of a group that keeps all
-// tokens.
+// Whether a hit on the group's blocks always requires the chain of a group that keeps all tokens.
 bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& group) {
   return !group.keeps_all && std::any_of(groups.begin(), groups.end(), [](const CacheGroup& each) {
     return each.is_cached && each.keeps_all;
@@ -169,7 +168,8 @@ void Publisher::publish_ids(const Content& content, const CacheGroup& group, con
   if (c_.host != nullptr) c_.host->on_published(ids, n);
 }
 
-// If a step is aborted, the blocks that it published must be known, including those of freed rows.
+// Records published blocks, because an aborted step must find all blocks that it published,
+// including blocks of freed rows.
 void Publisher::note(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
   c_.journal->note_published(row, (*c_.rows)[row], block * group.block_size, group.id, id,
                              c_.pool->generation(id));

@@ -40,7 +40,7 @@ Recompute Recovery::abort_from(int64_t step_id) {
   for (const StepJournal::Step& step : aborted) {
     for (const StepJournal::Published& each : step.published) add_published(each, left, &invalid);
   }
-  // Blocks must no longer wait for the aborted steps.
+  // From here on, no block waits for the aborted steps.
   c_.frees->forget_aborted();
   if (c_.host != nullptr) {
     c_.host->finish(c_.host->take_aborted(c_.journal->numbers().last_issued));
@@ -80,7 +80,7 @@ void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
 void Recovery::add_published(const StepJournal::Published& published, const Chains& left,
                              Invalidation* invalid) const {
   if (c_.pool->generation(published.id) != published.generation) return;
-  int64_t num_valid = 0;  // no valid tokens are known for a freed row
+  int64_t num_valid = 0;  // for a freed row, no tokens are known to be valid
   if (c_.rows->is_still(published.row, published.admission)) {
     const auto limit = invalid->limits().find(published.row);
     const int64_t end = published.first_token + (*c_.groups)[published.group].block_size;
@@ -110,8 +110,8 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
 }
 
 // Rows with invalid computed tokens return to the end of their valid tokens. If a row does not hold
-// all blocks that it needs to continue from there, it restarts. A receiving row does this after its
-// tokens have arrived.
+// all blocks that it needs to continue from there, it restarts. A receiving row returns or restarts
+// after its tokens have arrived.
 Recompute Recovery::recompute(const Invalidation::Limits& limits) {
   RowTable& rows = *c_.rows;
   Recompute out;

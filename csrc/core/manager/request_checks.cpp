@@ -290,7 +290,7 @@ void RequestChecks::check_token_ids(const StepRequest& request) const {
         (request.num_token_ids == nullptr ? "one per row" : "the sum of num_token_ids"));
   }
   for (int64_t i = 0; i < request.num_rows && request.num_ids > 0; ++i) {
-    // The last token may be sampled and never computed.
+    // The last token may be sampled without ever being computed, so it is not counted.
     const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
     if (n > 0) check_length((*c_.rows)[request.rows[i]].chain->num_tokens() + n - 1, "a request");
   }
@@ -343,7 +343,7 @@ void RequestChecks::check_ask(const RowAsk& ask) const {
   check_length(start + ask.num_tokens, "a row");
   check_places(start, ask.num_tokens + ask.num_lookahead, "a row");
   if (ask.ids == nullptr) return;
-  // The last token may be sampled and never computed.
+  // The last token may be sampled without ever being computed, so it is not counted.
   if (ask.num_ids > 0) check_length(r.chain->num_tokens() + ask.num_ids - 1, "a request");
   for (int64_t i = 0; i < ask.num_ids && !r.chain->takes_placeholders(); ++i) {
     if (ask.ids[i] < 0) TokenIds::fail_negative(i, ask.ids[i]);

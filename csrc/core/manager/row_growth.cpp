@@ -13,7 +13,8 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   held->blocks.assign(blocks.begin(), blocks.end());
   held->num_published = held->size();
   // If a window begins inside the last block of the hit, the block lacks the tokens before the
-  // window. In that case, only its partial hashes after the hit are valid for readers.
+  // window. In that case, other requests may use only the block's partial hashes after the end of
+  // the hit.
   const bool is_whole =
       group.first_hit_token(hit.num_tokens) <= held->num_published * group.block_size;
   held->num_partial =
@@ -99,7 +100,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     const RowBlocks& each = held[group.id];
     PageRules::Take& take = takes[group.id];
     served->num_before[group.id] = each.size();
-    // A step usually changes nothing in most groups of a row. The rules of such groups are not
+    // A step usually changes only a few groups of a row. The rules of the other groups are not
     // called.
     const bool changes = needs.num_new + needs.num_shared + needs.num_skipped > 0 ||
                          needs.drop_to > each.num_dropped || each.keeps_state;
@@ -147,7 +148,8 @@ void RowGrowth::release_left_states(bool engine_copies) {
       c_.frees->release_after(&left.page, 1, c_.journal->numbers().last_issued);
       continue;
     }
-    // The current step copies from the page. Outside of a step, issued steps may read it.
+    // The current step copies from the page. Outside of a step, steps that were already issued may
+    // read the page.
     const StepNumbers& steps = c_.journal->numbers();
     const int64_t last = c_.plan->is_step() ? steps.num_steps : steps.last_issued;
     c_.frees->release_or_defer(&left.page, 1, last);

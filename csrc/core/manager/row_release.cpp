@@ -137,7 +137,8 @@ void RowRelease::notify_release_of(int32_t row, const CacheGroup& group,
   c_.pool->notify_release(ids.data(), ends.data(), static_cast<int64_t>(ends.size()), *features);
 }
 
-// The likely hits of a request are its own hit, the retained ends, and the end of its tokens.
+// The likely hits end where the request's own hit ended, at the retained ends, and at the end of
+// the request's tokens.
 void RowRelease::notify_release_ends(int32_t row) const {
   const AdmissionInfo& info = c_.rows->info(row);
   const Row& r = (*c_.rows)[row];

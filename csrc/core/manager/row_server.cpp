@@ -126,16 +126,16 @@ Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_
   return answer;
 }
 
-// Whether a request with this status should be tried with a shorter hit. This is not possible with
-// external tokens, because they were counted from the end of the hit.
+// Whether to retry a request with this status with a shorter hit. Requests with external tokens
+// cannot be retried, because external tokens are counted from the end of the hit.
 bool RowServer::tries_less(const NewRow& asked, const PrefixHit& hit, Status status) {
   if (asked.num_external > 0) return false;
   return status == Status::kWait ? hit.copies_partial()
                                  : status == Status::kNever && hit.num_tokens > 0;
 }
 
-// External tokens were counted from the end of whole blocks, so only whole blocks are used before
-// them.
+// External tokens were counted from the end of a whole block, so the hit before them must consist
+// of whole blocks.
 const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
   const bool with_partial = choice == HitChoice::kPartial && asked.num_external == 0;
   const bool reads = choice != HitChoice::kNone && asked.reads();
@@ -178,8 +178,8 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
   return false;
 }
 
-// Returns the first multiple of `unit` from num_tokens on that ends a retained hit of all groups.
-// Returns num_tokens itself if it is not a multiple.
+// Returns the first multiple of `unit`, at least num_tokens, at which a retained hit of all groups
+// ends. Returns num_tokens itself if it is not a multiple of `unit`.
 int64_t RowServer::first_retained(int32_t row, int64_t num_tokens, int64_t unit) const {
   const RetainedEnds& ends = c_.rows->info(row).retained;
   for (int64_t before = -1; num_tokens % unit == 0 && num_tokens != before;) {
@@ -193,8 +193,8 @@ int64_t RowServer::first_retained(int32_t row, int64_t num_tokens, int64_t unit)
   return num_tokens;
 }
 
-// Whether states of the row after num_tokens tokens can be kept: inside blocks, only those of its
-// prompt.
+// Whether states of the row after num_tokens tokens can be kept. Inside a block, only states of the
+// prompt can be kept.
 bool RowServer::keeps_states_at(int32_t row, int64_t num_tokens) const {
   if (num_tokens <= c_.rows->info(row).num_prompt) return true;
   return std::all_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
@@ -238,7 +238,7 @@ Status RowServer::would_fit(const NewRow& asked, bool whole) {
     const Status status =
         whole ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
               : demand.status;
-    // Accepts the first hit that fits, like `step`, which does not consider later chunks.
+    // Accepts the first hit that fits. Later chunks are not considered, as in `step`.
     if (demand.status == Status::kServed) return status;
     answer = std::min(answer, status);
     if (!tries_less(asked, hit, demand.status)) break;
@@ -299,7 +299,8 @@ Demand RowServer::bring_back(ServedRow* served) {
   return back.demand;
 }
 
-// Marks the blocks that the row writes as computed by the row, even if they came from another row.
+// Marks the blocks that the row writes as computed by this row, including blocks that it took over
+// from another row.
 void RowServer::keep_own_blocks(const ServedRow& served) {
   const Span& span = served.span;
   for (const CacheGroup& group : *c_.groups) {
@@ -409,8 +410,8 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   return slots;
 }
 
-// Outside of steps, there is no plan, so the copies of a hit that ends inside blocks wait for the
-// caller.
+// Outside of steps, there is no plan. If a hit ends inside blocks, their copies wait until the
+// caller takes them.
 void RowServer::await_copies() {
   const std::vector<int32_t>& pairs = c_.plan->direct_pairs();
   c_.pool->retain(pairs.data(), static_cast<int64_t>(pairs.size()));
@@ -459,7 +460,8 @@ void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) c
 
 Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   if (!c_.rows->has_free()) return {Status::kWait, -1, {}, {}};
-  // Publishes filled blocks first, so that neither row has to publish blocks that both hold.
+  // Publishes filled blocks before the fork, so that neither the row nor its child must publish
+  // shared blocks later.
   parts_.publisher->publish(row);
   accept_drafts(row);
   child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);

@@ -52,7 +52,8 @@ RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
 
 int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
                                  const std::vector<int64_t>& num_slots, const Twins& twins) const {
-  // The number of holders of each shared block (key > 0) and of each page to move (key < 0).
+  // Number of rows that hold each shared block (positive keys) and each page to move (negative
+  // keys).
   std::unordered_map<int64_t, int64_t> num_holders;
   int64_t num_taken = 0, most = 0;
   const auto key_of = [&](BlockId page) -> int64_t {
@@ -78,7 +79,7 @@ int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
       for (int64_t b = each.num_dropped; b < drop_to; ++b) {
         num_taken -= --num_holders[key_of(each[b])] == 0;
       }
-      // If several rows write a page, the last row keeps the block.
+      // If several rows write to a page, the last of them keeps the block.
       const int64_t num_blocks = std::min(ceil_div(stop, group.block_size), group.max_blocks);
       for (int64_t b = start / group.block_size; b < std::min(num_blocks, each.size()); ++b) {
         int64_t& holders = num_holders[key_of(each[b])];
@@ -186,7 +187,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   std::unordered_set<BlockId> taken;  // blocks whose pages the row already references
   for (size_t i = 0; i < departure.known.size(); i += 2) {
     const BlockId id = departure.known[i], page = departure.known[i + 1];
-    host.retain(&page, 1);  // so that no new page replaces it
+    host.retain(&page, 1);  // prevents the page from being reallocated
     moved_.emplace(id, page);
     taken.insert(id);
   }
@@ -201,7 +202,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
     each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       const BlockId id = each[b];
-      // The row held the block and gives it up.
+      // Recorded because the row no longer holds the block.
       c_.note_dropped(row, group, b, id);
       const auto [to, is_first] = moved_.emplace(id, kNullBlock);
       if (is_first) {
@@ -228,7 +229,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
 RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRules& rules) const {
   const RowBlocks* held = c_.rows->blocks(row);
   Return back;
-  // Dropping host pages that leave a window frees no device blocks.
+  // The blocks remain null here, because dropping host pages frees no device blocks.
   std::vector<RowBlocks> on_device(c_.groups->size());
   int64_t num_onboards = 0, num_blocks = 0;
   for (const CacheGroup& group : *c_.groups) {
@@ -317,8 +318,9 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
   r.may_share = r.has_forked;
 }
 
-// Marks the blocks loaded outside of a step, after the first `num_shared` ones, for publishing once
-// their tokens are known to be computed. `is_whole`: none of them is shared with another row.
+// Marks the blocks that were loaded outside of a step as unpublished, except the first `num_shared`
+// blocks. They are published once their tokens are known to be computed. `is_whole`: none of them
+// is shared with another row.
 void RowSwap::note_returned(int32_t row, const CacheGroup& group, int64_t num_shared,
                             bool is_whole) {
   const int64_t num_full = (*c_.rows)[row].num_computed / group.block_size;

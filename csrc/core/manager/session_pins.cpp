@@ -58,8 +58,8 @@ void SessionPins::unpin_all(const std::vector<Pinned>& pinned) {
   }
 }
 
-// Sessions that are never unpinned must not accumulate. Runs only when the number of sessions has
-// doubled, so the cost is amortized.
+// Removes sessions without pins, because sessions that are never unpinned would accumulate. Runs
+// only when the number of sessions has doubled, so the cost is amortized.
 void SessionPins::forget_dead_sessions() {
   if (pins_.size() < num_sessions_to_look_through_) return;
   for (auto it = pins_.begin(); it != pins_.end();) {

@@ -33,7 +33,7 @@ void TokenIntake::hash_written(std::vector<TokenChain*> chains) const {
   TokenChain::hash_all(chains.data(), chains.size());
 }
 
-// Tokens that arrived since the row was last served may have filled blocks.
+// Hashes the blocks that may have been filled by tokens that arrived after the row was last served.
 void TokenIntake::hash_filled(int32_t row) const {
   if (c_.publisher->may_publish(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/false);
 }
@@ -84,7 +84,8 @@ void TokenIntake::take_back_ids_of(const StepRequest& request, int64_t i) const 
   if (n > 0) (*c_.rows)[request.rows[i]].chain->take_back(n);
 }
 
-// Dropped blocks are known only by their hashes, and restarted rows look up their hashes.
+// The hashes are needed because dropped blocks are known only by their hashes, and because
+// restarted rows look up their own.
 void TokenIntake::hash_rows() const {
   for (int32_t row = 0; row < c_.rows->size(); ++row) {
     if (c_.rows->is_in_use(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/true);

@@ -14,7 +14,8 @@ namespace kvcache {
 
 namespace {
 
-// How many blocks ahead a batch loop prefetches, so that work on earlier blocks hides a cache miss.
+// Number of blocks by which a batch loop prefetches ahead. Cache misses are hidden by the work on
+// earlier blocks.
 constexpr int64_t kPrefetchBlocks = 8;
 
 std::string named(const char* what, BlockId id) {

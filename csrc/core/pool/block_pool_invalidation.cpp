@@ -28,7 +28,7 @@ void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
   // Traverses all used blocks once per call.
   if (invalid.roots.empty()) return;
   std::vector<BlockId> found;
-  // For each hash, any block under the hash or, once it is known, kUntouched or kTouched.
+  // For each hash, one of its blocks until the result is known; afterwards kUntouched or kTouched.
   std::unordered_map<uint64_t, BlockId> by_hash;
   for (BlockId id = 1; id < next_fresh_; ++id) {
     const Block& block = blocks_[id];

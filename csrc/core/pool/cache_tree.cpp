@@ -15,8 +15,8 @@ uint64_t key_of(const Block& block) { return key_of(block.group, tag_of(block.ha
 
 }  // namespace
 
-// Whether this former parent still has the hash. If there are no entries, no block with children
-// has been removed.
+// Whether this former parent is still published under the same hash. If there are no entries, no
+// block with children has been removed.
 bool CacheTree::is_known(BlockId parent, uint64_t key) const {
   if (parent <= kNullBlock || entries_.empty()) return parent > kNullBlock;
   return blocks_[parent].older != kNullBlock && key_of(blocks_[parent]) == key;

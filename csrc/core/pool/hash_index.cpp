@@ -49,8 +49,8 @@ void HashIndex::draw_new_key() {
       }
     }
   } catch (const std::exception&) {
-    // If there is no memory or there are no random bytes, the index remains unchanged. It is then
-    // correct but slow.
+    // If memory or random bytes are unavailable, the index remains unchanged, which is correct but
+    // slow.
   }
   // If the new key did not help, the next attempt is delayed, so that the total cost of attempts
   // stays low.

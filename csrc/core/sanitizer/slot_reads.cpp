@@ -102,7 +102,7 @@ int64_t SlotReads::first_unchecked(int64_t r, int64_t start, int64_t stop, const
   return first;
 }
 
-// Whether a block of the checked table, from a column on, has changed since the check.
+// Whether any block of the checked table, starting at this column, has changed since the check.
 bool SlotReads::has_changes(const Row& checked, int64_t column) const {
   if (shadow_->num_changes() == checked.checked_at) return false;
   bool found = false;

@@ -165,7 +165,7 @@ void SlotWrites::take_blocks() {
   }
 }
 
-// Reports writes that replace content of shared blocks with other content.
+// Reports writes to shared blocks that change their content.
 void SlotWrites::check_content() {
   int64_t before = -1;  // block of the last new writer
   for (Token& token : tokens_) {

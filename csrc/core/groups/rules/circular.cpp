@@ -39,7 +39,7 @@ const BlockId* CircularRules::grow(Growth* growth, ServedRow* served, const Cach
   return own + take.num_new;
 }
 
-// The row never drops a block.
+// The row never drops a block, so `num_left` is 0.
 PageRules::ChunkDemand CircularRules::chunk_demand(const CacheGroup& group, const RowBlocks& held,
                                                    const Span&, const Span& span) const {
   const int64_t stop =
@@ -53,7 +53,7 @@ bool CircularRules::can_resume(const CacheGroup& group, const RowBlocks&, const 
   return group.has_places_for(num_tokens, info.num_slots);
 }
 
-// The row may write to every block of the buffer again.
+// Checks all blocks, because the row may write to every block of the buffer again.
 bool CircularRules::shares_from(const BlockHolders& holders, const CacheGroup&,
                                 const RowBlocks& held, int64_t) const {
   return std::any_of(held.blocks.begin(), held.blocks.end(),

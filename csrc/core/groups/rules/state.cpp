@@ -11,8 +11,8 @@ namespace kvcache {
 
 namespace {
 
-// Returns the number of pages that the row leaves because accepted drafts have moved past them, and
-// that contain a state at the end of a block.
+// Returns the number of pages that contain a state at the end of a block and that the row leaves,
+// because accepted drafts have moved past them.
 int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    const Span& span, bool gives_up) {
   const int64_t before = span.start - span.num_accepted;
@@ -24,7 +24,7 @@ int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const R
   return n;
 }
 
-// Replaces the table entries from column `first` on that differ in the worker's table.
+// Starting at column `first`, replaces the entries that differ from the worker's table.
 void replace_changed(const Growth& growth, int32_t row, const CacheGroup& group, int64_t first) {
   const RowBlocks& each = growth.held(row, group);
   for (size_t i = 0; i < growth.pages_before.size(); ++i) {
@@ -36,7 +36,7 @@ void replace_changed(const Growth& growth, int32_t row, const CacheGroup& group,
 
 }  // namespace
 
-// A row that gives up blocks continues in its current page if no other row shares that page.
+// A row that gives up blocks stays in its current page unless another row shares that page.
 bool StateRules::moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                        const Span& span, bool gives_up) {
   const bool has_any = held.num_alive() > 0;
@@ -61,8 +61,8 @@ void StateRules::demand(const DemandBasis& on, const CacheGroup& group, const Ro
 }
 
 // The row releases its last pages, which are for drafts beyond the span. It keeps the page in which
-// the state continues, and shared pages that drafts have passed. If there is no other row, no page
-// is shared, and the row continues in its own page.
+// the state continues, and shared pages that accepted drafts have moved past. If there is no other
+// row, no page is shared, and the row continues in its own page.
 PageRules::LeastDemand StateRules::least_demand(const DemandBasis& on, const CacheGroup& group,
                                                 const RowBlocks& held, const Span& span,
                                                 const GroupDemand&) const {
@@ -118,7 +118,7 @@ PageRules::Take StateRules::prepare(const Growth& growth, const ServedRow& serve
     --*num_spare;
     return {needs.num_new + 1, 0, true};
   }
-  // The next tokens overwrite the state, so it is no longer a hit.
+  // The next tokens overwrite the state, so later requests must no longer hit it.
   growth.c.pool->evict(&each[each.num_dropped], 1);
   return take;
 }
@@ -180,7 +180,7 @@ void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, co
     }
     if (b < current) {
       c.note_dropped(row, group, first, each[b]);  // the row no longer holds the block
-      c.pool->evict(&each[b], 1);                  // overwritten: no longer a hit
+      c.pool->evict(&each[b], 1);  // the page is overwritten, so it must no longer be hit
     }
     spare.push_back(each[b]);
   }
@@ -198,7 +198,7 @@ void StateRules::move(Growth* growth, ServedRow* served, const CacheGroup& group
   if (each.host_source != kNullBlock) {
     growth->onboard(served, group, column, each.host_source, page, /*is_hit=*/false);
     each.host_source = kNullBlock;
-  } else if (each.source == kNullBlock) {  // a hit inside a block is copied below
+  } else if (each.source == kNullBlock) {  // a hit that ends inside a block is copied below
     if (each.num_alive() > 0) {
       c.plan->copy(each[first], page);
       growth->left_states.push_back({served->row, group.id, each[first], start,

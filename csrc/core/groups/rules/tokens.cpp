@@ -82,7 +82,7 @@ PageRules::ChunkDemand TokenRules::chunk_demand(const CacheGroup& group, const R
                                                 const Span&, const Span& span) const {
   const int64_t stop =
       std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);
-  // Null columns of the hit stay null.
+  // Columns that are null in the hit stay null.
   const int64_t needed = std::max(group.first_needed_block(span.start), held.num_dropped);
   return {std::max<int64_t>(stop - needed, 0),
           std::max<int64_t>(stop - std::max(needed, held.size()), 0),
@@ -92,8 +92,8 @@ PageRules::ChunkDemand TokenRules::chunk_demand(const CacheGroup& group, const R
 bool TokenRules::can_resume(const CacheGroup& group, const RowBlocks& held,
                             const AdmissionInfo& info, int64_t num_tokens) const {
   const int64_t first = group.first_needed_token(num_tokens);
-  // Blocks inside the hit that only shorter hits would read were never loaded, even if
-  // the row holds a block in their column.
+  // Within the hit, blocks that only a shorter hit would read were never loaded, even if the row
+  // holds a block in their column.
   if (group.is_cached && num_tokens < info.hit_end &&
       first < std::min(num_tokens, group.first_needed_token(info.hit_end))) {
     return false;
