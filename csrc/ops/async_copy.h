@@ -47,7 +47,7 @@ __device__ __forceinline__ void async_copy_commit() {
 #endif
 }
 
-// Waits for all but the last kGroups of this thread's groups. Other threads see the bytes only
+// Waits for all of this thread's groups except the last kGroups. Other threads see the bytes only
 // after a barrier.
 template <int kGroups>
 __device__ __forceinline__ void async_copy_wait() {

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
     num_queries[t] = m.num_queries(first + t);
   }
   __syncthreads();
-  // One entry more than there are requests in the tile, for the end of the last request.
+  // A tile needs one more entry than it has requests, for the end of the last request.
   if (t <= count) {
     int64_t queries = sums.queries_before, pages = sums.pages_before;
     for (int before = 0; before < t; ++before) {
@@ -175,7 +175,8 @@ void attention_metadata_cuda(Tensor tables, Tensor groups, int64_t num_rows, Ten
       paged_kv_last_page_len);
   const OnDevice device(query_start_loc);
   if (checked_mode()) check_values(m, device.stream);
-  // At most kThreads - 1 requests, because each request needs a thread, and the end needs another.
+  // A tile has at most kThreads - 1 requests, because each request needs one thread, and the end of
+  // the last request needs another.
   const int tile = std::clamp((m.num_out + kMostTiles - 1) / kMostTiles, 1, kMaxTile - 1);
   const int64_t num_tiles = std::max(1, (m.num_out + tile - 1) / tile);
   const int32_t widest = *std::max_element(m.num_written, m.num_written + m.groups.num_groups);

@@ -16,7 +16,8 @@ namespace {
 constexpr int64_t kGrainBytes = int64_t{1} << 19;
 constexpr int64_t kRunBytes = int64_t{4} << 20;  // longer runs are divided among threads
 
-// Copies one run in one region: at once if its pages are contiguous, otherwise page by page.
+// Copies one run in one region: in a single copy if its pages are contiguous, otherwise page by
+// page.
 template <bool streamed>
 void copy_run(const BlockCopy& c, const CopyRegion& r, const CopyRun& run) {
   const bool dense = run.source == kCleared ? r.destination_stride == r.num_bytes : r.is_dense();
@@ -50,7 +51,7 @@ void copy_blocks(std::optional<Tensor> src, Tensor dst, Tensor regions, Tensor p
   const int64_t num_tasks = num_runs * c.num_regions;
   const int64_t grain = std::max<int64_t>(kGrainBytes / std::max<int64_t>(total / num_tasks, 1), 1);
   const bool streamed = total >= kStreamedBytes;
-  // The order is region by region, so that each thread works on contiguous memory.
+  // Tasks are ordered by region, so that each thread works on contiguous memory.
   parallel_for(0, num_tasks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const CopyRegion& r = c.regions[task / num_runs];

@@ -119,7 +119,7 @@ void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions,
   });
 }
 
-// Uses a single launch if possible, and the smaller parameter struct if it suffices, because a
+// Uses a single launch if possible. Uses the smaller parameter struct if it suffices, because a
 // launch copies all of its parameters.
 void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
   const std::vector<VectorRegion> regions = vector_regions(c);

@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
       async_copy_commit();
       async_copy_wait<0>();
     } else {
-      // Unevenly spaced rows need additional registers; with more loads in flight, sm_100 would
-      // spill.
+      // Unevenly spaced rows need additional registers. With more loads in flight, registers would
+      // be spilled on sm_100.
       constexpr int kLoads = kDense ? kUnroll : kUnroll / 2;
       for (uint32_t at = first_row; at < end; at += step * kLoads) {
         Vector moved[kLoads];
@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   }
 }
 
-// For units that do not fit into shared memory even with one vector per row. Runs one thread per
-// row and vector. If the row is the smallest in its cycle, the thread moves the vectors along the
-// cycle.
+// Handles units that do not fit into shared memory even with one vector per row. Runs one thread
+// per row and vector. If the row is the smallest in its cycle, the thread moves the vectors along
+// the cycle.
 template <class Vector>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLaunch launch) {
   const BlockPermute& p = launch.p;
@@ -261,7 +261,8 @@ Slicing slicing_of(const BlockPermute& p, int64_t vector, const Tensor& cache) {
 template <auto kKernel>
 void allow_shared_bytes(int64_t shared, const Tensor& cache) {
   if (shared <= kPlainSharedBytes) return;
-  // Always sets the maximum, because another thread may have made this call and not launched yet.
+  // Always sets the maximum, because a smaller value could replace a value that another thread has
+  // set for a launch that is still to come.
   KV_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      static_cast<int>(most_shared_bytes(cache))));
 }

@@ -121,8 +121,8 @@ class CopyBatch {
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder =
         settled_ ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
-    // A hint that is available since CUDA 12.8. Without it, drivers for CUDA 13.1 and later may
-    // copy with kernels, which occupy multiprocessors that attention needs.
+    // This hint is available since CUDA 12.8. Without it, drivers for CUDA 13.1 and later may copy
+    // with kernels, which occupy multiprocessors that attention needs.
     if (with_host_) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t from_first = 0;
 #if CUDART_VERSION >= 13000

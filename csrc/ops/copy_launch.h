@@ -51,7 +51,7 @@ struct CopyLaunch {
   CopyHead head;
   int64_t words[kWords];
 
-  // Returns whether this many regions and pairs fit. Pairs on the device count as 0.
+  // Returns whether this many regions and pairs fit. For pairs on the device, pass num_pairs = 0.
   static constexpr bool holds(int64_t num_regions, int64_t num_pairs) {
     return num_regions * kRegionWords + num_pairs <= kWords;
   }

@@ -30,7 +30,7 @@ inline bool can_reach(const std::vector<Steps>& steps, size_t i, int64_t distanc
                       int64_t most, int64_t& budget) {
   if (--budget < 0) return true;
   if (i == steps.size()) return least <= distance && distance <= most;
-  // The range that must be reached before the later steps contribute.
+  // The range that this step must reach before the later steps contribute.
   const int64_t wanted_least = least, wanted_most = most;
   for (size_t j = i + 1; j < steps.size(); ++j) {
     least -= steps[j].most * steps[j].stride;

@@ -11,7 +11,7 @@
 
 namespace kvcache {
 
-// If a call writes at least this many bytes, it would evict its own output from the caches.
+// A call that writes at least this many bytes would evict its own output from the caches.
 constexpr int64_t kStreamedBytes = int64_t{4} << 20;
 
 #if defined(__SSE2__)

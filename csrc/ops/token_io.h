@@ -93,7 +93,6 @@ auto with_formats(const TokenPages& p, F&& f) {
 }
 
 // --- checks
-// ---------------------------------------------------------------------------------------
 
 inline bool is_quantized(const Tensor& tokens, const Tensor& cache) {
   const ScalarType from = tokens.scalar_type(), to = cache.scalar_type();

@@ -40,7 +40,7 @@ std::string show(const T& value) {
   }
 }
 
-// Like ==, but an int and a size_t are compared by value and without a warning.
+// Like ==, but compares an int with a size_t by value and without a compiler warning.
 template <class A, class B>
 bool equal(const A& a, const B& b) {
   if constexpr (std::is_integral_v<A> && std::is_integral_v<B>) {

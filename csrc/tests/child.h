@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the body of a test in a child process. Each body needs a new runtime, because the runtime
-// reads its settings from the environment only once, a sticky error is permanent, and an access to
-// device memory kills the process.
+// Runs the body of a test in a child process. Each body needs a new process, because the runtime
+// reads its settings from the environment only once, sticky errors are permanent, and an access to
+// device memory from the host kills the process.
 #pragma once
 
 #include <sys/wait.h>

@@ -274,7 +274,8 @@ class ManagerDriver {
     }
   }
 
-  // Forks the row with one of two possible continuations of its tokens, if they are known.
+  // Forks the row if the tokens at all of its computed positions are known. The child has the same
+  // tokens.
   void fork(int32_t row, const Admitted& parent) {
     const int64_t num_computed = manager_.num_computed_tokens(row);
     const TokenChain& chain = *parent.request.chain;
@@ -340,7 +341,7 @@ class ManagerDriver {
     }
   }
 
-  // Makes queries. They must not change anything.
+  // Makes queries, which must not change anything.
   void ask() {
     const int64_t num_free = manager_.pool().num_free();
     const Request request = new_request();
@@ -443,7 +444,7 @@ class ManagerDriver {
   void check() {
     CHECK_EQ(manager_.num_rows(), rows_.size());
     for (const auto& [id, state] : rows_) {
-      // Tables of other rows are not sent by plans, or not until a later plan.
+      // Skips rows whose tables are not sent by plans, or are sent only by a later plan.
       if (!state.by_step || manager_.must_resend(id) || manager_.is_on_host(id)) continue;
       for (size_t g = 0; g < options_.groups.size(); ++g) {
         CHECK(tables_[id][g] == manager_.blocks(id, static_cast<int64_t>(g)));

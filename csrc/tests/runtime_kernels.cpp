@@ -7,7 +7,7 @@
 
 namespace kvcache {
 
-// The argument is passed by value, because a launch copies its arguments.
+// A kernel argument that is passed by value, because a launch copies its arguments.
 struct Numbers {
   int* out;
   int value;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy functions of the CUDA 13 runtime, for tests. Copies are executed immediately, calls are
-// counted, and the test sets the results of calls.
+// A stand-in for the copy functions of the CUDA 13 runtime. It executes copies immediately, counts
+// calls, and returns the results that the test has set.
 #pragma once
 
 #include <cstddef>

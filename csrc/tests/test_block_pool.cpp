@@ -273,7 +273,7 @@ TEST(stored_and_removed_events_are_logged_in_order) {
   content.tokens = tokens;
   content.tokens_per_block = 2;
   pool.publish(ids, content, 2, 0);
-  publish(&pool, &ids[2], hashes, 1);  // a duplicate, so no new hash is found
+  publish(&pool, &ids[2], hashes, 1);  // a duplicate, so no additional hash can be found
   const BlockId tail_first[] = {ids[1], ids[0]};
   pool.release(tail_first, 2);
   CHECK(pool.allocate(2, ids));
@@ -294,8 +294,9 @@ TEST(an_undrained_event_log_is_bounded_and_counts_dropped_events) {
   EventLog events(/*most_events=*/4, /*most_tokens=*/100);
   const std::vector<Hash> hashes = kvcache::test::hashes_from(1, 20);
   for (const Hash& hash : hashes) events.removed(hash, 0, kvcache::Tier::kDevice);
-  // When the log is full, its events are dropped and replaced by a notice. The first time, four
-  // events are dropped, and after that three each time. The last event stays: 4 + 5 * 3 + 1 = 20.
+  // When the log is full, a notice replaces its events. The first time, four events are dropped;
+  // each later time, three events are dropped. Together with the last event, which remains in the
+  // log, this is 4 + 5 * 3 + 1 = 20 events.
   EventLog::Drained drained = events.drain();
   CHECK_EQ(drained.events.size(), 2);
   CHECK(drained.events[0].kind == EventLog::Kind::kCleared);
@@ -312,7 +313,7 @@ TEST(an_undrained_event_log_is_bounded_and_counts_dropped_events) {
 TEST(clear_removes_all_hashes_and_keeps_held_blocks) {
   BlockPool pool(5);
   BlockId ids[3];
-  for (int round = 0; round < 70000; ++round) {  // more often than a 16-bit epoch can count
+  for (int round = 0; round < 70000; ++round) {  // more rounds than a 16-bit epoch can count
     CHECK(pool.allocate(3, ids));
     const Hash hashes[] = {hash_of(1), hash_of(2), hash_of(3)};
     publish(&pool, ids, hashes, 3);
@@ -594,7 +595,7 @@ TEST(pinned_blocks_are_evicted_last_in_release_order) {
   CHECK(pool.allocate(2, out));
   CHECK(out[0] == 4 && out[1] == 5);
   pool.check_invariants();
-  pool.retain(ids, 1);  // one of the blocks that eviction has skipped
+  pool.retain(ids, 1);  // retains one of the blocks that eviction has skipped
   pool.unpin(&ids[2], 1);
   pool.release(ids, 1);
   pool.check_invariants();

@@ -78,7 +78,7 @@ TEST(queued_blocks_are_offloaded_by_the_next_step) {
     f.tiers.host()->on_published(ids.data(), 1);
     f.steps.begin();
     f.tiers.offload_queued(f.tiers.num_queued(), {});
-    // Without fences, the stream order protects the block.
+    // Without fences, the block is released immediately, because the stream order protects it.
     CHECK_EQ(f.tiers.pool().ref_count(ids[0]), fences ? 1 : 0);
     f.tiers.host()->publish_offloaded();
     f.tiers.release_read();

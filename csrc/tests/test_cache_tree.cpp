@@ -89,8 +89,8 @@ struct Cached {
   std::vector<bool> was_there = std::vector<bool>(blocks.size());
 };
 
-// Runs random operations, with parents that are removed before their children and added again,
-// duplicates, and parent ids that are reused for other hashes.
+// Runs random operations. They include duplicates, parents that are removed before their children
+// and added again, and parent ids that are reused for other hashes.
 void run(uint32_t seed, bool by_tag) {
   std::mt19937 random(seed);
   const int num_blocks = 2 + static_cast<int>(random() % 14);

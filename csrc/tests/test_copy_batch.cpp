@@ -2,9 +2,9 @@
 // Tests when CopyBatch uses batches, and how it handles a batch that the runtime rejects.
 
 #include "check.h"
-// Included first, because it replaces CUDA's runtime.
+// Must be included first, because it replaces the CUDA runtime.
 #include "scripted_cuda.h"
-// Included after the scripted runtime.
+// Must be included after the scripted runtime.
 #include "ops/copy_batch.h"
 
 namespace {

@@ -77,7 +77,8 @@ TEST(explicitly_deferred_blocks_wait_with_and_without_fences) {
     CHECK_EQ(frees.num_waiting(), 2);
     steps.complete(0);
     frees.release_completed();
-    CHECK_EQ(frees.num_waiting(), is_enabled ? 2 : 0);  // the last step may also read them
+    CHECK_EQ(frees.num_waiting(),
+             is_enabled ? 2 : 0);  // the last issued step may also read these blocks
     steps.complete(1);
     frees.release_completed();
     CHECK_EQ(pool.num_free(), 8);

@@ -51,15 +51,14 @@ __global__ void barrier_only_for_first_half() {
   __syncwarp();
 }
 
-// A barrier is missing, so the kernel is wrong on a GPU, but correct if threads run from first to
-// last.
+// Lacks a barrier. The kernel is wrong on a GPU, but correct if the threads run in ascending order.
 __global__ void previous_without_barrier(int* data) {
   KV_DYN_SHARED(int, buffer);
   buffer[threadIdx.x] = data[threadIdx.x];
   if (threadIdx.x > 0) data[threadIdx.x] = buffer[threadIdx.x - 1];
 }
 
-// A barrier is missing, so a thread may begin its next round while others still read.
+// Lacks a barrier, so a thread may begin its next round while other threads still read.
 __global__ void next_in_rounds(int* data) {
   KV_DYN_SHARED(int, buffer);
   for (int round = 0; round < 2; ++round) {
@@ -69,7 +68,7 @@ __global__ void next_in_rounds(int* data) {
   }
 }
 
-// The barrier covers only the warp, but the kernel reads values of another warp.
+// Reads values of another warp, although its barrier covers only one warp.
 __global__ void next_warp_after_syncwarp(int* data) {
   KV_DYN_SHARED(int, buffer);
   buffer[threadIdx.x] = int(threadIdx.x);
@@ -400,7 +399,7 @@ TEST(invalid_uses_of_bulk_copies_are_reported) {
                "another one has this barrier");
 }
 
-// Each block of the cluster holds one number per thread and reads those of the next block.
+// Each block of the cluster stores one number per thread, and reads the numbers of the next block.
 __global__ void next_in_cluster(int* out, unsigned cluster) {
   KV_DYN_SHARED(int, buffer);
   const unsigned rank = blockIdx.x % cluster;

@@ -21,8 +21,8 @@ Hash hash_of(const uint32_t (&words)[8]) {
   return hash;
 }
 
-// With the key of zeros, all of these hashes have the same fold, because each product has a factor
-// of 0.
+// With the key of zeros, all of these hashes fold to the same value, because each product has a
+// factor of 0.
 Hash colliding(uint32_t number) { return hash_of({number, 0, 0, number * 77, 1, 0, 0, 0}); }
 
 struct Indexed {
@@ -119,8 +119,8 @@ TEST(every_byte_and_the_group_change_a_fold) {
   CHECK(key.fold({}) != SecretKey::drawn().fold({}));
 }
 
-// There are few buckets, and entries are added and removed, so every bucket may have displaced
-// entries. In that case, only the bound ends the search for a missing hash.
+// With few buckets and many insertions and removals, every bucket may have displaced entries. In
+// that case, only the bound ends the search for a missing hash.
 TEST(any_order_of_insertions_and_removals_agrees_with_a_map) {
   for (uint32_t seed = 1; seed <= 200; ++seed) {
     std::mt19937 random(seed);

@@ -104,7 +104,7 @@ TEST(an_invalid_token_is_reported_and_nothing_is_written) {
   CHECK(!f.compute(HostSlots::kShared, {1}, {9}));
   const Slots before = f.slots;
   const auto wrong = [&](const std::vector<int32_t>& rows, const Slots& positions) {
-    for (int64_t copies : {1, 5}) {  // the tokens alone, and after other tokens
+    for (int64_t copies : {1, 5}) {  // the tokens alone, and the same tokens after other tokens
       std::vector<int32_t> r(3 * (copies - 1), 0);
       Slots p(3 * (copies - 1), 2);
       r.insert(r.end(), rows.begin(), rows.end());

@@ -43,7 +43,7 @@ TEST(write_back_offloads_blocks_in_the_plan_that_evicts_them) {
   f.host.offload_queued(f.host.num_queued(), false);
   take(&f.device, 6);
   CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1}));
-  // The page is not found before the step that writes it ends.
+  // Lookups do not find the page until the end of the step that writes it.
   CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 0);
   CHECK(f.host.publish_offloaded() == Ids({1}));
   CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 1);
@@ -93,7 +93,7 @@ TEST(selective_offloads_blocks_with_enough_hits) {
   f.host.publish_offloaded();
   f.plan.begin(1);
   release(&f.device, f.ids);
-  // Evicts all three blocks; only one was hit twice, and it is already on the host.
+  // Evicts all three blocks. Only one of them was hit twice, and that block is already on the host.
   take(&f.device, 8);
   CHECK(f.plan.end().swap_out.empty());
   f.host.publish_offloaded();

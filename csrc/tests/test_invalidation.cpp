@@ -86,8 +86,8 @@ TEST(invalidation_spreads_through_hits_to_other_rows) {
   Invalidation invalid = f.invalidation(/*by_hash=*/false);
   invalid.limit_row(1, 6);
   invalid.spread();
-  // Row 1 can continue inside its own block. Row 2 also holds that block, whose last tokens are
-  // invalid.
+  // Row 1 can continue inside its own block. Row 2 also holds that block, and the last tokens in
+  // the block are invalid.
   CHECK(invalid.limits() == Limits({{1, 6}, {2, 4}}));
   CHECK(invalid.blocks() == Ids({ids[1], ids[2]}));
 }

@@ -105,8 +105,8 @@ TEST(end_blocks_join_the_segment_in_which_their_hit_ends) {
   constexpr int64_t kOnlyLongest = EndBlocks::kHeld - 1;
   add_all();
   CHECK(!ends.empty());
-  // For a shared part of 32 tokens, only the blocks of the longest hit that ends there are taken,
-  // each of them once.
+  // For a shared part of 32 tokens, only the blocks of the longest hit that ends in this part are
+  // taken, each of them once.
   CHECK(taken(0, 32, kOnlyLongest) == (std::vector<BlockId>{3}));
   CHECK(taken(0, 32, kOnlyLongest) == (std::vector<BlockId>{2}));
   CHECK(taken(0, 32, kOnlyLongest).empty());
@@ -195,7 +195,8 @@ TEST(a_reused_class_is_worth_more_at_its_reuse_ages) {
   hazards.solve();
   const auto at = [&](int b) { return static_cast<int64_t>(std::ceil(ages.begin(b))); };
   CHECK(hazards.index(used, at(0)) > hazards.index(left, at(0)));
-  // The value increases as the use approaches. After the use, it is as low as for the other class.
+  // The value increases towards the age of the use. Beyond this age, it is as low as for the other
+  // class.
   for (int b = 0; b < 5; ++b) {
     CHECK(hazards.index(used, at(b)) < hazards.index(used, at(b + 1)));
   }
@@ -375,7 +376,7 @@ TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
         is_loop = random() % 2 == 0;
         span = static_cast<uint32_t>(capacity) + random() % 40;
       }
-      // LRU has no hits in a loop over more keys than it holds. Keys that are used again soon are
+      // In a loop over more keys than it holds, LRU has no hits. Keys that are soon used again are
       // hits only with LRU.
       const uint32_t key =
           2 * static_cast<uint32_t>(is_loop ? n % span : n / 3 + random() % (capacity / 4));
@@ -390,8 +391,8 @@ TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
     }
     num_ahead += behind < 0;
   }
-  CHECK(num_exceeded > 4);  // without the guard, the policy would lose far more
-  CHECK(num_ahead > 2);     // and with it, it still gains where it is better
+  CHECK(num_exceeded > 4);  // without the guard, the policy would lose far more hits
+  CHECK(num_ahead > 2);     // with the guard, the policy still gains hits on favorable workloads
 }
 
 TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {

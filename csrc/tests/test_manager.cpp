@@ -142,7 +142,7 @@ TEST(calls_made_while_hashing_are_rejected) {
 
 TEST(a_request_that_outgrows_max_model_len_during_hashing_is_rejected) {
   Manager manager(make_options(4, 9, 12));
-  // The first two requests are hashed together, before the last one.
+  // The first two requests are hashed together, before the last request.
   const Request first = make_request(8), second = make_request(8, 1), last = make_request(8, 2);
   {
     bool has_grown = false;
@@ -158,8 +158,8 @@ TEST(a_request_that_outgrows_max_model_len_during_hashing_is_rejected) {
   manager.check_invariants();
 }
 
-// Rows 0 (by step) and 1 (by allocate, with 4 slots) have 3 tokens. Then each row gets 5 more known
-// tokens, so there are two blocks to hash.
+// Row 0 (admitted by `step`) and row 1 (by `allocate`, with 4 slots) have 3 tokens. Then 5 known
+// tokens are appended to each row, so there are two blocks to hash.
 struct TwoRows {
   Manager manager{make_options(4, 40, 100)};
   Request stepped = make_request(3), allocated = make_request(3, 1);
@@ -419,7 +419,7 @@ TEST(a_policy_is_notified_of_window_blocks_that_likely_hits_read) {
     CHECK_EQ(retained[0].rfind("retain ", 0), 0);
     const std::string id = retained[0].substr(7);
     manager.free(0);
-    // The window's blocks come before the chain, although their group comes later.
+    // The window's blocks are reported before the chain, although their group comes later.
     const std::vector<std::string> lines = notified();
     CHECK_EQ(lines.size(), 3);
     CHECK_EQ(lines[0], "ends " + id + " of 20");

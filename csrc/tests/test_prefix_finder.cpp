@@ -83,7 +83,8 @@ TEST(a_drafting_group_must_find_one_block_after_the_hit) {
   for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block);
   CHECK_EQ(f.find().num_tokens, 8);
   CHECK_EQ(f.find().blocks[0].size(), 2);
-  // The block contains the last token, which must be computed, but still counts for the drafter.
+  // The block contains the last token, which must be computed. For the drafter, the block still
+  // counts as found.
   f.cache(&f.pool, 3);
   CHECK_EQ(f.find().num_tokens, 12);
   f.cache(&f.host, 3);

@@ -16,8 +16,8 @@ constexpr auto kServed = static_cast<uint8_t>(Status::kServed);
 constexpr auto kWait = static_cast<uint8_t>(Status::kWait);
 constexpr auto kNever = static_cast<uint8_t>(Status::kNever);
 
-// Blocks of earlier steps can be published only if their hashes are known. These chains consist of
-// tokens 0.
+// Returns a chain of tokens 0 with known hashes, because blocks of earlier steps can be published
+// only if their hashes are known.
 std::shared_ptr<TokenChain> hashed_chain(int64_t num_tokens) {
   auto chain = Serving::chain_of(num_tokens);
   chain->hashes();
@@ -46,7 +46,7 @@ struct Fixture : Serving {
   Status fits(int64_t num_tokens, int64_t chunk, bool whole = false) {
     return server.would_fit({hashed_chain(num_tokens), chunk}, whole);
   }
-  // Leaves blocks 1 to n cached and free, under the hashes of a chain of tokens 0.
+  // Caches blocks 1 to n under the hashes of a chain of tokens 0, and leaves them free.
   Ids cache(int64_t n) {
     const Ids ids = take(&pool, n);
     publish_chain(&pool, ids, hashes_of(hashed_chain(4 * n)->known_hashes()));
@@ -104,7 +104,7 @@ TEST(a_row_is_quiet_until_a_block_leaves_its_window) {
   window.num_prealloc = 2;
   Fixture f({window});
   f.admit({{hashed_chain(6), 6}});
-  // The token at position 9 attends to the tokens from position 4 on.
+  // The token at position 9 attends to positions 4 and later.
   CHECK_EQ(served_to_its_quiet_end(&f, 0), 9);
   f.end();
   f.begin();

@@ -159,7 +159,7 @@ TEST(waiting_for_an_event_of_an_ended_capture_fails_without_losing_work) {
     CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaErrorCapturedEvent);
     CHECK_EQ(end(b), cudaErrorStreamCaptureInvalidated);
 
-    // Once the event is recorded outside of a capture, it is a regular event again.
+    // Recording the event outside of a capture turns it into a regular event again.
     CHECK_EQ(cudaEventRecord(event, a), cudaSuccess);
     CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaSuccess);
     CHECK_EQ(cudaStreamSynchronize(b), cudaSuccess);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests the CUDA runtime without a GPU: kernels are found by name, launched late, and checked.
-// RUNTIME_KERNELS is the path of the library built from runtime_kernels.cpp. RUNTIME_LIMITS is the
-// path of runtime_limits.txt.
+// Tests the CUDA runtime without a GPU: lookup of kernels by name, delayed launches, and launch
+// checks. RUNTIME_KERNELS is the path of the library built from runtime_kernels.cpp. RUNTIME_LIMITS
+// is the path of runtime_limits.txt.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -127,7 +127,7 @@ TEST(launches_are_checked_against_the_limits_of_the_machine_code) {
     CHECK_EQ(launch(&write_stub, dim3(1), dim3(128), 0, n), cudaSuccess);
     CHECK_EQ(launch(&write_stub, dim3(1), dim3(160), 0, n), cudaErrorInvalidValue);
     CHECK_EQ(launch(&write_stub, dim3(1), dim3(43, 3), 0, n), cudaErrorInvalidValue);
-    // shared_kernel: 80 registers, 40 KiB, 1024 threads. 25 warps of 2,560 registers fit.
+    // shared_kernel: 80 registers, 40 KiB, 1024 threads. 25 warps with 2,560 registers each fit.
     CHECK_EQ(launch(&shared_stub, dim3(1), dim3(800), 4096, out), cudaSuccess);
     CHECK_EQ(launch(&shared_stub, dim3(1), dim3(832), 4096, out), cudaErrorLaunchOutOfResources);
     CHECK_EQ(launch(&shared_stub, dim3(1), dim3(4), 8 * 1024, out), cudaSuccess);

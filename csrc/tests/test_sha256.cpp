@@ -27,7 +27,7 @@ struct Case {
 };
 
 // Digests of NIST's examples for FIPS 180-4, and of strings of the letter "a" (from Python's
-// hashlib). Their lengths are close to those from which on the padding needs another chunk.
+// hashlib). Their lengths are close to the lengths at which the padding needs another chunk.
 const std::vector<Case>& cases() {
   static const std::vector<Case> all = {
       {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},

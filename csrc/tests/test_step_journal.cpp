@@ -65,7 +65,7 @@ TEST(last_issued_skips_aborted_steps) {
   CHECK_EQ(journal.last_kept(), 1);
   for (int64_t i = 0; i < StepJournal::kMaxStepsInFlight + 1; ++i) step(&journal);
   journal.abort_from(6);
-  CHECK_EQ(journal.last_kept(), 5);  // too old to be aborted
+  CHECK_EQ(journal.last_kept(), 5);  // the step is too old to be aborted
 }
 
 TEST(steps_older_than_the_last_64_cannot_be_aborted) {

@@ -197,7 +197,7 @@ TEST(given_hashes_are_read_once_each) {
 
 TEST(tokens_without_given_hashes_are_rejected) {
   Fixture f(10, hashes_from(50, 3));
-  // A second manager's chain of the same tokens has fewer hashes.
+  // The chain of the same tokens in a second manager has fewer hashes.
   const auto fewer = std::make_shared<Given>();
   fewer->hashes = hashes_from(70, 2);
   TokenChain second(f.tokens, 4, hash_of(0), ExtraKeys(), true, true, 0,

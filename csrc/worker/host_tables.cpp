@@ -12,7 +12,7 @@ namespace kvcache {
 
 namespace {
 
-// Longer changes are split, so that the device's warps have roughly equal amounts of work.
+// Longer segments are split, so that the device's warps have roughly equal amounts of work.
 constexpr int64_t kMaxSegment = 128;
 
 [[noreturn]] void fail(const std::string& text) { throw std::invalid_argument(text); }

@@ -171,8 +171,8 @@ class PlacesByGroup {
 };
 
 #ifdef KV_X86
-// The following functions process several tokens at a time and return the index at which they
-// stopped. benchmarks/tables.py compares them with an engine's plain loop.
+// The following functions process several tokens at a time, and return the index at which they
+// stopped. benchmarks/tables.py compares their speed with that of an engine's plain loop.
 
 // Returns the numbers of entries in the rows of eight tokens, with 0 for dummy requests. Uses a
 // single load if the rows are consecutive, as in most decode steps.
@@ -204,8 +204,8 @@ __attribute__((target("avx2"))) int64_t find_behind_avx2(const int32_t* counts, 
   return i;
 }
 
-// Returns the slots of four tokens. Where `without` is set, the slot is -1, regardless of the
-// offset.
+// Returns the slots of four tokens. The slot of each token for which `without` is set is -1,
+// regardless of its offset.
 __attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m128i offsets,
                                                              __m128i without, __m256i block_size) {
   const __m256i first = _mm256_mul_epi32(_mm256_cvtepi32_epi64(blocks), block_size);
@@ -316,8 +316,8 @@ KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positio
 // decode step.
 std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int64_t n) {
   constexpr int64_t kWorthwhile = 8;  // minimum mean number of tokens per run
-  // Tokens are checked in portions of this size, so that a decode step is recognized by its first
-  // tokens.
+  // Tokens are checked in portions of this size, so that a decode step is recognized after its
+  // first tokens.
   constexpr int64_t kAtATime = 256;
   std::vector<TokenRun> runs;
   if (n < kWorthwhile) return runs;

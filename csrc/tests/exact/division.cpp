@@ -66,9 +66,9 @@ float neighbour(Random& random, float x, uint32_t reach) {
   return float_of(bits_of(x) + static_cast<uint32_t>(random() % (2 * reach + 1)) - reach);
 }
 
-// Returns a scale within the exact range. Most scales are cases in which rounding is hardest. Their
-// mantissa has all or nearly all bits set, or few bits set, or an 11-bit number divided by the
-// scale is close to a boundary between fp8 codes.
+// Returns a scale within the exact range. Most scales are the hardest cases for rounding: their
+// mantissa has all, nearly all or few bits set, or the quotient of some 11-bit number and the scale
+// is close to a boundary between fp8 codes.
 float random_scale(Random& random) {
   const uint32_t exponent = 127 - 78 + static_cast<uint32_t>(random() % 156);
   uint32_t mantissa = random() & 0x7FFFFF;
