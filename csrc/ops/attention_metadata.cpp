@@ -33,10 +33,8 @@ void write_block_table_row(const AttentionMetadata& m, int g, int64_t i, int32_t
 void run_group(const AttentionMetadata& m, int g) {
   int64_t start = 0;  // start of the request's pages in the page list
   for (int64_t i = 0; i < m.num_out; ++i) {
-    const int32_t row =
-        i < m.num_requests
-            ? m.rows[i]
-            : -1;  // like row_of, but without its checks, because the rows were validated
+    // Like row_of, but without its checks, because the rows were validated.
+    const int32_t row = i < m.num_requests ? m.rows[i] : -1;
     const KVExtent kv = m.extent(g, i, row);
     m.seqused[g * m.seqused_stride + i] = kv.num_tokens;
     if (m.block_tables != nullptr) write_block_table_row(m, g, i, row, kv);

@@ -77,8 +77,8 @@ TEST(explicitly_deferred_blocks_wait_with_and_without_fences) {
     CHECK_EQ(frees.num_waiting(), 2);
     steps.complete(0);
     frees.release_completed();
-    CHECK_EQ(frees.num_waiting(),
-             is_enabled ? 2 : 0);  // the last issued step may also read these blocks
+    // The last issued step may also read these blocks.
+    CHECK_EQ(frees.num_waiting(), is_enabled ? 2 : 0);
     steps.complete(1);
     frees.release_completed();
     CHECK_EQ(pool.num_free(), 8);

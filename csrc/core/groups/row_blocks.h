@@ -17,8 +17,8 @@ struct RowBlocks {
   // non-null page is the page in which a step continues, followed by one page per draft.
   std::vector<BlockId> blocks;
   int64_t num_dropped = 0;  // number of leading blocks that are null
-  int64_t num_published =
-      0;                 // number of leading blocks that are published or will never be published
+  // Number of leading blocks that are published or will never be published.
+  int64_t num_published = 0;
   int32_t num_hits = 0;  // number of leading blocks that the row has not computed
   // For has_partial: number of leading hash blocks that are published or will never be published.
   int32_t num_partial = 0;

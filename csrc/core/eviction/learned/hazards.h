@@ -121,8 +121,8 @@ class Hazards {
   static constexpr double kKept = 0.997;  // decay factor of the counts
   static constexpr double kOfClass = 60;  // weight of a class's expected hazard, in samples
   static constexpr double kOfAll = 30;    // weight of the prior, in samples
-  static constexpr double kPrior =
-      0.02;  // prior probability of use per bucket; per tick, it falls with age
+  // Prior probability of use per bucket. Per tick, it decreases with age.
+  static constexpr double kPrior = 0.02;
   // Minimum ratio of the hazard in a bucket to that in the previous bucket, over all classes.
   static constexpr double kLeastFall = 0.8;
 
