@@ -169,13 +169,14 @@ TEST(each_draft_needs_a_page_for_its_state) {
   f.held.blocks = take(&f.pool, 1);
   CHECK_EQ(f.running({2, 4, 0, 1}).groups[0].num_new, 1);
   CHECK_EQ(f.running({2, 6, 0, 3}).groups[0].num_new, 3);
-  CHECK_EQ(f.running({4, 6, 0, 1}).groups[0].num_new, 2);  // one of them because the state moves
+  // One of the two pages is needed because the state moves.
+  CHECK_EQ(f.running({4, 6, 0, 1}).groups[0].num_new, 2);
   const Ids more = take(&f.pool, 3);
   f.held.blocks.insert(f.held.blocks.end(), more.begin(), more.end());
   CHECK_EQ(f.running({3, 7, 0, 3, 1}).groups[0].num_new, 0);  // the pages of the row are reused
   // All pages of the row are reused except the page with the state after 4 tokens.
   CHECK_EQ(f.running({5, 9, 0, 3, 3}).groups[0].num_new, 1);
-  // The row leaves the page with the state after 4 tokens in this step.
+  // In this step, the row leaves the page with the state after 4 tokens.
   CHECK_EQ(f.running({4, 8, 0, 3, 1}).groups[0].num_new, 1);
 }
 
@@ -210,7 +211,7 @@ TEST(a_chunk_can_fit_when_the_whole_prompt_does_not) {
   CHECK(f.whole({0, 4, 0}, 40) == Status::kWait);
   Fixture w({window(8)});
   CHECK(w.fresh({0, 400, 0}, 400).status == Status::kNever);
-  CHECK(w.whole({0, 16, 0}, 400) == Status::kServed);  // 6 blocks at most
+  CHECK(w.whole({0, 16, 0}, 400) == Status::kServed);  // needs at most 6 blocks at a time
   take(&w.pool, 5);
   CHECK(w.whole({0, 16, 0}, 400) == Status::kWait);
   CHECK(w.whole({0, 40, 0}, 400) == Status::kNever);

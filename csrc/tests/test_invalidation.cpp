@@ -19,7 +19,8 @@ struct Fixture {
   RowTable rows{&groups, 0};
   StepJournal journal;
 
-  // Adds a row that has computed its blocks from block num_hits on. All tokens are `token`.
+  // Adds a row whose first num_hits blocks are hits. The row has computed all later blocks. All of
+  // its tokens are `token`.
   int32_t add(int32_t token, int64_t num_tokens, const Ids& ids, int64_t num_hits = 0) {
     auto tokens = std::make_shared<TokenIds>();
     const std::vector<int32_t> all(static_cast<size_t>(num_tokens), token);

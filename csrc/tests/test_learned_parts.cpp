@@ -510,10 +510,12 @@ TEST(blocks_leave_a_long_segment_from_any_side) {
     for (BlockId id = 1; id <= kBlocks; ++id) segments.assign(id, s);
     segments.assign(kBlocks + 1, other);
     const auto leave = [&](BlockId id) { segments.assign(id, joins ? other : Segments::kNone); };
-    for (BlockId id = kBlocks; id > 3'500; --id) leave(id);  // from the end
-    for (BlockId id = 1'000; id <= 2'000; ++id) leave(id);   // from the middle, forwards
-    for (BlockId id = 3'000; id > 2'500; --id) leave(id);    // and backwards
-    for (BlockId id = 1; id < 1'000; id += 2) leave(id);     // every other block
+    for (BlockId id = kBlocks; id > 3'500; --id) leave(id);  // blocks leave from the end
+    // Blocks leave from the middle, in ascending order.
+    for (BlockId id = 1'000; id <= 2'000; ++id) leave(id);
+    // Blocks leave from the middle, in descending order.
+    for (BlockId id = 3'000; id > 2'500; --id) leave(id);
+    for (BlockId id = 1; id < 1'000; id += 2) leave(id);  // every other block leaves
     for (BlockId id : {1'500, kBlocks}) segments.assign(id, s);
     std::vector<BlockId> expected;
     for (BlockId id = 2; id < 1'000; id += 2) expected.push_back(id);

@@ -33,7 +33,7 @@ TEST(remembers_when_why_and_for_whom_a_block_left) {
   CHECK(!lost.find(hash_of(1))->is_evicted);
   CHECK_EQ(lost.find(hash_of(1))->ms_ago, 0);
   CHECK(lost.find(hash_of(3))->is_evicted);
-  lost.note(hash_of(2), 1, /*is_evicted=*/true);  // another group
+  lost.note(hash_of(2), 1, /*is_evicted=*/true);  // a block of another group is not recorded
   CHECK(!lost.find(hash_of(2)));
 }
 
@@ -49,7 +49,7 @@ TEST(selects_a_sample_by_hash) {
 }
 
 TEST(replaces_the_oldest_records_and_does_not_grow) {
-  LostBlocks lost(80'000, 1, 0);  // remembers four times as many
+  LostBlocks lost(80'000, 1, 0);  // remembers four times as many blocks as the pool has
   const size_t num_bytes = lost.num_bytes();
   const uint64_t n = 1'500'000;
   for (uint64_t i = 0; i < n; ++i) lost.note(hash_of(i), 0, /*is_evicted=*/true);

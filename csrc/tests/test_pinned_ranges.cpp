@@ -58,7 +58,7 @@ TEST(an_unpinned_range_is_forgotten) {
   ranges.remove(memory);
   driver.answer = std::nullopt;  // the memory is no longer pinned
   CHECK(!ranges.shift(0, memory, driver));
-  ranges.add(memory, 20);  // a smaller range with a different device address
+  ranges.add(memory, 20);  // replaces it with a smaller range at a different device address
   driver.answer = 128;
   CHECK_EQ(*ranges.shift(0, memory, driver), 128);
   CHECK_EQ(*ranges.shift(0, memory + 20, driver), 128);

@@ -109,7 +109,8 @@ TEST(the_smallest_limit_of_nested_control_groups_applies) {
   system.put("/sys/fs/cgroup/outer/memory.max", "819200\n");
   system.put("/sys/fs/cgroup/outer/memory.current", "409600\n");
   CHECK_EQ(system.num_kib(), 400);
-  system.put("/sys/fs/cgroup/memory.max", "102400\n");  // in a container with its own cgroup root
+  // As in a container with its own cgroup root.
+  system.put("/sys/fs/cgroup/memory.max", "102400\n");
   system.put("/sys/fs/cgroup/memory.current", "92160\n");
   CHECK_EQ(system.num_kib(), 10);
   system.put("/sys/fs/cgroup/memory.current", "112640\n");

@@ -199,7 +199,8 @@ TEST(a_state_inside_a_block_is_kept_at_a_hash_boundary_of_the_prompt) {
   f.compute(6, 6);
   f.publish();
   CHECK(!f.rows.blocks(0)[0].keeps_state);
-  CHECK_EQ(f.rows[0].next_publish, 8);  // after the prompt, only block boundaries
+  // After the prompt, states are published only at block boundaries.
+  CHECK_EQ(f.rows[0].next_publish, 8);
 }
 
 TEST(events_report_filled_and_hit_blocks) {

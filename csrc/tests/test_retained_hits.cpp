@@ -70,7 +70,8 @@ TEST(the_ends_of_a_dense_group_are_its_likely_hits) {
     CHECK(group.may_be_hit(block, {12, 24}));
     if (group.is_read_at(block, {12, 24})) read.push_back(block);
   }
-  CHECK(read == (std::vector<int64_t>{1, 2, 4, 5}));  // the five tokens before each end
+  // The blocks with the five tokens before each end.
+  CHECK(read == (std::vector<int64_t>{1, 2, 4, 5}));
 }
 
 TEST(windows_and_states_are_cached_only_at_retained_hits) {

@@ -71,7 +71,7 @@ TEST(a_written_block_that_another_row_holds_is_copied) {
   const ServedRow served = s.serve(row, 6, 12);
   const BlockId own = s.ids(row)[1];
   CHECK(own != shared);
-  CHECK_EQ(served.safe_start, 4);  // the copy is part of this step
+  CHECK_EQ(served.safe_start, 4);  // tokens 4 and later depend on the copy in this step
   CHECK_EQ(s.plan.num_held(shared), 1);
   const StepPlan& plan = s.end();
   CHECK(plan.copy == Ids({shared, own}));

@@ -72,7 +72,7 @@ TEST(a_row_can_resume_only_where_it_holds_all_blocks_that_it_reads) {
   f.serve(row, 0, 12);
   f.serve(row, 12, 13);  // the first two blocks have left the window
   CHECK(f.release.can_resume(row, 11));
-  CHECK(!f.release.can_resume(row, 10));  // reads token 7
+  CHECK(!f.release.can_resume(row, 10));  // token 10 attends to token 7, which was dropped
   CHECK(!f.release.can_resume(row, 0));   // the cache may contain a hit
   f.end();
 }

@@ -140,7 +140,8 @@ TEST(a_request_gets_its_hit_and_blocks_for_the_remaining_tokens) {
   CHECK_EQ(f.rows[0].num_computed, 14);
   CHECK(f.rows[0].by_step);
   CHECK_EQ(f.stats.total().hit_tokens, 8);
-  CHECK_EQ(f.journal.last().rows[0].start, 8);  // valid even if the step is aborted
+  // Tokens 0 to 7 stay valid even if the step is aborted.
+  CHECK_EQ(f.journal.last().rows[0].start, 8);
   f.server.check_invariants();
 }
 
@@ -157,7 +158,8 @@ TEST(external_tokens_have_slots_after_the_hit) {
   f.server.serve_new(request, {8, 8, 4});
   f.server.publish_served();
   const StepPlan& plan = f.end();
-  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // assumed a hit of 4 tokens
+  // The last request assumed a hit of 4 tokens.
+  CHECK(plan.status == Statuses({kServed, kServed, kWait}));
   CHECK(plan.num_computed_tokens == Ids({14, 17, 14}));
   CHECK_EQ(f.rows[0].num_computed, 17);
   CHECK_EQ(f.ids(0).size(), 5);
@@ -230,7 +232,7 @@ TEST(would_fit_changes_nothing) {
   const Ids cached = f.cache(2);
   const Ids others = take(&f.pool, 15);
   CHECK(f.fits(17, 17) == Status::kWait);
-  CHECK(f.fits(17, 8) == Status::kServed);  // two blocks after the hit
+  CHECK(f.fits(17, 8) == Status::kServed);  // needs two blocks after the hit
   CHECK(f.fits(80, 1) == Status::kServed);  // only the next chunk must fit
   CHECK(f.fits(80, 1, /*whole=*/true) == Status::kNever);
   CHECK(f.fits(80, 80) == Status::kNever);

@@ -67,7 +67,7 @@ TEST(a_row_that_does_not_fit_stays_on_the_device) {
   Serving s;
   const int32_t row = s.add_row(40);
   s.serve(row, 0, 40);
-  CHECK(!leave(&s, {row}));  // 10 blocks, 9 pages
+  CHECK(!leave(&s, {row}));  // 10 blocks do not fit into 9 pages
   CHECK(!s.rows[row].on_host);
   CHECK_EQ(s.host.pages().num_free(), 9);
   const StepPlan& plan = s.end();
@@ -169,7 +169,7 @@ TEST(blocks_that_leave_a_window_make_room_for_a_swap_in) {
   s.end();
   s.swap.swap_out({row});
   CHECK_EQ(s.swap.num_blocks_back({row}, {0}).num_taken, 3);
-  // Two blocks are dropped, two are added.
+  // Two blocks are dropped, and two blocks are added.
   CHECK_EQ(s.swap.num_blocks_back({row}, {8}).num_taken, 3);
   CHECK_EQ(s.swap.num_blocks_back({row}, {12}).num_taken, 4);
 }
@@ -226,7 +226,7 @@ TEST(rows_that_do_not_all_fit_stay_on_the_device) {
   s.serve(row, 0, 20);
   s.serve(other, 0, 20);
   s.end();
-  CHECK(!s.swap.swap_out({row, other}));  // 10 blocks, 9 pages
+  CHECK(!s.swap.swap_out({row, other}));  // 10 blocks do not fit into 9 pages
   CHECK(!s.rows[row].on_host && !s.rows[other].on_host);
   CHECK_EQ(s.host.pages().num_free(), 9);
   CHECK(s.swap.swap_out({row}).has_value());

@@ -159,8 +159,8 @@ TEST(attributes_and_occupancy_match_the_machine_code) {
                cudaSuccess);
       return n;
     };
-    CHECK_EQ(blocks(&write_stub, 128, 0), 12);         // registers: 4 warps of 1,280 each
-    CHECK_EQ(blocks(&write_stub, 32, 0), 32);          // limited by the number of thread blocks
+    CHECK_EQ(blocks(&write_stub, 128, 0), 12);  // limited by registers: 4 warps with 1,280 each
+    CHECK_EQ(blocks(&write_stub, 32, 0), 32);   // limited by the number of thread blocks
     CHECK_EQ(blocks(&write_stub, 128, 48 * 1024), 4);  // shared memory
     CHECK_EQ(blocks(&shared_stub, 32, 0), 5);          // limited by static shared memory
     CHECK_EQ(blocks(&shared_stub, 1024, 0), 0);        // not enough registers for one block

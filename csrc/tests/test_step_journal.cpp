@@ -44,7 +44,7 @@ TEST(completed_steps_are_removed) {
   journal.complete_to(2);
   CHECK_EQ(journal.in_flight().size(), 2);
   CHECK_EQ(journal.in_flight().front().id, 3);
-  journal.complete_to(1);  // a late report
+  journal.complete_to(1);  // a late report changes nothing
   CHECK_EQ(journal.numbers().num_completed, 3);
   journal.check_invariants();
   CHECK_THROWS(journal.check_may_abort(2), "expected a step that may be in flight, but it was rep");
@@ -59,7 +59,7 @@ TEST(last_issued_skips_aborted_steps) {
   journal.abort_from(2);
   CHECK_EQ(journal.last_kept(), 1);
   step(&journal);
-  journal.abort_from(4);  // 2 and 3 were already aborted
+  journal.abort_from(4);  // steps 2 and 3 were already aborted
   CHECK_EQ(journal.last_kept(), 1);
   journal.complete_to(1);
   CHECK_EQ(journal.last_kept(), 1);

@@ -118,7 +118,8 @@ TEST(chains_hashed_together_have_the_same_hashes_as_alone) {
   const auto alone = some_chains(), together = some_chains();
   for (const auto& each : alone) each->chain.hashes();
   std::vector<TokenChain*> chains = pointers(together);
-  chains.insert(chains.begin() + 5, {chains[4], chains[4]});  // listed several times
+  // The same chain is listed several times.
+  chains.insert(chains.begin() + 5, {chains[4], chains[4]});
   TokenChain::hash_all(chains.data(), chains.size());
   TokenChain::hash_all(nullptr, 0);
   for (size_t i = 0; i < alone.size(); ++i) {

@@ -34,7 +34,7 @@ bool HostSlots::overlaps(const void* values, int64_t num_bytes) const {
 SlotMapping HostSlots::call_of(Places places, const int32_t* rows, int64_t num_rows_given,
                                const int32_t* query_start, const int64_t* positions,
                                int64_t num_tokens) const {
-  SlotMapping m;  // most groups stay unset
+  SlotMapping m;  // only the entries of used groups are set
   m.groups.num_groups = static_cast<int32_t>(places.last - places.first);
   m.groups.num_rows = static_cast<int32_t>(num_rows_);
   m.groups.num_positions = INT32_MAX;
@@ -78,7 +78,8 @@ std::optional<std::string> HostSlots::compute(int64_t place, const int32_t* rows
   for (int64_t i = places.first; i < places.last; ++i) {
     const auto at = static_cast<size_t>(i);
     filled_[at] = on_host_[at] = num_tokens;
-    on_device_[at] = one_memory_ ? num_tokens : 0;  // 0 until the new slots are committed
+    // The count is 0 until the new slots are committed.
+    on_device_[at] = one_memory_ ? num_tokens : 0;
   }
   return std::nullopt;
 }

@@ -343,7 +343,7 @@ std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int
 bool any_run_behind(const SlotMapping& m, int g, const int32_t* rows,
                     const std::vector<TokenRun>& runs) {
   return std::any_of(runs.begin(), runs.end(), [&](const TokenRun& run) {
-    const int64_t last = run.first + run.length - 1;  // the highest position
+    const int64_t last = run.first + run.length - 1;  // highest position of the run
     return rows[last] >= 0 && m.positions[last] >= m.num_held(g, rows[last]);
   });
 }

@@ -24,7 +24,7 @@ std::unique_ptr<EvictionPolicy> make_eviction_policy(const std::string& name,
                                                      int64_t num_blocks);
 
 // Creates a policy for a host pool, given the device's policy (null: the pool's built-in LRU).
-// Errors name `host_eviction`. Never returns null.
+// Error messages name the option `host_eviction`. Never returns null.
 std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
     const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks,
     const EvictionPolicy* device);

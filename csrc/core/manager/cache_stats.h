@@ -13,7 +13,7 @@ struct HitCount {
   int64_t num_requests = 0;     // admitted requests that read the cache
   int64_t query_tokens = 0;     // tokens of these requests
   int64_t hit_tokens = 0;       // tokens found in the cache
-  int64_t host_hit_tokens = 0;  // the hit_tokens from the hit's first host block onward
+  int64_t host_hit_tokens = 0;  // the hit tokens in and after the hit's first host block
 };
 
 // Counts of pages that were moved between the tiers, or were not moved.

@@ -61,7 +61,7 @@ class DemandRules {
   // blocks. `skip_for`: see DemandFor.
   Demand of(const RowBlocks* held, const Span& span, const Supply& supply, int64_t skip_for) const;
 
-  // Whether other rows hold a block that may be written from token `start` on.
+  // Whether other rows hold a block in which token `start` or later tokens may be written.
   bool shares_from(const RowBlocks* held, int64_t start) const;
 
   int64_t watermark_blocks() const { return watermark_blocks_; }

@@ -118,7 +118,7 @@ void Publisher::publish_arrived() {
   c_.host->finish(arrived);
 }
 
-// Returns the content of the chain's blocks from `first_block` on.
+// Returns the content of the chain's blocks, starting with `first_block`.
 Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
                               int64_t first_block) const {
   const Hash* hashes = chain.known_hashes().data();

@@ -62,8 +62,8 @@ class Publisher {
   // The number of tokens of the row that are known to have KV.
   int64_t num_with_kv(int32_t row) const;
 
-  // Called by page rules. publish_run publishes the row's blocks from first_block on. publish_part
-  // publishes the part of a block that ends with this hash block of the row.
+  // Called by page rules. publish_run publishes the row's blocks, starting with first_block.
+  // publish_part publishes the part of a block that ends with this hash block of the row.
   void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
                    int64_t n);
   void publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash);

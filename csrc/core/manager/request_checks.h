@@ -46,7 +46,7 @@ class RequestChecks {
     if ((*c_.rows)[row].is_receiving) fail_receiving(row);
   }
   // For circular buffers, checks that the slots of a step do not overwrite tokens that the step
-  // reads. The step needs `num_slots` slots, including lookahead, from token `start` on. `what`
+  // reads. The step needs `num_slots` slots, including lookahead, starting at token `start`. `what`
   // describes the request in errors.
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_bound_) check_bound(start, num_slots, what);

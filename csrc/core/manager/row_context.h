@@ -35,7 +35,7 @@ struct RowContext {
     journal->note_dropped(row, (*rows)[row], rows->first_token(row, group, column), id);
   }
 
-  // Releases the blocks of the row from column `size` on, last ones first.
+  // Releases the row's blocks in columns `size` and later, last block first.
   void release_tail(int32_t row, const CacheGroup& group, int64_t size) const {
     RowBlocks& each = rows->blocks(row)[group.id];
     if (each.size() <= size) return;

@@ -125,9 +125,9 @@ class BlockPool {
   void publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group,
                        uint64_t variant = 0);
 
-  // Sets out[i] to the oldest block published under hashes[i * stride], or -1. With `prefix`, all
-  // entries from the first miss on are -1 and are not looked up. Returns the number of leading
-  // hits.
+  // Sets out[i] to the oldest block published under hashes[i * stride], or -1. With `prefix`, the
+  // lookup stops at the first miss, and this entry and all later ones are -1. Returns the number of
+  // leading hits.
   int64_t lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                  int64_t stride = 1) const;
 
@@ -318,7 +318,8 @@ class BlockPool {
   FreeList uncached_free_, cached_free_;
   // Pinned blocks that eviction has skipped. All were released before those in `cached_free_`.
   FreeList passed_;
-  BlockId next_fresh_ = 1;  // blocks from this id on were never used; they are free and in no list
+  // Blocks with this id or a higher id were never used; they are free and in no list.
+  BlockId next_fresh_ = 1;
   int64_t num_free_;
   int64_t num_cached_ = 0;
   int64_t num_evicted_ = 0;

@@ -3,7 +3,8 @@
 //
 // `passed_` followed by `cached_free_` contains all free cached blocks in release order, whether or
 // not they are candidates. Eviction moves pinned blocks from the head of `cached_free_` to
-// `passed_`. When a pin on one of them is released, all blocks in `passed_` return to the front.
+// `passed_`. When a pin on one of them is released, all blocks in `passed_` return to the front of
+// `cached_free_`.
 #include <cmath>
 #include <stdexcept>
 #include <string>

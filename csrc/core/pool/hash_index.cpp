@@ -67,7 +67,7 @@ bool HashIndex::insert(uint32_t tag, BlockId id) {
     return true;
   }
   // The ring is circular: the block "older" than the oldest is the youngest. `id` is inserted
-  // there.
+  // between these two blocks.
   const BlockId oldest = buckets_[place.bucket].ids[place.slot];
   const BlockId youngest = blocks_[oldest].older;
   block.older = youngest;

@@ -25,7 +25,7 @@ class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key = SecretKey::drawn());
   // Returns the tag of a hash, which is used in searches. Callers that process many hashes compute
-  // each tag once. Tags are valid for one key, which an insertion may replace.
+  // each tag once. A tag is valid only for the current key, which an insertion may replace.
   uint32_t tag_of(const Hash& hash, uint8_t group) const {
     return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // 0 marks an empty slot
   }

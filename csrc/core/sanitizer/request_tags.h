@@ -43,9 +43,9 @@ class RequestTags {
   int64_t num_rows() const { return static_cast<int64_t>(requests_.size()); }
   int64_t num_tags() const { return num_tags_; }
 
-  // Sets the tokens of requests from `starts` on, which drops all later tokens.
-  // `hashes`: `token_hash` of each new token. `parents`: see `token_hashes`. `starts` are at most
-  // `num_in_sequence`.
+  // Sets the tokens of requests, starting at positions `starts`. All tokens after the new ones are
+  // dropped. `hashes`: `token_hash` of each new token. `parents`: see `token_hashes`. `starts` are
+  // at most `num_in_sequence`.
   void put(const TokenRanges& ranges, const uint64_t* hashes, const int64_t* parents);
 
   // The tags of a request's tokens.

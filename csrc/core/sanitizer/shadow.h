@@ -65,8 +65,8 @@ class Shadow {
 
   // Drops the content of a block.
   void clear(int64_t block);
-  // Drops the content that earlier holders left in a block, from the first slot that the new holder
-  // writes.
+  // Drops the content that earlier holders left in a block, starting with the first slot that the
+  // new holder writes.
   void drop_stale(int64_t block, int64_t first_offset);
   // Assigns a block to this group, and drops content of any other group.
   void take_over(int64_t block, int16_t group);

@@ -116,8 +116,8 @@ struct Table {
     }
     return loaded<int32_t>(entry);
   }
-  // Whether the entries of a row from column `begin` on are equal to these. May return false for
-  // equal entries that must be compared one by one.
+  // Whether the entries of a row, starting at column `begin`, are equal to these. May return false
+  // for equal entries, which the caller must then compare one by one.
   bool equals(int64_t row, int64_t begin, const std::vector<int32_t>& entries) const {
     const auto size = static_cast<int64_t>(entries.size());
     return !is_wide && column_stride == sizeof(int32_t) && begin < size &&

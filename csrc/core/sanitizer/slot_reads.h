@@ -39,12 +39,12 @@ class SlotReads {
     num_read_ = num_compared_ = 0;
     return {};
   }
-  // The number of slots that attention reads, and how many of them were compared, both in the last
-  // check.
+  // The number of slots that attention read in the last check, and the number of these slots that
+  // were compared.
   int64_t num_read() const { return num_read_; }
   int64_t num_compared() const { return num_compared_; }
 
-  // Discards the checks of all tokens from `start` on.
+  // Discards the checks of token `start` and all later tokens.
   void forget(int64_t row, int64_t start);
 
  private:

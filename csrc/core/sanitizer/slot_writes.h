@@ -15,8 +15,9 @@ namespace kvcache::sanitizer {
 
 // A write runs in stages. `begin...` and `advance` return as soon as a stage has findings, before
 // later stages change the shadow. Reports therefore show the state at the time of the finding. The
-// write is complete when they return no findings. All `begin...` throw std::invalid_argument,
-// without any change, if a table has too few columns. The tokens must be known.
+// write is complete when they return no findings. All `begin...` functions throw
+// std::invalid_argument, without any change, if a table has too few columns. The tokens must be
+// known.
 class SlotWrites {
  public:
   SlotWrites(std::shared_ptr<Shadow> shadow, std::shared_ptr<const RequestTags> requests)

@@ -33,7 +33,7 @@ struct ServedRow;
 struct PageTraits {
   bool follows_sequence;  // blocks grow with the sequence; otherwise admission allocates them
   bool has_hits;          // blocks can be prefix hits
-  bool appends;           // block b stores the tokens from b * block_size on, each written once
+  bool appends;  // block b stores the tokens that start at b * block_size, each written once
   bool updates_in_place;  // a page stores a summary of all tokens up to the end of a step
 };
 

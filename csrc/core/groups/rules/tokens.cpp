@@ -26,7 +26,8 @@ const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGr
   PlanBuilder* plan = growth->c.plan;
   RowBlocks& each = growth->held(served->row, group);
   const int64_t start = served->span.start;
-  // A shared block is copied if it contains tokens of the row, and only replaced otherwise.
+  // A shared block is copied if it contains tokens of the row. Otherwise, it is replaced without a
+  // copy.
   for (int64_t b = start / group.block_size, left = take.num_shared; left > 0; ++b) {
     if (!growth->holders.is_shared(each[b])) continue;
     plan->replace(served->row, group.id, b, *own);
