@@ -9,8 +9,8 @@ namespace kvcache {
 
 using BlockId = int32_t;
 
-// Block 0 of every pool: never allocated, never cached, safe to read. No list contains this block,
-// so a link of 0 means "none", and zeroed memory is a valid pool of unused blocks.
+// Block 0 of every pool. It is never allocated or cached, and it is safe to read. No list contains
+// it, so a link of 0 means "none", and zeroed memory is a valid pool of unused blocks.
 inline constexpr BlockId kNullBlock = 0;
 
 // All hashes of a pool have the same length of at most 32 bytes. Shorter hashes are padded with

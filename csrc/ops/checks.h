@@ -85,8 +85,7 @@ inline void check_no_overlap(const Tensor& t, const char* name) {
   }
 }
 
-// Returns the byte range from a tensor's first element to the end of its last element. The range is
-// empty for an empty tensor.
+// A range of addresses in bytes, without `end`.
 struct ByteSpan {
   uintptr_t begin = 0, end = 0;
 
@@ -97,6 +96,8 @@ struct ByteSpan {
   }
 };
 
+// Returns the byte range from a tensor's first element to the end of its last element. The range is
+// empty for an empty tensor.
 inline ByteSpan span_of(const Tensor& t) {
   int64_t last = 0;
   for (int64_t i = 0; i < t.dim(); ++i) {

@@ -113,10 +113,10 @@ int64_t load_kernels(int64_t device) {
   return static_cast<int64_t>(kernel_list().size());
 }
 
-// Returns the CUDA version with which this library was compiled, and the newest version that the
-// driver supports.
+// Returns the CUDA version with which this library was compiled.
 int64_t compiled_version() { return CUDART_VERSION; }
 
+// Returns the newest CUDA version that the driver supports.
 int64_t driver_version() {
   int version = 0;
   // Without a driver, the call succeeds and reports version 0. torch's error check is not used,

@@ -109,7 +109,7 @@ TEST(the_smallest_limit_of_nested_control_groups_applies) {
   system.put("/sys/fs/cgroup/outer/memory.max", "819200\n");
   system.put("/sys/fs/cgroup/outer/memory.current", "409600\n");
   CHECK_EQ(system.num_kib(), 400);
-  // As in a container with its own cgroup root.
+  // The limit is at the root, as in a container with its own cgroup namespace.
   system.put("/sys/fs/cgroup/memory.max", "102400\n");
   system.put("/sys/fs/cgroup/memory.current", "92160\n");
   CHECK_EQ(system.num_kib(), 10);

@@ -57,8 +57,8 @@ struct Access {
   int64_t number = 0;  // sequence number of the access; 0: no access
 };
 
-// A policy is notified only about the blocks of its own pool. What it records about a block is
-// valid until the block is forgotten or reallocated.
+// A policy is notified only about the blocks of its own pool. Its records of a block are valid
+// until the block is forgotten or reallocated.
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
@@ -99,8 +99,8 @@ class EvictionPolicy {
   virtual void on_idle(BlockId) {}  // a cached block is no longer held; called in release order
   // Starts a new access. Called only if the policy uses accesses.
   virtual Access begin_access(double /*now*/) { return {}; }
-  // These blocks were part of this access. Blocks that were reallocated, forgotten or accessed
-  // later are ignored.
+  // Assigns this access to the blocks. Blocks that were reallocated, forgotten or accessed after it
+  // are ignored.
   virtual void on_access(const BlockId*, int64_t, const Access&) {}
   // Called when the block is no longer cached. `evicted`: whether it was evicted to free space.
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}

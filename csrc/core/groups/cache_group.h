@@ -47,7 +47,8 @@ struct CacheGroup {
 
   // Whether the blocks stay cached for all hits.
   bool is_dense() const { return keeps_all || retained_every == hit_unit; }
-  // Returns the shortest retained hit of at least num_tokens tokens, or kUnbounded.
+  // Returns the length of the shortest retained hit with at least num_tokens tokens, or kUnbounded
+  // if there is none.
   int64_t first_retained(int64_t num_tokens, const RetainedEnds& ends) const {
     return first_retained(num_tokens, ends, retained_every);
   }

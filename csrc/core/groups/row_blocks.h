@@ -66,7 +66,7 @@ struct RowBlocks {
   }
 };
 
-// Must fit into one cache line, because each row of a step reads one object per group.
+// Must fit into one cache line, because a step reads one object per row and group.
 static_assert(sizeof(RowBlocks) <= 64);
 
 }  // namespace kvcache

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Extra keys identify everything besides the tokens that the KV of a request depends on. They are
+// Extra keys identify everything other than tokens on which a request's KV depends. They are
 // encoded as CBOR, separately for each block.
 //
 // A block's keys, in this order: ["lora", name, path] on every block; ["mm", identifier, first
@@ -28,7 +28,7 @@ struct MmItem {
   }
 };
 
-// Provides one digest per block of the embedding rows that replace a request's tokens.
+// For each block, provides a digest of the embedding rows that replace the request's tokens.
 class RowDigests {
  public:
   virtual ~RowDigests() = default;
@@ -40,8 +40,8 @@ class RowDigests {
 class ExtraKeys {
  public:
   ExtraKeys() = default;
-  // A block's keys list items in the order of `items`, which may overlap. Items may cover tokens
-  // that are not known yet.
+  // `items` may overlap, and may cover tokens that are not known yet. A block's keys list the items
+  // in this order.
   ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
             std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
             std::shared_ptr<const RowDigests> embeds);  // null: no rows

@@ -40,7 +40,7 @@ class TokenIds {
   // std::runtime_error while a chain hashes these tokens, and the errors of a chain's given hashes.
   // If it throws, nothing is appended.
   void append(const int32_t* tokens, int64_t n) {
-    // Fast path for one sampled token, as in most calls.
+    // Fast path for a single sampled token, which is the most common call.
     if (n == 1 && tokens != nullptr && (*tokens >= 0 || takes_placeholders_) && num_hashing_ == 0 &&
         readers_.empty() && ids_.size() < ids_.capacity()) {
       ids_.push_back(*tokens);
@@ -87,8 +87,8 @@ struct HashScheme {
   int64_t num_lookahead = 0;
 };
 
-// Labels that the caller provides for event readers. The manager does not interpret them. Null:
-// none.
+// Labels from the caller for readers of events. The manager does not interpret them. Null: no
+// labels.
 using EventLabels = std::shared_ptr<const void>;
 
 // A request's block hashes for one block size and one root. Given hashes are read when the chain is
@@ -142,8 +142,8 @@ class TokenChain {
   }
 
   void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
-  // Whether both chains have equal KV for their first num_tokens tokens. Hashes known to both must
-  // agree.
+  // Whether both chains have equal KV for their first num_tokens tokens. Hashes known to both
+  // chains must be equal.
   bool begins_like(const TokenChain& other, int64_t num_tokens) const;
   // Copies another chain's hashes for the blocks within the first num_tokens tokens. Both chains
   // must have the same tokens up to there.

@@ -48,7 +48,7 @@ class DemandRules {
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
                     bool gives_up = false) const;
 
-  // The demand of a request that would start with these blocks. Null blocks after the first
+  // Returns the demand of a request that would start with these blocks. Null blocks after the first
   // num_dropped stand for host blocks to onboard.
   Demand of_new(const RowBlocks* held, const NewRow& asked, const Span& span) const;
 

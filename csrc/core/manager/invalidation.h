@@ -21,7 +21,7 @@
 
 namespace kvcache {
 
-// The state that an invalidation reads.
+// The components and settings that an invalidation reads.
 struct InvalidationContext {
   const std::vector<CacheGroup>* groups;
   int64_t hash_block_size;

@@ -211,8 +211,8 @@ class Manager {
   // Pins the request's full blocks that are cached on the device for a session (see
   // BlockPool::pin), replacing its earlier pins. Returns the number of pinned blocks.
   int64_t pin(const std::string& session, TokenChain& chain);
-  // Removes the pins of a session. Returns how many of its blocks were evicted despite their pins;
-  // 0 if the session has no pins.
+  // Removes the pins of a session. Returns the number of its blocks that were evicted despite their
+  // pins; 0 if the session has no pins.
   int64_t unpin(const std::string& session);
 
   // Removes the hashes of these blocks, which may be held or free (see BlockPool::evict).

@@ -135,8 +135,8 @@ bool MissReasons::is_cached(const TokenChain& chain, int64_t block) const {
          (parts_.host != nullptr && parts_.host->find(hash, group_->id, variant) != kNullBlock);
 }
 
-// Cached blocks may lie beyond the end of the hit, because another group lacks them or because a
-// drafting group must find one more block.
+// Cached blocks may lie beyond the end of the hit, either because another group lacks blocks or
+// because a drafting group must find one more block.
 int64_t MissReasons::find_cached(const TokenChain& chain, int64_t first, int64_t stop) const {
   const int64_t bs = group_->block_size, num_blocks = num_hashed(chain) / bs;
   int64_t block = first / bs;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds out why tokens of a request were not found in the cache (`CacheOptions.explain_misses`).
+// Determines why tokens of a request were not found in the cache (`CacheOptions.explain_misses`).
 //
 // The tokens after a request's hit are divided into ranges with one reason each, so the counts
 // always add up to the missed tokens.

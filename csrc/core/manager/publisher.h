@@ -22,7 +22,7 @@ namespace kvcache {
 
 class Publisher {
  public:
-  // All state that publishing uses. `host` is null without a host tier.
+  // The components that publishing uses. `host` is null without a host tier.
   struct Context {
     const std::vector<CacheGroup>* groups;
     int64_t hash_block_size;

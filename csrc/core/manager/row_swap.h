@@ -44,8 +44,8 @@ class RowSwap {
   BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                              const std::vector<int64_t>& num_slots) const;
 
-  // Outside of steps, moves all rows, or none if they do not all fit. Returns (device page, host
-  // page) pairs; swap_in returns the reverse. Blocks that the device cache still contains are
+  // Called outside of steps. Moves all rows, or none if they do not all fit. Returns (device page,
+  // host page) pairs; swap_in returns the reverse. Blocks that the device cache still contains are
   // shared by the rows instead of moving back.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);

@@ -33,7 +33,7 @@ struct StepPlan {
   std::vector<int32_t> copy;      // (source, destination) pairs
   std::vector<int32_t> zero;
   std::vector<int32_t> swap_in;     // (host page, device page) pairs
-  std::vector<int32_t> depends_on;  // pairs of a row and the row that fills blocks it reads
+  std::vector<int32_t> depends_on;  // (reading row, filling row) pairs
 
   void clear();
   // Whether the worker has nothing to do, because no page moves and no table changes.

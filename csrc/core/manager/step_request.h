@@ -43,7 +43,7 @@ struct NewRow {
   bool reads() const { return chain->reads(read_cache); }
 };
 
-// How a new row uses blocks that earlier rows of the same step fill.
+// Specifies how a new row uses blocks that earlier rows of the same step fill.
 enum class InStepHits : uint8_t {
   kNone = 0,   // does not use them, and computes their tokens itself
   kWait = 1,   // waits for the next step and hits these blocks

@@ -172,7 +172,7 @@ class BlockPool {
   // Number of pinned blocks that were evicted.
   int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }
 
-  // Notifies the policy (eviction_policy.h). Has no effect without one.
+  // Whether there is an eviction policy. Without a policy, the notifications below have no effect.
   bool has_policy() const { return candidates_ != nullptr; }
   const EvictionPolicy* policy() const { return has_policy() ? &candidates_->policy() : nullptr; }
   void hit(const BlockId* ids, int64_t n) {

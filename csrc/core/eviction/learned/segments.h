@@ -19,11 +19,11 @@ namespace kvcache {
 // eviction, are linked in the order of assignment. Segments with candidates are listed by class,
 // oldest first.
 //
-// A block takes only 8 bytes, because members form a singly linked list. Blocks usually leave from
-// the front: the deepest block is assigned first, and evicted or released again first. To remove
-// any other block, its predecessor is found by a search from the front. The search remembers the
-// members that it passed, because the next block to leave is usually a neighbor. A block that joins
-// no other segment stays linked until the next search, so the blocks of a long segment can be
+// Each block needs only 8 bytes, because members form a singly linked list. Blocks usually leave
+// from the front: the deepest block is assigned first, and evicted or released again first. To
+// remove any other block, its predecessor is found by a search from the front. The search remembers
+// the members that it passed, because the next block to leave is usually a neighbor. A block that
+// joins no other segment stays linked until the next search, so the blocks of a long segment can be
 // removed efficiently in any order.
 class Segments {
  public:

@@ -54,7 +54,7 @@ struct GroupDemand {
   bool moves;  // for states: the state continues in a new page
 };
 
-// The state from which demands are computed.
+// The state that is read to compute demands.
 struct DemandBasis {
   const BlockPool* pool;
   const BlockHolders* holders;
@@ -142,7 +142,7 @@ class PageRules {
   // Removes the blocks that a fork does not share from its copy of the parent's blocks.
   virtual void fork(RowBlocks*) const {}
 
-  // The first token to which the block in this column contributes. If the block's content is
+  // Returns the first token that depends on the block in this column. If the block's content is
   // invalid, this token and all later ones are invalid.
   virtual int64_t first_token(const CacheGroup& group, const RowBlocks&, int64_t /*num_computed*/,
                               int64_t column) const {
