@@ -13,8 +13,8 @@
 
 namespace kvcache {
 
-// Growth never copies more than kMostCopied bytes, so that no single append of a long context takes
-// much longer than the others. A larger array is stored in dedicated memory pages. The kernel moves
+// Growth never copies more than kMostCopied bytes, so that no append to a long context takes much
+// longer than other appends. A larger array is stored in dedicated memory pages. The kernel moves
 // these pages by changing page tables, and commits them on first access, so unused capacity takes
 // no memory.
 template <class T>

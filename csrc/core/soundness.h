@@ -2,8 +2,9 @@
 // Records whether an object is consistent, or broken because a call failed during its changes.
 //
 // A call first checks its arguments and prepares everything that may fail. From the first change
-// on, the call holds a Change object. If an exception (out of memory) leaves the Change, the object
-// is broken. Every later call reports this, and a broken object can only be destroyed.
+// on, the call holds a Change object. If an exception, such as an out-of-memory error, ends the
+// call before the Change is complete, the object is broken. Every later call reports this, and a
+// broken object can only be destroyed.
 #pragma once
 
 #include <exception>

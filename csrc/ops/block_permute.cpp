@@ -70,7 +70,7 @@ class Prefetch {
 };
 
 // Permutes the unit through the thread's scratch memory, `slice` bytes of each row at a time. At
-// the same time, prefetches the next unit, if any: because blocks are scattered, the CPU's own
+// the same time, prefetches the next unit, if any, because blocks are scattered and the CPU's own
 // prefetcher cannot predict where the next unit starts.
 template <int64_t kBytes>
 void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids,

@@ -62,7 +62,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
 #endif
 }
 
-// Waits for the end of the phase with this number, of which only the lowest bit is used.
+// Waits for the end of the phase with this number. Only the lowest bit of the number is used.
 __device__ __forceinline__ void bulk_wait(BulkBarrier* barrier, uint32_t phase) {
 #ifdef KV_HAS_BULK_COPY
   asm volatile(

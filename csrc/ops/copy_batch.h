@@ -25,8 +25,7 @@ constexpr size_t kMaxDescriptors = 4096;
 // KVCACHE_BATCH_COPIES=0 disables batched copies, for drivers that hang or fail in them.
 inline bool batches_switched_on() { return switched_on("KVCACHE_BATCH_COPIES", true); }
 
-// Whether the driver has rejected a batch as unsupported, in which case later calls do not submit
-// batches.
+// Whether the driver has rejected a batch as unsupported. If so, later calls do not submit batches.
 inline std::atomic<bool>& driver_has_no_batches() {
   static std::atomic<bool> has_none{false};
   return has_none;

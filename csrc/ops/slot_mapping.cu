@@ -13,8 +13,8 @@ constexpr unsigned kThreads = 256;
 constexpr unsigned kStarts = 4 * kThreads;
 
 // Finds requests like SlotMapping::request_of, with every `step`-th entry of query_start_loc in
-// shared memory. These entries are all loaded at once, whereas a search in device memory would wait
-// for each entry in turn.
+// shared memory. All of these entries are loaded at once. A search in device memory would instead
+// wait for each entry in turn.
 class RequestFinder {
  public:
   // Must be called by all threads in the thread block.

@@ -31,9 +31,9 @@ __device__ __forceinline__ void copy_by_warp(int32_t* to, const int32_t* from, i
 }
 
 // The kernel itself reads the number of segments, and the grid size does not depend on that number,
-// so a captured graph serves every step. All warps process equal numbers of segments, up to 32 at
-// once, one per lane. A single lane writes a short segment (a decode step appends one id to a row).
-// The whole warp writes long segments, one after another.
+// so a captured graph serves every step. The segments are divided equally among all warps. Each
+// warp processes up to 32 segments at once, one per lane. A single lane writes a short segment (a
+// decode step appends one id to a row). The whole warp writes long segments, one after another.
 __global__ void __launch_bounds__(kWarps * 32) update_kernel(const TableUpdate u) {
   if (u.bad_count()) return;  // see checked_mode
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
@@ -81,7 +81,7 @@ __device__ __forceinline__ int4 shown(const GatheredRow& row, int32_t c) {
 }
 
 // Runs one thread block per output row (x) and group (y). Copies four ids at a time if both rows
-// are aligned to 16 bytes, at the start or after the same number of leading ids.
+// are aligned to 16 bytes, either at their starts or after an equal number of leading ids.
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(KV_PARAMETER TableGather m) {
   const GatheredRow row = m.row(static_cast<int>(blockIdx.y), blockIdx.x);
   const auto misalignment = [](const int32_t* p) {

@@ -4,9 +4,9 @@
 //
 // Caches are [num_blocks, block_size, num_kv_heads, head_size]. The last dimension is dense and the
 // other strides are arbitrary, so the same code handles NHD and HND. If a cache contains all
-// layers, num_layers is the first dimension. If tokens and cache have the same dtype, bytes are
-// copied. An fp8 cache also accepts tokens with a wider dtype, which are divided by a scale
-// (quantize.h).
+// layers, num_layers is the first dimension. If the tokens have the dtype of the cache, their bytes
+// are copied unchanged. An fp8 cache also accepts tokens with a wider dtype, which are divided by a
+// scale (quantize.h).
 //
 // Block 0 is the null block. As for slot -1, writes to its slots are dropped, and reads return
 // zeros. Therefore, tokens outside a window and padding tokens do not affect any request.

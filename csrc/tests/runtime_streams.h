@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Helpers for tests of the runtime without a GPU, with streams whose work leaves a trace.
+// Helpers for tests of the runtime without a GPU. They run functions on streams and record the
+// order in which the functions ran.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests the state that managers of several threads share, with ThreadSanitizer (`make
-// sanitize-thread`).
+// Uses ThreadSanitizer (`make sanitize-thread`) to test the state that managers in several threads
+// share.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -67,7 +67,8 @@ TEST(blocks_are_hashed_by_several_threads_at_once) {
   for (const Hash& each : last) CHECK(each == last[0]);
 }
 
-// The lock makes a call and its check of the caller atomic, like the interpreter's lock.
+// Like Python's GIL, the lock makes each call and its check of the calling thread one atomic
+// operation.
 TEST(a_manager_under_a_lock_rejects_all_threads_but_its_owner) {
   Manager manager(options());
   std::mutex lock;

@@ -86,8 +86,8 @@ class LastAccess : public EvictionPolicy {
   }
 
  private:
-  // Among blocks with equal times, accessed blocks are evicted first, because a release at the same
-  // time follows the access.
+  // Among blocks with equal times, accessed blocks are evicted before released blocks, because a
+  // release at the same time counts as later than an access.
   static constexpr int64_t kAccessed = INT64_MIN;
   struct State {
     double time;

@@ -3,13 +3,13 @@
 //
 // The blocks that a request releases form segments. Blocks shared with other conversations and
 // blocks used only by the request's own conversation are in different segments. Segments with
-// similar features have the same class. For a sample of blocks, cached or not, the policy records
-// when they are released and when they are used again. From these records, the policy estimates the
-// value of a block for each class and age. The policy chooses the oldest or youngest segment of the
-// class with the lowest value, and evicts all its blocks, deepest first, before it chooses the
-// next. Ages are measured on the caller's clock, so the same calls at the same times cause the same
-// evictions. While there are too few records to assess the oldest segments, the oldest segment is
-// evicted first.
+// similar features are assigned to the same class. For a sample of blocks, cached or not, the
+// policy records when they are released and when they are used again. From these records, the
+// policy estimates the value of a block for each class and age. The policy chooses the oldest or
+// youngest segment of the class with the lowest value, and evicts all its blocks, deepest first,
+// before it chooses the next. Ages are measured on the caller's clock, so the same calls at the
+// same times cause the same evictions. While there are too few records to assess the oldest
+// segments, the oldest segment is evicted first.
 #pragma once
 
 #include <algorithm>

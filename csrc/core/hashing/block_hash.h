@@ -44,8 +44,8 @@ struct BlockContent {
 class BlockHasher {
  public:
   void hash(const BlockContent& block, Hash* out);
-  // Writes the hashes of two blocks to out[0] and out[1]. This is faster than hashing one after the
-  // other. Neither block may be the parent of the other.
+  // Writes the hashes of two blocks to out[0] and out[1]. This is faster than hashing the blocks
+  // one by one. Neither block may be the parent of the other.
   void hash_two(const BlockContent& first, const BlockContent& second, Hash* out);
 
  private:

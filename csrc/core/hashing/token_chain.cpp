@@ -38,8 +38,8 @@ void TokenIds::append_any(const int32_t* tokens, int64_t n) {
 }
 
 // Reserves space for generated tokens, so that appending the first one does not copy a long prompt.
-// Requests that are admitted together get different capacities. Otherwise, all of them would grow
-// in the same step.
+// Requests that are admitted together get different capacities. With equal capacities, all of them
+// would grow in the same step.
 void TokenIds::reserve(size_t num_prompt_tokens) {
   constexpr size_t kLeast = 256, kStride = 37;  // odd, so that kLeast requests differ
   static thread_local size_t num_requests = 0;

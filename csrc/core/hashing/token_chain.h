@@ -129,8 +129,9 @@ class TokenChain {
   // hashes are kept.
   const HashList& hashes();
 
-  // Computes the missing hashes of several chains. Hashing two chains at a time is faster than one
-  // after the other. Throws the errors of `hashes`; hashes that are already computed are kept.
+  // Computes the missing hashes of several chains. Hashing two chains at a time is faster than
+  // hashing them one by one. Throws the errors of `hashes`; hashes that are already computed are
+  // kept.
   static void hash_all(TokenChain* const* chains, size_t n);
 
   // Returns the hashes computed so far, without computing more.
@@ -146,7 +147,7 @@ class TokenChain {
   // chains must be equal.
   bool begins_like(const TokenChain& other, int64_t num_tokens) const;
   // Copies another chain's hashes for the blocks within the first num_tokens tokens. Both chains
-  // must have the same tokens up to there.
+  // must have the same first num_tokens tokens.
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
 
   // Removes the last n tokens, which only the caller has used, and the hashes of their blocks.

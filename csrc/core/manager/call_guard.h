@@ -37,7 +37,7 @@ class CallGuard {
     check_reader();
   }
 
-  // Makes the same checks without making the thread the owner.
+  // Makes the same checks as check_caller, but does not make the calling thread the owner.
   void check_reader() const {
     const bool is_owner = owner_ == std::thread::id() || owner_ == std::this_thread::get_id();
     if (!is_owner || in_call_) fail_caller(is_owner);

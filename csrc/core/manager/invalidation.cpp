@@ -97,7 +97,7 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
     const RowBlocks& each = context_.rows->blocks(row)[group.id];
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       if (on_host) {
-        if (pages_.count(each[b]) != 0) return 0;  // the row is restarted in any case
+        if (pages_.count(each[b]) != 0) return 0;  // the row is restarted anyway
         continue;
       }
       const auto found = blocks_.find(each[b]);

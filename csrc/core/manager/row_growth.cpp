@@ -122,7 +122,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   }
 }
 
-// This makes the worker's table of the row too long, so the whole table is sent again.
+// Afterwards, the worker's table of the row has too many entries, so the whole table is sent again.
 void RowGrowth::give_up(ServedRow* served, const Demand& demand) {
   c_.resend(served->row);
   for (const CacheGroup& group : *c_.groups) {

@@ -2,8 +2,8 @@
 // Serves rows: allocates the next slots of running rows, admits requests, and forks rows.
 //
 // DemandRules computes what a row needs. If the demand fits, RowGrowth allocates it, and the
-// journal and the plan record it. Invariant: a row that does not fit gets the corresponding status
-// and stays unchanged.
+// journal and the plan record it. Invariant: a row that does not fit is answered with the
+// corresponding status and remains unchanged.
 #pragma once
 
 #include <cstdint>

@@ -68,8 +68,8 @@ class RowSwap {
     int64_t num_new;             // number of new pages for the other blocks
   };
 
-  // Starts a new call. Rows that move in the same call share moved blocks with each other, but not
-  // with rows of earlier calls.
+  // Starts a new call. Rows that are moved by the same call can share moved blocks. They do not
+  // share them with rows of earlier calls.
   void begin() { moved_.clear(); }
   bool leave(int32_t row);
   std::optional<Departure> departure_of(int32_t row) const;

@@ -93,7 +93,7 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
   const size_t num_others = out.size();
   out.resize(num_others + num_alive);
   // Each round takes at most one block per group: the blocks with the largest first token. If every
-  // remaining group has such a block and all block sizes are equal, many rounds run at once.
+  // remaining group has such a block and all block sizes are equal, many rounds are combined.
   for (BlockId* next = out.data() + num_others; num_tails > 0;) {
     int64_t last = 0;
     for (size_t i = 0; i < num_tails; ++i) last = std::max(last, tails[i].first_token);

@@ -114,9 +114,9 @@ class BlockPool {
   Copied copied(BlockId id, bool is_chain) const;  // the block must be published
 
   // Calls between the pools of two tiers, on behalf of the policy (eviction_policy.h). copy_again:
-  // the original of this cached and held block was released again and evicted. notify_load: the
-  // content of this block is in the other pool again. gain_of_copy: returns the expected number of
-  // hits of a copy, minus the value of the space it would occupy.
+  // called when the original of this cached and held block was released again and evicted.
+  // notify_load: called when the content of this block is in the other pool again. gain_of_copy:
+  // returns the expected number of hits of a copy, minus the value of the space it would occupy.
   void copy_again(BlockId id, const Copied& copied);
   void notify_load(BlockId id);
   double gain_of_copy(const Copied& copied);

@@ -20,8 +20,8 @@ namespace kvcache {
 // published after the children, the hash has an entry in a map. This is rare, except in pools of
 // copies, which know parents only by tag. In these pools, every hash has an entry.
 //
-// Hashes are identified by tags. If two hashes of a group have equal tags, which practically never
-// happens by chance, a block may count a child of the other hash as its own. The block is then
+// Hashes are identified by tags. Two hashes of a group practically never have equal tags by chance.
+// If they do, a block of one hash may count a child of the other hash as its own, and is then
 // evicted later than necessary.
 class CacheTree {
  public:
@@ -41,8 +41,8 @@ class CacheTree {
   // block if there is none or, in a tree that finds parents by tag, if it is unknown. Appends other
   // blocks that have become leaves, or are no longer leaves, to `changed`.
   void add(BlockId id, BlockId parent, const uint64_t* parent_tag, std::vector<BlockId>* changed);
-  // Removes a block, which may not have been added, before it leaves the ring of its hash. Appends
-  // blocks that become leaves, or are no longer leaves, to `changed`.
+  // Removes a block before it leaves the ring of its hash. Blocks that were never added are
+  // allowed. Appends blocks that become leaves, or are no longer leaves, to `changed`.
   void remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed);
   void clear();
   size_t num_bytes() const;

@@ -18,8 +18,8 @@
 namespace kvcache {
 
 // Blocks, whether cached or not, are identified by keys derived from their hashes. Ages are
-// measured in milliseconds of the caller's clock, because a tool call or a person takes the same
-// time whether the server is busy or idle.
+// measured in milliseconds of the caller's clock, because the duration of a tool call or of a
+// user's pause does not depend on the server's load.
 class ReuseModel {
  public:
   static constexpr double kFirstBucket = 2'000;  // ms

@@ -54,7 +54,7 @@ class Segments {
     while (!is_candidate(id)) id = next(id);
     return id;
   }
-  // Calls a function with each class that may have a candidate, in ascending order.
+  // Calls a function for each class that may have a candidate, in ascending order of the classes.
   template <class Visit>
   void for_each_class(Visit visit) const {
     for (size_t word = 0; word < listed_.size(); ++word) {

@@ -10,10 +10,10 @@
 
 namespace kvcache {
 
-// Copies of blocks that are also in the other tier are chosen first, then the oldest or youngest
-// segment of the class with the lowest value. A chosen segment is evicted completely before another
-// one is chosen. While there are too few records to assess the oldest segments, the oldest segment
-// is chosen.
+// Segments with copies of blocks that are also in the other tier are chosen first, followed by the
+// oldest or youngest segment of the class with the lowest value. A chosen segment is evicted
+// completely before another one is chosen. While there are too few records to assess the oldest
+// segments, the oldest segment is chosen.
 class WorthOrder {
  public:
   WorthOrder(const ReuseModel* model, Segments* segments) : model_(model), segments_(segments) {}

@@ -161,8 +161,8 @@ void StateRules::accept_drafts(Growth* growth, int32_t row, const CacheGroup& gr
 }
 
 // For a row that continues at token span.start, makes the page that contains its state the first
-// page again. Pages of accepted drafts become spare pages. The row leaves a page instead if another
-// row holds the page, or if the page contains a state at a block end that is kept.
+// page again. Pages of accepted drafts become spare pages. However, if another row holds a page, or
+// if the page contains a state at a block end that is kept, the row leaves this page.
 void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
                         bool keeps_passed) {
   RowBlocks& each = growth->held(row, group);
