@@ -96,8 +96,8 @@ class LastAccess : public EvictionPolicy {
     int64_t idle;           // number of the release, counted over all blocks
     double announced_time;  // time of a release that was announced but has not taken effect
     int64_t told_tick;
-    // Sequence number of the block's last access or, since the block was reallocated, of the
-    // policy's latest access at that time.
+    // Sequence number of the block's last access. Reallocation sets it to the number of the
+    // policy's latest access, so that earlier accesses are ignored.
     int64_t last_access;
     bool is_told;
     bool is_accessed;

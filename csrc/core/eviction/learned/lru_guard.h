@@ -25,8 +25,8 @@ class LruGuard {
 
   // Whether the policy must evict the oldest segment first.
   bool falls_back() const { return num_left_ > 0; }
-  // The calls below are ignored for blocks that are not sampled. Records that a request uses a
-  // block and holds it from now on. `is_hit`: whether the pool had cached the block.
+  // Records that a request uses a block and holds it from now on. `is_hit`: whether the pool had
+  // cached the block. This call and the calls below have no effect for blocks that are not sampled.
   void note_use(uint32_t key, bool is_hit) {
     if (!is_sampled(key)) return;
     const bool is_hit_of_lru = shadow_.hold(key);

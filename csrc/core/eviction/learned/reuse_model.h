@@ -39,7 +39,7 @@ class ReuseModel {
     sample();
   }
 
-  // Returns an even key that is never 0. The key is the same in every process, because sampling
+  // Returns an even key that is never 0. A hash has the same key in every process, because sampling
   // must not depend on a secret.
   static uint32_t key_of(const Hash& hash, uint8_t group) {
     uint64_t word;
