@@ -261,7 +261,8 @@ def cold_lookup() -> Iterator[Result]:
 
 def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
     """Measure lookup, allocation and release per request of the trace, with a pool of 5.12 M
-    tokens."""
+    tokens.
+    """
     from kvcache.replay import read_mooncake
 
     num_blocks = 10_000 * (512 // block_size) + 1

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.eviction`: hit rates of eviction policies on two traces.
 
-One trace is of conversations, the other of coding agents."""
+One trace is of conversations, the other of coding agents.
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -117,13 +118,8 @@ def measured(engines: list[Engine], rng: random.Random, gap_ms: float) -> Hardwa
             firsts.setdefault((hit, length), []).append(first_ms)
             steps.append((end_ms - first_ms) / (ANSWER - 1))
 
-    threads = [
-        threading.Thread(target=measure, args=(each, rng.randrange(2**32))) for each in engines
-    ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    with ThreadPoolExecutor(len(engines)) as pool:
+        [*pool.map(measure, engines, [rng.randrange(2**32) for _ in engines])]
     hits, lengths = np.array([*firsts], float).T
     times = np.array([np.mean(each) for each in firsts.values()])
     terms = np.stack([np.ones_like(times), lengths, lengths * (hits + (lengths + 1) / 2)])
@@ -138,24 +134,19 @@ def measured(engines: list[Engine], rng: random.Random, gap_ms: float) -> Hardwa
 
 def step_times(engine: Engine, rng: random.Random) -> list[float]:
     """Return the milliseconds of a step with 1, 2, ... running answers."""
+
+    def step_ms(tokens: list[int]) -> float:
+        first_ms, end_ms, _ = engine.answer(tokens, 4 * ANSWER)
+        return (end_ms - first_ms) / (4 * ANSWER - 1)
+
     found = []
-    for count in range(1, MOST_ANSWERS + 1):
-        times: list[float] = []
-
-        def answer(tokens: list[int], times: list[float] = times) -> None:
-            first_ms, end_ms, _ = engine.answer(tokens, 4 * ANSWER)
-            times.append((end_ms - first_ms) / (4 * ANSWER - 1))
-
-        for _ in range(REPEATS):
-            threads = [
-                threading.Thread(target=answer, args=(_tokens(rng, LENGTHS[0]),))
-                for _ in range(count)
+    with ThreadPoolExecutor(MOST_ANSWERS) as pool:
+        for count in range(1, MOST_ANSWERS + 1):
+            times = [
+                list(pool.map(step_ms, [_tokens(rng, LENGTHS[0]) for _ in range(count)]))
+                for _ in range(REPEATS)
             ]
-            for each in threads:
-                each.start()
-            for each in threads:
-                each.join()
-        found.append(float(np.mean(times)))
+            found.append(float(np.mean(times)))
     return found
 
 

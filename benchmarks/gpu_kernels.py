@@ -28,7 +28,8 @@ _LAUNCHES = 20  # launches per graph, for calls that always use the same inputs
 
 def copy_gb_per_s() -> float:
     """Return the bandwidth of a device copy (bytes read plus bytes written), which is the memory
-    limit."""
+    limit.
+    """
     source = torch.empty(sizes.scaled(1 << 30), dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * source.numel() / graph_us([lambda: target.copy_(source)] * 4) / 1e3
@@ -81,7 +82,8 @@ def tables_of_a_step(num_groups: int, num_requests: int) -> Iterator[dict]:
 
 def attention_metadata(name: str, num_requests: int, query_len: int) -> Iterator[dict]:
     """Build the attention metadata of a batch in one launch, with 4 groups and lengths on the
-    device."""
+    device.
+    """
     rows, query_lens, seq_lens = metadata.batch_of(num_requests, query_len)
     there = [torch.from_numpy(each).cuda() for each in (rows, query_lens, seq_lens)]
     builder = AttentionMetadataBuilder(metadata.tables_of(num_requests, "cuda"))

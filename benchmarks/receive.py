@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of received bf16 blocks to the local layout on the CPU with one thread.
 
-Blocks have 8 heads of 128 elements."""
+Blocks have 8 heads of 128 elements.
+"""
 
 from __future__ import annotations
 

@@ -207,7 +207,8 @@ def loops(code: list[Instruction]) -> list[list[Instruction]]:
 
 def main_loop(code: list[Instruction], accesses: set[int]) -> list[Instruction]:
     """Return the innermost loop with the most instructions in `accesses`, or all code if there is
-    no loop."""
+    no loop.
+    """
 
     def count(loop: list[Instruction]) -> int:
         return sum(i.address in accesses for i in loop)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.states`: hit rates of hybrid models, by the states and window blocks kept.
 
-The hit rates are measured on a conversation trace and a coding-agent trace."""
+The hit rates are measured on a conversation trace and a coding-agent trace.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def retention_table(
 ) -> str:
     """Return token hit rates by capacity, and the numbers of cached and evicted pages.
 
-    The numbers of pages are for the second capacity."""
+    The numbers of pages are for the second capacity.
+    """
     heads = ["groups", "`retention_interval`", "eviction", *(f"{each:,}" for each in capacities)]
     heads += [f"pages cached at {capacities[1]:,}", "evicted"]
     rows = [heads, ["---"] * len(heads)]
@@ -127,7 +129,8 @@ def answer_tokens(requests: Sequence[WorkloadRequest]) -> int:
     """Return the number of tokens in full blocks that are completed by answers.
 
     The number is summed over all requests that start with all full blocks of an earlier prompt. If
-    there are several such prompts, the longest one is used."""
+    there are several such prompts, the longest one is used.
+    """
     ends: dict[
         int, tuple[int, int]
     ] = {}  # hash of full blocks -> tokens with and without the answer

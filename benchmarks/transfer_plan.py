@@ -41,7 +41,8 @@ def fragment_by_fragment(
 def scattered(plan: TransferPlan) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     """Return scattered pages for 10,000 local blocks and for each remote rank.
 
-    Because the pages are scattered, no fragments are merged."""
+    Because the pages are scattered, no fragments are merged.
+    """
     rng = np.random.default_rng(0)
     groups = BLOCKS // plan.local_pages_per_group
 

@@ -108,7 +108,8 @@ def decode(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the milliseconds that `schedule()` and `update_from_output()` take, by manager.
 
-    Measured in decode steps of `num_requests` requests."""
+    Measured in decode steps of `num_requests` requests.
+    """
     prompt = 256
     config = engine_config(
         folder, max_model_len=4096, max_num_seqs=1024, max_num_batched_tokens=8192
@@ -180,7 +181,8 @@ HASHES = {
 def prompts(folder: str, case: str) -> dict[str, list[float]]:
     """Return the milliseconds of Request(), schedule(), update, and their sum.
 
-    Measured with growing conversations."""
+    Measured with growing conversations.
+    """
     prompt, turn, num_chats, num_turns, num_blocks, groups = PROMPTS[case]
     config = engine_config(
         folder,

@@ -171,7 +171,8 @@ def chosen(number: int, only: Sequence[str] | None) -> list[Stage]:
 def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[str, str]:
     """Return the environment of all stages.
 
-    The copy of the checkout is first in the path, and user settings are removed."""
+    The copy of the checkout is first in the path, and user settings are removed.
+    """
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     found = {
         **os.environ,

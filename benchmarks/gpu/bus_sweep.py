@@ -94,7 +94,8 @@ def sweep(
     device: torch.device, stream: torch.cuda.Stream, wanted: int, huge: bool
 ) -> Iterator[dict]:
     """Measure all fragment sizes and thread block counts between a pinned pool and a device
-    pool."""
+    pool.
+    """
     largest = max(_FRAGMENTS) * _REGIONS
     pool = sizes.pool_bytes(wanted, 2 * largest)
     start = time.monotonic()
@@ -165,7 +166,8 @@ def small_pages_only() -> Iterator[None]:
 
 def huge_bytes(memory: torch.Tensor) -> int | None:
     """Return the number of bytes that are mapped with huge pages, or None if the system does not
-    report this number."""
+    report this number.
+    """
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
@@ -183,7 +185,8 @@ def huge_bytes(memory: torch.Tensor) -> int | None:
 
 def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
     """Measure the copy engine's cost per call and bandwidth by the number of 16 KiB pieces per
-    call."""
+    call.
+    """
     fragment = 16 << 10
     num_blocks = 2 * max(_BATCHES)
     there = Pages.allocate(num_blocks, [[fragment]], device=device)

@@ -19,7 +19,8 @@ _ALL, _CUDA = ("_core", "libkvcache_cpu", "libkvcache_cuda"), "libkvcache_cuda"
 
 def jit_check(devices: tuple[str, ...], names: tuple[str, ...]) -> str:
     """Return a program that calls an op on these devices and checks that the libraries were
-    built."""
+    built.
+    """
     return f"""
 import torch, kvcache
 from kvcache.native import load

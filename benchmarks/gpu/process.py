@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a process with a time limit, and forwards its output.
 
-All processes that it has started are killed at the end."""
+All processes that it has started are killed at the end.
+"""
 
 from __future__ import annotations
 

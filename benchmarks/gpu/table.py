@@ -30,7 +30,8 @@ def mark(status: str) -> str:
 def bar_rows(contents: dict) -> list[dict]:
     """Return the measurements that have a target.
 
-    Each row has GB/s, limit, ratio, target, and whether the target is met."""
+    Each row has GB/s, limit, ratio, target, and whether the target is met.
+    """
     # The last measurement of each kind, which is the calibrated one if the stage calibrated.
     swaps: dict[tuple, dict] = {}
     for rate in rows_of(contents, "swaps"):

@@ -70,7 +70,8 @@ def events_published(
     on_request: Callable[[], None] | None,
 ) -> Iterator[Callable[[], None] | None]:
     """Yield a function to call after each request. The function publishes cache events if
-    `--events` is given."""
+    `--events` is given.
+    """
     if publisher is None:
         yield on_request
         return

@@ -109,7 +109,8 @@ def load_layers(name: str, option: str, block_size: int) -> tuple[list[LayerSpec
 
 def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer from a checkpoint folder. Return None if the folder contains no
-    tokenizer."""
+    tokenizer.
+    """
     if not os.path.isdir(model.name_or_path):
         return None
     from transformers import AutoTokenizer

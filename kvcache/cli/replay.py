@@ -107,7 +107,8 @@ def check_trace(args: argparse.Namespace) -> None:
 
 def _import_files(args: argparse.Namespace) -> None:
     """Run the files given with --import, each once per process. Raise UsageError if a file
-    fails."""
+    fails.
+    """
     for path in args.imports or ():
         if not (path.endswith(".py") and os.path.isfile(path)):
             raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
@@ -523,7 +524,8 @@ def _progress(
 
 def _num_expected(args: argparse.Namespace) -> int | None:
     """Return the number of requests, or None for a pipe, whose requests would be consumed by
-    counting."""
+    counting.
+    """
     if args.trace is None:
         num_requests = args.requests or options.CHAT_REQUESTS
     elif os.path.isfile(args.trace):

@@ -86,7 +86,8 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
 
 def check_source_options(args: argparse.Namespace) -> None:
     """Check the options before a model is loaded. Raise UsageError or MissingError if a check
-    fails."""
+    fails.
+    """
     if args.store is None and args.store_capacity is not None:
         raise UsageError("--store-capacity is given: expected only with --store")
     is_folder = args.store is not None and "://" not in args.store
@@ -271,7 +272,8 @@ def _store(args: argparse.Namespace, weights: str, cache: KVCache, announce: boo
 
 def weights_digest(model: PreTrainedModel) -> str:
     """Return a digest of a model's configuration and weights. The digest identifies the model's
-    KV."""
+    KV.
+    """
     import torch
 
     config = {

@@ -249,7 +249,8 @@ class HintExecutor:
     @property
     def next_deadline(self) -> float | None:
         """The time on the executor's clock at which the next pin expires. None if there are no
-        pins."""
+        pins.
+        """
         return min((each.deadline for each in self._pins.ledger.entries.values()), default=None)
 
     def expire(self) -> None:
@@ -434,7 +435,8 @@ class HintExecutor:
 
     def give_way(self) -> None:
         """Cancel the loads of guests before the next step, because a request is waiting for blocks
-        or a row."""
+        or a row.
+        """
         self._gives_way = True
 
     def close(self) -> None:
@@ -450,7 +452,8 @@ class HintExecutor:
 
     def _admit(self, guest: Guest) -> Admit | None:
         """Return how to admit a waiting guest, or None if the guest continues to wait or has
-        ended."""
+        ended.
+        """
         if guest.loads and guest.prefix.on_device() < guest.num_before:
             self._forget(guest)
             guest.request = None  # blocks were evicted, so the guest needs more budget
@@ -521,7 +524,8 @@ class HintExecutor:
 
     def _spend(self, guest: Guest, num_tokens: int) -> None:
         """Count the tokens that a guest has loaded against the budget, until a request hits
-        them."""
+        them.
+        """
         self._prefetched.entries.pop(guest.name, None)
         if num_tokens > 0:
             spent = Spent(

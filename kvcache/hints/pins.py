@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pins that are set by hints. Each pin has a deadline, and all pins together are limited to a share
-of the pool."""
+of the pool.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix to which a hint refers, with its requests, its hashes and the locations of its
-blocks."""
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class HintedPrefix:
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks that hold these tokens in all cached groups, ignoring
-        windows."""
+        windows.
+        """
         return sum(num_tokens // size for size in self._sizes)
 
     def tokens_in(self, num_blocks: int) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hints in replays: when hints are due, and a source that loads their tokens from the simulated
-store."""
+store.
+"""
 
 from __future__ import annotations
 

@@ -281,6 +281,8 @@ class Replayer:
     @property
     def _answers_end_ms(self) -> float:
         """When the last running answer ends."""
+        if not self.service.interference:
+            return 0.0  # not needed
         return max((each.end_ms for each in self._running if each.item.output_length), default=0.0)
 
     def _delay_answers(self, new: Running, begin_ms: float, delay_ms: float) -> None:
@@ -514,7 +516,8 @@ class Replayer:
 
     def _handle_unserved(self, running: Running, status: Status) -> None:
         """Finish the oldest computed request or, if there is none, reject the request whose chunk
-        did not fit."""
+        did not fit.
+        """
         if self._hints.num_rows:
             self._hints.give_way()
             self._hints.admits(may_admit=False)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from kvcache.checks import integer, number, shown
 from kvcache.checks import text as checked_text
 
+OTHER_FIELDS = ("prefill_ms", "attention_ns", "interference")  # of `Service`: all but the speeds
+
 # If the wait at the last arrival exceeds this value, the queue grew during the whole replay.
-_OTHERS = ("prefill_ms", "attention_ns", "interference")  # fields that are not speeds
 _LONG_WAIT_MS, _LONG_WAIT_SHARE = 10_000.0, 0.05
 
 
@@ -75,12 +76,16 @@ class Service:
             first, *rest = text.split()
             speeds = [float(each) for each in first.split(",")]
             others = {name: float(value) for name, value in (each.split("=") for each in rest)}
-            if not 2 <= len(speeds) <= 4 or not {*others} <= {*_OTHERS} or len(others) < len(rest):
+            if (
+                not 2 <= len(speeds) <= 4
+                or not {*others} <= {*OTHER_FIELDS}
+                or len(others) < len(rest)
+            ):
                 raise ValueError
         except ValueError:
             raise ValueError(
                 f"{shown(text)}: expected speeds in tokens per second, P,D, P,D,HOST or P,D,HOST,STORE, "
-                f"and then NAME=VALUE with names from {', '.join(_OTHERS)}"
+                f"and then NAME=VALUE with names from {', '.join(OTHER_FIELDS)}"
             ) from None
         return cls(*speeds, **others)
 
@@ -89,7 +94,7 @@ class Service:
         while speeds[-1] == math.inf:
             speeds.pop()
         shown_speeds = ",".join(f"{each:g}" for each in speeds)
-        others = ((name, getattr(self, name)) for name in _OTHERS)
+        others = ((name, getattr(self, name)) for name in OTHER_FIELDS)
         return " ".join([shown_speeds, *(f"{name}={value:g}" for name, value in others if value)])
 
     def compute_ms(self, num_tokens: int, num_cached: int) -> float:

@@ -20,7 +20,8 @@ _NO_LIMIT = 2**62
 
 class StoredBlock(NamedTuple):
     """The time at which a block is complete in a timed replay, and the `SimulatedStore` that put
-    the block."""
+    the block.
+    """
 
     ready_ms: float
     owner: SimulatedStore
@@ -28,7 +29,8 @@ class StoredBlock(NamedTuple):
 
 class Outage(NamedTuple):
     """A period in which a store cannot be reached. With `loses_content`, the store is empty
-    afterwards."""
+    afterwards.
+    """
 
     begin_ms: float
     end_ms: float

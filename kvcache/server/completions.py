@@ -122,7 +122,8 @@ class Completions:
 
     def _prompts(self, asked: AskedCompletion) -> list[tuple[str, Any]]:
         """Return the name and value of each prompt. A value is either a string or a list of
-        tokens."""
+        tokens.
+        """
         prompt = asked.prompt
         are_several = isinstance(prompt, list) and set(map(type, prompt)) in ({str}, {list})
         if are_several and len(prompt) * asked.n > self._limits.max_choices:
@@ -140,7 +141,8 @@ class Completions:
 
     def _check_prompt(self, name: str, prompt: Any) -> None:
         """Raise AskError unless a prompt is a string or a list of tokens that is not obviously too
-        long."""
+        long.
+        """
         if prompt in ("", []):
             raise AskError(f"{name} is empty: expected one token or more", param=name)
         if isinstance(prompt, str):

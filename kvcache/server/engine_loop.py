@@ -164,7 +164,8 @@ class EngineLoop:
 
     def check(self) -> None:
         """Raise the EngineError that a new request would currently receive. Return if the request
-        would be accepted."""
+        would be accepted.
+        """
         with self._lock:
             self._check_running()
         if self._refusal is not None:

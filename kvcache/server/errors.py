@@ -84,7 +84,8 @@ def error_body(
 
 def add_error_handlers(app: FastAPI) -> None:
     """Make the application return an error object for every error in an endpoint and for unknown
-    paths."""
+    paths.
+    """
 
     @app.exception_handler(AskError)
     async def refuse(_: Request, error: AskError) -> Response:

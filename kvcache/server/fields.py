@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The request bodies of OpenAI's API, including additional fields of vLLM that load generators
-use."""
+use.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +164,8 @@ class Asked(Fields):
     @property
     def num_logprobs(self) -> int | None:
         """Number of most likely alternatives to return for each token. None: no log
-        probabilities."""
+        probabilities.
+        """
         raise NotImplementedError
 
 

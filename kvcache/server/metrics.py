@@ -18,7 +18,8 @@ from kvcache.server.request_log import RequestLog
 
 class _EngineCollector(Collector):
     """Exports a snapshot of the engine: its counters, the number of sequences by state, and its
-    sources' counters."""
+    sources' counters.
+    """
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -97,7 +98,8 @@ class _EngineCollector(Collector):
 
 class _LoadCollector(Collector):
     """Exports metrics that load balancers compare: the number of requests by state, and the cache
-    usage."""
+    usage.
+    """
 
     def __init__(self, state: dict[str, Any], admission: Admission, log: RequestLog) -> None:
         self._state, self._admission, self._log = state, admission, log

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records times and token counts of requests, for metrics and for the timeline on the cache
-page."""
+page.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizes and detokenizes texts with a checkpoint's tokenizer, or byte by byte without a
-tokenizer."""
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class ByteTexts:
 
     def token(self, token_id: int) -> tuple[str, bytes]:
         r"""Return a character, `bytes:\xNN` for a part of a character, or `<N>` for a token above
-        255."""
+        255.
+        """
         (token_id,) = _checked_tokens([token_id])
         if 128 <= token_id < 256:
             return rf"bytes:\x{token_id:02x}", bytes([token_id])

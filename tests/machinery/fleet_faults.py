@@ -113,7 +113,8 @@ class Server:
 
     def leaks(self) -> dict:
         """Return counts of sequences and blocks that the server still holds. Empty if nothing has
-        leaked."""
+        leaked.
+        """
         state = self.state()
         pool = state["pool"]
         found = {"sequences": state["num_sequences"], "held": pool["held"] + pool["held_cached"]}
@@ -124,7 +125,8 @@ class Server:
 
     def hashes(self) -> set[int]:
         """Return the hashes of all cached blocks, according to the server's events, which are read
-        over the loopback device."""
+        over the loopback device.
+        """
         with EventSubscriber(*self.endpoints, context=self.context) as reader:
             until = time.monotonic() + 20
             while not reader.catch_up():
@@ -219,7 +221,8 @@ class Fleet:
 
     def send(self, server: Server, prompt: list[int], is_counted: bool = True) -> bool:
         """Send a request from the clients' namespace. Return whether the server has answered the
-        request."""
+        request.
+        """
         body = {"model": "llama", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
         began = time.monotonic()
         try:
@@ -239,7 +242,8 @@ class Fleet:
 
     def scores(self, prompt: list[int]) -> dict[int, int]:
         """Query the router for the number of prompt tokens that each replica has cached. Empty if
-        the router does not answer."""
+        the router does not answer.
+        """
         body = {"token_ids": prompt, "model_name": "m", "block_size": BLOCK}
         with suppress(OSError, ValueError, KeyError), self.network.inside(CLIENT):
             host = self.network.addresses[ROUTER]
@@ -257,7 +261,8 @@ class Fleet:
 
     def request_by_index(self) -> None:
         """Continue a session on the replica that has cached most of the prompt. Ties are broken in
-        turn."""
+        turn.
+        """
         self.send_by_index(self.rng.choice(self.sessions) + self.tokens(SUFFIX))
 
     def send_by_index(self, prompt: list[int]) -> None:
@@ -289,7 +294,8 @@ class Fleet:
 
     def request_by_store(self) -> None:
         """Compute a new prompt on one replica, and send it to another replica, which finds it in
-        the store."""
+        the store.
+        """
         first, second = self.rng.sample(self.replicas, 2)
         prompt = self.tokens(PREFIX)
         if not self.send(first, prompt, is_counted=False):
@@ -335,7 +341,8 @@ class Fleet:
         fault_s: float | None = None,
     ) -> dict:
         """Run a scenario with traffic, check that nothing leaks, and return the scenario's row of
-        the table."""
+        the table.
+        """
         self._request = request or self.request_by_index
         self.answers, self.lost, self._running = [], [], True
         self.num_unrouted = 0
@@ -415,7 +422,8 @@ class Fleet:
 
     def _checked(self) -> dict:
         """Check the answers, check for leaks, and check that the index equals the caches. Return
-        the counts."""
+        the counts.
+        """
         num_wrong = self.num_wrong()
         until = time.monotonic() + 40
         while leaks := {each.name: found for each in self.servers if (found := each.leaks())}:
@@ -460,7 +468,8 @@ class Fleet:
 
     def router_cut_for_long(self) -> dict:
         """The partition lasts longer than the replica's connection survives, so that events are
-        lost."""
+        lost.
+        """
         name, left = self.names[0], []
 
         def heal() -> None:
@@ -534,7 +543,8 @@ class Fleet:
 
     def index_lies(self) -> dict:
         """The router receives events that claim that the first replica has cached prompts that no
-        replica has cached."""
+        replica has cached.
+        """
         address = self.network.addresses[CLIENT]
         places = [f"tcp://{address}:{port}" for port in (EVENTS, REPLAYS)]
         manager = KVCacheManager(BLOCK, num_gpu_blocks=8192, max_model_len=512, enable_events=True)

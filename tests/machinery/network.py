@@ -104,7 +104,8 @@ class Network:
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """Switch this thread to a namespace during the `with` block. Sockets that it opens, and
-        threads and processes that it starts, belong to the namespace."""
+        threads and processes that it starts, belong to the namespace.
+        """
         before = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _call("setns", self._held[name], _CLONE_NEWNET)

@@ -56,7 +56,8 @@ class RankDied(Exception):
 
 class FileStore(BlockStore):
     """A store with one file per value in a folder. A process that is killed may leave a partial
-    file."""
+    file.
+    """
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -100,7 +101,8 @@ class FileStore(BlockStore):
 @dataclass(frozen=True)
 class Parallel:
     """Sizes of tensor, pipeline and decode context parallelism. At most one of these sizes is above
-    1."""
+    1.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -255,7 +257,8 @@ def serve_rank(connection: Connection, parallel, rank, folder, identity, last_st
 
     def next_message():
         """Wait for a message that is not an order. Meanwhile, execute orders and send the store's
-        results."""
+        results.
+        """
         while True:
             if (results := store.take_results()) is not None:
                 connection.send(("results", results))
@@ -357,7 +360,8 @@ class RankProcess:
 
     def wait_for(self, name, timeout_s):
         """Return the arguments of the next message with this name, and drop all other messages.
-        Raises RankDied."""
+        Raises RankDied.
+        """
         deadline = time.monotonic() + timeout_s
         while not self.is_dead:
             assert time.monotonic() < deadline, f"a rank hangs: no {name}"
@@ -500,7 +504,8 @@ class RankedEngine:
 
     def _run(self):
         """Exchange the values that the ranks compute. Return the last stage's logits, and all
-        reports."""
+        reports.
+        """
         deadline = time.monotonic() + 60
         done, reports, sums, previous = {}, {}, {}, None
         while len(done) < len(self.ranks):
@@ -531,7 +536,8 @@ class RankedEngine:
 
     def _recover(self):
         """Replace dead ranks, and restart all requests, because their KV on the dead ranks is
-        lost."""
+        lost.
+        """
         self.num_deaths += 1
         for rank in self.ranks:
             if not rank.is_dead:

@@ -172,7 +172,8 @@ def test_blocks_in_the_store_are_found_once_their_prefill_has_ended():
 
 def test_prefills_delay_the_answers_of_their_replica():
     """With one running request per replica, a request waits for the delayed end of another
-    request."""
+    request.
+    """
     first, second = request(0, range(40), 0, 10), request(1, range(100, 140), 50, 10)
     third = request(2, range(200, 240), 60, 0)
     fleet = Fleet(1, 201, concurrency=2)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of failures in simulated fleets: replicas, stores and routers that lose their state, and
-broken links."""
+broken links.
+"""
 
 import json
 import random

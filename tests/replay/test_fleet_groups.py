@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of fleets for models with several cache groups, and of groups that are derived from a
-model's configuration."""
+model's configuration.
+"""
 
 import json
 

@@ -21,7 +21,8 @@ def request(index, tokens, arrival_ms, answer=1):
 
 def run(requests, fleet, *failures, hardware=HARDWARE):
     """Return the simulation and, for each attempt, the replica, its own hits, and its hits on other
-    replicas."""
+    replicas.
+    """
     attempts = []
     simulation = Simulation(
         *(fleet, hardware),

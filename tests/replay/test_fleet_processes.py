@@ -77,7 +77,8 @@ class FirstInTurn(PrefixAware):
 
     def choose(self, replicas, item, request, session):
         """Return the next replica for a first turn, and otherwise the replica with the longest
-        prefix."""
+        prefix.
+        """
         if self._first[item.index]:
             return self._next.choose(replicas, item, request, session)
         costs = [each.first_token_ms(item.arrival_ms, item, request) for each in replicas]
@@ -86,7 +87,8 @@ class FirstInTurn(PrefixAware):
 
 def chats(rng, num_requests):
     """Return the prompts of interleaved chats' turns, and for each, whether it is the first turn of
-    its chat."""
+    its chat.
+    """
     system = [rng.randrange(3, 512) for _ in range(40)]
     chats = [[] for _ in range(8)]
     prompts, first = [], []

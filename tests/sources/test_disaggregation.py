@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of prefill and decode in two engines: correct bytes, rejections, faults, and the absence of
-leaks."""
+leaks.
+"""
 
 import base64
 import importlib.util

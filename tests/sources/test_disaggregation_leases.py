@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of leases: what readers see in a slot, and random calls that are compared to a reference
-model."""
+model.
+"""
 
 import json
 import time

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the store fingerprint, which must change whenever the meaning of the stored bytes
-changes."""
+changes.
+"""
 
 from __future__ import annotations
 

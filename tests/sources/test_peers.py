@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of prefixes loaded from peers: the index, offers of cached blocks, and engines with faulty
-peers."""
+peers.
+"""
 
 import http.server
 import json

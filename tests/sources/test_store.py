@@ -839,7 +839,8 @@ def test_puts_are_not_issued_while_a_later_step_is_planned():
 @pytest.mark.parametrize("seed", sampled(range(20), 3))
 def test_copies_are_ordered_on_late_streams(seed):
     """The test uses few pages and a simulated device that runs streams in any order that events
-    permit."""
+    permit.
+    """
     choose, streams = random.Random(seed), SimulatedStreams(seed)
     manager = KVCacheManager(4, 16, 64, num_preallocate_tokens=0, enable_events=True)
     pages, store = Pages.allocate(16, [[64, 64]] * 2), MemoryStore()

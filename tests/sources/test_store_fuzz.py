@@ -52,7 +52,8 @@ class LyingStore(BlockStore):
 
     def _lies(self, *ways):
         """Return how the call misbehaves, or None if it succeeds. Any call may raise an exception
-        or hang."""
+        or hang.
+        """
         if self.choose.random() >= self.rate:
             return None
         self.lies += 1

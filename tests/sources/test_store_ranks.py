@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of a store tier over several ranks. The tier must return a single result for all ranks,
-whatever a rank or its store does."""
+whatever a rank or its store does.
+"""
 
 from __future__ import annotations
 
@@ -425,7 +426,8 @@ def test_content_is_correct_for_any_behavior_of_ranks_and_stores(seed):
 
 def invalidated(user):
     """Invalidate blocks in the middle of a running request. Return the keys of the removed
-    blocks."""
+    blocks.
+    """
     request = next(iter(user.running.values())).request
     hashes = user.manager.cache.hashes(request)
     user.restart(user.tier.invalidate(user.manager.block_ids(request)[2:3]))
@@ -434,7 +436,8 @@ def invalidated(user):
 
 def holding_long(stores, **options):
     """Return a user with a running request for the prompt LONG, whose blocks are on the device and
-    in the stores."""
+    in the stores.
+    """
     user = RankedUser(stores, **options)
     user.add(prompts(LONG)[0])
     while not user.running or user.tier.num_waiting_blocks:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a trace through many replicas behind a router, and finds the cheapest fleet that
-suffices."""
+suffices.
+"""
 
 from kvcache.replay.fleet.failures import FAILURE_KINDS, Failure
 from kvcache.replay.fleet.hardware import Hardware, HardwareError, read_hardware

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, field, fields
 
 from kvcache.checks import number, shown, text
 from kvcache.checks import path as checked_path
-from kvcache.replay.service import Service
+from kvcache.replay.service import OTHER_FIELDS, Service
 
 _LINKS = ("host", "store", "peer", "transfer")
 _MOST = 1e15  # maximum value of every field
-_MAY_BE_ZERO = ("prefill_ms", "attention_ns", "interference")
 
 
 class HardwareError(ValueError):
@@ -72,7 +71,7 @@ class Hardware:
             if value is None:
                 continue
             value = number(value, each.name)
-            may_be_zero = "price" in each.name or each.name in _MAY_BE_ZERO
+            may_be_zero = "price" in each.name or each.name in OTHER_FIELDS
             most = 1 if each.name == "interference" else _MOST
             if value < 0 or not (value or may_be_zero) or not value <= most:
                 expected = f"0 to {most:g}" if may_be_zero else f"more than 0, at most {most:g}"
@@ -83,7 +82,7 @@ class Hardware:
         """The speeds of prefill and decode."""
         return Service(
             *(self.prefill_speed, self.decode_speed),
-            **{name: getattr(self, name) for name in _MAY_BE_ZERO},
+            **{name: getattr(self, name) for name in OTHER_FIELDS},
         )
 
     def load_ms(self, link: str, num_bytes: int) -> float:
@@ -135,7 +134,8 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
 
 def example_hardware() -> str:
     """Return the text of a file for `read_hardware` with all fields. The prices and the power are
-    examples."""
+    examples.
+    """
     example = Hardware(
         price_per_hour=2.5,
         host_price_per_gib_hour=0.004,

@@ -49,7 +49,8 @@ class Outcomes:
 
     def column(self, name: str) -> np.ndarray:
         """Return int64[n], the values of a field for all requests. Requests that are not served
-        have zeros."""
+        have zeros.
+        """
         return np.array(self._columns[name])
 
     def arrive(self, item: WorkloadRequest) -> int:
@@ -72,7 +73,8 @@ class Outcomes:
 
     def answer(self, place: int, item: WorkloadRequest, served: Running) -> None:
         """Record the time of the first token and, if a decode replica serves the request, its hits
-        and loads."""
+        and loads.
+        """
         self._set(place, "answer_tokens", item.output_length)
         self._first_ms[place] = min(self._first_ms[place], served.first_ms)
         if served.item.num_tokens > item.num_tokens:
@@ -95,5 +97,6 @@ class Outcomes:
 
 def percentile(times: np.ndarray, percent: float) -> float:
     """Return the smallest entry that is greater than or equal to at least `percent` % of the
-    entries."""
+    entries.
+    """
     return float(np.percentile(times, percent, method="inverted_cdf"))

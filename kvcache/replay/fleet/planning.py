@@ -237,7 +237,8 @@ def _smallest(
     report_of: Callable[[int], FleetReport], p99_ms: float, first: int, least: int, most: int
 ) -> int | None:
     """Return the smallest sufficient count, found by doubling from `first` and bisection, or
-    None."""
+    None.
+    """
     count, too_few = first, least - 1
     while not _is_fast(report := report_of(count), p99_ms):
         if count == most or report.rejected_requests:

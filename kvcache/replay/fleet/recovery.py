@@ -199,7 +199,8 @@ def _compared(
 
 def _moving_rate(outcomes: Outcomes, window: int) -> np.ndarray:
     """Return the moving hit rate: for each request, the hit rate over the last `window`
-    requests."""
+    requests.
+    """
     hits, tokens = (
         np.concatenate([[0], np.cumsum(each)])
         for each in (_hit_tokens(outcomes), outcomes.column("prompt_tokens"))
@@ -213,7 +214,8 @@ def _recovered_s(
     arrivals_s: np.ndarray, is_close: np.ndarray, end_s: float, window: int
 ) -> float | None:
     """Return the time at which all failures have ended and the hit rates stay close for a whole
-    window."""
+    window.
+    """
     close_s, num_close = None, 0
     for time_s, close in zip(arrivals_s.tolist(), is_close.tolist()):
         if time_s < end_s or not close:

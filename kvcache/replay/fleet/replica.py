@@ -107,7 +107,8 @@ class Replica:
 
     def complete_tokens(self, request: Request, now_ms: float) -> int:
         """Return how many of the request's tokens are cached and have completed their prefill at a
-        given time."""
+        given time.
+        """
         if now_ms < self.up_ms:
             return 0
         cache = self._replayer.manager.cache
@@ -165,7 +166,8 @@ class Replica:
 
     def wait_ms(self, now_ms: float) -> float:
         """Return how long a prefill would wait for earlier prefills and for a running request to
-        end."""
+        end.
+        """
         start = max(now_ms, self._replayer.prefill_free_ms)
         too_many = self.num_unfinished(now_ms) - self._fleet.concurrency + 1
         if too_many > 0:
@@ -267,7 +269,8 @@ class DecodeReplica(Replica):
 
     def missing_bytes(self, item: WorkloadRequest, request: Request) -> int:
         """Return how many bytes of a prompt are not cached on this replica, as far as the router
-        knows."""
+        knows.
+        """
         return self._bytes.between(self._cached(request).on_device, item.num_tokens)
 
     def first_token_ms(self, now_ms: float, item: WorkloadRequest, request: Request) -> float:

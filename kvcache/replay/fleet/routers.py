@@ -142,7 +142,8 @@ class PrefixAware:
         session: int,
     ) -> int:
         """Return the replica with the earliest first token. Ties are broken by the fewest
-        requests."""
+        requests.
+        """
         now = item.arrival_ms
         costs = [
             (each.first_token_ms(now, item, request), each.num_unfinished(now), each.num_served)

@@ -15,12 +15,13 @@ _MOST_FROM_A_BLOCK = 4  # requests that continue sessions from the same block, i
 class Sessions:
     """Assigns a session to each request of a workload, in order.
 
-    A request continues a session if it begins with all full blocks of the session's last prompt. It also
-    does if it begins with more than half of them, and has no longer common prefix with another session,
-    for example if a client replaces the last message. Common prefixes are only found in multiples of 512
-    tokens from their start, or of powers of two blocks from the end of the last prompt. At most four
-    requests continue sessions from the same block inside a last prompt, so that a common system prompt is
-    not a session. A request that continues none begins a session.
+    A request continues a session if it begins with all full blocks of the session's last prompt. It
+    also continues the session with which it shares the longest prefix if this prefix covers more
+    than half of the last prompt's full blocks, for example because a client has replaced the last
+    message. Only some prefixes are found: those whose length is a multiple of 512 tokens, and those
+    that lack a power of two of the last prompt's blocks. At most four requests can continue sessions
+    from the same block inside a prompt, so that requests that share only a system prompt belong to
+    different sessions. Any other request begins a session.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -37,7 +38,8 @@ class Sessions:
 
     def of(self, item: WorkloadRequest) -> int:
         """Return the session of the next request. Sessions are numbered from 0, in order of first
-        requests."""
+        requests.
+        """
         content = item.content if len(item.content) else prefix_keys(item.token_ids)
         keys = content[self._block_size - 1 :: self._block_size].tolist()
         session = self._continued_by(keys)
@@ -72,5 +74,6 @@ class Sessions:
 
 def share_of(session: int, num_shares: int) -> int:
     """Return the share, from 0 to `num_shares` - 1, to which a session is pseudorandomly
-    assigned."""
+    assigned.
+    """
     return int(mix64(np.array([session], np.uint64))[0] % np.uint64(num_shares))

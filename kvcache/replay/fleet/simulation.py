@@ -174,7 +174,8 @@ def simulate_fleet(
 
 def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
     """Return `hardware`, or the default hardware if it is None. Raises TypeError, or ValueError if
-    prices are missing."""
+    prices are missing.
+    """
     hardware = Hardware() if hardware is None else hardware
     instance(hardware, Hardware, "hardware")
     for tier in ("host", "store"):
@@ -189,7 +190,8 @@ def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
 
 def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
     """Return a function that returns an iterator over the workload's requests. Raises TypeError or
-    ValueError."""
+    ValueError.
+    """
     if callable(workload):
         return workload
     if not isinstance(workload, list | tuple):
@@ -432,7 +434,8 @@ def _combined(
     shares: list[FleetReport], num_shares: int, fleet: Fleet, hardware: Hardware
 ) -> FleetReport:
     """Return the combined report of several samples: sums of counts, and means of rates with
-    standard errors."""
+    standard errors.
+    """
     served = [each for each in shares if each.requests]
     if len(served) < 2:
         raise ValueError(

@@ -263,6 +263,7 @@ class PeerSource(OfferSource):
     @staticmethod
     def _may_ask(request: Request) -> bool:
         """Return whether a request's KV depends only on its tokens and salt, because only these are
-        sent to peers."""
+        sent to peers.
+        """
         is_plain = request.lora is None and not request.mm_items and request.prompt_embeds is None
         return request.read_cache and is_plain

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows a peer: checks that this engine can use the peer's KV, and keeps the peer's view up to
-date."""
+date.
+"""
 
 from __future__ import annotations
 

@@ -234,7 +234,8 @@ class DiskStore(BlockStore):
 
     def take_evicted(self) -> list[str]:
         """Return the keys that were evicted or removed since the last call and have not been stored
-        again."""
+        again.
+        """
         evicted, self._evicted = self._evicted, []
         return [key for key in dict.fromkeys(evicted) if key not in self._places]
 

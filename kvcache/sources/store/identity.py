@@ -121,7 +121,8 @@ class Share:
 
 def check_shares(ranks: Sequence[str | Share]) -> None:
     """Check that the ranks together hold each block completely. Raises ValueError if they do
-    not."""
+    not.
+    """
     shares = [each for each in ranks if isinstance(each, Share)]
     if len(shares) < len(ranks):
         for i, each in enumerate(ranks):

@@ -35,7 +35,8 @@ class LoadBlocks(NamedTuple):
 
 class SaveBlocks(NamedTuple):
     """Store blocks. `pages` contains each block's page on the medium from which the tier stores
-    blocks."""
+    blocks.
+    """
 
     number: int
     keys: tuple[BlockKey, ...]

@@ -113,7 +113,8 @@ class StoredPrefixes:
 
     def needed(self, request: Request, first_token: int, stop: int) -> list[NeededBlock]:
         """Return the blocks to load for the given range of tokens, ordered by the last token that
-        they hold."""
+        they hold.
+        """
         longest = self.longest(request)
         stop = integer(stop, "stop", most=longest)
         first_token = integer(first_token, "first_token", most=stop)

@@ -66,7 +66,8 @@ class _Load:
 
     def fail_at(self, token: int, error: str) -> None:
         """Record that token `token` and later tokens will not arrive, and stop requesting
-        blocks."""
+        blocks.
+        """
         self.failed_at = token if self.failed_at is None else min(self.failed_at, token)
         self.blocks.clear()
         self.error = self.error or error

@@ -516,7 +516,8 @@ class StoreTier:
 
     def _tell_stored(self, key: BlockKey, rank: int, described: Described | None = None) -> None:
         """Record that a rank's store contains a block. Emit an event if the stores of all ranks now
-        contain it."""
+        contain it.
+        """
         held = self._holders.get(key, 0)
         if not self._announces or held >> rank & 1:
             return
@@ -749,7 +750,8 @@ class StoreTier:
 
 def _medium(manager: KVCacheManager, write_from: object) -> str | None:
     """Return the source of blocks to store: "device", "host" or None. Raises TypeError or
-    ValueError."""
+    ValueError.
+    """
     instance(manager, KVCacheManager, "manager")
     if not manager.options.enable_events:
         raise ValueError(
