@@ -133,8 +133,11 @@ class Batch:
 
     def _on_device(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Copy several arrays to the device as int64, in one transfer."""
+        device = self.cache.pages.device
+        if device.type == "cpu":  # no transfer that joining the arrays could save
+            return tuple(torch.from_numpy(each.astype(np.int64)) for each in arrays)
         joined = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
-        return joined.to(self.cache.pages.device).split_with_sizes([len(each) for each in arrays])
+        return joined.to(device).split_with_sizes([len(each) for each in arrays])
 
     def _find_slots(self, rows: np.ndarray, positions: np.ndarray) -> None:
         self.cache.tables.compute_slot_mapping(rows, positions)
