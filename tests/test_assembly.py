@@ -345,7 +345,7 @@ def test_encoder_has_its_own_metadata():
         AttentionMetadataBuilder(tables, groups=[0, 1])
 
 
-def test_encoder_only_tables():
+def test_tables_may_consist_of_only_an_encoder_group():
     groups = [GroupSpec("cross_attention", 16)]
     sizes = {"max_num_reqs": 2, "max_model_len": 64, "max_num_tokens": 32}
     tables = BlockTables.for_groups(groups, **sizes, max_encoder_tokens=33)

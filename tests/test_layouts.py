@@ -37,7 +37,7 @@ def registry(monkeypatch):
         ("FLASH_ATTN_DIFFKV", (NB, BS, H, 2 * D)),
     ],
 )
-def test_shapes_of_the_built_in_backends(name, shape):
+def test_built_in_backends_have_the_expected_shapes(name, shape):
     assert backend(name).shape(NB, BS, H, D) == shape
     assert backend(name).shape(num_blocks=NB, block_size=BS, num_kv_heads=H, head_size=D) == shape
 
@@ -242,7 +242,7 @@ def test_engine_classes_of_each_version_are_described(case):
     assert found.shape(NB, BS, H, D) == engine.get_kv_cache_shape(NB, BS, H, D)
 
 
-def test_engine_class_without_layers_argument():
+def test_engine_class_without_the_layers_argument_is_described():
     class Old(version(orders={"HND": HEADS_FIRST})):
         @classmethod
         def get_kv_cache_stride_order(cls):

@@ -247,7 +247,7 @@ def test_plan_requires_the_number_of_tokens():
         plan.pages_per_request(0)
 
 
-def test_plan_of_five_sliding_layers_per_full_layer():
+def test_five_sliding_layers_per_full_layer_form_groups_of_equal_size():
     layers = []
     for i in range(30):
         full = i % 6 == 5
@@ -276,7 +276,7 @@ def test_without_a_step_limit_a_window_group_holds_every_token():
     assert plan.max_num_batched_tokens == 4096 and plan.pages_per_request(4096) == 256
 
 
-def test_plan_of_three_chunked_local_layers_per_full_layer():
+def test_three_chunked_local_layers_per_full_layer_form_groups_of_equal_size():
     layers = attention("chunked_local", 36, options={"chunk_size": 8192})
     layers += attention("full_attention", 12)
     plan = plan_cache(layers, 80 * GIB, max_model_len=2**20, max_num_batched_tokens=4096)
@@ -998,7 +998,7 @@ def test_a_request_never_touches_more_blocks_than_planned(case):
 
 @settings(max_examples=50)
 @given(case=cases())
-def test_fewer_groups_would_need_more_than_a_tenth_more(case):
+def test_fewer_groups_would_need_over_10_percent_more_bytes(case):
     layers, arguments = case
     plan = plan_cache(layers, GIB, **arguments)
     length, share = plan.max_model_len, plan.layer_page_bytes

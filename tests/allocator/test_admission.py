@@ -213,7 +213,7 @@ def test_equal_prompts_of_one_step_wait_for_the_first_one():
     assert plan.answers.new.num_computed_tokens.tolist() == [1600, 1600, 1600]
 
 
-def test_requests_wait_for_states_of_steps_that_end_at_a_block():
+def test_requests_wait_for_states_of_steps_that_end_at_a_block_boundary():
     groups = [FULL, GroupSpec("recurrent", 16)]
     manager = KVCacheManager.for_groups(
         groups, 500, 2048, num_preallocate_tokens=0, in_step_hits="wait"
@@ -236,7 +236,7 @@ def test_rows_share_blocks_with_running_rows_and_with_each_other():
     assert sorted(plan.depends_on.tolist()) == [[1, 0], [2, 0], [2, 1]]
 
 
-def test_aborted_step_undoes_everything_that_depended_on_it():
+def test_abort_rolls_back_all_rows_that_depend_on_the_step():
     manager = make(500, 16, in_step_hits="share")
     plan = manager.step(new=prompts(3))
     assert manager.abort(plan.step_id) == {"r0": 0, "r1": 0, "r2": 0}

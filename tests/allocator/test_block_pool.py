@@ -20,7 +20,7 @@ def hashes(*numbers):
     return out
 
 
-def test_allocate_publish_release_lookup_hit():
+def test_released_published_blocks_are_found_and_can_be_retained():
     pool = BlockPool(5)
     ids = pool.allocate(3)
     assert ids.dtype == np.int32 and ids.tolist() == [1, 2, 3]
@@ -160,7 +160,7 @@ def test_crafted_hash_collisions_do_not_slow_lookups():
     assert min(ratios) < 5  # a scan over all colliding entries would make the ratio exceed 100
 
 
-def test_at_most_100_bytes_per_block_and_a_large_pool_costs_nothing_to_construct():
+def test_pool_uses_at_most_100_bytes_per_block_and_almost_none_before_its_first_use():
     """Measures the resident memory of a pool in which all blocks are used and that of an unused
     pool.
     """

@@ -42,7 +42,7 @@ def test_state_moves_to_the_column_of_the_last_token_and_skipped_columns_are_nul
     check_invariants(manager)
 
 
-def test_page_that_a_state_left_waits_for_the_report_of_the_last_step():
+def test_page_left_by_a_state_is_freed_when_the_last_step_is_reported():
     manager = make()
     request = Request("r", range(20))
     first = manager.step()

@@ -76,7 +76,7 @@ def test_hashes_follow_from_events(algorithm, options):
     }
 
 
-def test_extra_keys_of_an_event():
+def test_events_contain_the_extra_keys_of_their_blocks():
     manager = make()
     lora = ("lora", "sql", "/a")
     request = Request(

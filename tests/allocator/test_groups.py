@@ -310,7 +310,7 @@ def test_a_shared_prefix_is_retained_when_a_second_request_reads_it():
     assert (found.num_tokens, found.num_shared_tokens) == (0, 12)
 
 
-def test_admit_retains_the_shared_prefix_and_the_prompt_that_it_names():
+def test_admit_retains_the_given_lengths_of_prompt_and_shared_prefix():
     manager = make(FULL, WINDOW, retention_interval=0)
     request = Request("a", range(43))
     manager.admit(Admit(request, num_prompt_tokens=32, num_shared_tokens=12))
@@ -608,7 +608,7 @@ def test_encoder_blocks_are_allocated_at_admission_and_never_shared():
     assert manager.pool.num_free == manager.pool.num_total
 
 
-def test_a_prompt_that_its_encoder_makes_too_large_never_fits():
+def test_a_prompt_too_large_together_with_its_encoder_never_fits():
     manager = make(FULL, GroupSpec("cross_attention", 4), num_blocks=6)
     too_large = Request("a", range(9), num_encoder_tokens=12)
     assert manager.would_fit(too_large) == Status.NEVER
@@ -853,7 +853,7 @@ def test_only_groups_that_store_tokens_may_draft(group):
         GroupSpec("full_attention", 4, drafts=1)
 
 
-def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
+def test_a_hit_inside_a_block_is_copied_into_a_block_of_the_request():
     manager = make(GroupSpec("full_attention", 16), hash_block_size=4)
     a, b = Request("a", range(14)), Request("b", [*range(9), 77, 78])
     run(manager, a, 14)
@@ -1004,7 +1004,7 @@ def test_hit_may_end_inside_a_window_block_that_is_not_fully_cached():
     assert plan.append_ids[0].tolist() == [0, 3, 4] and plan.copy.tolist() == [[2, 3]]
 
 
-def test_a_large_block_is_hit_by_prompts_shorter_than_it():
+def test_a_prompt_shorter_than_a_cached_block_can_hit_it():
     """Hybrid models may use blocks of 2048 tokens."""
     manager = make(
         GroupSpec("full_attention", 2048), hash_block_size=16, max_model_len=8192, num_blocks=9
@@ -1062,7 +1062,7 @@ def test_tails_of_all_groups_are_evicted_before_heads():
     assert sorted([*taken[0], *taken[1]]) == sorted([small[3], small[2], large[1]])
 
 
-def test_step_serves_a_copy_of_arrays_that_a_kind_modifies():
+def test_step_ignores_changes_that_a_kind_makes_to_its_arrays():
     rows = np.array([0, 1], np.int32)
 
     @register("test_meddling")

@@ -136,7 +136,7 @@ def test_xxh3_agrees_with_the_xxhash_package():
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64, 512])
-def test_xxh3_over_the_same_cbor(block_size):
+def test_xxh3_hashes_the_documented_cbor_encoding(block_size):
     tokens = np.random.default_rng(block_size).integers(0, 152_000, 2100).tolist()
     keys = [[("cache_salt", "t")], *[None] * (2100 // block_size - 1)]
     found = hash_blocks(tokens, block_size, extra_keys=keys, algorithm="xxh3_128_cbor")
@@ -202,7 +202,7 @@ def test_token_ids_below_0_are_hashed_as_negative_integers():
         (b"\0\xff", "4200ff"),
     ],
 )
-def test_known_encodings_of_extra_keys(value, encoded):
+def test_extra_keys_have_the_known_encodings(value, encoded):
     """Expected bytes written by hand from RFC 8949: an array that contains a one-element array."""
     assert encode_extra_keys([(value,)]).hex() == "8181" + encoded
 

@@ -117,7 +117,7 @@ def test_request_that_does_not_fit_keeps_the_eviction_order():
     assert len(manager.cache.find_prefix(Request("g", range(100, 105))).block_ids) == 1
 
 
-def test_computed_blocks_that_are_free_do_not_count_as_free():
+def test_free_computed_blocks_do_not_count_as_available():
     manager = make(num_blocks=5)
     a = Request("a", range(9))
     manager.step(new=[a, Request("x", [99])])

@@ -126,7 +126,7 @@ def test_equal_engines_read_same_rank(heads):
         ({"tp_rank": 5, "tp_size": 8, "is_mla": True}, 2, 1, [(1, 0, 1)]),
     ],
 )
-def test_targets_of_known_examples(local, remote_tp, remote_pp, targets):
+def test_known_examples_have_the_expected_targets(local, remote_tp, remote_pp, targets):
     asked = KVTopology("local", **local)
     assert asked.get_target_remote_ranks(remote_tp, remote_pp) == targets
     asked = asked.with_remote("remote", RemoteEngine(remote_tp, remote_pp))
@@ -449,7 +449,7 @@ def with_stages(stages, pp_rank, tp_rank, **options):
     )
 
 
-def test_targets_and_readers_of_uneven_stages():
+def test_uneven_stages_have_the_expected_targets_and_readers():
     asked = [
         topology(rank, 2, total_num_kv_heads=4).with_remote("pre", UNLIKE) for rank in range(2)
     ]

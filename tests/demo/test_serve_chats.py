@@ -31,7 +31,7 @@ def served(name="llama", num_users=4, num_turns=2, max_tokens=200, **options):
     return serve_chats(dense(name), name, chats, **options)
 
 
-def test_every_answer_is_compared_and_the_pool_is_too_small():
+def test_every_answer_is_compared_although_the_pool_is_too_small():
     course = Course()
     report = served(course=course)
     assert report.requests == 8 and report.sequences == report.identical_sequences == 12

@@ -181,13 +181,13 @@ def test_answers_of_many_sequences_equal_those_of_the_dense_cache(name, paged):
 # In the runs with the first three seeds, beams wait for each other or are recomputed after other
 # beams have finished.
 @pytest.mark.parametrize("seed", [2867, 3006, 3338, *sampled([3, 0, 6, 1, 2, 4, 5, 7, 8])])
-def test_random_runs(seed):
+def test_answers_of_random_runs_equal_those_of_the_dense_cache(seed):
     EngineRun(MODELS[seed % len(MODELS)], seed).run()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", range(100, 130, 10))
-def test_many_random_runs(first):
+def test_answers_of_many_random_runs_equal_those_of_the_dense_cache(first):
     for seed in range(first, first + 10):
         EngineRun(MODELS[seed % len(MODELS)], seed).run()
 

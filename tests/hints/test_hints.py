@@ -316,7 +316,7 @@ def test_request_waits_for_the_prefetch_of_its_prefix():
     assert sequence.num_cached_tokens == 64 and source.stats.loads == 1
 
 
-def test_hints_wait_while_requests_wait_and_end_in_time():
+def test_hints_wait_while_a_request_holds_the_only_row_and_then_time_out():
     engine = Engine(num_host_blocks=30, num_reqs=1)
     engine.serve(range(64))
     engine.scheduler.add(Sequence(Request("a", range(100, 164))))

@@ -328,12 +328,12 @@ def test_the_slot_after_a_hit_is_never_cached():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CONFIGS)
-def test_many_random_hints(name):
+def test_many_random_hints_move_right_bytes_within_budget(name):
     for seed in range(100, 200):
         run(seed, name, 400)
 
 
-def test_a_step_that_fails_returns_its_guests():
+def test_a_failed_step_frees_the_rows_of_its_hints():
     world = World(7, "host")
     request = Request("r", range(40))
     plan = world.manager.step(new=[request])

@@ -91,7 +91,7 @@ def test_after_the_abort_of_a_lost_plan_the_next_plan_resends_its_tables():
 # --- reports --------------------------------------------------------------------------------------
 
 
-def test_repeated_reports_and_reports_of_unknown_steps():
+def test_repeated_reports_change_nothing_and_unknown_steps_are_rejected():
     manager, _ = three_plans()
     assert manager.report(StepReport(1, True)) == {}
     assert manager.report(StepReport(1, True)) == {}  # repeated report

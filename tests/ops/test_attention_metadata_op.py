@@ -219,13 +219,13 @@ def large(num_requests, columns=3, block_size=4):
 
 @each_backend
 @given(call=calls())
-def test_random_batches_of_random_groups(backend, call):
+def test_random_batches_match_the_reference(backend, call):
     check(backend, call)
 
 
 @each_backend
 @pytest.mark.parametrize("num_requests", [0, 1, 127, 128, 129, 300, 2000])
-def test_batches_beyond_one_thread_block(backend, num_requests):
+def test_batches_larger_than_one_thread_block_match_the_reference(backend, num_requests):
     check(backend, large(num_requests))
 
 

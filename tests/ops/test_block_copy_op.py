@@ -139,7 +139,7 @@ def test_consecutive_pages_are_copied(backend, pairs, gap):
     num_thread_blocks=st.integers(1, 3),
     small_parameters=st.booleans(),
 )
-def test_device_ids_with_few_thread_blocks(
+def test_pages_of_device_ids_are_copied_by_few_thread_blocks(
     backend, case, where, num_thread_blocks, small_parameters
 ):
     with parameters(small_parameters):
@@ -425,7 +425,7 @@ def test_kernel_requires_pinned_host_memory(side):
 @pytest.mark.parametrize("engine", [0, 1, 2])
 @pytest.mark.parametrize("to_host", [True, False])
 @given(case=cases())
-def test_between_device_and_pinned_host(engine, to_host, case):
+def test_pages_are_copied_between_device_and_pinned_host(engine, to_host, case):
     sizes, src, dst, _, pairs = case
     dst = Side(dst.memory.clone(), dst.offsets, dst.strides, dst.num_blocks)
     pairs = pairs[pairs[:, 0] >= 0].contiguous()

@@ -70,7 +70,7 @@ def pools():
         ),
     ],
 )
-def test_call_counts_of_a_swap(method, direction, expected):
+def test_a_swap_makes_the_expected_calls(method, direction, expected):
     pages, host = pools()
     swap = SwapEngine(pages, host, method=method)
     start = swap.swap_out if direction == "out" else swap.swap_in
@@ -79,7 +79,7 @@ def test_call_counts_of_a_swap(method, direction, expected):
     assert cost(lambda: start(PAIRS)) == {**expected, "event_queries": 1}
 
 
-def test_call_counts_of_polling_a_swap():
+def test_polling_a_swap_makes_the_expected_calls():
     swap = SwapEngine(*pools(), method="kernel")
     job = swap.swap_out(PAIRS)
     job.wait(timeout_s=60)
@@ -91,7 +91,7 @@ def test_call_counts_of_polling_a_swap():
     assert {name: n for name, n in found.items() if n} == {"event_queries": 1}
 
 
-def test_call_counts_of_a_page_copy_on_the_device():
+def test_a_page_copy_on_the_device_makes_the_expected_calls():
     pages, _ = pools()
     page_copy = PageCopy(pages, pages)
     there = torch.from_numpy(PAIRS.astype(np.int32)).cuda()
@@ -100,7 +100,7 @@ def test_call_counts_of_a_page_copy_on_the_device():
 
 
 @pytest.mark.parametrize("singly", [False, True])
-def test_call_counts_of_a_page_copy_by_the_copy_engine(singly):
+def test_a_page_copy_by_the_copy_engine_makes_the_expected_calls(singly):
     pages, host = pools()
     page_copy = PageCopy(pages, host)
     engine = ops.COPY_ENGINE_SINGLY if singly else ops.COPY_ENGINE
@@ -112,7 +112,7 @@ def test_call_counts_of_a_page_copy_by_the_copy_engine(singly):
     assert cost(lambda: page_copy.copy(PAIRS, engine=engine)) == expected
 
 
-def test_call_counts_of_clearing_pages():
+def test_clearing_pages_makes_the_expected_calls():
     pages, _ = pools()
     ids = PAIRS[:, 0].astype(np.int32)
     assert cost(lambda: pages.zero(ids)) == {"launches": 1}
@@ -128,7 +128,7 @@ def tables():
     return made
 
 
-def test_call_counts_of_committing_changed_tables():
+def test_committing_changed_tables_makes_the_expected_calls():
     made = tables()
 
     def step():
@@ -138,7 +138,7 @@ def test_call_counts_of_committing_changed_tables():
     assert cost(step) == {"copies": 1, "launches": 1, "event_queries": 1, "capture_queries": 4}
 
 
-def test_call_counts_of_a_slot_mapping():
+def test_a_slot_mapping_makes_the_expected_calls():
     made = tables()
     rows = torch.arange(32, dtype=torch.int32, device="cuda")
     positions = torch.full((32,), 5, device="cuda")

@@ -104,7 +104,7 @@ def test_kernel_without_resources_is_reported():
         (["LDS.128 R4, [R9]", "LDC R5, c[0x0][R3]", "LDL R6, [R1]"], {}),
     ],
 )
-def test_loads_in_flight(code, in_flight):
+def test_loads_in_flight_are_counted_until_their_first_use(code, in_flight):
     assert figures(*code).loads_in_flight == in_flight
 
 
@@ -113,7 +113,7 @@ def test_data_loads_are_those_with_the_most_bytes_in_flight():
     assert f.loads_in_flight == {4: 1, 16: 2} and (f.load_bytes, f.store_bytes) == (16, 16)
 
 
-def test_instructions_of_one_loop_that_loads_and_stores():
+def test_one_loop_that_loads_and_stores_is_counted_per_16_bytes():
     f = figures(
         "MOV R1, c[0x0][0x28]",
         "LDG.E R20, [R2.64]",  # 0x10, the start of the loop
@@ -128,7 +128,7 @@ def test_instructions_of_one_loop_that_loads_and_stores():
     assert f.instructions_per_16_bytes == 6 / 2
 
 
-def test_instructions_of_a_loop_that_loads_and_one_that_stores():
+def test_separate_loops_that_load_and_store_are_added_per_16_bytes():
     f = figures(
         "LDGSTS.E.BYPASS.128 [R9], [R2.64]",
         "LDGSTS.E.BYPASS.128 [R9], [R2.64]",
@@ -143,7 +143,7 @@ def test_instructions_of_a_loop_that_loads_and_one_that_stores():
     assert f.instructions_per_16_bytes == 3 / 2 + 4
 
 
-def test_innermost_loop_counts():
+def test_only_the_innermost_loop_is_counted():
     f = figures(
         "MOV R1, R2",
         "LDG.E.64 R4, [R2.64]",  # 0x10

@@ -42,7 +42,7 @@ def test_segments_are_written_only_at_their_destinations(backend, case):
 @each_backend
 @pytest.mark.parametrize("longest", [1, 4, 5, 150])
 @pytest.mark.parametrize("num_segments", [31, 700, 1100])
-def test_many_segments_of_any_length_in_one_call(backend, num_segments, longest):
+def test_one_call_writes_many_segments_of_any_length(backend, num_segments, longest):
     """The launch has fewer warps than segments, and the segments have mixed lengths."""
     generator = torch.Generator().manual_seed(num_segments + longest)
     lengths = torch.randint(0, longest + 1, (num_segments,), generator=generator)

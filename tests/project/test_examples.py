@@ -60,7 +60,7 @@ def test_examples_run(path, tmp_path):
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_docstring_examples(name):
+def test_docstring_examples_give_the_documented_results(name):
     module = importlib.import_module(name)
     names = {**vars(importlib.import_module("kvcache")), **vars(module)}
     for public in (

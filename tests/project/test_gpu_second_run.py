@@ -124,7 +124,7 @@ needs_stand_in = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @needs_stand_in
-def test_device_memory_over_nixl_directly_and_packed(small, capsys):
+def test_device_memory_is_moved_over_nixl_directly_and_packed(small, capsys):
     with nixl_stand_in.stand_in() as moved:
         assert device_transfers.main(["nixl"]) == 0
         direct = {size for _, *kinds, size in moved if kinds == ["VRAM", "VRAM"]}

@@ -308,7 +308,7 @@ def test_lists_inside_other_fields_are_ignored(tmp_path):
         ({"workload": 1}, "workload is 1: expected requests"),
     ],
 )
-def test_wrong_arguments_are_named(change, says):
+def test_wrong_arguments_are_rejected_by_name(change, says):
     arguments = {"workload": [], "block_size": 4, **change}
     with pytest.raises((TypeError, ValueError), match=says):
         hit_rate_curve(**arguments)

@@ -166,7 +166,7 @@ def test_verified_replay_with_hints_has_no_mismatch():
     assert report.mismatches == 0 and report.hints["demote"]["done"] >= 5
 
 
-def test_hints_and_requests_come_in_order_of_time():
+def test_hints_and_requests_are_ordered_by_time():
     items = [
         replace(each, index=i, arrival_ms=at, hints=hints(("prefetch", lead, {})))
         for i, (each, at, lead) in enumerate(

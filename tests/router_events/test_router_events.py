@@ -329,7 +329,7 @@ def test_failed_bind_releases_all_resources(context):
         ({"allow_remote": 1}, TypeError, "allow_remote is 1"),
     ],
 )
-def test_wrong_arguments_are_named(context, options, error, message):
+def test_wrong_arguments_are_rejected_by_name(context, options, error, message):
     with pytest.raises(error, match=message):
         EventPublisher(LOCAL, context=context, **options)
 

@@ -237,7 +237,7 @@ def test_swaps_keep_content_and_exchanged_pages_are_reported():
     assert report.kind == ReportKind.WRONG_CONTENT and "host block 4" in str(report)
 
 
-def test_windows_and_chunks_check_only_tokens_that_they_read():
+def test_only_tokens_that_windows_and_chunks_read_are_checked():
     sanitizer = sanitizer_of(
         SanitizedGroup("window", 4, window=3), SanitizedGroup("chunk", 4, chunk=4)
     )

@@ -79,7 +79,7 @@ def test_calls_longer_than_a_chunk_are_recorded(tmp_path, monkeypatch):
     assert replay_record(tmp_path / "a", log=lambda report: None).counts == before.counts
 
 
-def test_cut_off_record_keeps_what_was_found(tmp_path, monkeypatch):
+def test_findings_before_the_end_of_a_truncated_record_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(record_module, "FLUSH_BYTES", 1)
     before = recorded(tmp_path / "a")
     (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[:-5])

@@ -185,7 +185,7 @@ def test_hints_of_untrusted_clients_are_rejected():
             assert answer.json()["error"]["message"].startswith("kv_hints is given: expected none")
 
 
-def test_chat_takes_hints(served):
+def test_chats_accept_hints(served):
     chat = [{"role": "user", "content": PROMPT[:80]}]
     answer = post(
         served,

@@ -226,7 +226,7 @@ def test_strangers_get_no_offers_and_peers_cannot_exhaust_the_pool():
         (["--peer-min-tokens", "0"], "--peer-min-tokens is '0': expected a whole number from 1"),
     ],
 )
-def test_invalid_options_of_peers_are_named(options, expected, capsys):
+def test_invalid_options_of_peers_are_rejected_by_name(options, expected, capsys):
     assert main(["serve", "llama", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvcache: ") and expected in error and error.count("\n") == 1

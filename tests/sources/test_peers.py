@@ -124,7 +124,7 @@ def test_failing_peers_get_no_requests_until_their_breaker_allows_it(fleet_of):
     assert (stats.asked_requests, stats.unasked_requests) == (1, 2)
 
 
-def test_blocks_of_an_offer_are_kept_while_the_peer_needs_its_pool(fleet_of):
+def test_blocks_of_an_offer_are_kept_when_other_prompts_fill_the_peers_pool(fleet_of):
     fleet = fleet_of()
     one, two = fleet.peers
     fleet.answer(one, LONG)
@@ -168,7 +168,7 @@ def test_unsuitable_requests_are_not_sent_to_peers(fleet_of):
         ({"secret": "s"}, "secret is 's': expected a bytes"),
     ],
 )
-def test_invalid_arguments_of_a_source_are_named(options, message):
+def test_invalid_arguments_of_a_source_are_rejected_by_name(options, message):
     connector, manager, _ = lone()
     options = {"peers": ["a:1"]} | options
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
@@ -401,7 +401,7 @@ def test_index_knows_what_peers_can_offer(groups, tree, seed):
         assert index.num_tokens(salted) == {}
 
 
-def test_invalid_arguments_of_an_index_are_named():
+def test_invalid_arguments_of_an_index_are_rejected_by_name():
     for arguments, message in (
         ((5, len, 16), "tree is 5: expected an object with apply_event"),
         ((Tree(), 5, 16), "hash_tokens is 5: expected a function of tokens and a block size"),

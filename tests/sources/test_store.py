@@ -797,7 +797,7 @@ def test_groups_that_a_store_cannot_fill_are_rejected_by_name(groups, message):
         ({}, {"store": "disk"}, TypeError, "store is 'disk': expected"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_named(manager, options, error, message):
+def test_wrong_arguments_are_rejected_by_name(manager, options, error, message):
     manager = KVCacheManager(4, 9, 64, **{"enable_events": True, **manager})
     given = {"pages": Pages.allocate(9, [[64]]), "store": MemoryStore(), "model": "m"}
     given |= {"contents": "bytes", **options}

@@ -692,7 +692,7 @@ def test_host_pages_are_required_on_each_rank():
         ((((0, 2), 2, (0, 2), 2, 1)), ValueError, "cp_rank is 1: expected 0"),
     ],
 )
-def test_invalid_shares_are_named(given, error, message):
+def test_invalid_shares_are_rejected_by_name(given, error, message):
     with pytest.raises(error, match=message):
         Share(*given)
 

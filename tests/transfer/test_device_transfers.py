@@ -149,7 +149,7 @@ def test_remote_device_memory_moves_directly_from_8_kib(monkeypatch, size):
         assert type(move) is (DirectTransfer if size >= 8 << 10 else StagedTransfer)
 
 
-def test_host_and_device_memory_in_one_transfer():
+def test_one_transfer_can_move_host_and_device_memory():
     with Sides("nixl", ("cuda", "cuda"), 300 << 10) as both:
         (side, mine, _), (_, theirs, _) = both.sides
         ends = [
@@ -201,7 +201,7 @@ COUNTED = (
 @needs_counts
 @pytest.mark.parametrize("num_fragments", [32, 1000])
 @pytest.mark.parametrize("name", NAMES)
-def test_call_counts_of_staged_transfers(name, num_fragments):
+def test_staged_transfers_make_the_expected_calls(name, num_fragments):
     """Counts the calls in the second of two reads, of 16 pages in two allocations or of 1,000 small
     fragments in one allocation.
     """

@@ -121,7 +121,7 @@ def test_staging_is_chunked(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_copy_between_different_orders_on_device_and_host(direction, pinned):
+def test_sides_on_device_and_host_may_differ_in_order(direction, pinned):
     here, there = (named(engine_tensors("flash_attention", way)) for way in ("NHD", "HND"))
     expected = {name: t.clone() for name, t in there.items()}
     for name in expected:

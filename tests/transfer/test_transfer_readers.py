@@ -82,7 +82,7 @@ def test_readers_equal_the_topology(seed):
             assert counts == {t[0]: len(found[t[0]]) for t in targets}
 
 
-def test_readers_of_known_examples():
+def test_known_examples_have_the_expected_readers():
     wide, narrow = cache(tp_size=4), cache(tp_size=2)
     assert source_readers(wide, narrow) == ((0, 1), (2, 3))
     assert source_readers(narrow, wide) == ((0,), (0,), (1,), (1,))

@@ -162,7 +162,7 @@ def mamba(**changes):
         (of(tp_size=2), of(stages=[(1, 1), (1, 4)]), [(0, 1, 2), (0, 3, 4)], 4 + 4),
     ],
 )
-def test_state_slices_of_known_examples(local, remote, ranks, num_fragments):
+def test_known_examples_have_the_expected_state_slices(local, remote, ranks, num_fragments):
     local, remote = mamba(**local), mamba(**remote)
     rng = np.random.default_rng(0)
     plans = [check(local, remote, rank, rng) for rank in range(local.world_size)]

@@ -41,7 +41,7 @@ def contents(batch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_metadata_of_a_mixed_batch_of_two_groups(device):
+def test_metadata_of_a_mixed_batch_is_correct_for_two_groups(device):
     builder = AttentionMetadataBuilder(make_tables(device))
     batch = builder.build([2, 0], [5, 1], [16, 24], num_padded_reqs=3, num_padded_tokens=8)
     assert (batch.num_reqs, batch.num_tokens) == (3, 8)

@@ -972,7 +972,7 @@ def test_circular_group_columns_wrap_around():
             AttentionMetadataBuilder(tables, groups=[0, 1])
 
 
-def test_circular_table_with_context_parallelism():
+def test_circular_tables_wrap_around_under_context_parallelism():
     group = GroupSpec("circular_window", 4, {"window": 6, "buffer": 20})
     sizes = {"max_num_reqs": 1, "max_model_len": 100, "max_num_tokens": 16}
     positions, found = np.arange(40, 56), {}

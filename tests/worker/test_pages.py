@@ -452,7 +452,7 @@ def test_unknown_backend_is_reported():
 
 
 @pytest.mark.parametrize("v_head_size", [None, 2])
-def test_engine_tensors_with_adjacent_k_and_v(v_head_size):
+def test_engine_tensors_may_hold_k_and_v_in_one_dimension(v_head_size):
     caches = [torch.randn(3, 4, 2, 8) for _ in range(2)]
     kv = KVStorage.from_tensors(caches, backend="FLASH_ATTN_DIFFKV", v_head_size=v_head_size)
     split = 4 if v_head_size is None else 6
@@ -498,7 +498,7 @@ def test_views_of_separate_tensors_alias_them(downwards):
     assert all(torch.equal(now[9], was[7]) for now, was in zip(layers, before))
 
 
-def test_storage_over_an_engines_separate_pages():
+def test_storage_writes_to_an_engines_separate_pages():
     raw = [torch.zeros(6, 128, dtype=torch.uint8) for _ in range(3)]
     kv = KVStorage.over(Pages.over(raw), 4, 1, 8)
     kv.key_cache(2)[3] = 1
@@ -611,7 +611,7 @@ def test_plan_creates_one_storage_per_group_over_the_same_pages(layout, more):
             assert not pages.layer(layer)[page + 1].any()
 
 
-def test_kernel_views_of_each_layer_kind():
+def test_kernel_views_have_the_shape_of_their_layer_kind():
     plan = hybrid_plan()
     found = {g.layers[0]: kv for g, kv in zip(plan.groups, KVStorage.for_plan(plan))}
     n, mla, state = plan.num_pages, found["mla"], found["state"]

@@ -145,13 +145,13 @@ def both_ways(sglang, vllm, seeds, count=6):
 
 @needs_vllm
 @pytest.mark.parametrize("name", sampled(ENGINES))
-def test_the_same_tokens_as_one_engine(name, engines):
+def test_two_engines_generate_the_same_tokens_as_one(name, engines):
     both_ways(engines.sglang, engines.vllm(name), range(3))
 
 
 @pytest.mark.exhaustive
 @needs_vllm
-def test_the_same_tokens_with_qwen3(folders):
+def test_two_qwen3_engines_generate_the_same_tokens_as_one(folders):
     made = Engines(folders["qwen3"])
     try:
         both_ways(made.sglang, made.vllm(), range(2))
@@ -225,7 +225,7 @@ def test_local_prefixes_are_not_read_and_unneeded_offers_are_given_back(engines)
 
 @pytest.mark.exhaustive
 @needs_vllm
-def test_many_requests_in_a_pool_that_is_too_small(engines, folders):
+def test_many_requests_are_answered_by_a_pool_that_is_too_small(engines, folders):
     sglang = SGLangEngine(folders["llama"], extra=OPTIONS, max_total_tokens=1024)
     vllm = engines.vllm()
     try:
@@ -292,7 +292,7 @@ def test_requests_are_aborted_while_they_load(engines):
 
 @pytest.mark.exhaustive
 @needs_vllm
-def test_killed_senders_and_ended_leases(engines, folders):
+def test_requests_are_computed_after_a_sender_is_killed_or_a_lease_has_ended(engines, folders):
     """Leases end with a flush of the radix cache, with their expiry, or with SGLang's process."""
     vllm = engines.vllm()
     victim = SGLangEngine(folders["llama"], extra={**OPTIONS, "lease_s": 2.0})
@@ -325,7 +325,7 @@ def test_killed_senders_and_ended_leases(engines, folders):
 
 @needs_vllm
 @pytest.mark.exhaustive
-def test_together_with_hicache(engines):
+def test_pages_loaded_through_an_offer_are_kept_by_hicache(engines):
     """Pages loaded through an offer become hits, which HiCache copies to the host and back."""
     sglang = SGLangEngine(
         engines.folder,
@@ -446,7 +446,7 @@ def test_leases_end_before_a_running_request_is_retracted(engines, folders):
         sglang.close()
 
 
-def test_weight_updates_that_are_not_observed_are_rejected_at_startup():
+def test_weight_updates_that_kvcache_cannot_observe_are_rejected_at_startup():
     from kvcache.plugins.sglang.weights import check_observed
 
     def update_weights_from_disk(request):
@@ -496,7 +496,7 @@ def complete(port, prompt, **options):
 
 @pytest.mark.exhaustive
 @needs_vllm
-def test_a_proxy_in_front_of_both_servers(folders, tmp_path):
+def test_a_proxy_combines_both_servers(folders, tmp_path):
     from tests.machinery.sglang_process import OPTIONS as SGLANG
     from tests.machinery.vllm_engine import ENVIRONMENT, MODULE
 

@@ -96,7 +96,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_come_back_byte_for_byte(layout, stores):
+def test_stored_pages_are_read_back_byte_for_byte(layout, stores):
     pool = host_pool(layout)
     made, keys = storage(pool), keys_of(0, 20)
     wanted = pages_of(pool, range(20))
@@ -226,7 +226,7 @@ def test_several_threads_read_and_write(stores):
     assert not errors and made.stats["read"] > 50
 
 
-def test_pools_of_hybrid_models(stores):
+def test_pools_of_hybrid_models_are_stored_and_read_back(stores):
     pool, window = host_pool(), host_pool("page_first", seed=3)
     made = storage(pool)
     made.register_mem_host_pool_v2(pool, PoolName.KV)

@@ -343,7 +343,7 @@ def test_blocks_outside_the_window_are_not_read(is_ours, tmp_path):
             engine.wait_until_empty()
 
 
-def test_allocator_host_tier_and_disaggregation_together(engines, llama):
+def test_allocator_host_tier_and_disaggregation_work_together(engines, llama):
     """Blocks are received from another engine, offloaded to the host, and loaded again after they
     were evicted from the device.
     """

@@ -77,7 +77,7 @@ def test_unknown_model_runners_are_rejected_and_the_engine_continues(monkeypatch
     )
 
 
-def test_findings_of_a_worker_without_a_sanitizer():
+def test_findings_are_not_available_from_a_worker_without_a_sanitizer():
     worker = types.SimpleNamespace(model_runner=types.SimpleNamespace())
     with pytest.raises(ValueError, match="start it with KVCACHE_SANITIZE=1"):
         findings(worker)
@@ -115,7 +115,7 @@ def test_blocks_that_the_window_has_left_are_released():
     assert pool.holds.of("a")[1] == [0, 0, 7, 8]
 
 
-def test_requests_that_wait_release_blocks_that_others_get():
+def test_waiting_requests_release_blocks_that_are_allocated_to_others():
     pool = Pool()
     pool.holds.scheduled = {"a"}
     pool.holds.take("a", ([1, 2], [3, 4]), 0)
@@ -124,7 +124,7 @@ def test_requests_that_wait_release_blocks_that_others_get():
     assert pool.holds.of("a") == [[1, 0], [3, 4]] and pool.holders(1, 2, 9) == [1, 1, 1]
 
 
-def test_requests_that_wait_keep_blocks_that_others_hit():
+def test_waiting_requests_keep_blocks_that_others_hit():
     pool = Pool()
     pool.holds.scheduled = {"a"}
     pool.holds.take("a", ([1, 2, 3], [4, 5, 6]), 0)
@@ -134,7 +134,7 @@ def test_requests_that_wait_keep_blocks_that_others_hit():
     assert pool.holds.exclusive("b", 0, [1, 2, 7]) == [0, 0, 7]
 
 
-def test_blocks_that_two_scheduled_requests_get_stay_shared():
+def test_blocks_allocated_to_two_scheduled_requests_stay_shared():
     pool = Pool()
     pool.holds.scheduled = {"a", "b"}
     pool.holds.take("a", ([1], [2]), 0)

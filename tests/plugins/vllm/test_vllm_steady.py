@@ -34,7 +34,7 @@ def test_most_steps_of_long_answers_are_steady(is_async, is_second_runner, polic
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_steady_steps_in_a_tight_pool(is_async, llama):
+def test_steady_steps_occur_in_a_tight_pool(is_async, llama):
     config = engine_config(llama, is_async=is_async, max_model_len=300)
     counts = SteadySides(3, config, ("full",), 60, share=0.1).run(200)
     assert counts["preemptions"] > 0 and counts["steady"] > 30  # requests wait in most steps
@@ -42,7 +42,7 @@ def test_steady_steps_in_a_tight_pool(is_async, llama):
 
 @pytest.mark.parametrize("groups", ["window full", "mamba align, full"])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_steady_steps_with_other_groups(groups, is_async, llama):
+def test_steady_steps_occur_with_other_groups(groups, is_async, llama):
     config = engine_config(llama, is_async=is_async)
     groups = tuple(groups.split(", ") if "," in groups else groups.split())
     counts = SteadySides(5, config, groups, 3_000, exact="mamba align" not in groups).run(200)

@@ -72,7 +72,7 @@ def test_every_element_arrives_between_cpu_kernels_and_other_engines(
     check_blocks(local, *blocks, sizes[1])
 
 
-def test_neighbouring_blocks_of_equal_engines_are_one_read_per_layer():
+def test_adjacent_blocks_of_equal_engines_need_one_read_per_layer():
     local, remote = Side((3, 2, 4), 32, 1), Side((3, 2, 4), 32, 1)
     blocks = [4, 5, 6, 7], [1, 2, 3, 4]
     remote.fill(blocks[1])
