@@ -15,7 +15,7 @@
 
 namespace emul {
 
-// The launch limits that CUDA checks, for compute capability 9.0 (227 KiB of shared memory).
+// Checks a launch against CUDA's limits for compute capability 9.0 (227 KiB of shared memory).
 inline void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
   const auto require = [](bool ok, const char* what, const std::string& got) {
     if (!ok) throw std::invalid_argument(std::string("emul::launch: ") + what + ", got " + got);

@@ -50,7 +50,7 @@ void run_group(const AttentionMetadata& m, int g) {
   if (m.page_indptr == nullptr) return;
   m.page_indptr[g * m.page_indptr_stride + m.num_out] = static_cast<int32_t>(start);
   if (m.page_indices != nullptr) {
-    // The positions that page_place assigns to columns that have no visible page.
+    // Writes null entries where page_place maps columns that have no visible page.
     int32_t* list = m.page_list(g);
     std::fill(list + start, list + int64_t{m.num_out} * m.num_written[g], 0);
   }

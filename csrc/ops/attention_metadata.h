@@ -46,9 +46,9 @@ struct AttentionMetadata {
 
   int64_t columns_before[kMaxTables];  // number of columns in all earlier groups
   FastDivisor by_written[kMaxTables];  // divides by num_written, or by 1 if it is 0
-  int32_t num_written[kMaxTables];     // columns per request that this call writes
+  int32_t num_written[kMaxTables];     // number of columns per request that this call writes
 
-  // Returns whether request i is invalid in group g.
+  // Returns whether request i names a row that does not exist.
   KV_HOST_DEVICE bool bad_row(int64_t i) const {
     return rows[i] < -1 || rows[i] >= groups.num_rows;
   }
@@ -56,6 +56,7 @@ struct AttentionMetadata {
     return query_lens[i] < 0 ||
            (rows[i] >= 0 && (seq_lens[i] < query_lens[i] || seq_lens[i] > most_tokens));
   }
+  // Returns whether request i has tokens beyond the blocks of its row in group g.
   KV_HOST_DEVICE bool behind_row(int g, int64_t i) const {
     const TableGroupView& group = groups.group[g];
     const int32_t held = counts[int64_t{group.counts_row} * groups.num_rows + rows[i]];

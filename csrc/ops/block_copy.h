@@ -41,7 +41,8 @@ class IndexOfId {
     while (size < 2 * static_cast<size_t>(n)) size *= 2;
     table_.assign(size, {-1, 0});
   }
-  // Inserts an id. Returns the index of its earlier occurrence, or -1.
+  // Returns the index with which the id was inserted earlier. If there is none, inserts the id with
+  // this index and returns -1.
   int64_t insert(int32_t id, int64_t index) {
     Entry& entry = slot(id);
     if (entry.id == id) return entry.index;
@@ -94,8 +95,7 @@ inline void check_pairs(const BlockCopy& c) {
   }
 }
 
-// Returns the number of bytes from a region's first page to the end of its last page, or nothing on
-// an int64 overflow.
+// Returns the byte range that contains all pages of a region, or nothing on an int64 overflow.
 inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, int64_t stride,
                                           int64_t num_bytes, int64_t num_pages) {
   if (num_pages == 0 || num_bytes == 0) return ByteSpan{};

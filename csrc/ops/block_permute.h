@@ -193,7 +193,8 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   p.block_rows = fast_divisor(block_rows);
   p.inner_rows = fast_divisor(inner_rows);
   p.run = fast_divisor(run);
-  // Returns whether heads are the outer dimension in the local layout.
+  // Whether the rows of the transposed matrix are heads and its columns are runs of tokens, rather
+  // than the other way around.
   const bool heads_outside = local_rows_per_head >= remote_rows_per_head;
   p.matrix_rows = static_cast<uint32_t>(heads_outside ? std::max<int64_t>(heads, 1) : runs);
   p.columns = fast_divisor(heads_outside ? runs : std::max<int64_t>(heads, 1));

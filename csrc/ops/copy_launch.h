@@ -75,7 +75,7 @@ struct CopyLaunch {
   // Returns the region that contains a chunk of a page.
   KV_HOST_DEVICE uint32_t region_of(uint32_t chunk) const {
     if (head.region_chunks.divisor != 0) return head.region_chunks.divide(chunk);
-    // Returns the last region that starts at or before the chunk.
+    // A binary search finds the last region that starts at or before the chunk.
     uint32_t low = 0, high = head.num_regions - 1;
     while (low < high) {
       const uint32_t middle = (low + high + 1) / 2;
@@ -89,7 +89,7 @@ struct CopyLaunch {
   }
 };
 
-// Creates a region with the widest vectors that its addresses, strides and size allow.
+// A region, and the size of the widest vectors that its addresses, strides and length allow.
 struct VectorRegion {
   CopyRegion region;
   int64_t vector_bytes;

@@ -30,7 +30,7 @@ static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of t
 enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2, kBatchOfSettled = 3 };
 
 struct BlockCopy {
-  const char* source;  // nullptr if the call only writes zeros
+  const char* source;  // the destination if the call has no source
   char* destination;
   const CopyRegion* regions;  // on the CPU
   int64_t num_regions;
@@ -39,7 +39,7 @@ struct BlockCopy {
   int64_t num_pairs;
   int64_t num_sources, num_destinations;  // pages
   CopyEngine engine;
-  int64_t pages_per_run;      // number of host pages pinned per call; 0: all pages
+  int64_t pages_per_run;      // number of pages in each pinned host range; 0: one range
   int64_t num_thread_blocks;  // number of thread blocks; 0: chosen by direction
   bool within;                // whether both sides share pages
 
@@ -56,7 +56,7 @@ struct BlockCopy {
   }
 };
 
-// Returns whether both ids in a pair are in range.
+// Returns whether an id in a pair is out of range.
 KV_HOST_DEVICE bool is_bad_pair(int32_t source, int32_t destination, int64_t num_sources,
                                 int64_t num_destinations) {
   return source < kCleared || source >= num_sources || destination < 0 ||

@@ -93,8 +93,8 @@ KV_HOST_DEVICE void narrow(float x, c10::Half& out) {
 #endif
 }
 
-// Converts two numbers to fp8 codes and back with one instruction. The first number is in the low
-// byte.
+// encode_pair converts two numbers to fp8 codes with one instruction, and decode_pair converts them
+// back. The low byte contains the code of the first number.
 template <class Format>
 KV_HOST_DEVICE uint16_t encode_pair(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

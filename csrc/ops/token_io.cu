@@ -103,7 +103,7 @@ struct FromFp8 : Fp8Vectors<Element, n> {
   float scale;
 };
 
-// The number of vectors per token, and the number of them that are contiguous in the page.
+// The number of vectors per token, and the number of vectors that are contiguous in the page.
 struct Vectors {
   uint32_t total;
   FastDivisor per_run;
@@ -138,8 +138,8 @@ __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages&
   return slot < io.first_slot() ? kNoSlot : p.page_place(slot);
 }
 
-// The offsets of tokens `first`, `first + blockDim.y`, ... All slots are loaded before the first
-// slot is checked, so that the loads overlap.
+// Sets `place` to the offsets of tokens `first`, `first + blockDim.y`, ... All slots are loaded
+// before the first slot is checked, so that the loads overlap.
 template <unsigned n>
 __device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages& p, uint32_t first,
                                             int64_t (&place)[n]) {
@@ -257,7 +257,7 @@ int64_t alignment_of(const char* address, std::initializer_list<int64_t> strides
   return common_vector_bytes(all);
 }
 
-// Launches the kernel with the widest vectors that addresses and strides allow.
+// Returns the launch function for the widest vectors that addresses and strides allow.
 template <Direction direction>
 Launch launch_of(const TokenPages& p) {
   const int64_t run = p.is_contiguous() ? p.width() : p.head_size;

@@ -33,7 +33,7 @@ py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
   return py::reinterpret_steal<py::array_t<T, py::array::c_style>>(array);
 }
 
-// A writable array over memory that `owner` keeps alive.
+// Returns a writable array over memory that `owner` keeps alive.
 template <class T>
 py::object view_of(T* data, std::initializer_list<py::ssize_t> shape, const py::object& owner) {
   static const py::dtype dtype = py::dtype::of<T>();
@@ -99,7 +99,7 @@ inline std::string short_repr(const py::handle& value) {
   const std::string text = repr_of(value);
   if (text.size() <= kMost) return text;
   size_t end = kMost;
-  // Returns whether the position is inside a UTF-8 character.
+  // Moves the end back to the start of a UTF-8 character.
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return text.substr(0, end) + "...";
 }
@@ -251,7 +251,7 @@ class Int32Input {
                                                : std::to_string(least_) + " to 2147483647"));
   }
 
-  // Rejects bools among integers, which numpy would convert to 0 or 1.
+  // Rejects bools in a sequence of integers, because numpy would convert them to 0 or 1.
   void check_no_bool(const py::handle& value) const {
     static const auto* numpy_bool = new py::object(py::module_::import("numpy").attr("bool_"));
     for (py::ssize_t i = 0; i < size_; ++i) {
@@ -262,7 +262,8 @@ class Int32Input {
     }
   }
 
-  // Returns false if an item is not a Python int, in which case numpy must convert the sequence.
+  // Copies the integers of a list or tuple. Returns false if an item is not a Python int, in which
+  // case numpy must convert the sequence.
   bool copy_ints(const py::handle& value, py::ssize_t first = 0) {
     PyObject** items = PySequence_Fast_ITEMS(value.ptr());
     size_ = PySequence_Fast_GET_SIZE(value.ptr());

@@ -46,8 +46,8 @@ Class def_init(Class of, Make make, const Extra&... extra) {
   return of;
 }
 
-// An object that uses memory owned by these Python objects and keeps them alive. (`py::keep_alive`
-// terminates the process if it runs out of memory.)
+// Returns an object that uses memory of these Python objects and keeps them alive.
+// (`py::keep_alive` terminates the process if it runs out of memory.)
 template <class T, class... Owners>
 std::shared_ptr<T> over(std::unique_ptr<T> made, Owners... owners) {
   return std::shared_ptr<T>(made.release(), [owners...](T* gone) { delete gone; });

@@ -161,8 +161,9 @@ class ArrayRows : public RowDigests {
   std::string header_;
 };
 
-// `Request` has validated the arguments. They are (name, path) or None, (identifier, first, length)
-// tuples, a string or None, and an array of rows or None.
+// Converts the extra keys of a request. The arguments, which `Request` has validated, are (name,
+// path) or None, (identifier, first, length) tuples, a string or None, and an array of rows or
+// None.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                      const py::object& cache_salt, const py::object& embeds, int64_t block_size) {
   std::vector<MmItem> items;
@@ -224,7 +225,8 @@ class ListedHashes : public GivenHashes {
   int64_t block_size_, num_bytes_;
 };
 
-// Keeps a Python object alive for native code. Requires the GIL.
+// Returns a pointer that keeps the labels alive for native code, or null for None. Requires the
+// GIL.
 EventLabels labels_of(const py::object& labels) {
   if (labels.is_none()) return nullptr;
   return std::make_shared<py::object>(labels);
@@ -399,7 +401,7 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const py::obj
                                          pool_argument(copies_of, "copies_of").policy()));
 }
 
-// Defines a property that can be read only if the pool is sound.
+// The getter of a property that can be read only if the pool is sound.
 template <auto kMethod>
 auto sound(const BlockPool& pool) {
   pool.check_sound();

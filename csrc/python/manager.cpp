@@ -201,7 +201,7 @@ py::object answer(Manager& self, const char* call, const Answer& native) {
   const Soundness::Change change = self.change(call);
   return as_python(native);
 }
-// Like the function above, but returns a dict keyed by request id.
+// Like the overload above, but returns the numbers of computed tokens, keyed by request id.
 py::dict answer(Manager& self, const RequestRows& requests, const char* call,
                 const Recompute& recompute) {
   const Soundness::Change change = self.change(call);
@@ -225,7 +225,7 @@ py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
                         host->num_evicted());
 }
 
-// Returns the numbers of tokens by reason, in the order of MissReason.
+// Returns the number of missed tokens for each reason, in the order of MissReason.
 std::vector<int64_t> as_list(const MissReport::Counts& counts) {
   return {counts.begin(), counts.end()};
 }
@@ -404,7 +404,7 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   return child_row;
 }
 
-// Defines a property that any thread can read if the manager is sound.
+// The getter of a property that any thread can read if the manager is sound.
 template <auto kMethod>
 int64_t sound(const Manager& manager) {
   manager.check_sound();

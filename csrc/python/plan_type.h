@@ -20,7 +20,8 @@ py::object as_plan(const StepPlan& plan);
 // array or assigned. Returns null for any other plan.
 py::object untouched_changes(const py::object& plan);
 
-// Returns what a worker must do for a plan. A section that was assigned counts as work.
+// What a worker must do for a plan: nothing, update tables, or also move pages. A section that was
+// assigned counts as work.
 enum class PlanWork { kNone, kTables, kPages };
 PlanWork work_of(const py::object& plan);
 

@@ -33,9 +33,9 @@ class RequestRows {
   RequestRows(py::tuple chain_key, int64_t max_encoder_tokens)
       : chain_key_(std::move(chain_key)), max_encoder_tokens_(max_encoder_tokens) {}
 
-  // The fields of Python's `Admit`, a NamedTuple: (request, num_tokens, external,
-  // num_lookahead_tokens, num_reserved_blocks, max_host_blocks, read_cache, num_prompt_tokens,
-  // num_shared_tokens), where external is None or a NamedTuple (num_tokens, delayed).
+  // Registers Python's NamedTuples `Admit` (request, num_tokens, external, num_lookahead_tokens,
+  // num_reserved_blocks, max_host_blocks, read_cache, num_prompt_tokens, num_shared_tokens) and
+  // `External` (num_tokens, delayed), the type of `external` unless it is None.
   static void use_admit_types(const py::type& admit, const py::type& external) {
     admit_type() = admit.inc_ref().ptr();  // leaked, because the types must outlive the interpreter
     external_type() = external.inc_ref().ptr();
@@ -77,8 +77,8 @@ class RequestRows {
   static bool is_admit(const py::handle& value) {
     return admit_type() != nullptr && PyObject_TypeCheck(value.ptr(), admit_class()) != 0;
   }
-  // Repeats the check after the last Python code in a call has run, because this code may have
-  // admitted these requests.
+  // Checks again that no request has a row. Must be called after the last Python code in a call has
+  // run, because that code may have admitted these requests.
   void check_new(const Asking& asking) const {
     for (const py::object& id : asking.ids) check_new(id);
   }
@@ -96,7 +96,7 @@ class RequestRows {
     std::vector<int32_t> rows;
   };
 
-  // Throws TypeError for values that are not requests. Omits requests without a row.
+  // Returns the requests that have a row. Throws TypeError for values that are not requests.
   Leaving leaving(const py::tuple& requests) const {
     Leaving out;
     std::optional<py::set> seen;
@@ -106,8 +106,8 @@ class RequestRows {
     for (const py::handle& request : requests) {
       ids.push_back(id_of(request, [] { return std::string("request"); }));
     }
-    // Runs after the last Python code in a call, because this code may have freed or admitted
-    // requests.
+    // Looks up the rows after the last Python code in the call has run, because that code may have
+    // freed or admitted requests.
     for (py::object& id : ids) {
       PyObject* row = row_of(id);
       if (row == nullptr || (seen && !is_first(*seen, id))) continue;
@@ -155,7 +155,8 @@ class RequestRows {
   }
   static PyTypeObject* admit_class() { return reinterpret_cast<PyTypeObject*>(admit_type()); }
 
-  // `name()` returns the argument's name for error messages.
+  // Reads a request or an `Admit` value and appends it to `out`. `name()` returns the argument's
+  // name for error messages.
   template <class Name>
   void add(const py::object& asked, const Name& name, Asking* out) const {
     const py::object request = request_of(asked);
@@ -239,7 +240,7 @@ class RequestRows {
   }
 
   static std::string repr(const py::handle& value) { return short_repr(value); }
-  // The object is leaked, because it must outlive the interpreter.
+  // Returns an interned string, which is leaked, because it must outlive the interpreter.
   static const py::str& interned(const char* text) {
     return *new py::str(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text)));
   }
@@ -273,7 +274,8 @@ class RequestRows {
                          ": expected a sequence of requests");
   }
 
-  // Reads an iterator's values. The iterator may be infinite.
+  // Returns an iterator's values as a list. Throws ValueError if there are too many, because the
+  // iterator may be infinite.
   static py::object listed(const py::object& iterator, const char* name) {
     constexpr size_t kMost = 1 << 20;
     py::list out;
@@ -300,7 +302,8 @@ class RequestRows {
     throw py::type_error(name + " is " + repr(request) + ": expected a Request");
   }
 
-  // `name()` describes the argument in an error.
+  // Returns an attribute of a request. Throws TypeError if the argument is not a request. `name()`
+  // returns the argument's name for error messages.
   template <class Name>
   static py::object attribute(const py::handle& request, const py::str& attribute,
                               const Name& name) {
@@ -311,7 +314,8 @@ class RequestRows {
     fail_no_request(request, name());
   }
 
-  // `name()` describes the argument in an error.
+  // Returns the request's chain of hashes for this manager. `name()` returns the argument's name
+  // for error messages.
   template <class Name>
   std::shared_ptr<TokenChain> chain_of(const py::handle& request, const Name& name) const {
     // Looks for the most recently used chain, without calling Python.

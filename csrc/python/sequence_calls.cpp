@@ -24,8 +24,8 @@ py::object entry_of(const py::dict& entries, const py::object& name) {
   return py::reinterpret_borrow<py::object>(entry);
 }
 
-// The row's whole prompt is computed in one step, and its blocks are cached after that step has
-// run.
+// Returns a request whose whole prompt is computed in one step, and whose blocks are cached once
+// they are marked as computed.
 NewRow new_row(std::shared_ptr<TokenChain> chain) {
   NewRow asked;
   asked.chain = std::move(chain);

@@ -31,13 +31,13 @@ struct AllocatedSequence {
   // If the prompt is longer than the window, only the blocks within the window at the end of the
   // prompt are allocated.
   bool skips_blocks;
-  int64_t num_tokens;   // number of tokens with slots
-  int64_t num_prompt;   // number of tokens with slots at allocation
-  int64_t num_cached;   // number of prompt tokens that hit the cache at allocation
-  int64_t num_marked;   // sum of all marks, at most `num_tokens`
-  int64_t num_with_kv;  // number of tokens with KV after the last mark
-  // The sequence's blocks and its hit blocks, as views that are created on demand.
+  int64_t num_tokens;       // number of tokens with slots
+  int64_t num_prompt;       // number of tokens with slots at allocation
+  int64_t num_cached;       // number of prompt tokens that hit the cache at allocation
+  int64_t num_marked;       // sum of all marks, at most `num_tokens`
+  int64_t num_with_kv;      // number of tokens with KV after the last mark
   int64_t num_dropped = 0;  // number of leading null entries in `table`
+  // The sequence's blocks and its hit blocks, as views that are created on demand.
   py::object table, hits;
   int64_t last_call = 0;  // last multi-sequence call that included this sequence
 
@@ -182,7 +182,7 @@ class SequenceCalls {
   // Creates a row for a child that shares all blocks of `parent`.
   void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens,
                 int64_t since);
-  // Has no effect if the sequence has no row.
+  // Frees the sequence's row, if it has one.
   void free_row(const py::object& seq_id);
   void free_encoder_row(const py::dict& rows, const py::object& request_id);
   // Returns the blocks to move as (device block, host block) pairs, or None if they do not fit.
@@ -233,7 +233,7 @@ class SequenceCalls {
     native_->check_reader();
     check_swapped_in(known, seq);
   }
-  // Like the function above, for callers that have already checked the calling thread.
+  // Like check_on_device, for callers that have already checked the calling thread.
   void check_swapped_in(const AllocatedSequence& known, py::handle seq) const {
     if (native_->is_on_host(known.row)) {
       check_tier(*native_, known.row, "seq", seq_id_of(seq), /*on_host=*/false);

@@ -48,8 +48,8 @@ struct Names {
   }
 };
 
-// Raises TypeError for a sequence or group without this attribute. Errors from its own code
-// propagate.
+// Raises TypeError if the sequence or group does not have this attribute. Other errors, from the
+// attribute's own code, propagate.
 [[noreturn]] inline void fail_attribute(py::handle of, const py::str& name) {
   py::error_already_set cause;
   if (!cause.matches(PyExc_AttributeError) || PyObject_HasAttr(of.ptr(), name.ptr()) != 0) {

@@ -14,7 +14,8 @@
 namespace kvcache {
 namespace {
 
-// The tables use the memory of this array, so it must not be a converted copy.
+// Returns the array's memory. The tables use this memory, so the array must not be a converted
+// copy.
 int32_t* shared_int32(const py::object& value, const char* name, int64_t size) {
   if (!py::isinstance<Int32Array>(value)) {
     throw py::type_error(std::string(name) + ": expected a C-contiguous int32 array");
@@ -222,7 +223,7 @@ struct SlotArguments {
   throw py::value_error(wrong);
 }
 
-// The arguments are the place, the rows, the positions and query_start_loc. If arrays must be
+// Computes slots for the arguments (place, rows, positions, query_start_loc). If arrays must be
 // converted first, returns False and has no other effect.
 PyObject* compute_slots(HostSlots& self, PyObject* const* args) {
   const int64_t place = py::cast<int64_t>(py::handle(args[0]));

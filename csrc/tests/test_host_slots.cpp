@@ -21,7 +21,7 @@ struct Fixture {
 
   static std::vector<int32_t> ids() {
     std::vector<int32_t> out;
-    // The first block is the null block.
+    // The first id is 0, the null block.
     for (int32_t i = 0; i < 3 * kRows * kColumns; ++i) out.push_back(i);
     return out;
   }

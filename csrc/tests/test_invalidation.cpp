@@ -144,7 +144,7 @@ TEST(an_onboard_from_a_failed_page_and_into_a_failed_block_is_invalid) {
   CHECK(f.failed({}, {pages[1]}).limits() == Limits({{0, 4}}));
   const Invalidation invalid = f.failed({ids[0]});
   CHECK(invalid.limits() == Limits({{0, 0}}));
-  // The page is not onboarded again.
+  // The hash of the page is invalid as well, so the page is not onboarded again.
   CHECK_EQ(invalid.chains().hashes.count(tag_of(hash_of(50))), 1);
 }
 

@@ -201,7 +201,7 @@ TEST(a_reused_class_is_worth_more_at_its_reuse_ages) {
     CHECK(hazards.index(used, at(b)) < hazards.index(used, at(b + 1)));
   }
   CHECK(hazards.index(used, at(8)) < hazards.index(used, at(0)));
-  // Old counts have less weight.
+  // Older counts have less weight than newer ones.
   const double before = hazards.index(used, at(5));
   for (int i = 0; i < 5'000; ++i) hazards.fade();
   hazards.solve();
@@ -250,7 +250,7 @@ TEST(only_samples_are_counted_but_segment_ends_are_recorded) {
     CHECK(record->turn == 3 && record->is_end == (i % 8 == 0) && record->time() == model.clock());
   }
   CHECK(num_sampled > kKeys / 15 && num_sampled < kKeys / 7);
-  // All samples reached bucket 0.
+  // All sampled blocks reached age bucket 0.
   CHECK_EQ(model.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
   for (int repeat = 0; repeat < 2; ++repeat) {  // the second use of a record is not counted
     for (int i = 1; i <= kKeys; ++i) model.note_use(key_of(i));

@@ -92,7 +92,7 @@ TEST(an_abort_removes_the_step_and_all_later_steps) {
   CHECK_EQ(aborted.size(), 2);
   CHECK(aborted[0].id == 3 && aborted[1].id == 2);  // newest first
   CHECK_EQ(journal.numbers().last_issued, 1);
-  // Notes of aborted steps may belong to the step before them.
+  // The notes of the aborted steps are kept in the step before them.
   CHECK_EQ(journal.last().published.size(), 3);
   CHECK_EQ(journal.last().published[1].id, 4);
   CHECK_EQ(journal.last().dropped.size(), 3);

@@ -78,7 +78,7 @@ std::optional<std::string> HostSlots::compute(int64_t place, const int32_t* rows
   for (int64_t i = places.first; i < places.last; ++i) {
     const auto at = static_cast<size_t>(i);
     filled_[at] = on_host_[at] = num_tokens;
-    // The count is 0 until the new slots are committed.
+    // Unless the device reads these slots directly, it has none of them before the commit.
     on_device_[at] = one_memory_ ? num_tokens : 0;
   }
   return std::nullopt;

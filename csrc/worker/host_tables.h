@@ -61,7 +61,8 @@ class HostTables {
   // Appends ids to a row of one group, after emptying the row if `reset` is true.
   void append_row(int64_t group, int64_t row, const int32_t* ids, int64_t n, bool reset);
 
-  // Processes the (source, target) pairs of rows one after another, in all groups or in `group`.
+  // Move or swap the (source, target) pairs of rows, one pair after another, or empty rows. The
+  // functions apply to one group or, if `group` is -1, to all groups.
   void move_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void swap_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void clear_rows(const int32_t* rows, int64_t n, int64_t group = -1);
@@ -75,10 +76,10 @@ class HostTables {
   void mark_clean();  // Records that the packed changes have been sent.
 
   // Returns whether there are changes, in any group or in one group, that were not sent to the
-  // device. Every call that changes a row sets this state.
+  // device. Every call that changes a row marks the affected groups as changed.
   bool is_changed() const { return is_changed_; }
   bool is_changed(int64_t g) const { return changed_[static_cast<size_t>(g)] != 0; }
-  // Records that one copy has sent all used rows of a group to the device.
+  // Records that all used rows of a group have been sent to the device in one copy.
   void mark_sent(int64_t g) { changed_[static_cast<size_t>(g)] = 0; }
   // Returns the number of plans that `apply` has applied.
   int64_t num_applied() const { return num_applied_; }

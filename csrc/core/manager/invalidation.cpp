@@ -115,7 +115,7 @@ int64_t Invalidation::limit_by_hashes(int32_t row) const {
     const auto found = hashes_.find(hashes[i]);
     if (found == hashes_.end()) continue;
     const InvalidHash& what = found->second;
-    // Returns the first token of the last hash block.
+    // The first token of the last hash block.
     const int64_t last = static_cast<int64_t>(i) * context_.hash_block_size;
     const int64_t of_block = last / what.block_size * what.block_size;
     limit = std::min(limit, std::max(of_block, what.num_valid));

@@ -30,7 +30,7 @@ bool forbids(const Capture& capture) {
   return capture.mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
 }
 
-// For each node, whether a leaf of the origin stream depends on it.
+// Returns whether every node is a leaf of the origin stream or is required by such a leaf.
 bool all_joined(const Capture& capture) {
   const std::vector<Node>& nodes = capture.graph->nodes;
   std::vector<bool> reached(nodes.size());

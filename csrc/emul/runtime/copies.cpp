@@ -45,8 +45,8 @@ void move_rows(const CopyShape& c, char* to, size_t to_pitch, const char* from, 
   }
 }
 
-// Addresses are resolved when the work runs, after all earlier work in the stream, because the
-// memory may have been freed by then.
+// Returns work that copies directly between the two sides. Addresses are resolved only when the
+// work runs, after all earlier work in the stream, because the memory may have been freed by then.
 Work direct(const CopyShape& c) {
   return [c] { move_rows(c, reachable(c.to), c.to_pitch, reachable(c.from), c.from_pitch); };
 }
@@ -57,8 +57,9 @@ Work from_staging(const CopyShape& c) {
   return [c, staged] { move_rows(c, reachable(c.to), c.to_pitch, staged->data(), c.row_bytes); };
 }
 
-// Copies between overlapping memory are undefined on a device, because bytes are copied in no
-// particular order. However, the source's rows may lie between the destination's rows.
+// Returns whether a copy of one row overlaps itself, which is undefined on a device, because bytes
+// are copied in no particular order. Copies of several rows are not checked, because the source's
+// rows may lie between the destination's rows.
 bool overlaps(const CopyShape& c) {
   if (c.num_rows != 1) return false;
   const auto to = reinterpret_cast<uintptr_t>(c.to), from = reinterpret_cast<uintptr_t>(c.from);
@@ -141,8 +142,8 @@ cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* b
     const CopyShape c{to[i], from[i], bytes[i]};
     const int access = attributes[a].srcAccessOrder;
     const bool at_once = access == cudaMemcpySrcAccessOrderDuringApiCall && is_pageable(from[i]);
-    // The source may be read during the call, before earlier work in the stream, or when the copy
-    // runs.
+    // With this order, the source may be read either during the call, before earlier work in the
+    // stream, or when the copy runs.
     const bool early =
         access == cudaMemcpySrcAccessOrderAny && !is_device(from[i]) && random_below(2) == 0;
     copies.push_back(at_once || early ? from_staging(c) : direct(c));

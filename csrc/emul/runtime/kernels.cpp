@@ -122,7 +122,7 @@ const BoundByName& bound() {
   return *all;
 }
 
-// Converts kernel names to the form used in launches.
+// Converts a mangled kernel name to the form used in launches.
 std::string name_of(const char* mangled) { return without_result(demangled(mangled)); }
 
 const LimitsByName& all_limits() {
@@ -135,7 +135,8 @@ Limits limits_of(const std::string& name) {
   return found == all_limits().end() ? Limits{} : found->second;
 }
 
-// According to CUDA's documentation, these launches fail, but the error is not always specified.
+// Returns an error if the launch exceeds a limit. According to CUDA's documentation, such launches
+// fail, but the error is not always specified.
 cudaError_t refuse_beyond_limits(const Kernel& kernel, const std::string& name, dim3 block,
                                  size_t shared_bytes) {
   if (is_own(name) && !all_limits().empty() && all_limits().count(name) == 0) {
