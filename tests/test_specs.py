@@ -945,7 +945,7 @@ def blocks_touched(group, plan, num_tokens):
 
 
 def least_budget(layers, arguments):
-    """Return the number of bytes that, according to the error for a budget of 0, are needed."""
+    """Return the required number of bytes, as stated in the error for a budget of 0."""
     with pytest.raises(ValueError, match="needs") as caught:
         plan_cache(layers, 0, **arguments)
     return int(str(caught.value).split(" needs ")[1].split()[0])
@@ -1003,7 +1003,7 @@ def test_fewer_groups_would_need_over_10_percent_more_bytes(case):
     plan = plan_cache(layers, GIB, **arguments)
     length, share = plan.max_model_len, plan.layer_page_bytes
     chosen = plan.pages_per_request(length) * plan.page_bytes
-    sizes = {}  # (group without layers, layer properties) -> number of layers that may share groups
+    sizes = {}  # (group without its layers, properties of a layer) -> number of such layers
     by_name = {layer.name: layer for layer in layers}
     for group in plan.groups:
         alike = [replace(by_name[name], name="any", block_size=1) for name in group.layers]

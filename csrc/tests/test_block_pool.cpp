@@ -157,11 +157,11 @@ void run_random(uint64_t seed, int num_blocks, int num_operations) {
   }
 }
 
-TEST(agrees_with_the_model_on_random_operations) {
+TEST(the_pool_agrees_with_the_model_on_random_operations) {
   for (uint64_t seed = 0; seed < 40; ++seed) run_random(seed, 2 + static_cast<int>(seed) * 2, 3000);
 }
 
-TEST(null_block_is_never_allocated) {
+TEST(the_null_block_is_never_allocated) {
   BlockPool pool(3);
   BlockId ids[2];
   CHECK(pool.allocate(2, ids));

@@ -107,7 +107,7 @@ TEST(an_unset_or_empty_variable_keeps_the_default) {
   unsetenv("KVCACHE_A_SWITCH");
 }
 
-TEST(no_batch_on_the_default_stream_or_in_captures_or_with_mapped_addresses) {
+TEST(the_default_stream_captures_and_mapped_addresses_prevent_batches) {
   for (int reason = 0; reason < 3; ++reason) {
     script = {};
     script.capturing = reason == 1;

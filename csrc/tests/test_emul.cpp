@@ -92,14 +92,14 @@ TEST(every_thread_of_a_3d_grid_runs_once_with_its_own_index) {
   for (int i = 0; i < num_threads; ++i) CHECK_EQ(out[i], i + 1);
 }
 
-TEST(block_reduction_in_static_shared_memory) {
+TEST(a_block_reduction_works_in_static_shared_memory) {
   const std::vector<int> in = iota(4 * 128);
   std::vector<int> out(4);
   emul::launch(dim3(4), dim3(128), 0, [&] { block_sum(in.data(), out.data()); });
   for (int b = 0; b < 4; ++b) CHECK_EQ(out[b], 128 * 128 * b + 127 * 128 / 2);
 }
 
-TEST(block_of_1024_threads) {
+TEST(a_block_may_have_1024_threads) {
   const std::vector<int> in = iota(1024);
   int out = 0;
   run_block(1024, [&] { block_sum(in.data(), &out); });
@@ -175,7 +175,7 @@ TEST(back_to_back_shuffles_do_not_mix) {
   });
 }
 
-TEST(ballot_any_all) {
+TEST(votes_combine_the_predicates_of_a_warp) {
   run_block(32, [] {
     const int lane = int(threadIdx.x);
     CHECK_EQ(__ballot_sync(kFull, lane % 4 == 1), 0x22222222u);
@@ -195,7 +195,7 @@ TEST(last_partial_warp_votes_and_shuffles_among_its_lanes) {
   });
 }
 
-TEST(shuffle_from_a_lane_that_does_not_exist_is_poison) {
+TEST(a_shuffle_from_a_missing_lane_returns_the_poison_pattern) {
   run_block(8, [] { CHECK_EQ(__shfl_sync(kFull, threadIdx.x, 20), 0xCDCDCDCDu); });
 }
 
@@ -212,11 +212,11 @@ TEST(halves_of_a_warp_synchronize_separately_with_partial_masks) {
   });
 }
 
-TEST(active_mask_is_the_calling_lane) {
+TEST(active_mask_contains_only_the_calling_lane) {
   run_block(40, [] { CHECK_EQ(__activemask(), 1u << threadIdx.x % 32); });
 }
 
-TEST(atomics) {
+TEST(atomics_combine_the_values_of_all_threads) {
   int sum = 0, highest = -1, lowest = 1000, last = -1;
   unsigned all_bits = 0, common_bits = kFull, owner = kFull;
   float float_sum = 0;
@@ -247,7 +247,7 @@ TEST(atomic_add_of_an_int_wraps_around) {
   CHECK_EQ(value, -0x7fffffff - 1);
 }
 
-TEST(integer_functions) {
+TEST(integer_functions_match_cuda) {
   CHECK_EQ(__popc(0xf0u), 4);
   CHECK_EQ(__popcll(0xf00000000ull), 4);
   CHECK_EQ(__ffs(0), 0);

@@ -98,8 +98,8 @@ TEST(random_hashes_need_short_searches) {
       for (uint32_t& word : words) word = random();
       all.insert(id, hash_of(words));
     }
-    // Measured with 1,000 secret keys and 100,000 blocks: the longest search visits 6 buckets in
-    // the median and at most 12. Each additional bucket is a third as likely.
+    // For 1,000 secret keys and 100,000 blocks, the longest search visits 6 buckets in the median
+    // and at most 12. Each additional bucket is a third as likely.
     CHECK(all.index.longest_walk() <= HashIndex::kLongestWalk);
     CHECK_EQ(all.index.num_keys(), 1);
     all.index.clear();

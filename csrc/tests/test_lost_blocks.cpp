@@ -18,7 +18,7 @@ Hash hash_of(uint64_t number) {
   return hash;
 }
 
-TEST(remembers_when_why_and_for_whom_a_block_left) {
+TEST(a_record_states_when_why_and_for_whom_a_block_was_evicted) {
   LostBlocks lost(100, 1, 0);
   CHECK(!lost.find(hash_of(1)));
   lost.set_now(700);
@@ -37,7 +37,7 @@ TEST(remembers_when_why_and_for_whom_a_block_left) {
   CHECK(!lost.find(hash_of(2)));
 }
 
-TEST(selects_a_sample_by_hash) {
+TEST(blocks_are_sampled_by_hash) {
   LostBlocks lost(100'000, 8, 0);
   int num_sampled = 0;
   for (uint64_t i = 0; i < 8'000; ++i) {
@@ -48,7 +48,7 @@ TEST(selects_a_sample_by_hash) {
   CHECK(num_sampled > 850 && num_sampled < 1'150);
 }
 
-TEST(replaces_the_oldest_records_and_does_not_grow) {
+TEST(the_oldest_records_are_replaced_and_the_memory_does_not_grow) {
   LostBlocks lost(80'000, 1, 0);  // remembers four times as many blocks as the pool has
   const size_t num_bytes = lost.num_bytes();
   const uint64_t n = 1'500'000;

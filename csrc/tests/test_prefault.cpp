@@ -45,7 +45,7 @@ TEST(arrays_created_during_a_prefault_are_committed) {
   for (size_t i = 0; i < kNumBytes; ++i) CHECK_EQ(array[i], 0);
 }
 
-TEST(content_is_kept) {
+TEST(a_prefault_keeps_the_content_of_an_array) {
   Prefault prefault(/*is_enabled=*/true);
   ZeroedArray<char> array(kNumBytes);
   array[5] = 7;

@@ -63,7 +63,7 @@ TEST(blocks_later_in_the_sequence_come_first_in_all_groups) {
   CHECK_EQ(f.rows.tail_first(row, /*with_all=*/true), (Ids{7, 6, 5, 2, 4, 3, 1}));
 }
 
-TEST(the_first_token_to_which_a_block_contributes) {
+TEST(first_token_depends_on_the_kind_of_the_group) {
   const std::vector<CacheGroup> groups{group_of(std::make_shared<SlidingWindow>(4), 2, 0),
                                        group_of(std::make_shared<RecurrentState>(), 4, 1),
                                        group_of(std::make_shared<CrossAttention>(), 4, 2)};

@@ -206,7 +206,7 @@ TEST(null_stream_work_invalidates_captures_of_blocking_streams) {
   });
 }
 
-TEST(a_batch_of_copies_is_refused_in_a_capture_and_a_single_copy_reads_when_the_graph_runs) {
+TEST(a_capture_refuses_batches_and_delays_the_reads_of_single_copies) {
   in_child([] {
     void *device = nullptr, *pinned = nullptr;
     CHECK_EQ(cudaMalloc(&device, 1), cudaSuccess);

@@ -194,7 +194,7 @@ class Simulation:
     # Conversations ---------------------------------------------------------------------------------
 
     def next_conversation(self) -> Conversation:
-        """Return a new conversation or an idle one."""
+        """Return an idle conversation, or begin a new one."""
         choose = self.choose
         if self.idle and choose.chance(2):
             return self.idle.pop(choose.integer(0, len(self.idle) - 1))
@@ -525,7 +525,7 @@ class Simulation:
             self.check_what_is_kept(f"after an abort, {outcome}")
 
     def take_cached(self) -> None:
-        """Restart a conversation from the cache if the cache has more tokens."""
+        """Restart a conversation from the cache if more of its tokens are cached than computed."""
         on_device = self.rows_on_device()
         if not on_device:
             return
@@ -537,7 +537,7 @@ class Simulation:
         if going_on != before:
             self.restart({request.request_id: going_on})
         if self.may_lose():
-            self.check_what_is_kept("after a row took what is cached")
+            self.check_what_is_kept("after a row restarted from the cache")
 
     @staticmethod
     def garble_what_changed(pages: Pages, before: Pages) -> None:
@@ -552,7 +552,7 @@ class Simulation:
             (last, page), self.lost_on_host = self.lost_on_host, None
             self.in_flight = {step: each for step, each in self.in_flight.items() if step > last}
             self.restart(self.manager.report(StepReport(last, True, failed_host_pages=[page])))
-            self.check_what_is_kept("after a page of the host was not written")
+            self.check_what_is_kept("after a write to a host page failed")
         elif self.lost_page is None:
             self.lose_page()
         else:

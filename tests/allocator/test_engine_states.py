@@ -48,7 +48,7 @@ def test_page_left_by_a_state_is_freed_when_the_last_step_is_reported():
     first = manager.step()
     manager.admit(Admit(request, num_tokens=2), ())
     num_free = manager.pool.num_free
-    # Allocates one page per group, and the old state page is released later.
+    # This call allocates one page per group. The old page of the state is released later.
     manager.extend(request, 4)
     assert manager.pool.num_free == num_free - 2
     second = manager.step()

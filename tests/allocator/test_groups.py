@@ -614,8 +614,7 @@ def test_a_prompt_too_large_together_with_its_encoder_never_fits():
     assert manager.would_fit(too_large) == Status.NEVER
     fits = Request("b", range(9), num_encoder_tokens=8)
     assert manager.would_fit(fits) == Status.SERVED
-    # A request that fits must still wait while another request holds a block that its encoder
-    # needs.
+    # Request b fits, but must wait while request c holds a block that b's encoder needs.
     plan = manager.step(new=[Request("c", [1]), fits])
     assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
     check_invariants(manager)
@@ -901,7 +900,9 @@ def test_sources_and_destinations_are_held_until_their_copies_are_taken():
     manager.admit(Admit(b, num_tokens=2), found)
     manager.free(b)
     check_invariants(manager)
-    assert manager.pool.num_free == 2  # of 4: the copy holds block 2 and b's own block
+    assert (
+        manager.pool.num_free == 2
+    )  # of 4 blocks, the pending copy holds block 2 and b's own block
     assert manager.admit(Admit(Request("c", range(100, 148)), num_tokens=48), ()) is None
     assert not manager.cache.reset()
     assert manager.take_copies().tolist() == [[2, 3]]
@@ -1057,7 +1058,7 @@ def test_tails_of_all_groups_are_evicted_before_heads():
     run(manager, request, 16)
     small, large = manager.block_ids(request, 0), manager.block_ids(request, 1)
     manager.free(request)
-    manager.step(new=[Request("b", [99])])  # is allocated two blocks that were never used
+    manager.step(new=[Request("b", [99])])  # allocates two blocks that were never used
     taken = manager.step(new=[Request("c", [98] * 8)]).append_ids
     assert sorted([*taken[0], *taken[1]]) == sorted([small[3], small[2], large[1]])
 

@@ -624,7 +624,7 @@ def test_invalid_options_of_tiers_are_rejected(options, error, message):
         KVCacheManager(4, 10, 64, **options)
 
 
-# Found by a reviewer --------------------------------------------------------------------------------
+# Regressions ---------------------------------------------------------------------------------------
 
 
 def test_plans_do_not_contain_rows_on_the_host():

@@ -321,7 +321,7 @@ def test_hints_wait_while_a_request_holds_the_only_row_and_then_time_out():
     engine.serve(range(64))
     engine.scheduler.add(Sequence(Request("a", range(100, 164))))
     step = engine.scheduler.schedule()
-    engine.scheduler.complete(step)  # its sequence goes on, and holds the only row
+    engine.scheduler.complete(step)  # its sequence continues to run and holds the only row
     pending = engine.hints.submit(Request("of", range(64)), Hint(intent="demote"))
     for _ in range(3):
         engine.scheduler.accept(step.sequences[0], [5])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random hints among random requests, on the real scheduler and manager, beside a model of the bytes.
+"""Random hints among random requests, on the real scheduler and manager, checked by a model of the
+bytes.
 
 The model knows the content of each slot on the device, the host and a store. Before a sequence
 computes a token, all earlier tokens must be in its blocks. Thus a hint that moves wrong bytes, or
@@ -276,7 +277,7 @@ class World:
         assert len(self.pending) == hints.num_pending
 
     def check_starved(self):
-        """Count steps in which a sequence had no row although guests had one."""
+        """Count the steps in which a sequence waited while a hint held a row."""
         for sequence in self.scheduler.waiting:
             self.waits[sequence] += self.hints.num_rows > 0 and not self.scheduler.admitted
             assert self.waits[sequence] < 12, f"{sequence.request} starves"
@@ -322,7 +323,7 @@ def test_random_hints_move_right_bytes_within_budget(name):
 
 
 def test_the_slot_after_a_hit_is_never_cached():
-    # In this run, a caching guest would cache the token after its hit, which is never computed.
+    # In this run, a hint's load would cache the token after its hit, which is never computed.
     run(107, "partial store", 300)
 
 

@@ -93,7 +93,7 @@ def test_peers_never_reduce_hits_of_unlimited_caches(router):
     fleet = Fleet(3, 20_001, router=router, peers=True)
     report = simulate_fleet(workload, fleet, Hardware(peer_gb_per_s=1e6))
     lost = alone.token_hit_rate - report.token_hit_rate
-    assert -1e-9 <= lost < 0.02  # only of prompts that are being computed
+    assert -1e-9 <= lost < 0.02  # only hits on prompts that are still being computed
     # `prefix` finds everything on one replica, except when this replica is busy.
     share = report.peer_hit_tokens / report.prompt_tokens
     assert share < 0.05 if router == "prefix" else share > 0

@@ -52,8 +52,8 @@ def test_hit_tokens_are_not_computed():
 
 def test_prefills_have_a_fixed_time_and_delay_the_running_answers():
     requests = [
-        request(0, 0, 0, 40, 10),  # without the others, it would end at 145 ms
-        request(1, 50, 100, 40, 1),  # the answer's current step ends at 55 ms
+        request(0, 0, 0, 40, 10),  # would end at 145 ms without the other requests
+        request(1, 50, 100, 40, 1),  # the first answer's current step ends at 55 ms
         request(2, 60, 200, 40, 0),  # waits for the second prefill
         request(3, 300, 300, 40, 1),  # no other request runs
     ]

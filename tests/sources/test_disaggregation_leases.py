@@ -157,7 +157,7 @@ class Model(RuleBasedStateMachine):
         for lease in self.over:
             assert read_slot(self.leases.slots[lease.slot], lease.generation).is_over is True
             later = read_slot(self.leases.slots[lease.slot], lease.generation + 10**6)
-            assert later.is_over is None  # None: this later lease has not begun
+            assert later.is_over is None  # None, because this later lease has not begun
         slots = [held[0].slot for held in self.held.values()]
         assert len(set(slots)) == len(slots) == len(self.leases) == len(self.numbers)
 

@@ -65,8 +65,8 @@ class Two:
     def attempt(self, kind):
         """Attempt a transfer, and return whether its bytes arrived.
 
-        Bytes that arrive must be correct, and a failed transfer must raise an error. Either must
-        happen in time.
+        Bytes that arrive must be correct, and a failed transfer must raise an error. The transfer
+        must complete or fail in time.
         """
         reader, server = self.sides
         said = reader.ask(

@@ -384,7 +384,10 @@ def test_groups_view_shared_pages_in_own_shapes(layout, device):
     wide = KVStorage.over(pages, 4, 2, 8, dtype=torch.float16, layout=layout)
     # Uses 160 of the 256 bytes of a page.
     long = KVStorage.over(pages, 5, 1, 8, dtype=torch.float16, layout=layout)
-    for storage, slots in ((wide, [5, 11]), (long, [15, 19])):  # in pages 1 and 2, and in page 3
+    for storage, slots in (
+        (wide, [5, 11]),
+        (long, [15, 19]),
+    ):  # slots in pages 1 and 2, and in page 3
         slots = torch.tensor(slots, device=device)
         key, value = torch.randn(2, 2, storage.num_kv_heads, 8).half().to(device)
         for layer in range(2):
