@@ -17,8 +17,8 @@
 
 namespace kvcache {
 
-// A barrier in shared memory. Each copy that uses the barrier ends one of its phases, which are
-// numbered from 0.
+// A barrier in shared memory. Each copy that uses the barrier ends one of the barrier's phases,
+// which are numbered from 0.
 struct alignas(8) BulkBarrier {
   uint64_t state;
 };

@@ -36,7 +36,7 @@
     ::kvcache::launch_clusters((kernel), grid, block, shared_bytes, stream, cluster, __VA_ARGS__); \
   } while (0)
 #define KV_CUDA_CHECK(call) STD_CUDA_CHECK(call)
-// Registers `function` as the op's CUDA implementation or, in the emulation, as its emulated one.
+// Registers `function` as the op's CUDA or, under emulation, emulated implementation.
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
 #elif defined(KVCACHE_GPULESS)

@@ -21,7 +21,8 @@ namespace {
 // name.
 class PlanType {
  public:
-  // Arrays without entries that all plans share: int32[0], [1] (containing a 0), [0, 2] and [0, 3].
+  // Arrays for empty sections, shared by all plans: int32[0], [1] (containing a 0), [0, 2] and
+  // [0, 3].
   struct EmptySections {
     py::object ids, splits, pairs, replace;
   };
@@ -139,7 +140,7 @@ class PlanType {
   }
   // Returns a borrowed reference, or null if the field is not set.
   PyObject* value_of(PyObject* plan, Field field) const { return value_of(plan, slots_[field]); }
-  // Returns whether a value is one of the shared arrays without entries.
+  // Returns whether a value is one of the shared arrays for empty sections.
   bool is_shared_empty(PyObject* value) const {
     return value == empty.ids.ptr() || value == empty.pairs.ptr();
   }

@@ -18,7 +18,7 @@ Hash hash_of(uint64_t number) {
   return hash;
 }
 
-TEST(a_record_states_when_why_and_for_whom_a_block_was_evicted) {
+TEST(a_record_states_when_why_and_for_whom_a_block_left_the_cache) {
   LostBlocks lost(100, 1, 0);
   CHECK(!lost.find(hash_of(1)));
   lost.set_now(700);

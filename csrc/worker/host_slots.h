@@ -62,7 +62,7 @@ class HostSlots {
   Places places_of(int64_t place) const {
     return place == kShared ? Places{0, num_shared_} : Places{place, place + 1};
   }
-  // All arguments of a call except the output.
+  // Returns the arguments of a slot mapping, except for the output.
   SlotMapping call_of(Places places, const int32_t* rows, int64_t num_rows_given,
                       const int32_t* query_start, const int64_t* positions,
                       int64_t num_tokens) const;

@@ -133,7 +133,7 @@ void HostTables::reserve_notes(int64_t num_rows, int64_t num_entries) {
   int64_t widest = 0;
   for (const TableGroup& group : groups_) widest = std::max(widest, group.width);
   const int64_t needed = num_rows * (widest / kMaxSegment + 1) + num_entries;
-  // If there are more changes than ids in the arena, all_dirty_ is set.
+  // At most num_ids_ segments are recorded, because all_dirty_ is set if there are more changes.
   const auto wanted = dirty_.size() + static_cast<size_t>(std::min(needed, num_ids_));
   if (wanted > dirty_.capacity()) dirty_.reserve(std::max(wanted, 2 * dirty_.capacity()));
 }

@@ -38,7 +38,7 @@ from tests.machinery.shared import sampled
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 150, 25, 150
 LONGEST = 48
 # The manager does not track blocks released by steps older than this, so the simulation never
-# aborts them.
+# aborts such steps.
 MOST_STEPS_BACK = 60
 BAD = "bad"  # marks content that must never be read
 KV_MIXES = [

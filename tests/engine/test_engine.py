@@ -458,8 +458,8 @@ class TestFlashInfer:
 
 
 class TestLowPrecision:
-    """With bf16 or an fp8 cache, the error of the logits is about that of a dense cache of the same
-    precision.
+    """With bf16 or an fp8 cache, the error of the logits is similar to that of a dense cache of the
+    same precision.
     """
 
     @torch.inference_mode()

@@ -20,8 +20,8 @@ from benchmarks.gpu.jit_and_replay import jit_check
 from kvcache.native import build, jit
 from tests.machinery.shared import REPO, sampled
 
-# Two compiler stand-ins. The first copies this checkout's libraries instead of compiling and
-# linking, which takes only seconds. The second compiles without optimization.
+# Two compiler stand-ins. The first takes only seconds, because it copies this checkout's
+# libraries instead of compiling and linking. The second compiles without optimization.
 COPIES = f"""#!/bin/sh
 for word in "$@"; do
   case "$before" in -o) out=$word ;; -MF) dependencies=$word ;; esac

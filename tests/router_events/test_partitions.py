@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A subscriber connects again after a network partition that the publisher's side of the connection
-did not survive.
+"""A subscriber reconnects after a network partition that ended the connection on the publisher's
+side.
 """
 
 from __future__ import annotations

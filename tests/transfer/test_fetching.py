@@ -92,7 +92,7 @@ class Engine:
         return region_addresses(self.cache, self.storage.pages, self.rank)
 
     def check(self, sources, first, end, num_tokens):
-        """Check that tokens in the range are correct if some source has them, and that others are
+        """Check that tokens in the range are correct if some source has them, and that all others are
         correct or unchanged.
         """
         tables = {}

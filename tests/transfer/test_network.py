@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of namespaces that other tests use: its links fail separately, and it leaves nothing
-behind.
+"""The network of namespaces that other tests use: its links fail separately, and it leaves no
+namespace and no process behind.
 """
 
 from __future__ import annotations
