@@ -382,8 +382,8 @@ def prompts_with_a_shared_prefix():
 
 
 def conversations_left_behind():
-    """Each cycle forks the previous conversation inside its second turn, and then repeats the same
-    ten prompts.
+    """Yield prompts in cycles. Each cycle forks the previous conversation inside its second turn, and
+    then repeats the same ten prompts.
     """
     before = None
     for number in itertools.count(50):

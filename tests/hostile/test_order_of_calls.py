@@ -203,7 +203,7 @@ def work():
     storage.write(0, rows, rows, slots)
 work()
 child = os.fork()
-if not child:  # numpy, as torch's own operations would hang
+if not child:  # uses numpy, because torch's own operations would hang
     of_pages, of_storage = pages.layer(0).numpy(), storage.key_cache(0).numpy()
     of_pages[1] = 7
     of_storage.fill(0)

@@ -270,7 +270,7 @@ def test_failed_calls_of_serving_and_demo_change_nothing():
     assert (chat.history, chat.turns) == ([3], [])
 
 
-# memory
+# Pages and tensors whose memory overlaps or exceeds the range of addresses.
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ def test_rows_inside_the_second_half_of_a_written_slot_are_rejected():
     assert memory.sum() == 0
 
 
-# sizes
+# Infinite iterables and excessive sizes.
 
 
 def test_infinite_iterables_are_rejected():
@@ -563,7 +563,7 @@ def test_sizes_with_excessive_loops_are_rejected(make, sizes, message):
         make(**{**needed, **sizes})
 
 
-# state
+# Calls that change the state while it is in use, and failed calls that must leave it unchanged.
 
 
 def test_request_whose_name_frees_another_is_freed_with_its_earlier_row():

@@ -37,7 +37,7 @@ names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("kvcac
 assert "kvcache::write_kv" in names and "kvcache::slot_mapping" in names
 for name in names:
     op = getattr(torch.ops.kvcache, name.partition("::")[2]).default
-    some = {{"int": 0, "Tensor": torch.zeros(1)}}  # else optional
+    some = {{"int": 0, "Tensor": torch.zeros(1)}}  # all other arguments are optional
     try:
         op.redispatch(on_cuda, *[some.get(str(a.type)) for a in op._schema.arguments])
     except RuntimeError as error:
@@ -50,7 +50,7 @@ if {has_device}:
         assert "got CUDA tensors" in str(error)
     else:
         raise AssertionError("wrote without a CUDA kernel")
-assert main(["doctor"]) == int(torch.cuda.is_available())  # it matters where there is a device
+assert main(["doctor"]) == int(torch.cuda.is_available())  # the missing library is an error only if there is a device
 """
 
 

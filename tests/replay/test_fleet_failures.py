@@ -130,7 +130,8 @@ def test_a_restarted_router_learns_the_blocks_that_are_stored_or_hit_again():
     requests = [
         request(0, first, 0, answer=300),  # runs until 31.6 s
         request(1, second, 10_000),
-        # Sent to the replica that has cached it, although this replica has more requests.
+        # This request is sent to the replica that has cached its prompt, although that replica has
+        # more requests.
         request(2, first, 11_000),
         request(3, [*first, 1], 20_000),  # not in the index: sent to the least loaded replica
         request(4, [*first, 2], 21_700),

@@ -358,7 +358,7 @@ shape = (1024, 8, 32, 128)
 cache = torch.ones(shape, dtype=torch.bfloat16).transpose(1, 2)
 ids = torch.randperm(1024)
 def peak():
-    # Not getrusage, whose largest size begins with that of the process this one was forked from.
+    # getrusage is not used, because its maximum includes the process from which this one was forked.
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 def plain(cache, ids):

@@ -110,7 +110,7 @@ pages.memory.random_(0, 256)
 host = pages.on_host(300)
 border = host.pages_per_chunk
 assert 0 < border < 299
-host.pages_per_chunk = 0  # as if it had been pinned in one piece
+host.pages_per_chunk = 0  # as if the memory had been pinned in one piece
 pairs = np.array([[1, 2], [5, border - 1], [6, border], [9, 7]])
 stream, refused = torch.cuda.Stream(), False
 stream.wait_stream(torch.cuda.current_stream())
@@ -120,7 +120,7 @@ with torch.cuda.stream(stream):
     except RuntimeError as error:
         print(error)
         pairs, refused = pairs[[0, 3]], True
-        PageCopy(pages, host).copy(pairs, engine=ops.COPY_ENGINE)  # nothing is left of it
+        PageCopy(pages, host).copy(pairs, engine=ops.COPY_ENGINE)  # the failed call left no copies behind
 stream.synchronize()
 assert torch.equal(host.fragment(0)[pairs[:, 1]], pages.fragment(0)[pairs[:, 0]].cpu())
 print("refused" if refused else "arrived")
