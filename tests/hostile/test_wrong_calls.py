@@ -563,7 +563,7 @@ def test_sizes_with_excessive_loops_are_rejected(make, sizes, message):
         make(**{**needed, **sizes})
 
 
-# Calls that change the state while it is in use, and failed calls that must leave it unchanged.
+# Calls that must leave a consistent state.
 
 
 def test_request_whose_name_frees_another_is_freed_with_its_earlier_row():

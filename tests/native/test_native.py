@@ -50,7 +50,7 @@ if {has_device}:
         assert "got CUDA tensors" in str(error)
     else:
         raise AssertionError("wrote without a CUDA kernel")
-assert main(["doctor"]) == int(torch.cuda.is_available())  # the missing library is an error only if there is a device
+assert main(["doctor"]) == int(torch.cuda.is_available())  # an error only if there is a device
 """
 
 
