@@ -37,9 +37,10 @@ inline void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
 // limit of this emulator.
 inline void check_clusters(dim3 grid, dim3 block, unsigned cluster) {
   if (cluster < 1 || cluster > 8 || grid.x % cluster != 0) {
-    throw std::invalid_argument("emul::launch: clusters of " + std::to_string(cluster) +
-                                " blocks: expected 1 to 8, and whole ones in grid.x, " +
-                                std::to_string(grid.x));
+    throw std::invalid_argument(
+        "emul::launch: clusters of " + std::to_string(cluster) +
+        " blocks: expected 1 to 8 blocks, and a divisor of grid.x, which is " +
+        std::to_string(grid.x));
   }
   if (cluster > 1 && block.x * block.y * block.z % kWarpLanes != 0) {
     throw std::invalid_argument("emul::launch: clusters of blocks that have a partial warp");

@@ -81,8 +81,8 @@ void check_optional(const ManagerOptions& options);
 // Returns the options. Throws std::invalid_argument, naming the option, if one is out of range.
 ManagerOptions checked(const ManagerOptions& options);
 
-// Returns the tokens per hash. Throws std::invalid_argument if the given number does not divide
-// every block size.
+// Returns the number of tokens per hash. Throws std::invalid_argument if the given number does not
+// divide every block size.
 int64_t hash_block_size_of(const ManagerOptions& options);
 
 std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_block_size);

@@ -43,7 +43,8 @@ struct LeftOut {
   const char* why;
 };
 constexpr LeftOut kLeftOut[] = {
-    {"FillFunctor<long>", "torch writes its random state of a graph; no graph here draws numbers"},
+    {"FillFunctor<long>",
+     "sets the random state of a CUDA graph; the tests' graphs draw no random numbers"},
 };
 
 // torch.cuda._sleep, in which a thread spins for a number of clock cycles.
@@ -140,7 +141,7 @@ Limits limits_of(const std::string& name) {
 cudaError_t refuse_beyond_limits(const Kernel& kernel, const std::string& name, dim3 block,
                                  size_t shared_bytes) {
   if (is_own(name) && !all_limits().empty() && all_limits().count(name) == 0) {
-    say("the limits of %s are not known: its library is another than KVCACHE_GPULESS_LIMITS is of",
+    say("the limits of %s are unknown: KVCACHE_GPULESS_LIMITS was written for another library",
         name.c_str());
     return cudaErrorInvalidDeviceFunction;
   }
@@ -148,8 +149,8 @@ cudaError_t refuse_beyond_limits(const Kernel& kernel, const std::string& name, 
   const size_t static_bytes = std::min(limits.static_shared_bytes, kSharedBytes);
   const size_t allowed = std::max(kernel.asked_shared_bytes, kSharedBytes - static_bytes);
   if (shared_bytes > allowed) {
-    say("%s wants %zu bytes of shared memory, allowed are %zu", name.c_str(), shared_bytes,
-        allowed);
+    say("%s needs %zu bytes of shared memory, but at most %zu are available", name.c_str(),
+        shared_bytes, allowed);
     return cudaErrorInvalidValue;
   }
   const int threads = int(block.x * block.y * block.z);
