@@ -122,7 +122,7 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of outcomes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="default: all")
     args = parser.parse_args()

@@ -78,7 +78,7 @@ class Faults:
     def _next_fault(self, left: int) -> str | None:
         """Draw the next fault, or None.
 
-        Faults are spread over the remaining requests, about 2.5 per round.
+        Faults are spread over the remaining requests, about 2.5 requests per round.
         """
         if self._faults and self._rng.random() < len(self._faults) * 3 / max(left, 1):
             return self._faults.pop()

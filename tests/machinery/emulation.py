@@ -17,9 +17,9 @@ from kvcache.native import build
 from tests.machinery.shared import REPO
 
 ASAN = os.environ.get("KVCACHE_TEST_ASAN") == "1"
-# The vptr check needs type information of torch's classes.
+# The vptr check would require type information for torch's classes.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
-# Precompiled, since parsing these headers takes seconds per source file.
+# These headers are precompiled, since parsing them takes seconds per source file.
 _TORCH_HEADERS = "#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>\n"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments that contain an inference engine, for tests of the checkout of kvcache."""
+"""Virtual environments with an inference engine, in which this checkout of kvcache is tested."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EngineEnvironment:
         """Write the entry points of the checkout, which is not installed in the environment.
 
         Args:
-            more: Entry points of the tests.
+            more: Additional entry points, for the tests.
         """
         where = "import sysconfig; print(sysconfig.get_path('purelib'))"
         folder = (
@@ -91,10 +91,10 @@ class EngineEnvironment:
         """Run a module in the environment.
 
         Args:
-            module: The module. pytest runs `tests` if no argument names a file.
-            arguments: Its arguments.
-            tests: Files, relative to the checkout.
-            settings: Environment variables. `PYTHONPATH` comes after the checkout.
+            module: The module to run. If it is pytest and no argument names a file, `tests` are run.
+            arguments: Arguments of the module.
+            tests: Paths of test files, relative to the checkout.
+            settings: Environment variables. `PYTHONPATH` is appended to the path of the checkout.
 
         Returns:
             The exit code.

@@ -21,7 +21,7 @@ class EngineInProcess:
     """An engine in a separate process.
 
     Args:
-        command: The command that starts it.
+        command: The command that starts the engine.
         environment: Environment variables in addition to those of this process.
     """
 

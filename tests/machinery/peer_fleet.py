@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in one process that are peers of each other, with faults in everything between them.
+"""Engines in one process that are peers of each other, with faults in all communication between
+them.
 
 Requests for offers do not use HTTP, and events do not use sockets, so a test decides when each arrives.
 KV is transferred by real transports.
@@ -68,7 +69,9 @@ class Peer:
         self.publish()
 
     def publish(self):
-        """Pass this engine's events to all peers. An index that lies hears of no removal."""
+        """Pass this engine's events to all peers. If `fleet.lies` is set, omit the removals of
+        blocks.
+        """
         events = self.translator.translate(self.engine.drain_events())
         if self.fleet.lies:
             events = [each for each in events if not isinstance(each, WireRemoved)]
@@ -93,7 +96,7 @@ class Peer:
                 future.set_exception(error)
 
     def die(self):
-        """End the engine as if its process was killed."""
+        """End the engine as if its process had been killed."""
         self.is_dead, self.fault = True, "is down"
         self.rank.close()
 

@@ -107,7 +107,7 @@ class Parallel:
     tp: int = 1
     pp: int = 1
     dcp: int = 1
-    host_blocks: int = 0  # size of the host tier; some swaps fail on one rank
+    host_blocks: int = 0  # blocks in the host tier, if any; some of its swaps fail on one rank
 
     @property
     def num_ranks(self):
@@ -256,8 +256,8 @@ def serve_rank(connection: Connection, parallel, rank, folder, identity, last_st
     connection.send(("ready", store.description))
 
     def next_message():
-        """Wait for a message that is not an order. Meanwhile, execute orders and send the store's
-        results.
+        """Wait for a message other than "orders". Meanwhile, execute the store's orders and send
+        their results.
         """
         while True:
             if (results := store.take_results()) is not None:
@@ -411,7 +411,9 @@ class RankedEngine:
         )  # fmt: skip
 
     def parallel_name(self, rank):
-        """Return the folder name of a rank's store. Ranks with equal shares use the same folder."""
+        """Return the folder name of a rank's store. Ranks that hold the same share of the KV use
+        the same folder.
+        """
         return str(self.parallel.share(rank, 2)).replace(" ", "-")
 
     def add(self, name, prompt, num_tokens):

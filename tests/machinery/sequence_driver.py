@@ -2,10 +2,10 @@
 """Makes the same random calls to `BlockSpaceManager` and to its reference model, and simulates the
 pages.
 
-Block tables, pairs, counts and hits are compared after every call. A simulated engine represents a
-token's KV by all of its inputs and writes it to the page in the block table. It executes copies and
-swaps in call order, and reads back everything that a sequence would read. The seed is added to any
-error as a note.
+Block tables, pairs, counts and hits are compared after every call. A simulated engine represents
+the KV of a token by all inputs from which it would be computed, and writes this value to the page
+in the block table. The engine executes copies and swaps in call order, and reads back everything
+that a sequence would read. The seed is added to any error as a note.
 """
 
 from __future__ import annotations
@@ -354,7 +354,9 @@ class Driver:
         (self.running if group in self.running else self.swapped).remove(group)
 
     def preempt(self):
-        """Preempt a group by recomputation: it waits again, together with its generated tokens."""
+        """Preempt a group by recomputation: the group waits again and keeps its generated
+        tokens.
+        """
         groups = [group for group in self.running if len(group.seqs) == 1]
         if not groups:
             return
@@ -544,7 +546,7 @@ class Driver:
 
 
 def drive(seed, num_operations=OPERATIONS_PER_SEED):
-    """Run one seed. The seed is added to any error as a note, so that the case can be kept."""
+    """Run one seed. The seed is added to any error as a note, so that the run can be repeated."""
     try:
         Driver(seed).run(num_operations)
     except BaseException as error:

@@ -20,7 +20,7 @@ def ceil_div(a, b):
 
 @dataclass
 class ModelUse:
-    """The values that rank a block for eviction."""
+    """The values by which blocks are ranked for eviction."""
 
     time: float = 0
     release: float = 0  # number of the release, by which blocks that were not accessed are ranked

@@ -2,10 +2,10 @@
 """Sends random HTTP requests: modified bodies for each endpoint, raw bytes, broken HTTP, and
 clients that disconnect.
 
-`python -m tests.machinery.http.fuzz --requests N --seed S` starts a server and sends it N requests. No
-request may crash or hang the server, or get a status of 500 or above. An error about a modified
-field must name the field. Correct requests sent in between must get correct answers, and at the end
-no block may be held.
+`python -m tests.machinery.http.fuzz --requests N --seed S` starts a server and sends it N requests.
+No request may crash or hang the server, or result in a status of 500 or above. An error about a
+modified field must name the field. Correct requests sent in between must get correct answers, and
+at the end no block may be held.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def is_named(case: Case, reply: Reply | None) -> bool:
 def run(server: ServeProcess, seed: int, count: int, num_clients: int = 8) -> Counter[str]:
     """Send random requests.
 
-    Return counts by kind and status. Raises AssertionError at the first fault.
+    Return the number of requests by kind and status. Raises AssertionError at the first fault.
     """
     wanted = text_of(ask(server.port, "POST", PATHS[0], HONEST))
     assert wanted is not None
@@ -276,7 +276,9 @@ def _sent(server: ServeProcess, seed: int, numbers: range, wanted: str) -> Count
         try:
             reply = send(server.port, case)
         except TimeoutError:
-            raise AssertionError(f"{where}no end in {SECONDS} s: {case.pieces[0][:500]}") from None
+            raise AssertionError(
+                f"{where}no end after {SECONDS} s: {case.pieces[0][:500]}"
+            ) from None
         fault = fault_of(case, reply)
         assert fault is None, f"{where}{fault}: {case.pieces[0][:500]} -> {reply}"
         status = "left" if reply is None else "closed" if reply.status == 0 else str(reply.status)

@@ -111,7 +111,7 @@ class ServeProcess:
         return json.loads(self.ask("GET", "/state").body)
 
     def ask(self, method: str, path: str, body: bytes | dict = b"", seconds: float = 60) -> Reply:
-        """Send a request. See `ask`."""
+        """Send a request to this server. See the function `ask`."""
         return ask(self.port, method, path, body, seconds, host=self.host)
 
     def wait_until_empty(self, seconds: float = 60) -> None:

@@ -136,7 +136,7 @@ OPTIONS = {
 
 
 def prepared(options: str) -> Managed:
-    """Return the state in which the calls are made."""
+    """Return a manager in the state in which the calls are made."""
     return _running(**OPTIONS[options])
 
 
