@@ -2,8 +2,8 @@
 """Runs tiny models in vLLM with several schedulers in one process, and records the results of their
 requests.
 
-`python -m tests.machinery.vllm_models '{"model": FOLDER, ...}'` prints the results as JSON in its last
-line.
+`python -m tests.machinery.vllm_models '{"model": FOLDER, ...}'` prints the results as JSON in the
+last line of its output.
 """
 
 import gc
@@ -32,7 +32,8 @@ MODELS = {
         **{"sliding_window": 128, "hidden_activation": "gelu_pytorch_tanh"},
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     },
-    # vLLM's CPU kernel supports only latent vectors with 512 and 64 elements.
+    # vLLM's CPU kernel supports only latent vectors with 512 elements and a rotary part of 64
+    # elements.
     "deepseek_v3": {
         **{key: value for key, value in TINY_LLAMA.items() if key != "head_dim"},
         **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
@@ -325,7 +326,7 @@ class Requests:
                     entry["tokens"] = list(output.outputs[0].token_ids)
                     entry["ended"] = "finished" if output.finished else None
             step += 1
-        while self.scheduler.has_requests():  # steps in flight whose requests were all aborted
+        while self.scheduler.has_requests():  # steps with aborted requests only
             self.engine.engine_core.get_output()
         return self.last
 

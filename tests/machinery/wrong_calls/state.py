@@ -90,7 +90,7 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
     if value is None or kind in (bool, int, str, bytes):
         return (kind.__name__, value)
     if kind in (float, complex):
-        return (kind.__name__, repr(value))  # compares equal for NaN
+        return (kind.__name__, repr(value))  # equal even for NaN
     if id(value) in seen:
         return ("again", seen[id(value)][0])
     seen[id(value)] = (len(seen), value)  # keep the object alive, so that its id is not reused
@@ -120,8 +120,8 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
 
 
 def _attributes(value: object) -> list[tuple[str, object]]:
-    """Return an object's attributes, including those of the package's native classes, without
-    derived ones.
+    """Return an object's attributes, including those of the package's native classes, but without
+    derived attributes.
     """
     out = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
