@@ -80,7 +80,7 @@ def check_machine_code(home: Path, objects: list[Path], arch: str, json_folder: 
     tool = find_cuobjdump(home, environment_folder())
     missing = None
     if f"code={arch}" not in " ".join(build.gencode_flags()):
-        missing = f"the architectures are without {arch}"
+        missing = f"this build does not include {arch}"
     elif tool is None:
         missing = "no cuobjdump found"
     elif shutil.which("c++filt") is None:

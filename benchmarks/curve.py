@@ -116,7 +116,9 @@ def accuracy_tables() -> Iterator[tuple[str, str]]:
 
 
 def long_table() -> str:
-    """Return the errors of curves of generated traces, relative to replays of all blocks."""
+    """Return a table of the errors of curves for generated traces, relative to replays of all
+    blocks.
+    """
     rows = [["blocks per prompt", "policy", "rate", *(f"{size:,}" for size in LONG_SIZES)]]
     for per_prompt in (24, 240):
         with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +145,7 @@ def long_table() -> str:
 
 
 def speed_table(num_blocks: int) -> str:
-    """Return the times for generated traces with two different prompt lengths."""
+    """Return a table of the times for generated traces with two different prompt lengths."""
     heads = ["blocks per prompt", "requests", "blocks", "rate", "read and sampled", "replayed"]
     rows = [[*heads, "a trace of 10^9 blocks", "memory"]]
     for per_prompt in (24, 240):

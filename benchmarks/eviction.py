@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.eviction`: hit rates of eviction policies on two traces.
 
-One trace is of conversations, the other of coding agents.
+One trace contains conversations, and the other contains requests of coding agents.
 """
 
 from __future__ import annotations

@@ -106,7 +106,9 @@ def filled_tables(num_groups: int) -> BlockTables:
 
 
 def updates(num_segments: int, length: int) -> torch.Tensor:
-    """Return updates of 512 rows, with one segment of `num_blocks` blocks per row."""
+    """Return updates with `num_segments` segments of `length` blocks. Segments start 512 entries
+    apart.
+    """
     entries = torch.arange(num_segments) * 512
     at = 1 + 3 * num_segments + torch.arange(num_segments) * length
     places = torch.stack([entries, torch.full_like(entries, length), at], 1)
@@ -121,7 +123,7 @@ def token_io(
     fp8: torch.dtype | None = None,
     num_layers: int | None = None,
 ) -> Iterator[dict]:
-    """Write and gather bfloat16 tokens with 8 heads of 128.
+    """Write and gather bfloat16 tokens with 8 heads of 128 elements.
 
     `num_layers`: number of layers per launch.
     """
@@ -179,7 +181,9 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
 
 
 def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
-    """Permute received bf16 blocks with 8 heads of 128, compared with plain torch operations."""
+    """Permute received bf16 blocks with 8 heads of 128 elements, compared with plain torch
+    operations.
+    """
     # The cache has at least 1 GiB and at least ten times the size of the L2 cache.
     num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)

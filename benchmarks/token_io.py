@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing and gathering tokens on the CPU with one thread, compared with indexing in torch."""
+"""Measures writing and gathering tokens on the CPU with one thread, compared with indexing in
+torch.
+"""
 
 from __future__ import annotations
 

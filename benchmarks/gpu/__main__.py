@@ -21,7 +21,8 @@ from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_run
 from benchmarks.gpu.table import bar_lines, bar_rows, stage_lines
 
 TOTAL_S = 570.0  # time limit, in seconds, that keeps each run under ten minutes
-# Time limits for rehearsals, in which kernel threads run one after another on a few cores.
+# For rehearsals, in which kernel threads run one after another on a few cores: a factor for the
+# time limits of stages, and the time limit of a run in seconds.
 REHEARSAL_SLOWNESS, REHEARSAL_TOTAL_S = 6.0, 1800.0
 
 

@@ -2,8 +2,9 @@
 """Stage: loads KV from another process into pages while captured decode steps run.
 
 The sender is an engine in a separate process with pages in host memory, so only the load disturbs
-the steps. Its blocks have half the size and HND layout, so received pages are also permuted. The
-stage first checks the bytes and order of each load, and then measures the slowdown of the steps.
+the steps. The sender's blocks have half the size and HND layout, so received pages are also
+permuted. The stage first checks the bytes and order of each load, and then measures the slowdown of
+the steps.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def measure(name: str) -> None:
             check_order(loads, step, number, held_s)
         say.row(kind="order", transport=name, loads=rounds, bytes=loads.num_bytes)
         say.learned(
-            f"{name}: {rounds} loads of {loads.num_bytes:,} bytes came after the step that still wrote "
-            "to their pages, and the next step read them"
+            f"{name}: {rounds} loads of {loads.num_bytes:,} bytes began only after the step that wrote "
+            "to their pages, and the next step read the loaded bytes"
         )
         report_slowdown(name, loads, step, rounds)
 
