@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose ranks are separate processes: a tiny Llama with tensor, pipeline or decode
-context parallelism, and a store that survives the processes.
+"""An engine whose ranks are separate processes, with a store that survives these processes.
+
+The model is a tiny Llama with tensor, pipeline or decode context parallelism.
 
     python -m tests.machinery.ranked_engine [--requests 200] [--kills 20]
 

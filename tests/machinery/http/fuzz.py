@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends random HTTP requests: modified bodies for each endpoint, raw bytes, broken HTTP, and
-clients that disconnect.
+"""Sends random HTTP requests: modified bodies, raw bytes, broken HTTP, and clients that disconnect.
 
 `python -m tests.machinery.http.fuzz --requests N --seed S` starts a server and sends it N requests.
 No request may crash or hang the server, or result in a status of 500 or above. An error about a

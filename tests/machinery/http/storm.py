@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures whether a server answers honest clients correctly and in time while hostile clients
-attack it.
+"""Measures whether a server under attack answers honest clients correctly and in time.
 
 `python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the
 same honest clients run alone first, and then together with hostile clients, which are threads of
