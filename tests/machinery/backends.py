@@ -40,7 +40,7 @@ class Backend:
 def _seed() -> int:
     """Return a seed derived from the test's name, so that failures reproduce.
 
-    KVCACHE_TEST_SEED=<number> changes it.
+    KVCACHE_TEST_SEED=<number> changes the seed.
     """
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
     return zlib.crc32(f"{os.environ.get('KVCACHE_TEST_SEED', '')}{test}".encode())

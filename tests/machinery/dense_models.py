@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from kvcache.engine.transformers.tiny_models import tiny_model
 
-# Covers every kind of layer: full attention, sliding windows, chunks, MLA, experts, sinks, and
-# three forms of recurrent state.
+# These models cover every kind of layer: full attention, sliding windows, chunks, MLA, experts,
+# sinks, and three forms of recurrent state.
 MODELS = (
     *("llama", "qwen3", "gemma3", "deepseek_v3", "bamba", "qwen3_next"),
     *("gpt_oss", "llama4", "falcon_h1"),

@@ -310,7 +310,9 @@ class EngineProcess(Forked):
 
 
 def queued_s():
-    """Return the longest time in seconds that a thread of this process was runnable without a core."""
+    """Return the longest total time, in seconds, that a thread of this process has waited for a
+    core.
+    """
     found = []
     for path in glob.glob("/proc/self/task/*/schedstat"):
         with contextlib.suppress(OSError), open(path) as file:

@@ -76,7 +76,7 @@ class Faults:
         return self.found
 
     def _next_fault(self, left: int) -> str | None:
-        """Draw the next fault, or None.
+        """Draw the fault of the next round. Return None if the round has no fault.
 
         Faults are spread over the remaining requests, about 2.5 requests per round.
         """
@@ -156,7 +156,7 @@ class Faults:
             print(f"{self.found['requests']} requests", end="\r", flush=True)
 
     def _check_leaks(self) -> None:
-        """Count as leaked each pool that is not empty after its leases have expired."""
+        """Count each pool that is not empty after its leases have expired as leaked."""
         for name, process in (("prefill", self.prefill), ("decode", self.decode)):
             seconds = LEASE_S + TIMEOUT_S + self._margin_s
             answer = process.ask("drained", timeout_s=60, seconds=seconds)

@@ -25,7 +25,7 @@ _TORCH_HEADERS = "#include <torch/csrc/stable/library.h>\n#include <torch/csrc/s
 
 @functools.cache
 def emulated_ops():
-    """Return the namespace of the emulated ops, built once per state of csrc.
+    """Return the namespace of the emulated ops. The ops are rebuilt only if csrc has changed.
 
     KVCACHE_TEST_ASAN=1 adds sanitizers.
     """

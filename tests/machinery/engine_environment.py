@@ -23,7 +23,9 @@ METADATA = "Metadata-Version: 2.1\nName: kvcache-checkout\nVersion: 1\n"
 
 
 class Unavailable(Exception):
-    """The engine cannot be installed on this machine. The message gives the reason in one line."""
+    """Raised if the engine cannot be installed on this machine. The message states the reason in
+    one line.
+    """
 
 
 class EngineEnvironment:
@@ -41,11 +43,13 @@ class EngineEnvironment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the environment was created before."""
+        """Whether the environment has already been created."""
         return self._stamp.exists()
 
     def create(self, title: str) -> None:
-        """Create the environment with torch and the packages of tests. Raises Unavailable."""
+        """Create the environment with torch and the packages that tests need. Raises
+        Unavailable.
+        """
         print(f"installing {title} into {self.folder}, once", flush=True)
         call([sys.executable, "-m", "venv", str(self.folder)])
         self.pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", *TEST_NEEDS, self._torch)
@@ -122,6 +126,8 @@ def call(command: list[str]) -> str:
 
 
 def test_files(*patterns: str) -> list[str]:
-    """Return the test files that match patterns below `tests`, relative to the checkout."""
+    """Return the test files that match glob patterns in `tests`, as paths relative to the
+    checkout.
+    """
     found = (each for pattern in patterns for each in (REPO / "tests").glob(pattern))
     return sorted(str(each.relative_to(REPO)) for each in found)

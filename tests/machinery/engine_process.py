@@ -75,7 +75,7 @@ class EngineInProcess:
         assert self.ask("reset") is True
 
     def said(self, text):
-        """Return the number of log lines that contain a text."""
+        """Return the number of log lines that contain `text`."""
         return sum(text in line for line in list(self.errors))
 
     def signal(self, number):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain models of the block pool and its eviction policies: lists and loops, written from the
-definitions.
+"""Plain models of the block pool and its eviction policies, written with lists and loops directly
+from the definitions.
 """
 
 from __future__ import annotations
@@ -397,7 +397,7 @@ class Priority(Policy):
 
 
 class Segment:
-    """Blocks released together."""
+    """Blocks that were released together."""
 
     def __init__(self, number, time, reuse_class, num_forks=0, cost=1.0):
         self.number = number
@@ -914,7 +914,9 @@ class Learned(ByWorth):
 
 
 class LearnedCopies(ByWorth):
-    """Pages of a second tier. Each page keeps the class and time of the block it copies."""
+    """Pages of a second tier. Each page keeps the class and time of the block that was copied to
+    it.
+    """
 
     def __init__(self, num_blocks, source):
         self.source = source

@@ -43,7 +43,7 @@ from tests.machinery.http.process import ServeProcess, ask, connect, reply_of, r
 from tests.machinery.network import Faults, Network
 
 HTTP, EVENTS, REPLAYS = 8000, 5557, 5558
-# Tokens in a session's prefix, in the rest of a prompt, and in an answer.
+# Numbers of tokens in a session's prefix, in the rest of a prompt, and in an answer.
 PREFIX, SUFFIX, NUM_TOKENS = 128, 20, 4
 CLIENTS, ANSWER_S, QUERY_S, DOWN_S = 3, 30.0, 1.0, 1.0
 PREFILL_TIMEOUT_S = 2
@@ -629,11 +629,11 @@ def table(rows: Iterable[dict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of each phase")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per phase")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenarios", nargs="*", default=SCENARIOS, choices=SCENARIOS)
     parser.add_argument("--no-store", action="store_true", help="run the replicas without a store")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--json", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     if reason := why_not():
         print(f"SKIPPED: {reason}")

@@ -46,7 +46,7 @@ class Forked:
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid
-        self.greeting = self.answer(180)  # imports take long on a busy machine
+        self.greeting = self.answer(180)  # imports take a long time on a busy machine
 
     def __enter__(self) -> Forked:
         return self

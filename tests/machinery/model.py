@@ -81,7 +81,9 @@ class ModelRow:
     admission: int
     num_prompt: int  # tokens known at admission
     num_shared: int = 0  # prompt tokens that the groups of `shared_groups` would have hit
-    ends: frozenset[int] = frozenset()  # additional hits for which sparse groups keep their blocks
+    ends: frozenset[int] = (
+        frozenset()
+    )  # lengths of additional hits for which sparse groups keep blocks
     resend: bool = False
     stale: bool = False
     forked: bool = False
@@ -1015,7 +1017,9 @@ class ModelManager:
         return count + sum(blocks.count(block) for blocks in self.kept.values()) > 1
 
     def _num_holders(self, block):
-        """Return the references held by rows, excluding fences, kept blocks and loads."""
+        """Return the number of references that rows hold, excluding fences, kept blocks and
+        loads.
+        """
         count = self.pool.refs.get(block, 0)
         count -= sum(blocks.count(block) for _, blocks in self.fences)
         count -= sum(blocks.count(block) for blocks in self.kept.values())
@@ -1198,7 +1202,7 @@ class ModelManager:
         if now > self.num_blocks - 1 - (0 if start else self.watermark):
             return NEVER, -1
         if now > self.num_blocks - 1 - self.watermark and is_alone:
-            room = min(room + self.watermark, 0)  # no room for preallocation
+            room = min(room + self.watermark, 0)  # leaves no room for preallocation
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
             return WAIT, -1
@@ -1213,7 +1217,7 @@ class ModelManager:
         state.num_shared = num_shared
         state.ends = self.retained_ends(prompt, num_hit, num_shared)
         state.receiving, state.num_hit, state.hit_end = delay, num_hit, num_hit
-        state.reads = request.reads  # `read_cache` of this call
+        state.reads = request.reads  # the `read_cache` setting of this call
         self.rows[row] = state
         self._take_hits(state)
         if self.announce_reused:
@@ -1574,9 +1578,7 @@ class ModelManager:
         g, prefix, _ = self.pool.content[block]
         page = self.host.find(g, prefix)
         if page:
-            self.host.retain(
-                page
-            )  # the host already has the content, so count another use of the page
+            self.host.retain(page)  # already on the host, so this only adds a reference
             self.writes.append((page, g, prefix, "there"))
             return False
         if any((group, key) == (g, prefix) for _, group, key, _ in self.writes):
@@ -1906,7 +1908,7 @@ class ModelManager:
             state, limit = self.rows.get(row), limits[row]
             if state is None or limit >= state.num_computed:
                 continue
-            if state.receiving:  # keeps its blocks until the senders have finished writing
+            if state.receiving:  # the row keeps its blocks until the senders have finished writing
                 state.num_valid = min(state.num_valid, limit)
                 continue
             state.resend |= state.by_step
@@ -1982,7 +1984,7 @@ class ModelManager:
                         # The state may also be in a page that the row has released.
                         if group.pages == STATE and self.has_partial[g]:
                             is_invalid |= n < end and n <= state.num_computed
-                    else:  # dropped: full blocks if they can be found, partial blocks always
+                    else:  # a dropped block: a full one counts if it is found, a partial one always
                         found = self.find(g, prefix, with_host=True) if n == end else 0
                         if found > 0:
                             invalid[found] = min(invalid.get(found, right), right)

@@ -2,8 +2,8 @@
 """Engines in one process that are peers of each other, with faults in all communication between
 them.
 
-Requests for offers do not use HTTP, and events do not use sockets, so a test decides when each arrives.
-KV is transferred by real transports.
+Requests for offers do not use HTTP, and events do not use sockets, so a test decides when each
+request or event arrives. KV is transferred by real transports.
 """
 
 import queue
@@ -28,7 +28,7 @@ FAULTS = (None, "refuses", "is down", "is slow", "sends nonsense", "loses blocks
 
 
 class _Watch:
-    """A watch of a peer that is always compatible."""
+    """A watch that always reports its peer as compatible."""
 
     error = None
 
@@ -102,7 +102,7 @@ class Peer:
 
 
 class Fleet:
-    """Peers, random requests to them, and the right answer of each request."""
+    """Peers, random requests to these peers, and the expected answer to each request."""
 
     def __init__(self, size, seed, monkeypatch, *, model="llama", budget="256KiB", **options):
         self.size, self.rng, self.model = size, random.Random(seed), dense(model, 2)

@@ -5,9 +5,9 @@ The model is a tiny Llama with tensor, pipeline or decode context parallelism.
 
     python -m tests.machinery.ranked_engine [--requests 200] [--kills 20]
 
-serves requests with each form of parallelism, kills ranks at random moments, and compares all
-answers to those of the unsharded model. Ranks exchange values only through the scheduler, which
-sums them, so the other ranks survive a kill.
+This program serves requests with each form of parallelism, kills ranks at random moments, and
+compares all answers with those of the unsharded model. Ranks exchange values only through the
+scheduler, which sums them, so the other ranks survive a kill.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BLOCK, NUM_BLOCKS, NUM_LAYERS, MAX_LEN = 8, 49, 2, 256
 
 
 class RankDied(Exception):
-    """A rank's process has ended."""
+    """Raised if a rank's process has ended."""
 
 
 class FileStore(BlockStore):
@@ -146,7 +146,7 @@ def plan_of(parallel, rank):
 
 
 class Stopped(Exception):
-    """The scheduler has aborted the step."""
+    """Raised if the scheduler has aborted the step."""
 
 
 class Shard:
@@ -283,7 +283,7 @@ def serve_rank(connection: Connection, parallel, rank, folder, identity, last_st
             if name == "close":
                 connection.send(("closed", store.close(10), store._staging.num_free))
                 return
-            if name == "stop":  # for a step that this rank has already completed
+            if name == "stop":  # this rank has already completed the aborted step
                 connection.send(("stopped",))
                 continue
             plan, batch = arguments

@@ -2,10 +2,10 @@
 """Makes the same random calls to `BlockSpaceManager` and to its reference model, and simulates the
 pages.
 
-Block tables, pairs, counts and hits are compared after every call. A simulated engine represents
-the KV of a token by all inputs from which it would be computed, and writes this value to the page
-in the block table. The engine executes copies and swaps in call order, and reads back everything
-that a sequence would read. The seed is added to any error as a note.
+Block tables, copy pairs, counts and hits are compared after every call. A simulated engine
+represents the KV of a token by all inputs from which it would be computed, and writes this value to
+the page in the block table. The engine executes copies and swaps in call order, and reads back
+everything that a sequence would read. The seed is added to any error as a note.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Group:
 class Pages:
     """The simulated contents of the pages on both tiers.
 
-    Each slot stores all inputs of its KV.
+    Each slot stores all inputs from which its KV would be computed.
     """
 
     def __init__(self, block_size):
@@ -426,7 +426,7 @@ class Driver:
         assert self.manager.reset_prefix_cache(device) == pool.reset()
 
     def ask(self):
-        """Call the queries, which must not change anything."""
+        """Call the query methods, which must not change anything."""
         for group in self.running:
             states = [self.model.sequences[seq.seq_id] for seq in group.seqs]
             hits = [each.blocks[: each.num_cached // self.size] for each in states]

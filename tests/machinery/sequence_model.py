@@ -23,7 +23,7 @@ class ModelUse:
     """The values by which blocks are ranked for eviction."""
 
     time: float = 0
-    release: float = 0  # number of the release, by which blocks that were not accessed are ranked
+    release: float = 0  # sequence number of the release, which ranks blocks that were not accessed
     num_prefix_tokens: int = 0
     idle: int = 0
     is_accessed: bool = False

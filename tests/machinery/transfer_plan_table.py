@@ -12,8 +12,8 @@ allowed. Combinations are enumerated as two products:
   with and without a permutation, for each of the parallel sizes in a list. Local ranks alternate.
 
 The product of these two products has 6 * 10^8 combinations, times the number of local ranks.
-`--random N` checks N of them, drawn with `--seed`. In one of eight, the two sides may have
-different numbers of heads, which must be refused.
+`--random N` checks N of them, drawn with `--seed`. In one of eight combinations, the two sides may
+have different numbers of heads. Such combinations must be refused.
 """
 
 import argparse

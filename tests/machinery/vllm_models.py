@@ -186,7 +186,8 @@ def make_room():
     ensure_kv_transfer_shutdown()  # needed if an engine failed while starting
     # The original function fails if it is called a second time in a process.
     dispatcher.register_kernels = lambda kernels: None
-    # otherwise, destroying the old engine later would also destroy the next engine's process groups
+    # Without this call, destroying the old engine later would also destroy the process groups of
+    # the next engine.
     gc.collect()
     cleanup_dist_env_and_memory()
 

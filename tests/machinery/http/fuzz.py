@@ -32,7 +32,7 @@ SECONDS = 30  # time limit for any request
 OPTIONS = ["--max-model-len=256", "--max-num-seqs=8", "--request-timeout=3", "--grace=1"]
 HONEST = {"model": "llama", "prompt": "An honest prompt.", "max_tokens": 8, "temperature": 0}
 PATHS = ("/v1/completions", "/v1/chat/completions")
-HUGE = "9" * 5_000  # more digits than Python converts to an int
+HUGE = "9" * 5_000  # more digits than Python converts to an int by default
 
 WRONG: list[object] = [
     *(None, True, False, 0, -1, 1, 2, 2**31 - 1, 2**31, 2**53, 2**63, -(2**63), 2**64, 10**400),
@@ -229,7 +229,7 @@ def fault_of(case: Case, reply: Reply | None) -> str | None:
     if case.kind == "right" and reply.status != 200:
         return f"status {reply.status} for a valid request"
     if reply.status == 200 and case.is_whole and b'"error"' in reply.body:
-        return "an error in an answer"
+        return "an error in a response with status 200"
     if reply.status in (400, 413, 429) and case.is_whole:
         message = json.loads(reply.body)["error"]["message"]
         if not message:

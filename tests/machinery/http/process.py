@@ -32,10 +32,10 @@ class Reply(NamedTuple):
 class ServeProcess:
     """A context manager that runs a server of a tiny model.
 
-    `args`: options of `kvcache serve`. `environment`: variables of the process. `namespace`: path of the
-    network namespace in which the server runs, from which the methods must be called
-    (`network.Network.inside`). After the process has ended, `log` holds its stderr. Request logging is
-    off by default.
+    `args`: options of `kvcache serve`. `environment`: variables of the process. `namespace`: path
+    of the network namespace in which the server runs. The methods must be called from the same
+    namespace (`network.Network.inside`). After the process has ended, `log` holds its stderr.
+    Request logging is off by default.
     """
 
     def __init__(

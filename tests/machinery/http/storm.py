@@ -63,7 +63,7 @@ def honest_bodies(seed: int, per_turn: int) -> list[list[dict]]:
 
 
 class Honest:
-    """The honest clients. Records the latencies of a turn and checks the answers."""
+    """The honest clients, which record the latencies of a turn and check the answers."""
 
     def __init__(self, port: int, seed: int, per_turn: int) -> None:
         self._port, self._bodies = port, honest_bodies(seed, per_turn)

@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Interrupt(KeyboardInterrupt):
-    """The exception that the handler raises."""
+    """The exception that the signal handler raises."""
 
 
 def raise_interrupt() -> None:

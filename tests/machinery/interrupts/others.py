@@ -52,7 +52,9 @@ class Sequences:
         self.running.seqs[0].tokens = [*tokens, 10]
 
     def check(self) -> None:
-        """Check that everything can be freed exactly once."""
+        """Check that all sequences and groups can be freed, and that freeing them again changes
+        nothing.
+        """
         manager = self.manager
         manager.check_invariants()
         everything = [*self.running.seqs, *self.waiting.seqs, self.child]
@@ -144,7 +146,7 @@ def check_table(call: str) -> int:
 
 
 def check_aggregator() -> int:
-    """Check that each report counts once.
+    """Check that each report is counted exactly once.
 
     The call is repeated unless its output shows that it has completed.
     """

@@ -37,7 +37,7 @@ from tests.machinery.wrong_calls.messages import is_clear
 SLOW_S = 2.0
 HANG_S, BUSY_S = 60.0, 5.0  # limits per call in seconds of wall time and of CPU time
 MEMORY = 8 << 30  # bytes of address space that a child may use in addition to what it has inherited
-BATCH = 40  # number of calls on one scene, whose state is then compared with that of a twin
+BATCH = 40  # number of calls on a scene before its state is compared with that of an untouched twin
 MOST_UNCLEAR = 0.01  # maximum fraction of rejected calls with unclear messages
 BAD = {
     "crash": "crashes",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid arguments and live objects for every public call, found by annotation, by name, or made by
-hand.
+"""Valid arguments and live objects for every public call, found by annotation or by name, or made
+by hand.
 
 A `World` makes each object once, so that the objects fit together: the request is admitted to the
 manager, and the worker has applied the manager's plan. Objects not made by hand (`makers.py`) are
