@@ -35,7 +35,9 @@ ARCHS = ("sm_90", "sm_100")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FOLDER", help="where the tables are written")
+    parser.add_argument(
+        "--json", type=Path, metavar="FOLDER", help="write the tables to this folder"
+    )
     json_folder = parser.parse_args(arguments).json
     home = build.cuda_home()
     if home is None:

@@ -51,9 +51,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curve", description=__doc__)
     parser.add_argument("--only", nargs="*", choices=TABLES, default=TABLES, help="names of tables")
     parser.add_argument(
-        "--blocks", type=int, default=50_000_000, help="blocks of each generated trace"
+        "--blocks", type=int, default=50_000_000, help="number of blocks in each generated trace"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables of a page")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="replace the tables in this page"
+    )
     args = parser.parse_args()
     tables = dict(accuracy_tables()) if {"curve", "errors"} & {*args.only} else {}
     if "long" in args.only:

@@ -67,7 +67,7 @@ def print_tables(
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=text)
     parser.add_argument("--trace", type=Path, default=TRACE, help="JSONL file in Mooncake's format")
     parser.add_argument(
-        "--agents", type=Path, default=AGENTS, help="a trace of agents in the same format"
+        "--agents", type=Path, default=AGENTS, help="trace of coding agents in the same format"
     )
     parser.add_argument("--only", nargs="*", choices=tables, help="names of tables; default: all")
     parser.add_argument(

@@ -170,7 +170,7 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
     num_blocks = max(sizes.pool_bytes(16 << 30, on_host=False) // (32 * fragment), 4)
     pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 16, device="cuda")
     pages.memory.random_(0, 256)
-    # A total of 2 GiB, read and written.
+    # A total of 2 GiB is read and written.
     count = min(num_blocks // 4, max(sizes.scaled(1 << 30) // pages.page_bytes, 1))
     ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[: 2 * count]
     page_copy, pairs = PageCopy(pages, pages), ids.view(-1, 2).contiguous()
@@ -201,7 +201,7 @@ def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> It
     yield {
         "kernel": "permute_blocks_",
         "case": case,
-        **rate(2 * memory.numel(), us, limit),  # half the blocks, two bytes each, read and written
+        **rate(2 * memory.numel(), us, limit),  # half the blocks are read and written
         "plain_us": plain_us,
         "times_plain": plain_us / us,
     }

@@ -34,7 +34,7 @@ def written_slots(generator: torch.Generator) -> torch.Tensor:
 
 
 def plain(layout: str) -> Iterator[Result]:
-    """Move bfloat16 unchanged."""
+    """Measure writing and gathering bfloat16 tokens without conversion."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
     tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
