@@ -30,7 +30,7 @@ from kvcache import KVCacheManager, Request
 
 BLOCK, PROMPT_BLOCKS, LONG = 16, 1024, 1_000_000
 MOST_BLOCKS = 99_999 // BLOCK  # blocks of the largest call that should stay below MOST_US
-MOST_US, MOST_RATIO = 1000, 5  # goals: the slowest call, and p99.9 divided by p50
+MOST_US, MOST_RATIO = 1000, 5  # upper bounds for the slowest call, and for p99.9 divided by p50
 FULL = {20_000: 64, 1_000_000: 256, 10_000_000: 256}  # pool size in blocks -> number of decode rows
 SHORT = {20_000: 64, 1_000_000: 256}
 

@@ -170,7 +170,7 @@ PROMPTS = {
         "5 windows + 1 full",
     ),
 }
-NO_MANAGER = "no manager"  # requests have no hashes either
+NO_MANAGER = "no manager"  # without a manager, requests have no hashes either
 HASHES = {
     "vLLM, sha256": "sha256",
     "vLLM, sha256_cbor": "sha256_cbor",

@@ -75,7 +75,7 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Kind:
-    spec: Callable[[int], GroupSpec]  # takes the block size
+    spec: Callable[[int], GroupSpec]  # a function of the block size
     model: Callable[[int], ModelGroup]
 
 
@@ -644,7 +644,7 @@ class Driver:
         writes = bool(self.choose.integer(0, 3))
         encoder = known.num_encoder_tokens
         request = self.make_request(tokens, write_cache=writes, num_encoder_tokens=encoder)
-        if len(known.tokens) < num_shared:  # unconfirmed drafts
+        if len(known.tokens) < num_shared:  # the shared tokens include unconfirmed drafts
             with pytest.raises(ValueError, match="are known"):
                 self.manager.fork(parent, request)
             return

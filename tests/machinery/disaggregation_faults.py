@@ -94,7 +94,7 @@ class Faults:
             self.found[f"{fault}s"][victim] += 1
         process = self.prefill if victim == "prefill" else self.decode
         if fault == "kill" and delay == 0.0 and victim == "prefill":
-            process.signal(signal.SIGKILL)  # before the load
+            process.signal(signal.SIGKILL)  # kill the process before the load starts
             self._load(requests)
             process.start()
         elif fault == "kill" and victim == "decode":

@@ -285,11 +285,11 @@ class ModelManager:
         self.to_clear: set[int] = set()
         self.fences: list[tuple[int, list[int]]] = []
         self.kept: dict[str, list[int]] = {}  # request id -> blocks
-        self.loads: list[dict] = []  # in flight
+        self.loads: list[dict] = []  # loads in flight
         self.pending_writes: list[int] = []
         self.writing: list[int] = []  # blocks to write to the host in this step
         self.fills: dict[int, int] = {}  # this step: block -> row that fills it
-        self.writes: list[tuple[int, int, tuple, str]] = []  # host writes of this step
+        self.writes: list[tuple[int, int, tuple, str]] = []  # writes to the host in this step
         # States whose pages the rows release: (row, group, tokens, page, first token).
         self.moves: list[tuple[int, int, int, int, int]] = []
         # this step: source block or page -> destination of the swap
@@ -975,8 +975,8 @@ class ModelManager:
         return [page for page in at if self._is_shared(page)] if gives_up else at
 
     def _stays(self, each, accepted):
-        """Whether a state at a block end stays in its page because the row gives up the stored
-        copy.
+        """Whether a state at a block end stays in its page. If so, the row gives up the stored
+        copy of the state.
         """
         return any(each.blocks) and not self._is_shared(each.blocks[each.num_dropped + accepted])
 

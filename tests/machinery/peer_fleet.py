@@ -109,7 +109,7 @@ class Fleet:
         self.budget, self.lies, self.cache_options = budget, False, options.pop("cache", {})
         self.source_options = {"min_tokens": 16, "timeout_s": 5.0, "lease_s": 5.0}
         self.source_options |= {"max_kept_share": 0.6, **options}
-        self.goes_on = threading.Event()  # slow replies wait for it
+        self.goes_on = threading.Event()  # slow replies wait for this event
         self.answers, self.running, self.num_compared = {}, [], 0
         monkeypatch.setattr(peer_source, "PeerWatch", _Watch)
         fleet = self

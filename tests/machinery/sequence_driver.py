@@ -221,7 +221,9 @@ class Driver:
             self.compute_prompt(group, self.random.randint(1, 12))
 
     def compute_prompt(self, group, chunk):
-        """Compute a chunk of the prompt. The hit counts toward the first chunk."""
+        """Compute a chunk of the prompt. The tokens of the prefix hit count toward the first
+        chunk.
+        """
         first = group.seqs[0]
         num_cached = self.model.sequences[first.seq_id].num_cached
         start = max(group.num_computed, num_cached)

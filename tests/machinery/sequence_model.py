@@ -41,8 +41,8 @@ class ModelPool:
         self.is_chain = is_chain  # whether a hit on a block requires a hit on its parent
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
-        self.cached_free = []  # ordered by release
-        self.content = {}  # oldest first
+        self.cached_free = []  # cached free blocks, ordered by release
+        self.content = {}  # cached blocks, oldest first
         self.use = {block: ModelUse() for block in self.refs}
         self.clock, self.num_idle, self.release_time = 0, 0, 0
         self.least_free = self.num_total

@@ -212,7 +212,7 @@ class Requests:
         found["roomy"] = self.roomy(rng)
         found["tight"] = self.told(lambda: self.generate(requests))
         if not is_short:
-            if not has_drafts:  # sampling depends on the drafts
+            if not has_drafts:  # with drafts, sampling depends on the drafts
                 found["samples"] = self.samples(rng)
             found["aborts"] = self.aborts(requests)
             found["resets"] = self.resets(requests)

@@ -32,9 +32,9 @@ class Limits:
     """Launch limits of one kernel, by mangled name."""
 
     kernel: str
-    registers: int  # per thread
+    registers: int  # registers per thread
     static_shared_bytes: int
-    max_threads: int  # per block
+    max_threads: int  # maximum number of threads per block
 
 
 def find_cuobjdump(home: Path | None, environment: Path) -> str | None:

@@ -55,7 +55,7 @@ def unbound_kernels() -> list[str]:
     return names
 
 
-# Operators that launch nothing, or that the runtime executes itself.
+# Operators that launch nothing, or that the runtime itself executes.
 NATIVE = {
     f"aten::{name}"
     for name in (

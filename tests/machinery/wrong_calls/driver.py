@@ -67,7 +67,7 @@ class Counts:
     findings: list[dict] = field(default_factory=list)
     # The number of findings, including repeated ones.
     seen: collections.Counter = field(default_factory=collections.Counter)
-    seconds: collections.Counter = field(default_factory=collections.Counter)  # per scene
+    seconds: collections.Counter = field(default_factory=collections.Counter)  # seconds per scene
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: dict) -> None:
@@ -351,7 +351,7 @@ def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
     _limit_memory()
     os.dup2(1, _JOURNAL)
     note, at, end = _Note(), first, first + count
-    deaths: collections.Counter = collections.Counter()  # per scene
+    deaths: collections.Counter = collections.Counter()  # number of deaths per scene
     while at < end:
         note.write(at, "", "", "")
         worker = os.fork()

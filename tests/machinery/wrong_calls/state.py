@@ -41,7 +41,7 @@ PROBES: dict[str, Callable] = {
     "AttentionMetadataBuilder": lambda each: {
         name: value
         for name, value in vars(each).items()
-        if name != "_views"  # created lazily
+        if name != "_views"  # this attribute is created lazily
     },
     "Connector": lambda each: each._manager,
     "CacheRank": lambda each: None,  # changed by a thread
@@ -155,7 +155,7 @@ def _tensor(tensor: torch.Tensor) -> object:
         if tensor.numel() * tensor.element_size() > _MOST_BYTES or tensor.device.type != "cpu":
             return head
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, nested, meta
+    except (RuntimeError, TypeError, NotImplementedError):  # e.g. sparse and quantized tensors
         return head
     return (*head, hashlib.md5(data.tobytes()).hexdigest())
 

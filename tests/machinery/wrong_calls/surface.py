@@ -230,7 +230,7 @@ def _of_class(module: str, of: type) -> Iterator[Target]:
             continue
         home = next(base for base in of.__mro__ if name in vars(base))
         if not home.__module__.startswith("kvcache"):
-            continue  # inherited from tuple or torch.nn.Module
+            continue  # the method is inherited from tuple or torch.nn.Module
         static = inspect.getattr_static(of, name)
         full = f"{of.__name__}.{name}"
         if isinstance(static, property):
