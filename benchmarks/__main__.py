@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks`: runs the CPU benchmarks and their peers, and prints one table."""
+"""`python -m benchmarks`: runs the CPU benchmarks and their baselines, and prints one table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SUITES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", choices=SUITES, help="one suite (default: all)")
+    parser.add_argument("--only", choices=SUITES, help="run only this suite (default: all)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results to this file"
     )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata on the CPU with one thread, compared with NumPy code as used in engines."""
+"""Measures attention metadata on the CPU with one thread, compared with NumPy code like that in
+engines.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ WIDTH = MAX_LEN // BLOCK_SIZE
 class NumpyMetadata:
     """The baseline.
 
-    For each group, it indexes table rows, computes cumulative sums and masks pages.
+    For each group, the baseline indexes table rows, computes cumulative sums and masks pages.
     """
 
     def __init__(self, tables: list[np.ndarray], max_num_reqs: int) -> None:
@@ -87,7 +89,7 @@ def tables_of(num_reqs: int, device: str = "cpu") -> BlockTables:
 
 
 def device_build(num_reqs: int, query_len: int, device: str = "cuda") -> Callable[[], object]:
-    """Return a function that builds from device lengths and used columns, as in a CUDA graph."""
+    """Return a function that builds the metadata from lengths on the device, as in a CUDA graph."""
     builder = AttentionMetadataBuilder(tables_of(num_reqs, device))
     batch = [torch.from_numpy(x).to(device) for x in batch_of(num_reqs, query_len)]
     return lambda: builder.build(*batch, max_seq_len=3072)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashing, the block pool, decode steps, lookups, and a replay of the conversation trace."""
+"""Measures hashing, the block pool, decode steps, lookups, and a replay of the conversation
+trace.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,7 @@ def misses() -> Iterator[Result]:
 
 
 def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
-    """Measure decode steps with one token per request, blocks of 16, and caching enabled."""
+    """Measure decode steps with one token per request, blocks of 16 tokens, and caching enabled."""
     num_steps, random = 65, np.random.default_rng(0)
     prompts = [random.integers(0, 152_000, 64 + i % 16).astype(np.int32) for i in range(num_rows)]
     sampled = random.integers(0, 152_000, num_rows).astype(np.int32)
@@ -176,7 +178,8 @@ def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
 
 
 def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
-    """Measure all calls of a decode step in both planes, with one token per row and no new blocks.
+    """Measure all calls of a decode step, in the control plane and in the data plane, with one
+    token per row and no new blocks.
 
     The baseline is a row-by-row allocator in Python with slot mapping in NumPy.
     """

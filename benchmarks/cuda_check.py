@@ -35,7 +35,9 @@ ARCHS = ("sm_90", "sm_100")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FOLDER", help="where the tables are written")
+    parser.add_argument(
+        "--json", type=Path, metavar="FOLDER", help="write the tables to this folder"
+    )
     json_folder = parser.parse_args(arguments).json
     home = build.cuda_home()
     if home is None:
@@ -80,7 +82,7 @@ def check_machine_code(home: Path, objects: list[Path], arch: str, json_folder: 
     tool = find_cuobjdump(home, environment_folder())
     missing = None
     if f"code={arch}" not in " ".join(build.gencode_flags()):
-        missing = f"the architectures are without {arch}"
+        missing = f"this build does not include {arch}"
     elif tool is None:
         missing = "no cuobjdump found"
     elif shutil.which("c++filt") is None:

@@ -51,9 +51,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curve", description=__doc__)
     parser.add_argument("--only", nargs="*", choices=TABLES, default=TABLES, help="names of tables")
     parser.add_argument(
-        "--blocks", type=int, default=50_000_000, help="blocks of each generated trace"
+        "--blocks", type=int, default=50_000_000, help="number of blocks in each generated trace"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables of a page")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="replace the tables in this page"
+    )
     args = parser.parse_args()
     tables = dict(accuracy_tables()) if {"curve", "errors"} & {*args.only} else {}
     if "long" in args.only:
@@ -116,7 +118,9 @@ def accuracy_tables() -> Iterator[tuple[str, str]]:
 
 
 def long_table() -> str:
-    """Return the errors of curves of generated traces, relative to replays of all blocks."""
+    """Return a table of the errors of curves for generated traces, relative to replays of all
+    blocks.
+    """
     rows = [["blocks per prompt", "policy", "rate", *(f"{size:,}" for size in LONG_SIZES)]]
     for per_prompt in (24, 240):
         with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +147,7 @@ def long_table() -> str:
 
 
 def speed_table(num_blocks: int) -> str:
-    """Return the times for generated traces with two different prompt lengths."""
+    """Return a table of the times for generated traces with two different prompt lengths."""
     heads = ["blocks per prompt", "requests", "blocks", "rate", "read and sampled", "replayed"]
     rows = [[*heads, "a trace of 10^9 blocks", "memory"]]
     for per_prompt in (24, 240):

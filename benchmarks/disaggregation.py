@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves requests with a prefill and a decode process, which are randomly killed, paused and
-restarted.
+"""Serves requests with prefill and decode processes that are randomly killed, paused and restarted.
 
     python -m benchmarks.disaggregation                  # 1,000 requests, 32 kills, 32 stops
     python -m benchmarks.disaggregation --seed 7 --json benchmarks/results/disaggregation.json

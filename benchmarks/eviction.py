@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.eviction`: hit rates of eviction policies on two traces.
 
-One trace is of conversations, the other of coding agents.
+One trace contains conversations, and the other contains requests of coding agents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache.replay.policies import parse_eviction, parse_host_eviction, parse_h
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/mooncake_conversation.jsonl"
 AGENTS = TRACE.with_name("agents_claude_code.jsonl.gz")
 BLOCK_SIZE = 512  # tokens
-CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)  # device blocks only
+CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)  # blocks, without a host tier
 POLICIES = (
     "lru",
     "last_access",
@@ -61,13 +61,13 @@ def print_tables(
 ) -> int:
     """Print the tables named on the command line, and write them to a page if requested.
 
-    `load` reads a trace. Each table is a function of the loaded traces, a dict with the keys
-    "agents" and "others".
+    `load` reads a trace. Each table is created by a function that accepts the loaded traces as a
+    dict with the keys "agents" and "others".
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=text)
     parser.add_argument("--trace", type=Path, default=TRACE, help="JSONL file in Mooncake's format")
     parser.add_argument(
-        "--agents", type=Path, default=AGENTS, help="a trace of agents in the same format"
+        "--agents", type=Path, default=AGENTS, help="trace of coding agents in the same format"
     )
     parser.add_argument("--only", nargs="*", choices=tables, help="names of tables; default: all")
     parser.add_argument(

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.fleet_times`: times of a simulated fleet compared to those of real engines.
+"""`python -m benchmarks.fleet_times`: compares the times of a simulated fleet with those of real
+engines.
 
     python -m benchmarks.fleet_times --replicas 2 --requests 200
 
-Starts processes of `kvcache serve` with a small model, each on its own core. Measures their constants:
-the time to first token by the numbers of cached and computed tokens, and the speed of answers by their
-number. The same chats are then sent to the processes round robin at their arrival times, and simulated
-with these constants; the speed of answers is that for the mean number of running answers in the
-simulation. The times to the first and the last token of both are printed. Nothing that is measured while
-the chats are sent is used in the simulation. On a machine with other work, repeat the run.
+Starts `kvcache serve` processes with a small model, each on its own core, and measures their
+constants: the time to first token as a function of the numbers of cached and computed tokens, and
+the speed of an answer as a function of the number of concurrent answers. Chats are then sent to the
+processes in round-robin order at their arrival times. The same chats are simulated with these
+constants, and with the speed for the mean number of concurrent answers in the simulation. The
+program prints the simulated and the measured times to the first and to the last token. The
+simulation uses nothing that was measured while the chats were sent. If the machine also does other
+work, repeat the run.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ ANSWER, MOST_ANSWERS = 16, 4
 
 
 class Engine:
-    """A process of `kvcache serve` on one core."""
+    """A `kvcache serve` process on one core."""
 
     def __init__(self, checkpoint: str, core: int) -> None:
         command = [sys.executable, "-m", "kvcache", "serve", checkpoint, "--port", "0"]
@@ -59,7 +62,9 @@ class Engine:
         threading.Thread(target=lambda: [*lines], daemon=True).start()
 
     def answer(self, tokens: list[int], num_tokens: int) -> tuple[float, float, int]:
-        """Complete a prompt. Return the milliseconds to the first token and to the end, and the hits."""
+        """Complete a prompt. Return the milliseconds to the first token and to the end, and the
+        number of hit tokens.
+        """
         body = {"model": self.model, "prompt": tokens, "max_tokens": num_tokens, "stream": True}
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         request = urllib.request.Request(
@@ -83,7 +88,9 @@ class Engine:
 
 
 def save_checkpoint(folder: str) -> None:
-    """Save a Llama with random weights, whose prefills take longer than the server's other work."""
+    """Save a Llama model with random weights that is so large that prefills take longer than the
+    server's other work.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -97,7 +104,8 @@ def save_checkpoint(folder: str) -> None:
 def measured(engines: list[Engine], rng: random.Random, gap_ms: float) -> Hardware:
     """Measure the speeds of engines that work at the same time, each on one request at a time.
 
-    A pause before each request has the mean `gap_ms`, because processors are slower after a pause.
+    Before each request, an engine pauses for `gap_ms` on average, because processors are slower
+    after a pause.
     """
     firsts: dict[tuple[int, int], list[float]] = {}
     steps: list[float] = []
@@ -133,7 +141,7 @@ def measured(engines: list[Engine], rng: random.Random, gap_ms: float) -> Hardwa
 
 
 def step_times(engine: Engine, rng: random.Random) -> list[float]:
-    """Return the milliseconds of a step with 1, 2, ... running answers."""
+    """Return the duration of a step in milliseconds, with 1, 2, ... concurrent answers."""
 
     def step_ms(tokens: list[int]) -> float:
         first_ms, end_ms, _ = engine.answer(tokens, 4 * ANSWER)
@@ -153,7 +161,7 @@ def step_times(engine: Engine, rng: random.Random) -> list[float]:
 def simulated(
     requests: list[WorkloadRequest], fleet: Fleet, hardware: Hardware
 ) -> tuple[Simulation, list[Running], float]:
-    """Return the simulation, its requests, and the mean number of answers that run with an answer."""
+    """Return the simulation, its requests, and the mean number of concurrent answers."""
     served: list[Running] = []
     replicas: list[int] = []
 
@@ -192,7 +200,8 @@ def chats(rng: random.Random, num_requests: int, gap_ms: float) -> list[Workload
 def replayed(engines: list[Engine], requests: list[WorkloadRequest]) -> np.ndarray:
     """Send the requests at their arrival times.
 
-    Returns the milliseconds to the first and to the last token, and the hits, [n, 3].
+    Returns, for each request, the milliseconds to the first and to the last token, and the number
+    of hit tokens, as [n, 3].
     """
     found = np.zeros((len(requests), 3))
 
@@ -237,7 +246,8 @@ def main() -> int:
         requests = chats(rng, args.requests, args.gap)
         real = replayed(engines, requests)
     fleet = Fleet(args.replicas, 20_001, BLOCK, router="round_robin", num_preallocate_tokens=64)
-    # The speed of an answer depends on how many run with it, which depends on the speed.
+    # The speed of an answer depends on the number of concurrent answers, which in turn depends on
+    # the speed. Therefore, the fleet is simulated twice.
     simulation, served, num_answers = simulated(requests, fleet, hardware)
     counts = range(1, MOST_ANSWERS + 1)
     step_ms = float(np.interp(num_answers, counts, steps)) - steps[0] + 1000 / hardware.decode_speed

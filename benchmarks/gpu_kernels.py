@@ -106,7 +106,9 @@ def filled_tables(num_groups: int) -> BlockTables:
 
 
 def updates(num_segments: int, length: int) -> torch.Tensor:
-    """Return updates of 512 rows, with one segment of `num_blocks` blocks per row."""
+    """Return updates with `num_segments` segments of `length` blocks. Segments start 512 entries
+    apart.
+    """
     entries = torch.arange(num_segments) * 512
     at = 1 + 3 * num_segments + torch.arange(num_segments) * length
     places = torch.stack([entries, torch.full_like(entries, length), at], 1)
@@ -121,7 +123,7 @@ def token_io(
     fp8: torch.dtype | None = None,
     num_layers: int | None = None,
 ) -> Iterator[dict]:
-    """Write and gather bfloat16 tokens with 8 heads of 128.
+    """Write and gather bfloat16 tokens with 8 heads of 128 elements.
 
     `num_layers`: number of layers per launch.
     """
@@ -168,7 +170,7 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
     num_blocks = max(sizes.pool_bytes(16 << 30, on_host=False) // (32 * fragment), 4)
     pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 16, device="cuda")
     pages.memory.random_(0, 256)
-    # A total of 2 GiB, read and written.
+    # A total of 2 GiB is read and written.
     count = min(num_blocks // 4, max(sizes.scaled(1 << 30) // pages.page_bytes, 1))
     ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[: 2 * count]
     page_copy, pairs = PageCopy(pages, pages), ids.view(-1, 2).contiguous()
@@ -179,7 +181,9 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
 
 
 def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
-    """Permute received bf16 blocks with 8 heads of 128, compared with plain torch operations."""
+    """Permute received bf16 blocks with 8 heads of 128 elements, compared with plain torch
+    operations.
+    """
     # The cache has at least 1 GiB and at least ten times the size of the L2 cache.
     num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
@@ -197,7 +201,7 @@ def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> It
     yield {
         "kernel": "permute_blocks_",
         "case": case,
-        **rate(2 * memory.numel(), us, limit),  # half the blocks, two bytes each, read and written
+        **rate(2 * memory.numel(), us, limit),  # half the blocks are read and written
         "plain_us": plain_us,
         "times_plain": plain_us / us,
     }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page copies on the CPU, compared with torch indexing and with one memcpy by as many threads."""
+"""Measures page copies on the CPU, compared with torch indexing and with a memcpy on the same
+number of threads.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of received bf16 blocks to the local layout on the CPU with one thread.
+"""Measures the conversion of received bf16 blocks to the local layout on the CPU with one thread.
 
 Blocks have 8 heads of 128 elements.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer's time per decode step and its memory use."""
+"""Measures the sanitizer's time per decode step and its memory use."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class Decoding:
 
 
 def all_results() -> Iterator[Result]:
-    """Measure observing a step's tokens once, and its writes and reads for each kind of group."""
+    """Measure the observation of a step's tokens, and of its writes and reads for each kind of
+    group.
+    """
     shape = f"{ROWS} rows of {TOKENS:,} tokens"
     for kind in GROUPS:
         run = Decoding(kind, ROWS, TOKENS)

@@ -262,7 +262,7 @@ def short_name(name: str) -> str:
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     name = re.sub(r"\b(?:kvcache|c10)::", "", name)
     name = re.sub(r"SmallFloat<unsigned char, (\d)u[^>]*>", _small_float, name)
-    name = re.sub(r"\((\w+)\)(\d+)", r"\1 \2", name)  # (Direction)0
+    name = re.sub(r"\((\w+)\)(\d+)", r"\1 \2", name)  # (Direction)0 becomes Direction 0
     return name.split("(", 1)[0]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to the sequence-group manager for a sequence of 2,001 tokens with 16-token blocks.
+"""Measures calls to the sequence-group manager for a sequence of 2,001 tokens with 16-token blocks.
 
 Each call is measured separately. The benchmark also measures all calls that a scheduler makes per
 decode step and sequence, with sequences of 2,001 and 16,001 tokens. The baseline receives the same
@@ -55,7 +55,7 @@ Manager = BlockSpaceManager | peers.SequenceBlocks
 
 
 def rounds(make: Callable[..., Manager], caching: bool) -> Iterator[dict[str, float]]:
-    """Yield the duration of each call in seconds, for one sequence after another."""
+    """For one sequence after another, yield the duration of each call in seconds."""
     manager = make(BLOCK_SIZE, NUM_BLOCKS, NUM_BLOCKS, enable_caching=caching)
     random = np.random.default_rng(0)
     for i in range(NUM_ROUNDS):
@@ -220,7 +220,7 @@ def life_results() -> Iterator[Result]:
     for ours, what in ((plain, ""), (caching, ", caching")):
         name = f"  sequence of 2,001 tokens{what}: first get_block_table"
         yield Result(name, "us", ours["table"], peer["table"], "Python, block by block")
-    yield Result("  what was before its allocate: reading and hashing", "us", caching["hash"])
+    yield Result("  before allocate: reading and hashing the tokens", "us", caching["hash"])
 
 
 def step_results(num_tokens: int, caching: bool) -> Iterator[Result]:

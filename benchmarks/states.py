@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.states`: hit rates of hybrid models, by the states and window blocks kept.
+"""`python -m benchmarks.states`: hit rates of hybrid models, depending on which states and window
+blocks are kept.
 
 The hit rates are measured on a conversation trace and a coding-agent trace.
 """
@@ -71,7 +72,7 @@ def retention_table(
 ) -> str:
     """Return token hit rates by capacity, and the numbers of cached and evicted pages.
 
-    The numbers of pages are for the second capacity.
+    The numbers of pages are those at the second capacity.
     """
     heads = ["groups", "`retention_interval`", "eviction", *(f"{each:,}" for each in capacities)]
     heads += [f"pages cached at {capacities[1]:,}", "evicted"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a decode step.
+"""Measures the cost of a decode step.
 
-Measures each call of a step in which a block is allocated for every row, and compares `Engine.step`
-with a loop over the same public calls.
+Each call is measured in a step that allocates a block for every row. In addition, `Engine.step` is
+compared with a loop over the same public calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEPS, _PROMPT = 400, 16
 _IN_A_ROW = (
     16  # number of consecutive steps of the engine, and of the loop, that are timed together
 )
-# By number of rows: upper bounds in us for `Worker.apply` and for the whole step.
+# Number of rows -> upper bounds in us for `Worker.apply` and for the whole step.
 _BARS = {8: (3.0, 8.0), 256: (None, 25.0), 1024: (None, None)}
 
 

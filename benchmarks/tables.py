@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables and slot mapping on the CPU with one thread, compared with plain NumPy code."""
+"""Measures block tables and slot mapping on the CPU with one thread, compared with plain NumPy
+code.
+"""
 
 from __future__ import annotations
 

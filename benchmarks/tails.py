@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Percentiles of decode steps and admissions, in pools of up to ten million blocks.
+"""Measures percentiles of the times of decode steps and admissions, in pools of up to ten million
+blocks.
 
 On a shared machine, another process may occupy the core for milliseconds, which causes latency
 spikes. Therefore, all times are CPU times of the call, including page faults. For comparison, each
@@ -28,8 +29,8 @@ from benchmarks.measure import Result
 from kvcache import KVCacheManager, Request
 
 BLOCK, PROMPT_BLOCKS, LONG = 16, 1024, 1_000_000
-MOST_BLOCKS = 99_999 // BLOCK  # blocks of a call that should stay below MOST_US
-MOST_US, MOST_RATIO = 1000, 5  # goals: the slowest call, and p99.9 divided by p50
+MOST_BLOCKS = 99_999 // BLOCK  # blocks of the largest call that should stay below MOST_US
+MOST_US, MOST_RATIO = 1000, 5  # upper bounds for the slowest call, and for p99.9 divided by p50
 FULL = {20_000: 64, 1_000_000: 256, 10_000_000: 256}  # pool size in blocks -> number of decode rows
 SHORT = {20_000: 64, 1_000_000: 256}
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing and gathering tokens on the CPU with one thread, compared with indexing in torch."""
+"""Measures writing and gathering tokens on the CPU with one thread, compared with indexing in
+torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def written_slots(generator: torch.Generator) -> torch.Tensor:
 
 
 def plain(layout: str) -> Iterator[Result]:
-    """Move bfloat16 unchanged."""
+    """Measure writing and gathering bfloat16 tokens without conversion."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
     tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]

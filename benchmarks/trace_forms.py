@@ -88,7 +88,7 @@ def with_think_times(trace: Trace, factor: float) -> Trace:
 
 
 def permuted(trace: Trace, seed: int) -> Trace:
-    """Change the order in which conversations start, and keep their durations."""
+    """Change the order in which conversations start, but keep their durations."""
     rng = random.Random(seed)
     all_of = conversations(trace)
     starts = [requests[0]["timestamp"] for requests in all_of]
@@ -116,7 +116,7 @@ def shuffled_nearby(trace: Trace, seed: int) -> Trace:
 
 
 def with_scans(trace: Trace, share: float, num_blocks: int, seed: int) -> Trace:
-    """Add this fraction of requests, with prompts that never recur."""
+    """After a fraction `share` of the requests, insert a request whose prompt never recurs."""
     rng = random.Random(seed)
     fresh, found = _fresh(trace), []
     for r in trace:
@@ -131,9 +131,9 @@ def with_scans(trace: Trace, share: float, num_blocks: int, seed: int) -> Trace:
 
 
 def with_loop(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
-    """Make every tenth request use the next of several documents in a cycle.
+    """After every tenth request, insert a request for the next of several documents, in a cycle.
 
-    This is the worst case for LRU.
+    Cyclic access is the worst case for LRU.
     """
     fresh, found = _fresh(trace), []
     for i, r in enumerate(trace):
@@ -176,7 +176,7 @@ def change_of_phase(trace: Trace) -> Trace:
 
 
 def slow_then_fast(trace: Trace) -> Trace:
-    """Reduce think times to a quarter from the middle of the trace on."""
+    """Reduce think times to a quarter in the second half of the trace."""
     middle = len(trace) // 2
     fast = with_think_times(trace[middle:], 0.25)
     return [*trace[:middle], *fast]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans and applies a transfer of 10,000 blocks with 80 layers between engines of different sizes."""
+"""Measures planning and applying a transfer of 10,000 blocks with 80 layers between engines with
+different parallel sizes.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def one_transfer(
     few_lists = few[0].tolist(), {rank: ids.tolist() for rank, ids in few[1].items()}
     ours = sorted(zip(*(column.tolist() for column in plan.apply(*few).expand())))
     peer = fragment_by_fragment(plan, *few_lists)
-    # If some pages happen to be adjacent, the baseline creates more fragments.
+    # If some pages happen to be adjacent, the baseline creates more fragments than the plan.
     assert sum(f[-1] for f in ours) == sum(f[-1] for f in peer) and len(ours) <= len(peer)
     if len(ours) == len(peer):
         assert ours == sorted(peer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three-turn chats in vLLM that exceed the device pool, with and without a host tier.
+"""Measures three-turn chats in vLLM that exceed the device pool, with and without a host tier.
 
 `python -m benchmarks.vllm_offloading [--json FILE]`, in an environment with vLLM. Prints hits,
 bytes moved, and CPU time of serving (without startup) for a tiny Llama and a tiny Gemma 3 with

@@ -37,14 +37,15 @@ from tests.machinery.vllm_schedulers import (
 )
 
 STEADY = "kvcache, steady steps"
-IN_A_ROW = 16  # consecutive steps per scheduler, because an engine has only one scheduler
+IN_A_ROW = 16  # consecutive steps with one scheduler, as in an engine, which has only one
 GROUPS = {"1 full": ("full",), "5 windows + 1 full": ("window",) * 5 + ("full",)}
 
 
 class NoManager(KVCacheManager):
     """Acts as vLLM's manager until `is_armed` is set, and then does no work and returns no blocks.
 
-    num_hits: returns the number of cached tokens to report for the next new request.
+    `num_hits` is a function that returns the number of cached tokens to report for the next new
+    request.
     """
 
     is_armed = False
@@ -169,7 +170,7 @@ PROMPTS = {
         "5 windows + 1 full",
     ),
 }
-NO_MANAGER = "no manager"  # requests have no hashes either
+NO_MANAGER = "no manager"  # without a manager, requests have no hashes either
 HASHES = {
     "vLLM, sha256": "sha256",
     "vLLM, sha256_cbor": "sha256_cbor",
@@ -179,9 +180,9 @@ HASHES = {
 
 
 def prompts(folder: str, case: str) -> dict[str, list[float]]:
-    """Return the milliseconds of Request(), schedule(), update, and their sum.
+    """Return the milliseconds that Request(), schedule() and update_from_output() take, and the sum.
 
-    Measured with growing conversations.
+    The times are measured with growing conversations.
     """
     prompt, turn, num_chats, num_turns, num_blocks, groups = PROMPTS[case]
     config = engine_config(

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    vllm_schedulers.BLOCK = BLOCK  # this clock is used by all schedulers created later
+    vllm_schedulers.BLOCK = BLOCK  # the block size of all schedulers created later
     vllm_schedulers.SHAPE["block_size"] = BLOCK
     prompts = read(options.trace, options.requests)
     total = sum(len(blocks) for _, blocks in prompts)

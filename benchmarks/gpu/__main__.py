@@ -21,7 +21,8 @@ from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_run
 from benchmarks.gpu.table import bar_lines, bar_rows, stage_lines
 
 TOTAL_S = 570.0  # time limit, in seconds, that keeps each run under ten minutes
-# Time limits for rehearsals, in which kernel threads run one after another on a few cores.
+# For rehearsals, in which kernel threads run one after another on a few cores: a factor for the
+# time limits of stages, and the time limit of a run in seconds.
 REHEARSAL_SLOWNESS, REHEARSAL_TOTAL_S = 6.0, 1800.0
 
 
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look_at(facts: Outcome, started: float) -> tuple[list[str], str]:
-    """Run the first stage, before a report exists to record it."""
+    """Run the first stage, whose results are recorded later, because the report does not exist
+    yet.
+    """
     lines: list[str] = []
 
     def take(line: str) -> None:
@@ -169,9 +172,9 @@ def chosen(number: int, only: Sequence[str] | None) -> list[Stage]:
 
 
 def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[str, str]:
-    """Return the environment of all stages.
+    """Return the environment variables of all stages.
 
-    The copy of the checkout is first in the path, and user settings are removed.
+    The copy of the checkout comes first in PYTHONPATH, and user settings are removed.
     """
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     found = {
@@ -191,13 +194,15 @@ def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[
 
 
 def results_of(args: argparse.Namespace) -> Path:
-    """Return the folder for results; rehearsals do not write to `results`."""
+    """Return the folder for results. By default, rehearsals do not write to benchmarks/results."""
     usual = machine.REPO / ("build/rehearsal" if args.rehearse else "benchmarks/results")
     return (args.results or usual).resolve()
 
 
 def report_name(args: argparse.Namespace, device: str | None) -> str:
-    """Return the name, reduced to letters, digits and hyphens."""
+    """Return the name of the report, which contains the device's name in letters, digits and
+    hyphens.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", (device or "unknown").lower()).strip("-")
     return ("rehearsal" if args.rehearse else f"gpu-{name}") + "-second" * (args.run == SECOND)
 

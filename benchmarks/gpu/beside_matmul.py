@@ -91,7 +91,7 @@ class Swaps:
         chance = np.random.default_rng(0)
         drawn = [chance.permutation(engine.device.num_blocks - 1)[:count] + 1 for _ in range(2)]
         self._pairs = np.stack(drawn, 1)
-        self.num_bytes = count * engine.device.page_bytes  # per swap
+        self.num_bytes = count * engine.device.page_bytes  # bytes per swap
 
     def gb_per_s(self, is_over: Callable[[int], bool]) -> float:
         """Run at least one swap, and continue until `is_over(number of swaps)` is true."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage: measures the bus bandwidth of kernels and of batched copies.
 
-The kernels' bandwidth is measured by number of thread blocks, fragment size, pool size and huge
-pages.
+The kernels' bandwidth is measured for several numbers of thread blocks, fragment sizes and pool
+sizes, with and without huge pages.
 
 Every result is compared with a contiguous pinned copy. Copies run on a separate stream and are
 timed with CUDA events.
@@ -184,8 +184,8 @@ def huge_bytes(memory: torch.Tensor) -> int | None:
 
 
 def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Measure the copy engine's cost per call and bandwidth by the number of 16 KiB pieces per
-    call.
+    """Measure the copy engine's cost per call and bandwidth for different numbers of 16 KiB pieces
+    per call.
     """
     fragment = 16 << 10
     num_blocks = 2 * max(_BATCHES)

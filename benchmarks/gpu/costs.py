@@ -23,7 +23,8 @@ def counted() -> Iterator[dict[str, int]]:
 
     On a GPU, torch's profiler counts `launches`, `copies`, `fills` and `pageable_copies`. Without
     CUPTI, the profiler has no device records and counts nothing. The runtime without a GPU also
-    counts `batches` of copies, and `legacy_work` on the stream that all other streams wait for.
+    counts `batches` of copies, and `legacy_work`, the work on the legacy stream, for which all
+    other streams wait.
     """
     found: dict[str, int] = {}
     if counts.is_available():

@@ -120,7 +120,7 @@ class Transfers:
         self._rng = np.random.default_rng(0)
 
     def measure(self, beside: Mapping[str, float]) -> None:
-        """Check each kind once, then time the correct kinds in turn."""
+        """Check each kind of transfer once, then time the kinds that passed the check in turn."""
         wanted = [
             (label, size)
             for label in self._pairs

@@ -4,8 +4,7 @@ PyTorch.
 
 Both methods run through `kvcache.engine.transformers` on the same cache. For each token, their
 outputs are compared with float32 attention over the same K and V, relative to the norm of the
-output. FlashInfer
-compiles its kernels at first use, which is reported separately.
+output. FlashInfer compiles its kernels at first use; the compilation time is reported separately.
 """
 
 from __future__ import annotations

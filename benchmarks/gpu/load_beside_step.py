@@ -2,8 +2,9 @@
 """Stage: loads KV from another process into pages while captured decode steps run.
 
 The sender is an engine in a separate process with pages in host memory, so only the load disturbs
-the steps. Its blocks have half the size and HND layout, so received pages are also permuted. The
-stage first checks the bytes and order of each load, and then measures the slowdown of the steps.
+the steps. The sender's blocks have half the size and HND layout, so received pages are also
+permuted. The stage first checks the bytes and order of each load, and then measures the slowdown of
+the steps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvcache.worker.swap.streams import PolledEvent
 from tests.machinery.disaggregation_engine import Engine, EngineProcess
 
 _BLOCK = 32
-_NUM_TOKENS = 1024  # per load; 64 MiB with the sizes below
+_NUM_TOKENS = 1024  # tokens per load; 64 MiB with the sizes below
 _SIZES = {"num_layers": 16, "num_heads": 8, "head_size": 128}
 _REHEARSED = {"num_layers": 2, "num_heads": 2, "head_size": 8}
 _WIDTH, _NUM_PRODUCTS = 8192, 16  # square matrices per step: about 20 ms at 800 TFLOP/s
@@ -66,14 +67,14 @@ def measure(name: str) -> None:
         loads = Loads(sender, receiver, num_tokens)
         step = Step(receiver.storages[0][0], num_blocks)
         rounds = sizes.repeats(_ROUNDS)
-        loads.seconds_alone()  # also connects
+        loads.seconds_alone()  # also establishes the connection
         held_s = max(_LEAST_HELD_S, 4 * loads.seconds_alone())
         for number in range(rounds):
             check_order(loads, step, number, held_s)
         say.row(kind="order", transport=name, loads=rounds, bytes=loads.num_bytes)
         say.learned(
-            f"{name}: {rounds} loads of {loads.num_bytes:,} bytes came after the step that still wrote "
-            "to their pages, and the next step read them"
+            f"{name}: {rounds} loads of {loads.num_bytes:,} bytes began only after the step that wrote "
+            "to their pages, and the next step read the loaded bytes"
         )
         report_slowdown(name, loads, step, rounds)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a process with a time limit, and forwards its output.
 
-All processes that it has started are killed at the end.
+At the end, all processes that this process has started are killed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ class _Lines:
 
 
 def _family(leader: int) -> set[int]:
-    """Return the processes of a session, their descendants, and all processes in these sessions."""
+    """Return the processes of a session, their descendants, and all processes in the descendants'
+    sessions.
+    """
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):  # the process has already ended

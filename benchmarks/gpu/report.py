@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-# Limits per stage: lines at the beginning and end of its log, and rows.
+# Limits per stage: characters at the beginning and at the end of its log, and number of rows.
 _LOG_HEAD, _LOG_TAIL = 1 << 20, 1 << 18
 _MAX_ROWS = 20_000
 

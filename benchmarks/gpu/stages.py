@@ -62,7 +62,8 @@ STAGES = (
     Stage(
         "sanitizer", 60, module("benchmarks.gpu.sanitizer"), "checks",
         "does a kernel access memory out of bounds, or race in shared memory",
-        # Disabled because the caching allocator's large blocks hide accesses outside a tensor.
+        # Caching is disabled, because the caching allocator's large blocks hide accesses outside a
+        # tensor.
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
     Stage(

@@ -14,9 +14,9 @@ from benchmarks.gpu import say, sizes
 from kvcache.worker.swap import bandwidth
 from kvcache.worker.swap.calibration import DEFAULT, Calibration
 
-_BYTES = 256 << 20  # moved per measurement
+_BYTES = 256 << 20  # bytes moved per measurement
 _LEAST_S = 1.0  # minimum time left to start a measurement
-_TOLD = (4 << 10, 16 << 10, 1 << 20)  # fragments reported to the user immediately
+_TOLD = (4 << 10, 16 << 10, 1 << 20)  # sizes of fragments that are reported to the user
 
 
 def main() -> int:
@@ -85,7 +85,7 @@ def report(found: Calibration) -> None:
         found.save(Path(path))
     say.row(kind="calibration", **asdict(found))
     for direction, table in (("out", found.out), ("in", found.in_)):
-        _, steps = table[-1]  # for swaps with many fragments
+        _, steps = table[-1]  # the entry for swaps with many fragments
         text = ", ".join(f"from {size >> 10:,} KiB {method}" for size, method in steps)
         say.learned(f"{direction}, many fragments: {text}")
     say.learned(f"{found.num_thread_blocks} thread blocks are enough for the kernel on the bus")

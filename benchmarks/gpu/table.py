@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-# Targets of the project: fractions of a contiguous pinned copy, and of a device copy.
+# Fragment sizes of swaps in bytes. The targets of the project are fractions of the bandwidth of a
+# contiguous pinned copy or, for received blocks, of a device copy.
 _SMALLEST, _SMALL = 4 << 10, 16 << 10
 BAR_SMALLEST, BAR_SMALL, BAR_RECEIVE = 0.75, 0.90, 0.85
 

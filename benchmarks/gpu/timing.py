@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device times, measured with events."""
+"""Measures device times with events."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives the manager and its plain model through the same random calls and compares every result.
+"""Makes the same random calls to the manager and to its plain model, and compares every result.
 
-The choices come either from hypothesis, which shrinks its failures, or from a seeded generator,
-which is fast. An error names the seed of its run. Keep each failure as a fixed test case.
-`make soak SECONDS=600` runs for a given time.
+The choices are drawn either by hypothesis, which shrinks failing examples, or from a seeded
+generator, which is faster. An error names the seed of the failing run. Add a regression test for
+each failure. `make soak SECONDS=600` runs new seeds for 600 seconds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tests.machinery.model import (
 
 @register("test_sinks_and_stride")
 class Strided(AttentionKind):
-    """A user-defined attention kind. A token attends to earlier tokens back to the start of the
-    stride before its own.
+    """A user-defined attention kind. A token attends to the earlier tokens of its own stride and to
+    all tokens of the previous stride.
     """
 
     def __init__(self, *, stride: int) -> None:
@@ -75,7 +75,7 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Kind:
-    spec: Callable[[int], GroupSpec]  # takes the block size
+    spec: Callable[[int], GroupSpec]  # a function of the block size
     model: Callable[[int], ModelGroup]
 
 
@@ -186,7 +186,9 @@ MIXES = [
 def groups_of(
     choose: Chooser, kinds: Sequence[tuple[Kind, int]]
 ) -> tuple[list[GroupSpec], list[ModelGroup]]:
-    """Return the groups of a mix and the matching model groups. A drafter uses some of them."""
+    """Return the groups of a mix and the matching model groups. Some groups are randomly marked as
+    used by a drafter.
+    """
     specs, groups = [], []
     for kind, size in kinds:
         group = kind.model(size)
@@ -197,13 +199,15 @@ def groups_of(
     return specs, groups
 
 
-ENGINE = "engine:blake2b"  # block hashes supplied with the request
+ENGINE = "engine:blake2b"  # block hashes are supplied with each request
 LONGEST = 40
 OPERATIONS_PER_SEED = 500
 
 
 class Driver:
-    """A manager, its model, the block tables of a simulated worker, and the live requests."""
+    """The state of a run: a manager, its model, the block tables of a simulated worker, and the
+    live requests.
+    """
 
     def __init__(self, choose: Chooser, mix: tuple | None = None) -> None:
         self.choose = choose
@@ -327,7 +331,7 @@ class Driver:
         return request, ModelRequest(tokens, bool(reads) and can, bool(writes) and can, encoder)
 
     def make_request(self, tokens: list[int], **options) -> Request:
-        """Make a request. In a mix with engine hashes, supply its block hashes."""
+        """Make a request. In a mix with engine hashes, supply the request's block hashes."""
         self.count += 1
         hashes = [] if self.algorithm == ENGINE else None
         request = Request(f"r{self.count}", tokens, block_hashes=hashes, **options)
@@ -357,7 +361,7 @@ class Driver:
         return [self.token(len(model.tokens) + i, 99) for i in range(n)]
 
     def rows(self, by_step: bool) -> dict[int, int]:
-        """Return, for each row, the number of tokens that still fit."""
+        """Return, for each row that is not full, the number of tokens that can still be added."""
         rooms = {
             row: LONGEST - self.model.rows[row].num_computed
             for row in sorted(self.requests)
@@ -504,7 +508,9 @@ class Driver:
             self.record_row(pair, row)
 
     def hold_all(self, rows: list[int]) -> bool:
-        """Whether only these rows hold blocks, and released blocks are free immediately."""
+        """Return whether only these rows hold blocks and released blocks become free
+        immediately.
+        """
         model = self.model
         is_fenced = model.fence_frees and model.last_issued >= model.num_completed
         others = [*model.kept.values(), *model.fences, *model.loads]
@@ -525,14 +531,14 @@ class Driver:
         The request is computed token by token up to `start`, and then in chunks.
         """
         if self.model.max_drafts and (lookahead or stop > len(model.tokens)):
-            return  # known tokens take no draft pages
+            return  # known tokens need no draft pages
         tokens = model.tokens[:stop] + [0] * (stop - len(model.tokens))
         request = self.make_request(tokens, num_encoder_tokens=model.num_encoder_tokens)
         manager, n = self.make_manager(), 0
         while n < stop:
             count, ahead = (1, 0) if n < start else (min(chunk, stop - n), lookahead)
             if count + ahead > self.model.most_slots(n):
-                return  # the manager rejects more tokens than the row has places
+                return  # the manager rejects tokens that exceed the row's slots
             rows = ([0], [count]) if n else ()
             new = [] if n else [Admit(request, count, num_lookahead_tokens=ahead)]
             plan = manager.step(*rows, new=new, num_lookahead_tokens=ahead)
@@ -540,7 +546,9 @@ class Driver:
                 return
             manager.report(StepReport(plan.step_id, completed=True))
             n += count
-        raise AssertionError(f"answered NEVER, but fits: {start} to {stop} by {chunk}")
+        raise AssertionError(
+            f"the status was NEVER, but the request fits: {start} to {stop} by {chunk}"
+        )
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Choose how many tokens after the request's hit are external."""
@@ -636,7 +644,7 @@ class Driver:
         writes = bool(self.choose.integer(0, 3))
         encoder = known.num_encoder_tokens
         request = self.make_request(tokens, write_cache=writes, num_encoder_tokens=encoder)
-        if len(known.tokens) < num_shared:  # unconfirmed drafts
+        if len(known.tokens) < num_shared:  # the shared tokens include unconfirmed drafts
             with pytest.raises(ValueError, match="are known"):
                 self.manager.fork(parent, request)
             return
@@ -648,7 +656,7 @@ class Driver:
 
     def admit_alone(self) -> None:
         request, model = pair = self.new_request()
-        # The model allocates after whole-block hits. Partial-block hits are found but not used.
+        # The model allocates after whole-block hits. Partial-block hits are looked up but not used.
         inside = self.manager.cache.find_prefix(request).num_tokens
         ids, num_hit, num_shared = self.manager.cache.find_prefix(request, whole_blocks=True)
         assert num_shared == self.model.hit_length(model, only_shared=True)
@@ -802,7 +810,7 @@ class Driver:
         assert found == self.by_request(want)
 
     def abort(self) -> None:
-        """Abort a step in flight or one that is already aborted."""
+        """Abort a step that is in flight or has already been aborted."""
         least = max(self.model.num_completed, self.model.num_steps - 4)
         if least >= self.model.num_steps:
             return
@@ -855,7 +863,7 @@ class Driver:
             assert self.manager.cache.reset() == self.model.reset()
 
     def ask(self) -> None:
-        """Call the queries. `compare` then checks that they changed nothing."""
+        """Call the manager's query methods. `compare` then checks that they changed nothing."""
         request, model = pair = self.new_request()
         self.waiting.append(pair)
         num_hit = self.model.hit_length(model, partial=True)
@@ -1094,7 +1102,9 @@ class Driver:
 
 
 def drive(seed: int, num_operations: int) -> None:
-    """Run one seed over all mixes in turn. An error names the seed for a regression test."""
+    """Run one seed, which also selects the mix. If the run fails, a note on the error contains the
+    call that repeats it.
+    """
     try:
         Driver(Chooser(seed), MIXES[seed % len(MIXES)]).run(num_operations)
     except BaseException as error:

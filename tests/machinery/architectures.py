@@ -2,10 +2,10 @@
 """Runs a tiny instance of every causal architecture in transformers over a paged cache and reports
 the outcome.
 
-`python -m tests.machinery.architectures [MODEL_TYPE ...]` prints a table and the counts. The reference is
-`generate` on each prompt alone. The engine serves all prompts together and splits them into chunks.
-The pool is small enough that some requests are preempted, by swap and by recompute, and the second
-pass starts from prefix hits.
+`python -m tests.machinery.architectures [MODEL_TYPE ...]` prints a table and the counts. The
+reference answers come from `generate`, called with one prompt at a time. The engine serves all
+prompts together and splits them into chunks. The pool is small enough that some requests are
+preempted, by swap and by recompute, and the second pass starts from prefix hits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Verdict(NamedTuple):
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts that are longer or shorter than a step, a block and a window.
+    """Return prompts of different lengths, some shorter and some longer than a step, a block and a
+    window.
 
     The fifth prompt shares a prefix with the first.
     """
@@ -64,7 +65,7 @@ def judge(model_type: str) -> Verdict:
         with contextlib.redirect_stdout(io.StringIO()):  # some models print to stdout
             model = tiny_architecture(model_type)
             answers = [greedy(model, prompt, MAX_TOKENS) for prompt in prompts()]
-    # The code of two hundred models may raise any exception.
+    # The models in transformers may raise any exception.
     except Exception as error:
         return Verdict(_NOT_BUILT, _line(error))
     try:
@@ -122,7 +123,7 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of outcomes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="default: all")
     args = parser.parse_args()

@@ -40,7 +40,7 @@ class Backend:
 def _seed() -> int:
     """Return a seed derived from the test's name, so that failures reproduce.
 
-    KVCACHE_TEST_SEED=<number> changes it.
+    KVCACHE_TEST_SEED=<number> changes the seed.
     """
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
     return zlib.crc32(f"{os.environ.get('KVCACHE_TEST_SEED', '')}{test}".encode())
@@ -59,7 +59,7 @@ def _each(*backends):
 
 
 each_backend = _each(_CPU, _ANY_ORDER, _CUDA)
-# Backends whose index values live on a device and are checked only in the checked mode.
+# Backends that read index values on the device and validate them only in checked mode.
 each_device_backend = _each(_ANY_ORDER, _CUDA)
 # Backends of the public ops, which have fake implementations.
 each_real_backend = _each(_CPU, _CUDA)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random scheduler-like requests to a manager with events and a host tier."""
+"""Makes random calls, as a scheduler would, to a manager with events and a host tier."""
 
 from __future__ import annotations
 

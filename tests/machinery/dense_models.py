@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from kvcache.engine.transformers.tiny_models import tiny_model
 
-# Covers every kind of layer: full attention, sliding windows, chunks, MLA, experts, sinks, and
-# three forms of recurrent state.
+# These models cover every kind of layer: full attention, sliding windows, chunks, MLA, experts,
+# sinks, and three forms of recurrent state.
 MODELS = (
     *("llama", "qwen3", "gemma3", "deepseek_v3", "bamba", "qwen3_next"),
     *("gpt_oss", "llama4", "falcon_h1"),
@@ -57,9 +57,9 @@ class Float64(TorchFunctionMode):
 
 
 def sizes_of(name: str, num_layers: int) -> dict[str, object]:
-    """Return the configuration options with which a model has 2 or 4 layers.
+    """Return the configuration options for a model with 2 or 4 layers.
 
-    If there are 2, they are of different kinds.
+    If there are two layers, they are of different kinds.
     """
     if num_layers == 4:
         return {}

@@ -147,7 +147,9 @@ class Engine:
         return torch.cat(found)
 
     def rank_layers(self):
-        """Yield (rank, local layer index in the group, global layer index of the kind)."""
+        """Yield (rank, index of the layer on the rank, index of the layer among all layers of its
+        kind).
+        """
         for rank in range(self.num_ranks):
             for at in range(self.per_stage):
                 yield rank, at, rank // self.tp * self.per_stage + at
@@ -222,7 +224,7 @@ class Engine:
                     memory[page] = 0
 
     def prefill(self, request):
-        """Compute a request's tokens after its hit.
+        """Compute the tokens of a request that follow its prefix hit.
 
         Return the hit length, or None if the request waits.
         """
@@ -235,9 +237,10 @@ class Engine:
         return hit
 
     def admit(self, request, offer):
-        """Admit a request to load.
+        """Admit a request, and begin to load its KV from a peer.
 
-        Return whether it was admitted. A rejection raises ValueError.
+        Return False if there is nothing to load or the request must wait. Raises ValueError if the
+        request is rejected.
         """
         count = self.connector.match(request, offer)
         if count == 0:
@@ -250,7 +253,7 @@ class Engine:
         return True
 
     def loaded(self, request, timeout_s=30):
-        """Wait for the end of a load."""
+        """Wait until a load has ended, and return its result."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for each in self.connector.poll():
@@ -273,7 +276,7 @@ class Engine:
     def drained(self, timeout_s=30):
         """Wait up to `timeout_s` until no request, reader or transport holds a block.
 
-        Return whether that happened.
+        Return False after a timeout.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -307,7 +310,9 @@ class EngineProcess(Forked):
 
 
 def queued_s():
-    """Return the longest time in seconds that a thread of this process was runnable without a core."""
+    """Return the longest total time, in seconds, that a thread of this process has waited for a
+    core.
+    """
     found = []
     for path in glob.glob("/proc/self/task/*/schedstat"):
         with contextlib.suppress(OSError), open(path) as file:

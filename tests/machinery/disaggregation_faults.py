@@ -76,9 +76,9 @@ class Faults:
         return self.found
 
     def _next_fault(self, left: int) -> str | None:
-        """Draw the next fault, or None.
+        """Draw the fault of the next round. Return None if the round has no fault.
 
-        Faults are spread over the remaining requests, about 2.5 per round.
+        Faults are spread over the remaining requests, about 2.5 requests per round.
         """
         if self._faults and self._rng.random() < len(self._faults) * 3 / max(left, 1):
             return self._faults.pop()
@@ -94,7 +94,7 @@ class Faults:
             self.found[f"{fault}s"][victim] += 1
         process = self.prefill if victim == "prefill" else self.decode
         if fault == "kill" and delay == 0.0 and victim == "prefill":
-            process.signal(signal.SIGKILL)  # before the load
+            process.signal(signal.SIGKILL)  # kill the process before the load starts
             self._load(requests)
             process.start()
         elif fault == "kill" and victim == "decode":
@@ -156,7 +156,7 @@ class Faults:
             print(f"{self.found['requests']} requests", end="\r", flush=True)
 
     def _check_leaks(self) -> None:
-        """Count as leaked each pool that is not empty after its leases have expired."""
+        """Count each pool that is not empty after its leases have expired as leaked."""
         for name, process in (("prefill", self.prefill), ("decode", self.decode)):
             seconds = LEASE_S + TIMEOUT_S + self._margin_s
             answer = process.ask("drained", timeout_s=60, seconds=seconds)

@@ -56,7 +56,7 @@ class Indexer:
         assert answer == {"status": "ok"}
 
     def blocks(self, number):
-        """Return the (medium, hash) pairs that the index has of a worker."""
+        """Return the (medium, hash) pairs that the index lists for a worker."""
         found = set()
         for each in self.call("/dump")["m:default"]["events"]:
             if each["worker_id"] == number:
@@ -66,7 +66,7 @@ class Indexer:
         return found
 
     def scores(self, token_ids):
-        """Return the number of leading tokens that each worker has on the device."""
+        """Return the number of leading tokens that each worker has cached on its device."""
         answer = self.call("/query", token_ids=token_ids, model_name="m", block_size=BLOCK)
         return {int(number): each["gpu"] for number, each in answer["instances"].items()}
 

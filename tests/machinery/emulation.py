@@ -17,15 +17,15 @@ from kvcache.native import build
 from tests.machinery.shared import REPO
 
 ASAN = os.environ.get("KVCACHE_TEST_ASAN") == "1"
-# The vptr check needs type information of torch's classes.
+# The vptr check would require type information for torch's classes.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
-# Precompiled, since parsing these headers takes seconds per source file.
+# These headers are precompiled, since parsing them takes seconds per source file.
 _TORCH_HEADERS = "#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>\n"
 
 
 @functools.cache
 def emulated_ops():
-    """Return the namespace of the emulated ops, built once per state of csrc.
+    """Return the namespace of the emulated ops. The ops are rebuilt only if csrc has changed.
 
     KVCACHE_TEST_ASAN=1 adds sanitizers.
     """

@@ -3,10 +3,9 @@
 
 The reference is the model's own answer to each prompt.
 
-`python -m tests.machinery.engine_driver --runs N --seed S [--model NAME]` makes N runs, the
-first with seed S and each later one with the next number. With `--judge`, wrong answers and failures
-do not end the program. It prints what the sanitizer and the comparison have found, as JSON
-(`Judgement`).
+`python -m tests.machinery.engine_driver --runs N --seed S [--model NAME]` performs N runs with the
+seeds S, S + 1, and so on. With `--judge`, the program continues after wrong answers and failures,
+and prints the findings of the sanitizer and of the comparison as JSON (`Judgement`).
 """
 
 import argparse
@@ -39,7 +38,7 @@ class WrongAnswer(AssertionError):
 
 
 class EngineRun:
-    """A run of an engine with random settings. Its pool is slightly larger than one request.
+    """A run of an engine with random settings. The pool is slightly larger than one request.
 
     `with_store` adds an in-memory store with random faults of every kind, at a random rate.
     `checks_invariants`: whether to check the manager's invariants occasionally.
@@ -96,7 +95,7 @@ class EngineRun:
         self._inject_failures()
 
     def run(self, num_requests: int = 12) -> None:
-        """Add requests, step and abort until every request has ended. Then compare the answers."""
+        """Add, step and abort requests until every request has ended. Then compare the answers."""
         engine, rng = self.engine, self.rng
         left, num_steps = num_requests, 0
         while left or engine.is_busy:
@@ -189,8 +188,8 @@ class EngineRun:
         self.generations.append(generation)
 
     def _draft(self, request) -> list[int]:
-        """Draft the continuation of the same tokens in an earlier answer, with mistakes, or random
-        tokens.
+        """Draft either random tokens or, with some errors, the tokens that followed the same tokens
+        in an earlier answer.
         """
         rng, tokens = self.rng, request.token_ids.tolist()
         count = int(rng.integers(0, 6))
@@ -261,7 +260,7 @@ class EngineRun:
 
 @dataclasses.dataclass
 class Judgement:
-    """What was found in several runs of an engine that may be defective.
+    """The findings from several runs of an engine that may be defective.
 
     A run is wrong if any of its answers differs from the model's own. `reported`: number of runs
     with sanitizer reports, keyed by the kind of the first report. `failures`: number of runs that
@@ -275,7 +274,7 @@ class Judgement:
     failures: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def judge(self, name: str, seed: int) -> None:
-        """Make a run. The environment must enable the sanitizer (KVCACHE_SANITIZE=report)."""
+        """Perform one run. The environment must enable the sanitizer (KVCACHE_SANITIZE=report)."""
         run = EngineRun(name, seed, checks_invariants=False)
         is_wrong = False
         try:
@@ -313,7 +312,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--judge", action="store_true", help="print all findings, as JSON")
+    parser.add_argument("--judge", action="store_true", help="print all findings as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments that contain an inference engine, for tests of the checkout of kvcache."""
+"""Virtual environments with an inference engine, in which this checkout of kvcache is tested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ METADATA = "Metadata-Version: 2.1\nName: kvcache-checkout\nVersion: 1\n"
 
 
 class Unavailable(Exception):
-    """The engine cannot be installed on this machine. The message gives the reason in one line."""
+    """Raised if the engine cannot be installed on this machine. The message states the reason in
+    one line.
+    """
 
 
 class EngineEnvironment:
@@ -41,11 +43,13 @@ class EngineEnvironment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the environment was created before."""
+        """Whether the environment has already been created."""
         return self._stamp.exists()
 
     def create(self, title: str) -> None:
-        """Create the environment with torch and the packages of tests. Raises Unavailable."""
+        """Create the environment with torch and the packages that tests need. Raises
+        Unavailable.
+        """
         print(f"installing {title} into {self.folder}, once", flush=True)
         call([sys.executable, "-m", "venv", str(self.folder)])
         self.pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", *TEST_NEEDS, self._torch)
@@ -71,7 +75,7 @@ class EngineEnvironment:
         """Write the entry points of the checkout, which is not installed in the environment.
 
         Args:
-            more: Entry points of the tests.
+            more: Additional entry points, for the tests.
         """
         where = "import sysconfig; print(sysconfig.get_path('purelib'))"
         folder = (
@@ -91,10 +95,10 @@ class EngineEnvironment:
         """Run a module in the environment.
 
         Args:
-            module: The module. pytest runs `tests` if no argument names a file.
-            arguments: Its arguments.
-            tests: Files, relative to the checkout.
-            settings: Environment variables. `PYTHONPATH` comes after the checkout.
+            module: The module to run. If it is pytest and no argument names a file, `tests` are run.
+            arguments: Arguments of the module.
+            tests: Paths of test files, relative to the checkout.
+            settings: Environment variables. `PYTHONPATH` is appended to the path of the checkout.
 
         Returns:
             The exit code.
@@ -122,6 +126,8 @@ def call(command: list[str]) -> str:
 
 
 def test_files(*patterns: str) -> list[str]:
-    """Return the test files that match patterns below `tests`, relative to the checkout."""
+    """Return the test files that match glob patterns in `tests`, as paths relative to the
+    checkout.
+    """
     found = (each for pattern in patterns for each in (REPO / "tests").glob(pattern))
     return sorted(str(each.relative_to(REPO)) for each in found)

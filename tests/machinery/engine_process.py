@@ -21,7 +21,7 @@ class EngineInProcess:
     """An engine in a separate process.
 
     Args:
-        command: The command that starts it.
+        command: The command that starts the engine.
         environment: Environment variables in addition to those of this process.
     """
 
@@ -75,7 +75,7 @@ class EngineInProcess:
         assert self.ask("reset") is True
 
     def said(self, text):
-        """Return the number of log lines that contain a text."""
+        """Return the number of log lines that contain `text`."""
         return sum(text in line for line in list(self.errors))
 
     def signal(self, number):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain models of the block pool and its eviction policies: lists and loops, written from the
-definitions.
+"""Plain models of the block pool and its eviction policies, written with lists and loops directly
+from the definitions.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Pool:
 
     def publish(self, i, number, group, parent):
         self.blocks[i].cached = (number, group, parent)
-        # There is no parent. "none" is never a hash number, so the block is not a child.
+        # A block without a parent stores "none", which is never a hash number, so it is no block's
+        # child.
         if parent is None:
             self.blocks[i].cached = (number, group, "none")
         self.blocks[i].published = self.tick()
@@ -189,9 +190,9 @@ class Policy:
 
 
 def given_priority(prefix, tokens_per_block, retention, now):
-    """Return the block's (priority, end) given by the retention ranges, or None.
+    """Return the (priority, end of validity) that the retention ranges assign to a block, or None.
 
-    `prefix` is the block's end.
+    `prefix` is the number of tokens up to the end of the block.
     """
     # Blocks start at multiples of tokens_per_block. The last token of this block is prefix - 1.
     first = (prefix - 1) // tokens_per_block * tokens_per_block
@@ -219,7 +220,9 @@ class Lru(Policy):
 
 
 class LastAccess(Policy):
-    """Evicts by access time, then by longest prefix, then by release order."""
+    """Evicts the block that was accessed earliest. Ties are broken by longest prefix, then by
+    release order.
+    """
 
     def __init__(self, num_blocks):
         self.largest_now = 0
@@ -356,7 +359,9 @@ class S3Fifo(Policy):
 
 
 class Priority(Policy):
-    """Evicts the lowest priority first, then by release order. Expired priorities do not count."""
+    """Evicts blocks by ascending priority, then by release order. Expired priorities are
+    ignored.
+    """
 
     def __init__(self, num_blocks, default_priority=35):
         self.default = default_priority
@@ -392,7 +397,7 @@ class Priority(Policy):
 
 
 class Segment:
-    """Blocks released together."""
+    """Blocks that were released together."""
 
     def __init__(self, number, time, reuse_class, num_forks=0, cost=1.0):
         self.number = number
@@ -423,8 +428,8 @@ class ByWorth(Policy):
     LEFT = NUM_OWN + NUM_SHARED
     LOOSE, LOADED = LEFT + 1, LEFT + 2
     FIRST_BUCKET = 2_000  # ms
-    # For each class of own blocks, the levels of the time since the previous turn, of the number of
-    # added tokens, and of the answer length.
+    # For each class of a request's own blocks, the levels of the time since the previous turn, of
+    # the number of added tokens, and of the answer length.
     LEVELS = tuple((own // 12, own // 4 % 3, own % 4) for own in range(OF_REQUEST))
 
     def open(self, *facts):
@@ -436,9 +441,10 @@ class ByWorth(Policy):
         self.segment_of[i], self.order[i] = segment, self.num_assigned
 
     def follow(self, i, segment, level=0):
-        """Add a copied or expired block, which was in `segment` before.
+        """Add a block from `segment` that was copied or whose priority has expired.
 
-        It joins the last new segment if that one was opened for blocks from the same `segment`.
+        The block joins the segment opened last if that one was also opened for blocks from
+        `segment`.
         """
         followed, following = self.following.get(level, (None, None))
         if followed is not segment or following not in self.segment_of.values():
@@ -473,8 +479,8 @@ class ByWorth(Policy):
         return 0, 0
 
     def choose(self, ids):
-        """Choose a block of the lowest priority: first by the tenant's excess over its share, then
-        by least worth.
+        """Choose a block among those with the lowest priority. Prefer the tenant that exceeds its
+        share by the most blocks, and then the segment with the least worth.
         """
         levels = sorted(set(map(self.level, ids)))
         victims = [
@@ -519,7 +525,9 @@ class ByWorth(Policy):
 
 
 class LruGuard:
-    """Compares a policy's hits with those of LRU. The policy falls back to LRU if it loses many."""
+    """Compares a policy's hits with those of LRU. The policy falls back to LRU if it loses many
+    hits.
+    """
 
     def __init__(self, num_blocks):
         self.one_of = max((num_blocks - 1) // 4_096, 1)
@@ -588,7 +596,7 @@ class Learned(ByWorth):
         self.clear()
 
     def sample(self, num_blocks):
-        """Adjust the sampling rate to `num_blocks` additional cached blocks."""
+        """Adjust the sampling rate for `num_blocks` additional cached blocks."""
         self.num_blocks += num_blocks
         self.one_of = max(self.num_blocks // 3000, 1)
         self.last_sampled = (2**32 - 1) // self.one_of
@@ -645,8 +653,8 @@ class Learned(ByWorth):
             self.wanted[i] = given
 
     def give(self, i):
-        """Set the block's priority: that of this release, or otherwise an earlier one that has not
-        expired.
+        """Set the block's priority to the one given at this release, or else to an earlier one that
+        has not expired.
         """
         self.tenants[i] = self.tenant
         priority, end = self.wanted.get(i) or self.given.get(i, (35, NEVER))
@@ -787,7 +795,7 @@ class Learned(ByWorth):
             self.reached[reuse_class][0] += 1
 
     def learn(self):
-        # Only the youngest record of a key can be used, but all records of the key age.
+        # Only the youngest record of a key can be marked as used, but older records age as well.
         for ghost in self.ghosts:
             if not ghost.is_sample or ghost.is_used:
                 continue
@@ -825,7 +833,9 @@ class Learned(ByWorth):
             self.hazards[c], self.index[c] = together
 
     def summed(self, own):
-        """Return the counts of a class of own blocks, summed over all request classes."""
+        """Return the counts for a class of a request's own blocks, summed over all request
+        classes.
+        """
         reached, used = [0.0] * self.NUM_BUCKETS, [0.0] * self.NUM_BUCKETS
         for c in range(own, self.NUM_OWN, self.OF_REQUEST):
             for b in range(self.NUM_BUCKETS):
@@ -857,7 +867,9 @@ class Learned(ByWorth):
                     of_feature[level][r] = min(max(factor, 0.001), 100.0)
 
     def together(self, own, reached, used, unknown):
-        """Return (hazards, index) of a class of own blocks, over all request classes."""
+        """Return (hazards, index) for a class of a request's own blocks, combined over all request
+        classes.
+        """
         if not any(reached):
             return unknown
         prior = [self.expected(own, b, unknown[0][b]) for b in range(self.NUM_BUCKETS)]
@@ -902,7 +914,9 @@ class Learned(ByWorth):
 
 
 class LearnedCopies(ByWorth):
-    """Pages of a second tier. Each page keeps the class and time of the block it copies."""
+    """Pages of a second tier. Each page keeps the class and time of the block that was copied to
+    it.
+    """
 
     def __init__(self, num_blocks, source):
         self.source = source
@@ -934,7 +948,7 @@ class LearnedCopies(ByWorth):
     def gain(self, segment, candidates):
         """Return the expected number of hits of a copy, minus the worth of the space it occupies.
 
-        Without candidates, space is free.
+        If there are no candidates for eviction, the space costs nothing.
         """
         if segment is None:
             return 1.0

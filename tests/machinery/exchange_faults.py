@@ -4,8 +4,8 @@
     python -m tests.machinery.exchange_faults FOLDER [--requests N] [--kills N] [--stops N] [--tp N]
 
 FOLDER contains a model. Runs in SGLang's environment (`python -m tests.machinery.sglang_environment
--m tests.machinery.exchange_faults ...`) and prints the counts as JSON. Prompts are exchanged in
-both directions in turn.
+-m tests.machinery.exchange_faults ...`) and prints the counts as JSON. The direction of the
+exchange alternates.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Run:
         return self.engines[name].decode(prompts, offers)
 
     def round(self, number: int, fault: str | None) -> None:
-        """One round: prompts are prefilled in one engine and decoded in the other."""
+        """Run a round, in which prompts are prefilled in one engine and decoded in the other."""
         names = ["vllm", "sglang"] if number % 2 else ["sglang", "vllm"]
         sender, receiver = names
         prompts = self.prompts()

@@ -199,7 +199,7 @@ TABLE: dict[str, Row] = {
     "CachePlan.max_encoder_tokens": Row(
         of_layer, {"plan": {"max_encoder_tokens": 64}}, {"kind": "cross_attention"}, HOW_MANY
     ),
-    "AttentionBackend.name": Row(of_backend, {"name": "Y"}, same="only its orders matter"),
+    "AttentionBackend.name": Row(of_backend, {"name": "Y"}, same="only the memory orders matter"),
     "AttentionBackend.dims": Row(
         of_backend, {"dims": ("block", "token", "kv", "head", "element")}
     ),
@@ -251,7 +251,7 @@ TABLE: dict[str, Row] = {
     ),
     "build.num_host_blocks": Row(of_build, {"num_host_blocks": 9}, same=HOW_MANY),
     "build.swap_options": Row(of_build, {"num_host_blocks": 9, "swap_options": {}}, same=WHEN),
-    "build.enable_caching": Row(of_build, {"enable_caching": False}, same="rejected by a tier"),
+    "build.enable_caching": Row(of_build, {"enable_caching": False}, same="a tier requires caching"),
     "build.num_preallocate_tokens": Row(of_build, {"num_preallocate_tokens": 0}, same=HOW_MANY),
     "CacheOptions.hash_block_size": Row(of_build, {"hash_block_size": 8}),
     "CacheOptions.watermark": Row(of_build, {"watermark": 0.1}, same=HOW_MANY),
@@ -262,8 +262,8 @@ TABLE: dict[str, Row] = {
     "CacheOptions.announce_reused": Row(of_build, {"announce_reused": True}, same=WHEN),
     "CacheOptions.track_residency": Row(of_build, {"track_residency": True}, same=WHEN),
     "CacheOptions.prefault": Row(of_build, {"prefault": False}, same=WHEN),
-    "CacheOptions.stats_window": Row(of_build, {"stats_window": 10}, same="counts alone"),
-    "CacheOptions.explain_misses": Row(of_build, {"explain_misses": 1}, same="counts alone"),
+    "CacheOptions.stats_window": Row(of_build, {"stats_window": 10}, same="only affects statistics"),
+    "CacheOptions.explain_misses": Row(of_build, {"explain_misses": 1}, same="only affects statistics"),
     "CacheOptions.hash_seed": Row(of_build, {"hash_seed": "s"}),
     "CacheOptions.hash_algorithm": Row(of_build, {"hash_algorithm": "xxh3_128_cbor"}),
     "CacheOptions.hash_bytes": Row(
@@ -289,8 +289,8 @@ TABLE: dict[str, Row] = {
     ),
     "CacheOptions.num_hits_to_write": Row(of_build, {"num_hits_to_write": 3}, same=WHEN),
     "CacheOptions.min_gain_to_write": Row(of_build, {"min_gain_to_write": 0.1}, same=WHEN),
-    "CacheOptions.page_bytes": Row(of_build, same="the plan's, as CachePlan.page_bytes"),
-    "fingerprint.manager": Row(of_identity, same="covered by its groups and options above"),
+    "CacheOptions.page_bytes": Row(of_build, same="covered by CachePlan.page_bytes"),
+    "fingerprint.manager": Row(of_identity, same="covered by the groups and options above"),
     "fingerprint.pages": Row(of_identity, {"pages": Pages.allocate(9, [[2048, 2048]])}),
     "fingerprint.model": Row(of_identity, {"model": "n"}),
     "fingerprint.rank": Row(of_identity, {"rank": "tp 1 of 2"}),
@@ -312,8 +312,8 @@ TABLE: dict[str, Row] = {
     "CacheDescription.memory_order": Row(of_description, same="AttentionBackend and layout"),
     "CacheDescription.page_stride": Row(of_description, same="bytes are stored without gaps"),
     "CacheDescription.scale_bytes_per_head": Row(of_description, same=BY_SPEC),
-    "CacheDescription.k_scale": Row(of_description, same="the caller's text `model`"),
-    "CacheDescription.v_scale": Row(of_description, same="the caller's text `model`"),
+    "CacheDescription.k_scale": Row(of_description, same="covered by the caller's text `model`"),
+    "CacheDescription.v_scale": Row(of_description, same="covered by the caller's text `model`"),
     "CacheDescription.hash_algorithm": Row(of_description, same="CacheOptions.hash_algorithm"),
     "CacheDescription.version": Row(of_description, same="FORMAT_VERSION of identity.py"),
 }  # fmt: skip

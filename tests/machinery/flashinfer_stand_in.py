@@ -75,7 +75,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return out
 
     def _attention(self, q, k, v):
-        """Return [heads, queries, size]. The last query attends to the last key."""
+        """Return the output, [heads, queries, size]. The last query is at the position of the last
+        key.
+        """
         plan = self._plan
         k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
         scale = q.shape[-1] ** -0.5 if plan["sm_scale"] is None else plan["sm_scale"]

@@ -43,7 +43,7 @@ from tests.machinery.http.process import ServeProcess, ask, connect, reply_of, r
 from tests.machinery.network import Faults, Network
 
 HTTP, EVENTS, REPLAYS = 8000, 5557, 5558
-# Tokens in a session's prefix, in the rest of a prompt, and in an answer.
+# Numbers of tokens in a session's prefix, in the rest of a prompt, and in an answer.
 PREFIX, SUFFIX, NUM_TOKENS = 128, 20, 4
 CLIENTS, ANSWER_S, QUERY_S, DOWN_S = 3, 30.0, 1.0, 1.0
 PREFILL_TIMEOUT_S = 2
@@ -56,7 +56,7 @@ NUM_LIES = 400
 
 @dataclass
 class Answer:
-    """An answered request. `ended` is on the monotonic clock."""
+    """An answered request. `ended` is a time on the monotonic clock."""
 
     prompt: list[int]
     text: str
@@ -112,8 +112,8 @@ class Server:
             return self.process.state()
 
     def leaks(self) -> dict:
-        """Return counts of sequences and blocks that the server still holds. Empty if nothing has
-        leaked.
+        """Return counts of sequences and blocks that the server still holds. The result is empty if
+        nothing has leaked.
         """
         state = self.state()
         pool = state["pool"]
@@ -241,8 +241,8 @@ class Fleet:
         return True
 
     def scores(self, prompt: list[int]) -> dict[int, int]:
-        """Query the router for the number of prompt tokens that each replica has cached. Empty if
-        the router does not answer.
+        """Query the router for the number of prompt tokens that each replica has cached. The result
+        is empty if the router does not answer.
         """
         body = {"token_ids": prompt, "model_name": "m", "block_size": BLOCK}
         with suppress(OSError, ValueError, KeyError), self.network.inside(CLIENT):
@@ -260,8 +260,8 @@ class Fleet:
         return {}
 
     def request_by_index(self) -> None:
-        """Continue a session on the replica that has cached most of the prompt. Ties are broken in
-        turn.
+        """Continue a session on the replica that has cached most of the prompt. Ties are broken by
+        round-robin.
         """
         self.send_by_index(self.rng.choice(self.sessions) + self.tokens(SUFFIX))
 
@@ -340,8 +340,8 @@ class Fleet:
         request: Callable[[], None] | None = None,
         fault_s: float | None = None,
     ) -> dict:
-        """Run a scenario with traffic, check that nothing leaks, and return the scenario's row of
-        the table.
+        """Run a scenario with traffic, check that nothing leaks, and return the scenario's row in
+        the table of results.
         """
         self._request = request or self.request_by_index
         self.answers, self.lost, self._running = [], [], True
@@ -408,7 +408,7 @@ class Fleet:
 
     def _until_hits(self, since: float, before: float) -> tuple[float, float]:
         """Wait until the last requests have almost the same hit rate as before the fault. Return
-        the seconds since `since`, and the time at which these requests began.
+        the number of seconds since `since`, and the time at which these requests began.
         """
         until = time.monotonic() + 60
         while True:
@@ -421,8 +421,8 @@ class Fleet:
             time.sleep(0.05)
 
     def _checked(self) -> dict:
-        """Check the answers, check for leaks, and check that the index equals the caches. Return
-        the counts.
+        """Check the answers, check for leaks, and compare the index with the caches. Return all
+        differences.
         """
         num_wrong = self.num_wrong()
         until = time.monotonic() + 40
@@ -542,8 +542,8 @@ class Fleet:
         )
 
     def index_lies(self) -> dict:
-        """The router receives events that claim that the first replica has cached prompts that no
-        replica has cached.
+        """The router receives false events, according to which the first replica has cached some
+        prompts.
         """
         address = self.network.addresses[CLIENT]
         places = [f"tcp://{address}:{port}" for port in (EVENTS, REPLAYS)]
@@ -629,11 +629,11 @@ def table(rows: Iterable[dict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of each phase")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per phase")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenarios", nargs="*", default=SCENARIOS, choices=SCENARIOS)
     parser.add_argument("--no-store", action="store_true", help="run the replicas without a store")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--json", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     if reason := why_not():
         print(f"SKIPPED: {reason}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks test processes from a process that has already imported torch, because the import is slow.
+"""Forks processes for tests from a process that has already imported torch, because the import is
+slow.
 
-Uses multiprocessing's fork server. Each test process has its own server, which ends with the
-process.
+Uses multiprocessing's fork server. Each pytest process has its own fork server, which ends together
+with it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Forked:
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid
-        self.greeting = self.answer(180)  # imports take long on a busy machine
+        self.greeting = self.answer(180)  # imports take a long time on a busy machine
 
     def __enter__(self) -> Forked:
         return self

@@ -32,7 +32,7 @@ def resident_bytes() -> int:
 
 
 def coming_and_going(num_steps: int, seed: int) -> Iterator[None]:
-    """Run steps with about 8 requests.
+    """Run steps with about 8 requests at a time.
 
     Each step admits one request and frees one. Half of the prompts share a prefix with others.
     """
@@ -82,7 +82,9 @@ def large_pool(num_blocks: int, seed: int) -> Iterator[None]:
 
 
 def measure(name: str, operations: int, run: Callable[[], Iterator[None]], most: int) -> bool:
-    """Run the operations and print their time and memory. Return whether memory stayed flat."""
+    """Run the operations, and print their rate and the memory use. Return whether memory use stayed
+    flat.
+    """
     started, start = time.perf_counter(), resident_bytes()
     samples = [resident_bytes() for _ in run()] if operations < 10**4 else _sampled(run, operations)
     took, end = time.perf_counter() - started, resident_bytes()
@@ -112,7 +114,9 @@ def _sampled(run: Callable[[], Iterator[None]], operations: int) -> list[int]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of all sizes")
-    parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="default: drawn at random and printed"
+    )
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)

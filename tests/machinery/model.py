@@ -29,7 +29,7 @@ class ModelGroup:
     transferred: bool = True
     buffer: int = 0  # CIRCULAR: token capacity of a row, before rounding up to whole blocks
     ends_caching: bool = False  # CIRCULAR: the group is declared as cached
-    num_speculative: int = 0  # STATE: draft tokens of a step that may be rejected
+    num_speculative: int = 0  # STATE: maximum number of drafts in a step
     sparse: bool = False  # the retention interval limits which blocks are cached
 
     def num_places(self):
@@ -81,13 +81,15 @@ class ModelRow:
     admission: int
     num_prompt: int  # tokens known at admission
     num_shared: int = 0  # prompt tokens that the groups of `shared_groups` would have hit
-    ends: frozenset[int] = frozenset()  # additional hits for which sparse groups keep their blocks
+    ends: frozenset[int] = (
+        frozenset()
+    )  # lengths of additional hits for which sparse groups keep blocks
     resend: bool = False
     stale: bool = False
     forked: bool = False
     on_host: bool = False
     receiving: bool = False
-    reads: bool = True  # takes prefix hits when it restarts
+    reads: bool = True  # whether the request uses prefix hits when it restarts
     num_hit: int = 0  # tokens hit at admission; external tokens follow them
     hit_end: int = 0  # before this token, the row holds only hit blocks that later tokens read
     num_valid: int = FOREVER  # while receiving: upper bound on the number of valid tokens
@@ -283,11 +285,11 @@ class ModelManager:
         self.to_clear: set[int] = set()
         self.fences: list[tuple[int, list[int]]] = []
         self.kept: dict[str, list[int]] = {}  # request id -> blocks
-        self.loads: list[dict] = []  # in flight
+        self.loads: list[dict] = []  # loads in flight
         self.pending_writes: list[int] = []
         self.writing: list[int] = []  # blocks to write to the host in this step
         self.fills: dict[int, int] = {}  # this step: block -> row that fills it
-        self.writes: list[tuple[int, int, tuple, str]] = []  # host writes of this step
+        self.writes: list[tuple[int, int, tuple, str]] = []  # writes to the host in this step
         # States whose pages the rows release: (row, group, tokens, page, first token).
         self.moves: list[tuple[int, int, int, int, int]] = []
         # this step: source block or page -> destination of the swap
@@ -319,7 +321,8 @@ class ModelManager:
         delays=None,
         in_step="none",
     ):
-        """Run a step. `ids`: newly known tokens per row. `lookahead`: per row, then per request.
+        """Run a step. `ids`: newly known tokens per row. `lookahead`: number of lookahead slots for
+        each row, then for each request.
 
         `leaving`: rows to swap out. `most`: maximum host blocks per request. `external`: number of
         external tokens after each request's hit. `delays`: whether the external tokens arrive after
@@ -346,7 +349,7 @@ class ModelManager:
             start = state.num_computed - back
             answer.rows.append(row)
             answer.computed.append(start)
-            if count == 0:  # computes nothing in this step
+            if count == 0:  # the row computes nothing in this step
                 state.take_back(back)
                 state.request.tokens.extend(new_ids)
                 answer.status.append(SERVED)
@@ -437,7 +440,7 @@ class ModelManager:
         yield 0, 0
 
     def _tries_less(self, request, num_hit, status):
-        """Whether to retry with a shorter hit, which needs no partial-block copy or no hit blocks."""
+        """Whether to retry with a shorter hit: one without a partial-block copy, or none at all."""
         if status == WAIT:
             return self._copies(request, num_hit)
         return status == NEVER and num_hit > 0
@@ -773,7 +776,9 @@ class ModelManager:
         )
 
     def shared_groups(self):
-        """Return the groups whose hit is `num_shared`: those that keep all tokens, if any."""
+        """Return the groups that determine `num_shared`: those that keep all tokens or, if there
+        are none, all groups with cached tokens.
+        """
         cached = [g for g, group in enumerate(self.groups) if group.cached]
         whole = [g for g in cached if self.groups[g].keeps_all and self.groups[g].pages == TOKENS]
         return whole or [g for g in cached if self.groups[g].pages == TOKENS]
@@ -970,8 +975,8 @@ class ModelManager:
         return [page for page in at if self._is_shared(page)] if gives_up else at
 
     def _stays(self, each, accepted):
-        """Whether a state at a block end stays in its page because the row gives up the stored
-        copy.
+        """Whether a state at a block end stays in its page. If so, the row gives up the stored
+        copy of the state.
         """
         return any(each.blocks) and not self._is_shared(each.blocks[each.num_dropped + accepted])
 
@@ -1012,7 +1017,9 @@ class ModelManager:
         return count + sum(blocks.count(block) for blocks in self.kept.values()) > 1
 
     def _num_holders(self, block):
-        """Return the references held by rows, excluding fences, kept blocks and loads."""
+        """Return the number of references that rows hold, excluding fences, kept blocks and
+        loads.
+        """
         count = self.pool.refs.get(block, 0)
         count -= sum(blocks.count(block) for _, blocks in self.fences)
         count -= sum(blocks.count(block) for blocks in self.kept.values())
@@ -1195,7 +1202,7 @@ class ModelManager:
         if now > self.num_blocks - 1 - (0 if start else self.watermark):
             return NEVER, -1
         if now > self.num_blocks - 1 - self.watermark and is_alone:
-            room = min(room + self.watermark, 0)  # no room for preallocation
+            room = min(room + self.watermark, 0)  # leaves no room for preallocation
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
             return WAIT, -1
@@ -1210,7 +1217,7 @@ class ModelManager:
         state.num_shared = num_shared
         state.ends = self.retained_ends(prompt, num_hit, num_shared)
         state.receiving, state.num_hit, state.hit_end = delay, num_hit, num_hit
-        state.reads = request.reads  # `read_cache` of this call
+        state.reads = request.reads  # the `read_cache` setting of this call
         self.rows[row] = state
         self._take_hits(state)
         if self.announce_reused:
@@ -1571,7 +1578,7 @@ class ModelManager:
         g, prefix, _ = self.pool.content[block]
         page = self.host.find(g, prefix)
         if page:
-            self.host.retain(page)  # the page is used once more
+            self.host.retain(page)  # already on the host, so this only adds a reference
             self.writes.append((page, g, prefix, "there"))
             return False
         if any((group, key) == (g, prefix) for _, group, key, _ in self.writes):
@@ -1586,7 +1593,7 @@ class ModelManager:
     def _write_pending(self):
         writing, self.writing = self.writing, []
         for block in reversed(writing):
-            if block in self.fills:  # its new content is computed only by this step
+            if block in self.fills:  # the block's new content is computed by this step
                 self.pending_writes.append(block)
                 continue
             if self.pool.content.get(block, (0, None))[1] is None or not self._write(block):
@@ -1754,7 +1761,7 @@ class ModelManager:
         group = self.groups[g]
         if group.pages == ENCODER:
             return 0
-        # Every step since then has updated the state, and the next step reads it.
+        # Every step since the page was allocated has updated the state, which the next step reads.
         if group.pages == STATE:
             return min(state.held[g].state_start, state.num_computed - 1)
         return column * group.block_size
@@ -1796,13 +1803,13 @@ class ModelManager:
                     continue
                 right = max(limit, start)
             invalid[block] = min(invalid.get(block, right), right)
-            # The block is no longer found, but the requests that released it must still be
-            # considered.
+            # Prefix lookups no longer find the block, but the requests that released it must still
+            # be considered.
             if self.groups[g].pages != STATE:
                 first = (len(prefix) - 1) // size * size
                 dropped += [(of, first, block, who) for of, who in left if of == admission]
         self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
-        if self.in_flight:  # a step still in flight may have computed it
+        if self.in_flight:  # a step still in flight may have computed the block
             self.in_flight[-1]["published"] += published
             self.in_flight[-1]["dropped"] += dropped
             self.in_flight[-1]["left"] += left
@@ -1872,7 +1879,7 @@ class ModelManager:
 
         `invalid`: block -> number of valid tokens of its prefix. `prefixes`: invalid content ->
         (number of valid tokens, block size). Every row whose tokens start with the content is
-        affected, whichever blocks it holds. None: only blocks are compared.
+        affected, whichever blocks it holds. If `prefixes` is None, only blocks are compared.
         """
         before = None
         while before != (invalid, limits, prefixes):
@@ -1901,7 +1908,7 @@ class ModelManager:
             state, limit = self.rows.get(row), limits[row]
             if state is None or limit >= state.num_computed:
                 continue
-            if state.receiving:  # keeps its blocks until the senders have finished writing
+            if state.receiving:  # the row keeps its blocks until the senders have finished writing
                 state.num_valid = min(state.num_valid, limit)
                 continue
             state.resend |= state.by_step
@@ -1977,7 +1984,7 @@ class ModelManager:
                         # The state may also be in a page that the row has released.
                         if group.pages == STATE and self.has_partial[g]:
                             is_invalid |= n < end and n <= state.num_computed
-                    else:  # dropped blocks: full blocks if still found, partial blocks always
+                    else:  # a dropped block: a full one counts if it is found, a partial one always
                         found = self.find(g, prefix, with_host=True) if n == end else 0
                         if found > 0:
                             invalid[found] = min(invalid.get(found, right), right)

@@ -77,7 +77,7 @@ class Network:
 
     def __enter__(self) -> Network:
         try:
-            with ThreadPoolExecutor(1) as other:  # this thread stays in its namespace
+            with ThreadPoolExecutor(1) as other:  # the calling thread stays in its namespace
                 for name in self._names:
                     other.submit(self._add, name).result()
         except BaseException:
@@ -189,7 +189,7 @@ def why_not() -> str | None:
             return None
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        return f"this machine gives no network namespaces with TUN devices: {said}"
+        return f"this machine does not support network namespaces with TUN devices: {said}"
 
 
 def enter(namespace: str) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for NIXL's Python API, for machines without NIXL and for tests with a simulated
-device, whose memory NIXL cannot access. The agents of a process move bytes immediately and, like
+device, whose memory NIXL cannot access. Agents in the same process copy bytes immediately and, like
 RDMA, ignore streams.
 
     with stand_in() as moved:  # import nixl._api finds it

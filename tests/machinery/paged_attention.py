@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain PyTorch, over paged KV with the metadata for two backends, and over dense tokens."""
+"""Attention in plain PyTorch, over dense KV and over paged KV with the metadata of two backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = 3
 
 
 def attend(queries, keys, values, window):
-    """Return (outputs, log-sum-exp of the weights) for one request.
+    """Return (outputs, log-sum-exp of the scores) for one request.
 
     The queries belong to the request's last tokens.
 
@@ -37,8 +37,8 @@ def attend(queries, keys, values, window):
 
 
 def over_batch(queries, starts, keys_of, window, weights):
-    """Compute attention for every request, whose queries are given by query_start_loc. The rest of
-    the output is zero.
+    """Compute attention for every request. `starts` delimits the queries of each request. Output
+    rows that belong to no request are zero.
     """
     outputs = torch.zeros(len(queries), HEAD, dtype=torch.float64)
     sums = torch.full((len(queries),), -torch.inf, dtype=torch.float64)

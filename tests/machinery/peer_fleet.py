@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in one process that are peers of each other, with faults in everything between them.
+"""Engines in one process that are peers of each other, with faults in all communication between
+them.
 
-Requests for offers do not use HTTP, and events do not use sockets, so a test decides when each arrives.
-KV is transferred by real transports.
+Requests for offers do not use HTTP, and events do not use sockets, so a test decides when each
+request or event arrives. KV is transferred by real transports.
 """
 
 import queue
@@ -27,7 +28,7 @@ FAULTS = (None, "refuses", "is down", "is slow", "sends nonsense", "loses blocks
 
 
 class _Watch:
-    """A watch of a peer that is always compatible."""
+    """A watch that always reports its peer as compatible."""
 
     error = None
 
@@ -68,7 +69,9 @@ class Peer:
         self.publish()
 
     def publish(self):
-        """Pass this engine's events to all peers. An index that lies hears of no removal."""
+        """Pass this engine's events to all peers. If `fleet.lies` is set, omit the removals of
+        blocks.
+        """
         events = self.translator.translate(self.engine.drain_events())
         if self.fleet.lies:
             events = [each for each in events if not isinstance(each, WireRemoved)]
@@ -93,20 +96,20 @@ class Peer:
                 future.set_exception(error)
 
     def die(self):
-        """End the engine as if its process was killed."""
+        """End the engine as if its process had been killed."""
         self.is_dead, self.fault = True, "is down"
         self.rank.close()
 
 
 class Fleet:
-    """Peers, random requests to them, and the right answer of each request."""
+    """Peers, random requests to these peers, and the expected answer to each request."""
 
     def __init__(self, size, seed, monkeypatch, *, model="llama", budget="256KiB", **options):
         self.size, self.rng, self.model = size, random.Random(seed), dense(model, 2)
         self.budget, self.lies, self.cache_options = budget, False, options.pop("cache", {})
         self.source_options = {"min_tokens": 16, "timeout_s": 5.0, "lease_s": 5.0}
         self.source_options |= {"max_kept_share": 0.6, **options}
-        self.goes_on = threading.Event()  # slow replies wait for it
+        self.goes_on = threading.Event()  # slow replies wait for this event
         self.answers, self.running, self.num_compared = {}, [], 0
         monkeypatch.setattr(peer_source, "PeerWatch", _Watch)
         fleet = self

@@ -9,9 +9,9 @@
 
 There is a defect for each component of the manager, for each op, and for the plans built in Python.
 Each defect is planted in `build/planted/tree`, a copy of the checkout with a separate CMake build,
-which recompiles only the files that a defect changes. Each defect names test files. Their tests
-run, except for those that `make test` leaves out. If these files do not detect a mutant, all other
-files are run as well, unless `--named-files-only` is given.
+which recompiles only the files that a defect changes. Each defect names test files. The tests in
+these files run, except for those that `make test` leaves out. If these files do not detect a
+mutant, all other files are run as well, unless `--named-files-only` is given.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ def problem(defect: Defect) -> str | None:
         return f"{defect.name}: {defect.path} is not there"
     count = path.read_text().count(defect.old)
     if count != 1:
-        return f"{defect.name}: {defect.path} has {count} times: {defect.old}"
+        return f"{defect.name}: {defect.path} contains this text {count} times: {defect.old}"
     missing = [path for path in _test_files(defect) if not (REPO / path).is_file()]
     return f"{defect.name}: {missing[0]} is not there" if missing else None
 

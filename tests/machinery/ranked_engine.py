@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose ranks are separate processes: a tiny Llama with tensor, pipeline or decode
-context parallelism, and a store that survives the processes.
+"""An engine whose ranks are separate processes, with a store that survives these processes.
+
+The model is a tiny Llama with tensor, pipeline or decode context parallelism.
 
     python -m tests.machinery.ranked_engine [--requests 200] [--kills 20]
 
-serves requests with each form of parallelism, kills ranks at random moments, and compares all
-answers to those of the unsharded model. Ranks exchange values only through the scheduler, which
-sums them, so the other ranks survive a kill.
+This program serves requests with each form of parallelism, kills ranks at random moments, and
+compares all answers with those of the unsharded model. Ranks exchange values only through the
+scheduler, which sums them, so the other ranks survive a kill.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ BLOCK, NUM_BLOCKS, NUM_LAYERS, MAX_LEN = 8, 49, 2, 256
 
 
 class RankDied(Exception):
-    """A rank's process has ended."""
+    """Raised if a rank's process has ended."""
 
 
 class FileStore(BlockStore):
@@ -107,7 +108,7 @@ class Parallel:
     tp: int = 1
     pp: int = 1
     dcp: int = 1
-    host_blocks: int = 0  # size of the host tier; some swaps fail on one rank
+    host_blocks: int = 0  # blocks in the host tier, if any; some of its swaps fail on one rank
 
     @property
     def num_ranks(self):
@@ -145,7 +146,7 @@ def plan_of(parallel, rank):
 
 
 class Stopped(Exception):
-    """The scheduler has aborted the step."""
+    """Raised if the scheduler has aborted the step."""
 
 
 class Shard:
@@ -256,8 +257,8 @@ def serve_rank(connection: Connection, parallel, rank, folder, identity, last_st
     connection.send(("ready", store.description))
 
     def next_message():
-        """Wait for a message that is not an order. Meanwhile, execute orders and send the store's
-        results.
+        """Wait for a message other than "orders". Meanwhile, execute the store's orders and send
+        their results.
         """
         while True:
             if (results := store.take_results()) is not None:
@@ -282,7 +283,7 @@ def serve_rank(connection: Connection, parallel, rank, folder, identity, last_st
             if name == "close":
                 connection.send(("closed", store.close(10), store._staging.num_free))
                 return
-            if name == "stop":  # for a step that this rank has already completed
+            if name == "stop":  # this rank has already completed the aborted step
                 connection.send(("stopped",))
                 continue
             plan, batch = arguments
@@ -411,7 +412,9 @@ class RankedEngine:
         )  # fmt: skip
 
     def parallel_name(self, rank):
-        """Return the folder name of a rank's store. Ranks with equal shares use the same folder."""
+        """Return the folder name of a rank's store. Ranks that hold the same share of the KV use
+        the same folder.
+        """
         return str(self.parallel.share(rank, 2)).replace(" ", "-")
 
     def add(self, name, prompt, num_tokens):

@@ -81,7 +81,7 @@ def mark(connections: int) -> Mark:
 def curve(
     name: str, count: int, *, kill: bool, every: int, most_more: int | None = None
 ) -> list[Mark]:
-    """Open `count` connections, read over each one and end it.
+    """Open `count` connections one after another, read over each, and close it.
 
     Return a mark after every `every` connections. If `most_more` is given, wait before each mark
     until at most this many additional descriptors are open, or until a timeout.

@@ -2,10 +2,10 @@
 """Makes the same random calls to `BlockSpaceManager` and to its reference model, and simulates the
 pages.
 
-Block tables, pairs, counts and hits are compared after every call. A simulated engine represents a
-token's KV by all of its inputs and writes it to the page in the block table. It executes copies and
-swaps in call order, and reads back everything that a sequence would read. The seed is added to any
-error as a note.
+Block tables, copy pairs, counts and hits are compared after every call. A simulated engine
+represents the KV of a token by all inputs from which it would be computed, and writes this value to
+the page in the block table. The engine executes copies and swaps in call order, and reads back
+everything that a sequence would read. The seed is added to any error as a note.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Group:
 class Pages:
     """The simulated contents of the pages on both tiers.
 
-    Each slot stores all inputs of its KV.
+    Each slot stores all inputs from which its KV would be computed.
     """
 
     def __init__(self, block_size):
@@ -221,7 +221,9 @@ class Driver:
             self.compute_prompt(group, self.random.randint(1, 12))
 
     def compute_prompt(self, group, chunk):
-        """Compute a chunk of the prompt. The hit counts toward the first chunk."""
+        """Compute a chunk of the prompt. The tokens of the prefix hit count toward the first
+        chunk.
+        """
         first = group.seqs[0]
         num_cached = self.model.sequences[first.seq_id].num_cached
         start = max(group.num_computed, num_cached)
@@ -354,7 +356,9 @@ class Driver:
         (self.running if group in self.running else self.swapped).remove(group)
 
     def preempt(self):
-        """Preempt a group by recomputation: it waits again, together with its generated tokens."""
+        """Preempt a group by recomputation: the group waits again and keeps its generated
+        tokens.
+        """
         groups = [group for group in self.running if len(group.seqs) == 1]
         if not groups:
             return
@@ -424,7 +428,7 @@ class Driver:
         assert self.manager.reset_prefix_cache(device) == pool.reset()
 
     def ask(self):
-        """Call the queries, which must not change anything."""
+        """Call the query methods, which must not change anything."""
         for group in self.running:
             states = [self.model.sequences[seq.seq_id] for seq in group.seqs]
             hits = [each.blocks[: each.num_cached // self.size] for each in states]
@@ -544,7 +548,7 @@ class Driver:
 
 
 def drive(seed, num_operations=OPERATIONS_PER_SEED):
-    """Run one seed. The seed is added to any error as a note, so that the case can be kept."""
+    """Run one seed. The seed is added to any error as a note, so that the run can be repeated."""
     try:
         Driver(seed).run(num_operations)
     except BaseException as error:

@@ -20,10 +20,10 @@ def ceil_div(a, b):
 
 @dataclass
 class ModelUse:
-    """The values that rank a block for eviction."""
+    """The values by which blocks are ranked for eviction."""
 
     time: float = 0
-    release: float = 0  # number of the release, by which blocks that were not accessed are ranked
+    release: float = 0  # sequence number of the release, which ranks blocks that were not accessed
     num_prefix_tokens: int = 0
     idle: int = 0
     is_accessed: bool = False
@@ -41,8 +41,8 @@ class ModelPool:
         self.is_chain = is_chain  # whether a hit on a block requires a hit on its parent
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
-        self.cached_free = []  # ordered by release
-        self.content = {}  # oldest first
+        self.cached_free = []  # cached free blocks, ordered by release
+        self.content = {}  # cached blocks, oldest first
         self.use = {block: ModelUse() for block in self.refs}
         self.clock, self.num_idle, self.release_time = 0, 0, 0
         self.least_free = self.num_total

@@ -6,8 +6,8 @@ import types
 
 
 def register() -> None:
-    """In each process of an engine, add the parts that HiCache needs on a CPU if
-    KVCACHE_TESTS_HICACHE is set.
+    """If KVCACHE_TESTS_HICACHE is set, add the parts that HiCache needs on a CPU. SGLang calls this
+    function in each process of an engine.
     """
     if os.environ.get("KVCACHE_TESTS_HICACHE"):
         add_hicache_copies()
@@ -30,7 +30,7 @@ def add_hicache_copies() -> None:
 
 def read_windows_from_their_pool() -> None:
     """Patch the backend `torch_native` to read the KV of window layers from the slots to which it
-    writes them.
+    was written.
 
     If windows have a separate pool, the original backend writes to the slots of that pool but reads
     from the slots of the full-attention pool.

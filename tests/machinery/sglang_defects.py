@@ -140,13 +140,13 @@ def slot_of_another_request_in_a_row(run):
 
 @defect()
 def slots_are_off_by_one(run):
-    """The KV of a step's new tokens is written one slot too far."""
+    """The KV of a step's new tokens is written to the slots after the correct ones."""
     change_decode(run, lambda batch: setattr(batch, "out_cache_loc", batch.out_cache_loc + 1))
 
 
 @defect()
 def sequence_lengths_are_too_large_by_one(run):
-    """A step reads one token more than exists."""
+    """A step reads one more token than exists."""
     change_decode(run, lambda batch: setattr(batch, "seq_lens", batch.seq_lens + 1))
 
 
@@ -172,7 +172,7 @@ def change_decode(run, change):
 
 @defect()
 def new_slots_are_not_written_to_the_row(run):
-    """The slots of a decode step are missing in `req_to_token`."""
+    """The slots of a decode step are missing from `req_to_token`."""
     pool = run.scheduler.req_to_token_pool
 
     def write(original, indices, values):
@@ -232,7 +232,7 @@ def wrong_values_are_inserted(run):
 
 @defect()
 def shared_prefix_is_freed(run):
-    """A request that finishes frees the prefix, which belongs to the tree."""
+    """When a request finishes, it frees its prefix, although the prefix belongs to the tree."""
 
     def free(original, kv, ranges, **options):
         if ranges[0][0] and run.now(1):
@@ -354,7 +354,7 @@ def window_is_left_too_early(run):
 
 @defect("windows")
 def slots_of_the_window_are_exchanged(run):
-    """The window pool's slots of two pages of a request are exchanged."""
+    """Two pages of a request exchange their slots in the window pool."""
     mapping = allocator_of(run).full_to_swa_index_mapping
 
     def next_batch(original, *arguments, **options):
@@ -417,7 +417,8 @@ def pages_are_stored_in_another_order(run):
 
 
 def find_all(engine):
-    """Run an engine with each of its defects under the sanitizer, in another process.
+    """Run an engine with each of its defects in turn, under the sanitizer and in a separate
+    process.
 
     Returns:
         An entry for each defect with its "name", "planted_at", "found_at", "kind", "engine" and

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an SGLang scheduler with a tiny model in one process, on a CPU.
 
-Because a scheduler takes long to start, `Scheduler.run` forks a process for each run, so that every
-run begins in the same state.
+Because a scheduler takes a long time to start, `Scheduler.run` forks a process for each run, so
+that every run begins in the same state.
 
-`python -m tests.machinery.sglang_engine OPTIONS WORKS` prints the results as JSON in its last line.
+`python -m tests.machinery.sglang_engine OPTIONS WORKS` prints the results as JSON in the last line
+of its output.
 """
 
 import contextlib

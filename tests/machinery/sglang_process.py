@@ -23,8 +23,8 @@ OPTIONS = {
 class SGLangEngine(EngineInProcess):
     """An engine in a separate process.
 
-    `options` are passed to SGLang's `Engine`, and `extra` to the exchange. If `extra` is None, the
-    plug-in does nothing.
+    `options` are passed to SGLang's `Engine`, and `extra` to the exchange plug-in. If `extra` is
+    None, the plug-in does nothing.
     """
 
     def __init__(self, folder, *, extra=None, environment=None, python=sys.executable, **options):
@@ -40,7 +40,7 @@ class SGLangEngine(EngineInProcess):
         super().__init__(command, environment)
 
     def run(self, prompts, max_tokens=16, offers=None, ask=False, timeout_s=DEADLINE_S):
-        """Return {tokens, cached, storage, offer} for each prompt."""
+        """Return a dictionary with "tokens", "cached", "storage" and "offer" for each prompt."""
         return self.ask("run", prompts, max_tokens, offers or [None] * len(prompts), ask)
 
     def prefill(self, prompts):

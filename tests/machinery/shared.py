@@ -22,7 +22,7 @@ def shared_file(name: str) -> Path:
 
 
 def sampled(values, num_first: int = 1) -> list:
-    """Return values for `parametrize`, as tuples for several names.
+    """Return values for `parametrize`. If it has several names, the values are tuples.
 
     All values except the first are marked exhaustive.
     """

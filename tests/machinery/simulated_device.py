@@ -29,7 +29,7 @@ class SimulatedStreams:
         self._streams: list[deque] = []
         self._speeds: dict[int, int] = {}  # relative speeds, so that some streams lag far behind
         self.compute = self.new_stream()
-        self.fails: set[int] = set()  # numbers of launches on other streams that must raise
+        self.fails: set[int] = set()  # indices of launches on other streams that must raise
         self.launches = 0
         self.capturing = False  # whether the compute stream is being captured
 
@@ -63,8 +63,8 @@ class SimulatedStreams:
         stream.append(("wait", event))
 
     def advance(self, most: int | None = None) -> int:
-        """Execute up to `most` items, or all if None. Return the number of items that are still
-        waiting or queued.
+        """Execute up to `most` items, or all items if `most` is None. Return the number of items
+        that are still waiting or queued.
         """
         done = 0
         while most is None or done < most:

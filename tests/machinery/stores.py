@@ -237,18 +237,20 @@ class StoreUser:
         self.num_finished += 1
 
     def cancel(self, running):
-        """Cancel a request that is receiving."""
+        """Cancel a request whose KV is being loaded."""
         self.tier.cancel(running.request)
         del self.receiving[running.request.request_id]
 
     def restart(self, affected):
-        """Record the earlier positions from which rows continue."""
+        """Record that rows continue from earlier positions."""
         for name, start in affected.items():
             if name in self.running:
                 self.running[name].num_computed = self.running[name].num_hit = start
 
     def settle(self):
-        """Wait until no put is pending. Blocks are written to the host one step after they are filled."""
+        """Run empty steps until no put is pending. Blocks are written to the host one step after
+        they are filled, so at least two steps are run.
+        """
         deadline, num_steps = time.monotonic() + 60, 0
         while self.tier.is_busy or num_steps < 2:
             assert time.monotonic() < deadline, self.tier.stats

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context managers that set environment variables, which the ops read in each call."""
+"""Context managers that set environment variables, which the ops read on each call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def switched(name: str, on: bool):
 
 
 def ids_from(where: str):
-    """Choose the memory in which ids appear to be.
+    """Make ids appear to be in device memory or in host memory.
 
     Because the emulator's "device" memory is host memory, this is needed to make kernels treat ids
     as device ids.

@@ -163,8 +163,9 @@ def _shrunk(config_class: type[PreTrainedConfig]) -> dict[str, object]:
 def tiny_architecture(model_type: str, *, seed: int = 0, **fields: object) -> PreTrainedModel:
     """Return a tiny model in float64, or in float32 if it supports no other dtype.
 
-    In float64, two tokens are practically never so close that rounding decides between them. The
-    weights depend only on `seed`. `fields` overrides fields of the configuration.
+    In float64, the scores of two tokens are practically never so close that rounding decides
+    between the tokens. The weights depend only on `seed`. `fields` overrides fields of the
+    configuration.
     """
     dtype = torch.float32 if model_type in _FLOAT32 else torch.float64
     config = tiny_config(model_type, **fields)
@@ -190,7 +191,7 @@ def _widen(model: PreTrainedModel) -> None:
             continue
         if parameter.ndim >= 2:
             parameter.data.normal_(0, 1.0 if id(parameter) in embeddings else 0.2)
-        else:  # biases and scales, some of which are 0 by default, which would hide their effect
+        else:  # biases and scales: the default of some is 0, which would hide their effect
             parameter.data += 0.1 * torch.randn_like(parameter)
     for name in ("forced_eos_token_id", "forced_bos_token_id"):
         setattr(model.generation_config, name, None)

@@ -59,7 +59,7 @@ def of(**values):
 
 
 def cache(**changes):
-    """Return a small description: one rank, 2 layers, 4 heads, blocks of 4.
+    """Return a small description: one rank, 2 layers, 4 heads, blocks of 4 tokens.
 
     `layout` and `packing` select a memory order by name.
     """
@@ -76,7 +76,7 @@ def cache(**changes):
     return CacheDescription(**{**values, **changes})
 
 
-# Pairs of changes to `cache()` for the local and the remote side, with at least one per kind of
+# Changes to `cache()` for the local and the remote side, with at least one pair for each kind of
 # group.
 DIFFERENT = [
     (of(), of()),
@@ -185,7 +185,8 @@ class Memory:
         ]
 
     def laid_out(self, parts):
-        """Lay out K, and V and scales if present, given as [rank, layer, block, token, head, element].
+        """Lay out K, V (if present) and scales (if present), given as [rank, layer, block, token,
+        head, element].
 
         Returns the memory of each rank and the lengths of the regions.
         """
@@ -317,7 +318,7 @@ def some_ids(rng, groups, per_group):
 
 
 def check(local, remote, local_rank, *, allow_permutation=True, seed=0, tokens=None, change=None):
-    """Raise Wrong unless executing the plan puts every element in its correct location.
+    """Raise Wrong unless executing the plan moves every element to its correct location.
 
     If `tokens` is given, the plan is for a single partial group with these tokens (first, last).
     `change` plants a defect in the plan.

@@ -11,9 +11,9 @@ allowed. Combinations are enumerated as two products:
 - pages: all layouts, packings, block sizes and interleaves of both sides, and several head sizes,
   with and without a permutation, for each of the parallel sizes in a list. Local ranks alternate.
 
-The product of both has 6 * 10^8 combinations, times the number of local ranks. `--random N` checks
-N of them, drawn with `--seed`. In one of eight, the two sides may have different numbers of heads,
-which must be refused.
+The product of these two products has 6 * 10^8 combinations, times the number of local ranks.
+`--random N` checks N of them, drawn with `--seed`. In one of eight combinations, the two sides may
+have different numbers of heads. Such combinations must be refused.
 """
 
 import argparse
@@ -127,7 +127,9 @@ def draw_page(rng, interleave_divides=True) -> tuple[str, str, int, int]:
 
 
 def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Iterator[Combination]:
-    """Yield all 20,480 parallel sizes and numbers of heads, or every `step`-th one from `start` on."""
+    """Yield all 20,480 combinations of parallel sizes and numbers of heads, or every `step`-th of
+    them, beginning with number `start`.
+    """
     product = enumerate(itertools.product(*[SIZES] * 6, HEADS))
     for number, (*sizes, heads) in itertools.islice(product, start, None, step):
         local, remote = tuple(sizes[:3]), tuple(sizes[3:])
@@ -162,7 +164,7 @@ def page_product(parallel=PARALLEL, block_sizes=BLOCK_SIZES) -> Iterator[Combina
 
 
 def random_product(count: int, seed: int) -> Iterator[Combination]:
-    """Draw combinations from the product of both products."""
+    """Draw combinations from the product of all parallel sizes and all page layouts."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         sizes = [SIZES[i] for i in rng.integers(4, size=6)]

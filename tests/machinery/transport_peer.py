@@ -2,7 +2,7 @@
 """A peer in a separate process, for `test_transports.py`.
 
 The peer registers memory with a known pattern, reports its metadata, and executes commands. `lie`
-names a protocol violation that it commits, and `delay` a step that takes longer.
+names a protocol violation that the peer commits, and `delay` names a step that it slows down.
 """
 
 import json
@@ -154,7 +154,7 @@ def serve(
                     time.sleep(0.01)
                     found += transport.notifications()
                 answer(found=[(peer, message.decode()) for peer, message in found])
-            case "busy":  # keeps the interpreter's main thread busy until this byte is written
+            case "busy":  # keeps the main thread busy until this byte of the pool is written
                 at, end = command["byte"], time.monotonic() + command["seconds"]
                 was = pool[at]
                 answer(begun=True)

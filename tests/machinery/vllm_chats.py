@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-turn chats with a tiny model in vLLM, whose device pool can hold only a few of the chats.
 
-`python -m tests.machinery.vllm_chats '[{"model": FOLDER, ...}, ...]'` prints the results as JSON in its
-last line.
+`python -m tests.machinery.vllm_chats '[{"model": FOLDER, ...}, ...]'` prints the results as JSON in
+the last line of its output.
 """
 
 import json
@@ -31,9 +31,9 @@ def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options)
     Return the answers, the hit tokens per turn, the CPU seconds and the metrics.
 
     `tier` contains the options of the host tier, or is None if there is no tier. `num_blocks`,
-    `num_chats`, `num_turns`, `prompt_tokens`, `turn_tokens` and `max_tokens` are sizes.
-    `fail_every` is the number of successful swaps between two failures, or 0 for no failures.
-    `scheduler_cls` replaces vLLM's scheduler.
+    `num_chats`, `num_turns`, `prompt_tokens`, `turn_tokens` and `max_tokens` are the sizes of the
+    pool and of the chats. `fail_every` is the number of successful swaps between two failures, or 0
+    for no failures. `scheduler_cls` replaces vLLM's scheduler.
     """
     options |= {"model": model, "tier": tier, "connector": connector}
     [found] = chats_each([options], python)
@@ -60,7 +60,9 @@ def chats_each(variants, python=sys.executable):
 
 
 class ChatsFailed(Exception):
-    """The output of the failed process, or the exception that was raised."""
+    """Raised if chats fail. The message is the output of the process, or the exception that it
+    raised.
+    """
 
 
 def run_each(variants):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injects defects into vLLM's code, one at a time, to test whether the sanitizer reports them.
 
-`python -m tests.machinery.vllm_defects MODEL ENGINE` prints the findings as JSON in its last line.
+`python -m tests.machinery.vllm_defects MODEL ENGINE` prints the findings as JSON in the last line
+of its output.
 """
 
 import itertools
@@ -454,7 +455,7 @@ def row_is_not_moved(engine):
 
 @defect("llama")
 def row_is_moved_to_another_place(engine):
-    """If a request moves within the batch, its block table row is exchanged with the next one."""
+    """If a request moves within the batch, its block table row is swapped with the next row."""
 
     def move(original, src, dst):
         original(src, dst)
@@ -516,7 +517,7 @@ def slots_off_by_one(engine):
 
 @defect("llama")
 def slots_of_the_step_before(engine):
-    """The slot mapping is not computed in one step."""
+    """In one step, the slot mapping of the previous step is used again."""
 
     def compute(original, *arguments):
         if engine.now(20):
@@ -592,7 +593,7 @@ def groups_get_the_same_table(engine):
 
 @defect("llama", "gemma3")
 def request_stays_in_the_batch(engine):
-    """A preempted request keeps its place in the batch and its row when it is resumed."""
+    """When a preempted request resumes, it still has its place in the batch and its old row."""
 
     def states(original, output):
         cached = output.scheduled_cached_reqs
@@ -700,7 +701,7 @@ class Engine:
         self.sanitizer.counts.clear()
 
     def held(self, request):
-        """Return a request's blocks in the group that has slots, without null blocks."""
+        """Return a request's blocks in the group with slots, excluding null blocks."""
         manager = self.manager.coordinator.single_type_managers[self.slot_group]
         return [each for each in manager.req_to_blocks[request.request_id] if not each.is_null]
 
@@ -753,7 +754,7 @@ class Engine:
         plant(self)
         failure = None
         try:
-            self.run(3 if "stored" in name else seed)  # a tier does not store the same blocks again
+            self.run(3 if "stored" in name else seed)  # new prompts: a tier stores each block once
         except Exception as error:  # the engine itself may fail because of the defect
             failure = f"{type(error).__name__}: {str(error)[:80]}"
         for undo in reversed(self._undo):
@@ -780,7 +781,9 @@ class Engine:
         return found
 
     def _is_broken(self):
-        """Run requests without a defect. The sanitizer must report nothing."""
+        """Run requests without a defect. Return the error or "reports" if the sanitizer reports
+        anything, and otherwise None.
+        """
         try:
             self.run(7)
         except Exception as error:

@@ -132,7 +132,7 @@ def main():
 
 
 def count_scheduled(scheduler):
-    """From now on, count the tokens of all steps."""
+    """Count the tokens that are scheduled from now on. Return the dictionary with the count."""
     counts, schedule = {}, scheduler.schedule
 
     def counted(*arguments, **options):

@@ -64,7 +64,7 @@ def newest_on_pypi() -> str:
     said = call([sys.executable, "-m", "pip", "index", "versions", "vllm"])
     if found := re.search(r"^vllm \(([\w.]+)\)$", said, re.MULTILINE):
         return found[1]
-    raise Unavailable(f"pip index versions vllm names no version: {said.strip()[:200]!r}")
+    raise Unavailable(f"pip index versions vllm lists no version: {said.strip()[:200]!r}")
 
 
 def _install(vllm_version: str) -> EngineEnvironment:

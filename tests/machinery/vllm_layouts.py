@@ -92,7 +92,7 @@ def read_all(local, remote, local_blocks, remote_blocks):
 
 
 def check_blocks(local, local_blocks, remote_blocks, remote_size):
-    """Check that the values of tokens that exist on both sides are correct and that all others are
+    """Check the values of tokens that exist on both sides, and check that all other values are
     unchanged.
     """
     has = {

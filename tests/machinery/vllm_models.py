@@ -2,8 +2,8 @@
 """Runs tiny models in vLLM with several schedulers in one process, and records the results of their
 requests.
 
-`python -m tests.machinery.vllm_models '{"model": FOLDER, ...}'` prints the results as JSON in its last
-line.
+`python -m tests.machinery.vllm_models '{"model": FOLDER, ...}'` prints the results as JSON in the
+last line of its output.
 """
 
 import gc
@@ -32,7 +32,8 @@ MODELS = {
         **{"sliding_window": 128, "hidden_activation": "gelu_pytorch_tanh"},
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     },
-    # vLLM's CPU kernel supports only latent vectors with 512 and 64 elements.
+    # vLLM's CPU kernel supports only latent vectors with 512 elements and a rotary part of 64
+    # elements.
     "deepseek_v3": {
         **{key: value for key, value in TINY_LLAMA.items() if key != "head_dim"},
         **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
@@ -185,7 +186,8 @@ def make_room():
     ensure_kv_transfer_shutdown()  # needed if an engine failed while starting
     # The original function fails if it is called a second time in a process.
     dispatcher.register_kernels = lambda kernels: None
-    # otherwise, destroying the old engine later would also destroy the next engine's process groups
+    # Without this call, destroying the old engine later would also destroy the process groups of
+    # the next engine.
     gc.collect()
     cleanup_dist_env_and_memory()
 
@@ -210,7 +212,7 @@ class Requests:
         found["roomy"] = self.roomy(rng)
         found["tight"] = self.told(lambda: self.generate(requests))
         if not is_short:
-            if not has_drafts:  # sampling depends on the drafts
+            if not has_drafts:  # with drafts, sampling depends on the drafts
                 found["samples"] = self.samples(rng)
             found["aborts"] = self.aborts(requests)
             found["resets"] = self.resets(requests)
@@ -325,7 +327,7 @@ class Requests:
                     entry["tokens"] = list(output.outputs[0].token_ids)
                     entry["ended"] = "finished" if output.finished else None
             step += 1
-        while self.scheduler.has_requests():  # steps in flight whose requests were all aborted
+        while self.scheduler.has_requests():  # steps with aborted requests only
             self.engine.engine_core.get_output()
         return self.last
 

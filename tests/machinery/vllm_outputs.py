@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the outputs and the states of two vLLM schedulers. Of block ids, only the number is
-compared.
+"""Compares the outputs and the states of two vLLM schedulers. Block ids may differ; only their
+number is compared.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ def _lengths(ids):
 def compare_outputs(theirs, ours, *, are_dense=True):
     """Compare the `EngineCoreOutputs` of two schedulers, separately for each client.
 
-    `are_dense` states that all groups have full attention. Otherwise, the estimates of cached
-    tokens differ.
+    `are_dense` is set if all groups have full attention. Otherwise, the estimates of cached tokens
+    differ.
     """
     skipped = _DIFFERENT if are_dense else {*_DIFFERENT, "num_cache_creation_tokens"}
     assert list(theirs) == list(ours), "outputs of different clients"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares vLLM's scheduler with its own cache manager and the same scheduler with kvcache's,
-without running a model.
+"""Compares two vLLM schedulers, one with vLLM's cache manager and one with kvcache's, without
+running a model.
 """
 
 import collections
@@ -203,7 +203,9 @@ def image_at(request, position):
 
 
 def answer(scheduler, scheduled):
-    """Return a model's output: one token per request past its prompt, plus accepted drafts."""
+    """Return a model's output: one token for each request whose prompt has been computed, plus
+    accepted drafts.
+    """
     ids, sampled = list(scheduled.num_scheduled_tokens), []
     for request_id in ids:
         request = scheduler.requests[request_id]
@@ -296,8 +298,8 @@ class Contents:
         return found
 
     def digest_of_kv(self, request, position, drafts=()):
-        """Return the digest of a token's KV. It includes accepted tokens, because a drafter runs
-        once these are known.
+        """Return the digest of a token's KV. The digest includes accepted tokens, because a drafter
+        runs once these are known.
         """
         if self.lookahead:
             return self.digest(request, position + self.lookahead)
@@ -350,7 +352,7 @@ class Contents:
     def write_checkpoints(self, request, start, stop):
         """Write the states at positions inside a chunk.
 
-        The worker determines itself where these states are written.
+        The worker itself determines where these states are written.
         """
         for group, table in enumerate(self.tables[request.request_id]):
             spec = self.specs[group]
@@ -379,7 +381,7 @@ class Contents:
                 if position < known and content == digests[position + self.lookahead]:
                     continue
                 assert self.resolved(content) == self.digest_of_kv(request, position), (
-                    f"{request.request_id} reads what is not there at {position}"
+                    f"{request.request_id} reads missing KV at {position}"
                 )
 
     @staticmethod
@@ -421,7 +423,7 @@ class SideBySide:
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
         self.drafts, self.images, self.resets, self.priorities = drafts, images, resets, priorities
-        # Request id -> number, for sessions that receive more parts.
+        # Ids and numbers of the sessions that will receive more parts.
         self.sessions = {} if sessions else None
         size = BLOCK * context_parallel_size
         self.hashers = [
@@ -435,8 +437,8 @@ class SideBySide:
             )
             for cls in PAIRS[self.is_async]
         ]
-        # After a session has dropped a token, its KV still depends on that token, and so do its
-        # hashes. Drafters with several modules recompute their last tokens.
+        # After a session has dropped a token, the session's KV and hashes still depend on that
+        # token. Drafters with several modules recompute their last tokens.
         read = lookahead if lookahead == 1 and not sessions else 0
         self.contents = [Contents(scheduler, read) for scheduler in self.pair]
         self.is_dense = all(type(spec) is FullAttentionSpec for spec in self.contents[0].specs)
@@ -500,7 +502,7 @@ class SideBySide:
 
     @staticmethod
     def _blocks_told(event):
-        """Yield all properties that an event reports for each block it stores."""
+        """Yield all properties that an event reports for each stored block."""
         if type(event).__name__ != "BlockStored":
             return
         size, parent = event.block_size, event.parent_block_hash
@@ -552,8 +554,8 @@ class SideBySide:
         self.counts["aborts"] += 1
 
     def _some_images(self, num_tokens):
-        """Return images at random positions in a prompt. Images at the same position are often the
-        same.
+        """Return images at random positions in a prompt. There are few images, so two prompts often
+        have the same image at the same position.
         """
         found, first = [], self.rng.choice([0, 16, 20])
         while len(found) < 3:

@@ -67,8 +67,8 @@ class _Named(type):
 
 
 class _Module(ModuleType):
-    """A module with the given attributes. Every other name is an empty class that can be used for
-    inheritance and annotations and that has names as attributes.
+    """A module with the given attributes. Every other attribute is an empty class. It can be used
+    as a base class and in annotations, and the value of each of its attributes is the attribute's name.
     """
 
     def __getattr__(self, name: str) -> object:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs both schedulers on long decodes, interrupted by everything that steady steps must leave to
-vLLM.
+"""Runs both schedulers on long decodes, interrupted by everything that kvcache's code for steady
+steps must leave to vLLM.
 """
 
 import collections

@@ -3,9 +3,9 @@
 
 This applies to every process that imports this module.
 
-By default, they call `sched_yield` in a loop. As a result, the two workers of a tensor-parallel
-engine occupied both cores of a machine for up to 20 s (Linux 6.18). No other process could run
-meanwhile, so transfers missed their deadlines.
+By default, waiting processes call `sched_yield` in a loop. As a result, the two workers of a
+tensor-parallel engine occupied both cores of a machine for up to 20 s (Linux 6.18). No other
+process could run meanwhile, so transfers missed their deadlines.
 """
 
 from vllm.distributed import utils

@@ -73,9 +73,9 @@ def _fill(loader, model, model_config):
         if not tensor.is_floating_point():
             continue
         values = torch.randn(tensor.shape, generator=generator)
-        if name.endswith(".A"):  # decay rate of states
+        if name.endswith(".A"):  # the decay rate of states
             values = -0.2 - 0.3 * values.abs()
-        elif tensor.ndim < 2:  # weights of norms
+        elif tensor.ndim < 2:  # the weights of norms
             values = 1 + 0.1 * values
         elif "embed" not in name:
             values *= 0.2

@@ -4,8 +4,8 @@
     python -I tests/machinery/wheel_user.py
 
 This script is run by `tests.machinery.wheel_check`, and by cibuildwheel in its containers. It does
-not import the checkout. Without torch, it only uses the control plane, and without the packages of
-the extra `serve`, it serves no model.
+not import the checkout. Without torch, the script only uses the control plane. Without the packages
+of the extra `serve`, it does not serve a model.
 """
 
 import importlib.util

@@ -38,12 +38,14 @@ TORCH_INDEX = os.environ.get(
     "KVCACHE_GPULESS_TORCH_INDEX", "https://download.pytorch.org/whl/cu130"
 )
 PACKAGES = ["setuptools>=77", "wheel", "numpy", "pybind11>=2.13", "ninja", "pytest", "hypothesis"]
-# Optional packages. Tests that need one are skipped without it.
+# Optional packages. If one is missing, the tests that need it are skipped.
 EXTRAS = ["transformers>=5.16.1,<6", "msgspec>=0.18", "pyzmq>=25", "prometheus-client>=0.20"]
 
 
 class Unavailable(Exception):
-    """A required component is missing on this machine. The message names it in one line."""
+    """Raised if a required component is missing on this machine. The message names it in one
+    line.
+    """
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def environment_folder() -> Path:
 
 
 def _environment() -> Path:
-    """Return that environment's Python. Creates the environment on first use."""
+    """Return the Python in `environment_folder()`. Creates the environment on first use."""
     folder = environment_folder()
     python = folder / "bin" / "python"
     if not python.exists() or not _has_torch(python):
@@ -139,7 +141,7 @@ def _install_torch(folder: Path, python: Path) -> None:
     if not _has_torch(python):
         _call([*pip, "--force-reinstall", "--extra-index-url", TORCH_INDEX, TORCH])
     if not _has_torch(python):
-        raise Unavailable(f"{TORCH} in {folder} is not a CUDA build of CUDA 13")
+        raise Unavailable(f"{TORCH} in {folder} is not a build for CUDA 13")
 
 
 def _call(command: list[str]) -> None:
@@ -290,7 +292,7 @@ def _toolkit(cuda: Path) -> Path:
         path for name in ("lib64", "lib") for path in (cuda / name).glob("libcudart.so.[0-9]*")
     ]
     for path in runtimes:
-        link = folder / "lib" / ".".join(path.name.split(".")[:3])  # 13 from 13.0.88
+        link = folder / "lib" / ".".join(path.name.split(".")[:3])  # such as libcudart.so.13
         if not link.exists():
             link.symlink_to(path.resolve())
     return folder

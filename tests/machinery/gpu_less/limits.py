@@ -17,8 +17,8 @@ from pathlib import Path
 
 _TRITON = "backends/nvidia/bin/cuobjdump"  # path inside the triton package
 _RESERVED_SHARED = (
-    # Bytes that the system reserves. From sm_90 on, the reported size of a kernel that uses shared
-    # memory includes them.
+    # Bytes of shared memory that the system reserves. From sm_90 on, the reported size of a kernel
+    # that uses shared memory includes them.
     1024
 )
 _MOST_THREADS = 1024
@@ -32,15 +32,16 @@ class Limits:
     """Launch limits of one kernel, by mangled name."""
 
     kernel: str
-    registers: int  # per thread
+    registers: int  # registers per thread
     static_shared_bytes: int
-    max_threads: int  # per block
+    max_threads: int  # maximum number of threads per block
 
 
 def find_cuobjdump(home: Path | None, environment: Path) -> str | None:
-    """Return the program's path: $CUOBJDUMP, the toolkit's, the one in PATH, or triton's.
+    """Return the path of cuobjdump: from $CUOBJDUMP, the toolkit, PATH, or triton.
 
-    Triton is searched here and in virtual environments, since a CUDA build of torch installs it.
+    Triton, which is installed with a CUDA build of torch, is looked up in this Python and in
+    `environment`.
     """
     places = [os.environ.get("CUOBJDUMP"), shutil.which("cuobjdump")]
     if home is not None:
@@ -55,7 +56,7 @@ def find_cuobjdump(home: Path | None, environment: Path) -> str | None:
 def limits_of(tool: str, library: Path, arch: str) -> list[Limits]:
     """Return the limits of all kernels in a library.
 
-    Raises RuntimeError if it has no code for the architecture.
+    Raises RuntimeError if the library has no code for the architecture.
     """
 
     def output(option: str) -> str:

@@ -55,7 +55,7 @@ def unbound_kernels() -> list[str]:
     return names
 
 
-# Operators that launch nothing, or that the runtime executes itself.
+# Operators that launch nothing, or that the runtime itself executes.
 NATIVE = {
     f"aten::{name}"
     for name in (
@@ -79,7 +79,7 @@ class CudaOnCpu(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # without inference mode, torch decomposes before this call
+            with self:  # outside inference mode, torch itself decomposes before this call
                 return func.decompose(*args, **kwargs)
         if not _is_ours(func, args, kwargs) or _is_one_copy(func, args, kwargs):
             return func(*args, **kwargs)
@@ -88,7 +88,7 @@ class CudaOnCpu(TorchDispatchMode):
         if (capturing or torch.cuda.get_sync_debug_mode()) and _waits_for_values(
             func, args, kwargs
         ):
-            # Raises the errors of CUDA captures and of torch's sync debug mode.
+            # This call raises the errors of CUDA captures and of torch's sync debug mode.
             torch.cuda.current_stream().synchronize()
         if capturing:
             return _capture(func, args, kwargs, stream)
@@ -105,7 +105,7 @@ def _is_ours(func, args, kwargs) -> bool:
         return False
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
-        return False  # fake tensors and other subclasses
+        return False  # the tensor is fake or of another subclass
     return _makes_cuda(kwargs) or any(t.device.type == "cuda" for t in tensors)
 
 

@@ -20,7 +20,7 @@ from tests.machinery.gpu_less.build import TREE, Built
 NUM_SHARES = 4
 # Every file with tests marked gpu matches. Other files are slow to import, so they are skipped.
 _MARKED = re.compile(r"mark\.gpu|tests\.backends")
-SWAP_STEPS = 12  # per race and seed
+SWAP_STEPS = 12  # steps per race and seed
 PYTEST = [
     "python",
     "-m",

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends random HTTP requests: modified bodies for each endpoint, raw bytes, broken HTTP, and
-clients that disconnect.
+"""Sends random HTTP requests: modified bodies, raw bytes, broken HTTP, and clients that disconnect.
 
-`python -m tests.machinery.http.fuzz --requests N --seed S` starts a server and sends it N requests. No
-request may crash or hang the server, or get a status of 500 or above. An error about a modified
-field must name the field. Correct requests sent in between must get correct answers, and at the end
-no block may be held.
+`python -m tests.machinery.http.fuzz --requests N --seed S` starts a server and sends it N requests.
+No request may crash or hang the server, or result in a status of 500 or above. An error about a
+modified field must name the field. Correct requests sent in between must get correct answers, and
+at the end no block may be held.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SECONDS = 30  # time limit for any request
 OPTIONS = ["--max-model-len=256", "--max-num-seqs=8", "--request-timeout=3", "--grace=1"]
 HONEST = {"model": "llama", "prompt": "An honest prompt.", "max_tokens": 8, "temperature": 0}
 PATHS = ("/v1/completions", "/v1/chat/completions")
-HUGE = "9" * 5_000  # more digits than Python converts to an int
+HUGE = "9" * 5_000  # more digits than Python converts to an int by default
 
 WRONG: list[object] = [
     *(None, True, False, 0, -1, 1, 2, 2**31 - 1, 2**31, 2**53, 2**63, -(2**63), 2**64, 10**400),
@@ -230,7 +229,7 @@ def fault_of(case: Case, reply: Reply | None) -> str | None:
     if case.kind == "right" and reply.status != 200:
         return f"status {reply.status} for a valid request"
     if reply.status == 200 and case.is_whole and b'"error"' in reply.body:
-        return "an error in an answer"
+        return "an error in a response with status 200"
     if reply.status in (400, 413, 429) and case.is_whole:
         message = json.loads(reply.body)["error"]["message"]
         if not message:
@@ -254,7 +253,7 @@ def is_named(case: Case, reply: Reply | None) -> bool:
 def run(server: ServeProcess, seed: int, count: int, num_clients: int = 8) -> Counter[str]:
     """Send random requests.
 
-    Return counts by kind and status. Raises AssertionError at the first fault.
+    Return the number of requests by kind and status. Raises AssertionError at the first fault.
     """
     wanted = text_of(ask(server.port, "POST", PATHS[0], HONEST))
     assert wanted is not None
@@ -276,7 +275,9 @@ def _sent(server: ServeProcess, seed: int, numbers: range, wanted: str) -> Count
         try:
             reply = send(server.port, case)
         except TimeoutError:
-            raise AssertionError(f"{where}no end in {SECONDS} s: {case.pieces[0][:500]}") from None
+            raise AssertionError(
+                f"{where}no end after {SECONDS} s: {case.pieces[0][:500]}"
+            ) from None
         fault = fault_of(case, reply)
         assert fault is None, f"{where}{fault}: {case.pieces[0][:500]} -> {reply}"
         status = "left" if reply is None else "closed" if reply.status == 0 else str(reply.status)

@@ -32,10 +32,10 @@ class Reply(NamedTuple):
 class ServeProcess:
     """A context manager that runs a server of a tiny model.
 
-    `args`: options of `kvcache serve`. `environment`: variables of the process. `namespace`: path of the
-    network namespace in which the server runs, from which the methods must be called
-    (`network.Network.inside`). After the process has ended, `log` holds its stderr. Request logging is
-    off by default.
+    `args`: options of `kvcache serve`. `environment`: variables of the process. `namespace`: path
+    of the network namespace in which the server runs. The methods must be called from the same
+    namespace (`network.Network.inside`). After the process has ended, `log` holds its stderr.
+    Request logging is off by default.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ServeProcess:
         return json.loads(self.ask("GET", "/state").body)
 
     def ask(self, method: str, path: str, body: bytes | dict = b"", seconds: float = 60) -> Reply:
-        """Send a request. See `ask`."""
+        """Send a request to this server. See the function `ask`."""
         return ask(self.port, method, path, body, seconds, host=self.host)
 
     def wait_until_empty(self, seconds: float = 60) -> None:

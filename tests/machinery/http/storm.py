@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures whether a server answers honest clients correctly and in time beside hostile clients.
+"""Measures whether a server under attack answers honest clients correctly and in time.
 
 `python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the
 same honest clients run alone first, and then together with hostile clients, which are threads of
@@ -63,7 +63,7 @@ def honest_bodies(seed: int, per_turn: int) -> list[list[dict]]:
 
 
 class Honest:
-    """The honest clients. Records the latencies of a turn and checks the answers."""
+    """The honest clients, which record the latencies of a turn and check the answers."""
 
     def __init__(self, port: int, seed: int, per_turn: int) -> None:
         self._port, self._bodies = port, honest_bodies(seed, per_turn)
@@ -177,7 +177,7 @@ KINDS = [name for name in vars(Hostile) if not name.startswith("_")]
 
 
 def be_hostile(port: int, seed: int, pause: float, is_over: object, num_acts: object) -> None:
-    """Run the hostile clients' process, with one thread per kind of attack.
+    """Run the process of the hostile clients, with one thread per kind of attack.
 
     The process has a lower priority than the server, since real clients do not use the server's
     cores.
@@ -204,7 +204,7 @@ def be_hostile(port: int, seed: int, pause: float, is_over: object, num_acts: ob
 
 @contextlib.contextmanager
 def hostile_clients(port: int, seed: int, pause: float) -> Iterator[Synchronized]:
-    """Run hostile clients during the block. Yields the number of attacks so far."""
+    """Run hostile clients during the block. Yields a shared counter of attacks."""
     is_over, num_acts = context.Event(), context.Value("q", 0)
     process = context.Process(target=be_hostile, args=(port, seed, pause, is_over, num_acts))
     process.start()

@@ -56,7 +56,7 @@ class Served:
             self.generations.append(self.engine.add(prompt, params))
 
     def take(self, stepped: list[list]) -> None:
-        """Count the tokens returned by calls of `step`."""
+        """Record the tokens returned by calls of `step`, and clear the list."""
         for delta in (delta for deltas in stepped for delta in deltas):
             self.got.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
         stepped.clear()
@@ -109,7 +109,7 @@ def run_to_end(served: Served, step: Callable[[Callable], bool], most: int = 3_0
 
 
 def check_each_instant(name: str, first: int, stride: int) -> int:
-    """Interrupt one step at each `stride`-th instant in turn. Return the number of interrupts."""
+    """Interrupt one step at every `stride`-th instant in turn. Return the number of interrupts."""
     answers, at = undisturbed(name, 1), first
     before = signal.signal(signal.SIGUSR1, _raise)
     engine = make_engine(name)

@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Interrupt(KeyboardInterrupt):
-    """The exception that the handler raises."""
+    """The exception that the signal handler raises."""
 
 
 def raise_interrupt() -> None:
@@ -24,8 +24,8 @@ def interrupted_at(
     """Run `call` and raise at its n-th instant: a line, a function entry, or a return from native
     code.
 
-    Returns False if `call` has fewer instants. They include every instant at which CPython runs
-    signal handlers. `strike`: raises, or makes a signal handler raise.
+    Returns False if `call` has fewer instants. The instants include every point at which CPython
+    runs signal handlers. `strike` is a function that raises or makes a signal handler raise.
     """
     left, is_active = n, False
 

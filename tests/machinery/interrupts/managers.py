@@ -86,7 +86,9 @@ class Managed:
 
 
 def _running(**options: object) -> Managed:
-    """Make two running requests, an admitted request with unfilled blocks, and a receiving request."""
+    """Return a manager with two running requests, an admitted request with unfilled blocks, and a
+    receiving request.
+    """
     s = Managed(**options)
     s.manager.step(new=[s.request("a"), s.request("b", 9, 100)])
     s.manager.admit(Admit(s.request("c", 12, 200), num_tokens=6), ())
@@ -136,7 +138,7 @@ OPTIONS = {
 
 
 def prepared(options: str) -> Managed:
-    """Return the state in which the calls are made."""
+    """Return a manager in the state in which the calls are made."""
     return _running(**OPTIONS[options])
 
 
@@ -191,7 +193,7 @@ class Serving(Managed):
         return lambda: self.manager.fork(parent, child)
 
     def call(self) -> Callable[[], object]:
-        """Return a random call. A rejected call must not change anything either."""
+        """Return a random call. A rejected call must not change anything."""
         some, other, last = self._some(), self._some(), self.manager.last_step_id
         calls = [
             self._step,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BlockSpaceManager`, `Worker`, block tables and `KVOutputAggregator` under interrupts.
+"""Checks `BlockSpaceManager`, `Worker`, block tables and `KVOutputAggregator` under interrupts.
 
 If a signal handler raises, the call takes effect completely or not at all, or its object reports
 that it is broken.
@@ -24,7 +24,7 @@ from tests.machinery.sequence_driver import Group, Seq, Status
 
 
 def each_instant(make: Callable, call: Callable, check: Callable) -> int:
-    """Interrupt `call` at each instant and check the object that `make` made.
+    """Interrupt `call` at each instant, and check the object that `make` created.
 
     Return the number of instants.
     """
@@ -52,7 +52,9 @@ class Sequences:
         self.running.seqs[0].tokens = [*tokens, 10]
 
     def check(self) -> None:
-        """Check that everything can be freed exactly once."""
+        """Check that all sequences and groups can be freed, and that freeing them again changes
+        nothing.
+        """
         manager = self.manager
         manager.check_invariants()
         everything = [*self.running.seqs, *self.waiting.seqs, self.child]
@@ -85,7 +87,9 @@ def check_sequences(call: str) -> int:
 
 
 def check_worker(with_moves: bool) -> int:
-    """Check that the plan has been applied, can still be applied, or the worker is broken."""
+    """Check that the plan has been applied or can still be applied, or that the worker reports that
+    it is broken.
+    """
     whole = Tabled()
     moves = {"swap_out": np.array([[3, 5]], np.int32), "copy": np.array([[1, 15]], np.int32)}
     plan = _plan(0, **moves if with_moves else {})
@@ -142,7 +146,7 @@ def check_table(call: str) -> int:
 
 
 def check_aggregator() -> int:
-    """Check that each report counts once.
+    """Check that each report is counted exactly once.
 
     The call is repeated unless its output shows that it has completed.
     """

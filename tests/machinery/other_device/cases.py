@@ -2,7 +2,7 @@
 """Test cases for each public op and class on a device. The results are compared with those on the CPU.
 
 A case takes the name of a device and returns values and tensors, which may be on any device. For a
-name that does not support the device, the case has the start of the expected error message.
+name that does not support the device, the case specifies the start of the expected error message.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ NO_TENSORS = {
 
 
 def case(*names: str, ops_needed: bool = False, refusal: str | None = None) -> Callable:
-    """Register a function as the case of public names."""
+    """Register a function as the test case for public names."""
 
     def added(run: Callable[[str], object]) -> Callable:
         CASES.update((name, Case(run, refusal, ops_needed)) for name in names)
@@ -181,7 +181,7 @@ def _fuzzed(name: str) -> Callable[[str], object]:
             if seed % 2:
                 make_wrong(rng, name, args)
             if any(isinstance(each, int) and each == 2**31 - 1 for each in args):
-                continue  # a page count that exceeds the memory, which is not checked on the CPU
+                continue  # the page count exceeds the memory, which the CPU op does not check
             if name == "copy_blocks" and any(map(_goes_backwards, args)):
                 # Other devices reject these, because torch has no views with negative strides.
                 continue
@@ -407,7 +407,7 @@ def _(device: str) -> object:
             {"method": "kernel"},
         )
     ):
-        # The host pages either are views of separate tensors, or are packed while the device's
+        # Either the host pages are views of separate tensors, or they are packed and the device's
         # pages have separate fragments.
         apart = number % 2
         caches = engines_caches(device, kv_dim=apart)
@@ -482,7 +482,7 @@ def placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
 @case("copy_kv_blocks")
 def _(device: str) -> object:
     found = []
-    # A different memory order than on the host, which copies through additional host memory.
+    # If the memory order differs from that on the host, copies go through additional host memory.
     for is_hnd in (False, True):
         host = {str(i): randn(9, 16, 2, 8, seed=i) for i in range(3)}
         there = {
@@ -665,7 +665,9 @@ def _slots(manager: object, request: Request, storage: KVStorage, device: str) -
 
 @case("StoreTier", "StoreRank", ops_needed=True)
 def _(device: str) -> object:
-    """The second user loads what the first computed. Every token that either reads is checked."""
+    """The second engine loads what the first computed. Every token that either engine reads is
+    checked.
+    """
     verifier, stores.KVVerifier = stores.KVVerifier, partial(stores.KVVerifier, device=device)
     store, found = stores.MemoryStore(), []
     try:
@@ -687,7 +689,9 @@ def _(device: str) -> object:
 
 @case("Engine", "PagedModel", "attach", "Batch", "Context", ops_needed=True)
 def _(device: str) -> object:
-    """The outputs equal the CPU's, with prefix hits and swapped-out sequences."""
+    """The engine generates the same tokens as on the CPU, with prefix hits and swapped-out
+    sequences.
+    """
     found = []
     for name, options in (("llama", {"host_budget": 1 << 20}), ("bamba", {})):
         model = attach(tiny_model(name).to(device), "1MiB", max_model_len=128, **options)

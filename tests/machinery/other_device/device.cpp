@@ -30,8 +30,8 @@ namespace {
 using at::Tensor;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
-// The device's allocations. A copy makes those of its tensors accessible. Several threads may copy
-// concurrently.
+// The device's allocations. While a copy runs, the allocations of its tensors are accessible.
+// Several threads may copy concurrently.
 class Memory final : public c10::Allocator {
  public:
   at::DataPtr allocate(size_t num_bytes) override {
@@ -86,8 +86,8 @@ void Memory::release(void* at) {
   memory().mappings_.erase(found);
 }
 
-// Provides a CPU tensor over the bytes of a tensor, which are accessible as long as this object
-// exists.
+// Provides a CPU tensor over the bytes of a device tensor. The bytes are accessible as long as this
+// object exists.
 class Opened {
  public:
   explicit Opened(const Tensor& tensor) : on_cpu(tensor) {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of `KVCacheManager`, for managers with different groups and policies, with and without
-a host tier.
+"""Cases for every call of `KVCacheManager`, with different groups and policies, and with and
+without a host tier.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constructors, requests with given hashes, ops, and transfers between engines."""
+"""Cases for constructors, requests with given hashes, ops, and transfers between engines."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Given:
     def append(self) -> object:
         while len(self.hashes) < 40:
             self.hashes.append(bytes([len(self.hashes)]) * 32)
-        missing = 160 - self.request.num_tokens  # 0 if the call is a repetition
+        missing = 160 - self.request.num_tokens  # 0 if the call is repeated
         self.request.append_tokens([7] * missing)
         return self.request.num_tokens
 
@@ -234,7 +234,7 @@ def _moved_trial(call: Callable[[Moved], object]) -> Trial:
 def other_families() -> dict[str, Callable[[], list[Case]]]:
     """Return the functions that create the cases, keyed by name."""
     return {
-        "what is made anew": lambda: [
+        "constructors": lambda: [
             Case(
                 name, lambda make=make: Trial(make, lambda: iter(()), []), name in _MADE_OF_TENSORS
             )

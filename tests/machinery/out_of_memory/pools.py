@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of `BlockPool`, every call that concerns a request's tokens and hashes, and hashing
-itself.
+"""Cases for every call of `BlockPool`, for every call that concerns a request's tokens and hashes,
+and for hashing itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _hashes(first: int, n: int) -> np.ndarray:
 
 
 class Pooled:
-    """A pool with held, cached free, and pinned blocks."""
+    """A pool with held blocks, cached free blocks, and pinned blocks."""
 
     def __init__(self, eviction: str) -> None:
         self.pool = pool = BlockPool(30, eviction=eviction)

@@ -20,8 +20,8 @@ from tests.machinery.shared import REPO
 MOST_SECONDS = 10  # time limit per trial, because a loop over a corrupted list may never end
 
 # Possible results of a failed allocation.
-UNCHANGED, BROKEN_SAID = "unchanged", "broken and says so"
-CHANGED, BROKEN_SILENT = "changed", "broken without a word"
+UNCHANGED, BROKEN_SAID = "unchanged", "broken and reported"
+CHANGED, BROKEN_SILENT = "changed", "broken and not reported"
 WRONG_ERROR, DIED = "another error than MemoryError", "died"
 IS_WRONG = (CHANGED, BROKEN_SILENT, WRONG_ERROR, DIED)
 
@@ -77,8 +77,8 @@ def _say_broken(trial: Trial) -> list[bool]:
 
 
 def _states(case: Case) -> list[list[object]]:
-    """Return the expected values: the state of an untouched object, and the result and state of
-    another object after the call.
+    """Return the expected values: the state of one object without the call, and the result and the
+    state of another object after the call.
     """
     untouched, called = case.make(), case.make()
     answered = plain(called.call())
@@ -106,7 +106,7 @@ def try_allocation(case: Case, n: int, states: list[list[object]]) -> tuple[str,
             trial.free()
             continue
         if any(said):
-            return BROKEN_SILENT, f"calls that say so: {said}"
+            return BROKEN_SILENT, f"calls that report it: {said}"
         found = ([answer(trial.call)] if repeats else []) + [answer(s) for s in trial.state()]
         for i, (a, b) in enumerate(zip(expected, found, strict=True)):
             if a != b:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of `BlockSpaceManager`."""
+"""Cases for every call of `BlockSpaceManager`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class Trial:
     """A fresh object and the call that must fail."""
 
     call: Callable[[], object]
-    # Queries that together reveal the complete state, which they may change. Their results may have
-    # any type.
+    # Queries that together reveal the complete state. They may change the state, and may return
+    # values of any type.
     state: Callable[[], Iterator[object]]
     # Calls that a broken object must reject. The first one must not change an intact object.
     refusals: list[Callable[[], object]]

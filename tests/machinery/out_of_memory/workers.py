@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of block tables, `Worker`, `SwapEngine` and transfer plans."""
+"""Cases for every call of block tables, `Worker`, `SwapEngine` and transfer plans."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _trial(call: Callable[[Tabled], object]) -> Trial:
 
 
 class Swapping:
-    """A swap engine. A job that fails reports this, and its pages are then invalid."""
+    """A swap engine. A failed job reports the failure, and its pages are then invalid."""
 
     def __init__(self) -> None:
         first = KVStorage(num_blocks=20, block_size=4, num_kv_heads=2, head_size=2)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declares two torchvision operators.
 
-The torchvision package on PyPI is built for CUDA. With a CPU build of torch, its library cannot be
-loaded, so its Python files fail to register kernels for operators that were not declared.
+The torchvision package on PyPI is built for CUDA. With a CPU build of torch, the package's library
+cannot be loaded, so the package's Python files fail to register kernels for operators that were not
+declared.
 """
 
 import os

@@ -25,7 +25,7 @@ def define():
 
 @operator
 def init_cpu_memory_env(nodes):
-    """Leave the placement of memory to the system."""
+    """Do nothing, so that the system decides where memory is placed."""
     return ""
 
 
@@ -215,7 +215,7 @@ def _gated(x, activation):
         gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
         return (up + 1) * gate * torch.sigmoid(gate * 1.702)
     half = x.shape[-1] // 2
-    assert activation == "silu", f"the activation is {activation}"
+    assert activation == "silu", f"activation {activation!r} is not supported"
     return F.silu(x[..., :half]) * x[..., half:]
 
 
@@ -339,7 +339,9 @@ def mamba_chunk_scan_fwd_cpu(out, final_states, x, dt, A, B, C, D, z, ends, *_mo
 
 @operator
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, *_more):
-    """In each head, rotate as many leading elements in place as `cos_sin_cache` has."""
+    """Rotate the leading elements of each head in place. `cos_sin_cache` determines their
+    number.
+    """
     width = cos_sin_cache.shape[1]
     cos, sin = cos_sin_cache[positions.flatten()].float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]

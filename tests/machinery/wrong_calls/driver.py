@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws calls, makes one or two arguments of each call invalid, and checks the results.
 
-Calls run in a child process with limited memory. If a child dies or hangs, this is a finding, and
-the next child continues after the call that caused it. A call is identified by the seed and its
-number.
+Calls run in a child process with limited memory. A crash or hang of a child is a finding, and the
+next child continues after the call that caused it. A call is identified by the seed and its number.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from tests.machinery.forked import context
 from tests.machinery.wrong_calls.messages import is_clear
 
 SLOW_S = 2.0
-HANG_S, BUSY_S = 60.0, 5.0  # limits per call in wall time and CPU time
-MEMORY = 8 << 30  # bytes of address space that the process may use in addition
-BATCH = 40  # number of calls on one scene, whose state is then compared with that of a twin
-MOST_UNCLEAR = 0.01  # fraction of rejected calls
+HANG_S, BUSY_S = 60.0, 5.0  # limits per call in seconds of wall time and of CPU time
+MEMORY = 8 << 30  # bytes of address space that a child may use in addition to what it has inherited
+BATCH = 40  # number of calls on a scene before its state is compared with that of an untouched twin
+MOST_UNCLEAR = 0.01  # maximum fraction of rejected calls with unclear messages
 BAD = {
     "crash": "crashes",
     "hang": "hangs",
@@ -51,7 +50,7 @@ BAD = {
 _JOURNAL = 900  # file descriptor for a child's findings, a number that no argument uses
 _ERRORS = ".stderr"  # name of the file for stderr in a child's folder
 _OWN_FAULT = 99  # exit code of a worker after an error in the fuzzer itself
-_ROUNDS = 3  # how often a batch that may leak is repeated
+_ROUNDS = 3  # number of times that a batch that may leak is repeated
 # Maximum number of crashes that a scene may cause in a child process. Once it is reached, the
 # remaining batches of the scene are skipped.
 _MOST_DEATHS = 2
@@ -68,7 +67,7 @@ class Counts:
     findings: list[dict] = field(default_factory=list)
     # The number of findings, including repeated ones.
     seen: collections.Counter = field(default_factory=collections.Counter)
-    seconds: collections.Counter = field(default_factory=collections.Counter)  # per scene
+    seconds: collections.Counter = field(default_factory=collections.Counter)  # seconds per scene
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: dict) -> None:
@@ -242,7 +241,7 @@ class _Child:
     def _check_leaks(self, call: _Call, numbers: list[int], make: Callable) -> None:
         """Check whether repeating the calls leaves more and more files or threads behind.
 
-        Objects that are created only once do not count.
+        Files and threads that are opened only once are not leaks.
         """
         first = self._held
         for _ in range(_ROUNDS):
@@ -352,7 +351,7 @@ def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
     _limit_memory()
     os.dup2(1, _JOURNAL)
     note, at, end = _Note(), first, first + count
-    deaths: collections.Counter = collections.Counter()  # per scene
+    deaths: collections.Counter = collections.Counter()  # number of deaths per scene
     while at < end:
         note.write(at, "", "", "")
         worker = os.fork()
@@ -439,7 +438,9 @@ def _difference(scene: object, wanted: object) -> str | None:
 
 
 class _Call:
-    """Call number `at` of a seed, made on a scene. The arguments depend on nothing else."""
+    """Call number `at` of a seed, made on a scene. The seed, the number and the scene determine the
+    arguments.
+    """
 
     def __init__(self, seed: int, at: int, name_of_scene: str, scene: object) -> None:
         from tests.machinery.wrong_calls.values import variant
@@ -460,7 +461,7 @@ class _Call:
     def make(self) -> None:
         from tests.machinery.wrong_calls.walked import finish
 
-        started = time.process_time()  # CPU time, because `_soon` keeps waits short
+        started = time.process_time()  # CPU time; waiting time is limited by `_soon`
         try:
             finish(self._function(**self._passed))
         except BaseException as raised:
@@ -505,7 +506,7 @@ def _place(at: TracebackType) -> str:
 
 
 def _pick(rng: random.Random, names: list[str], further: list[str]) -> list[str]:
-    """Choose one or two arguments to make invalid, which are sometimes optional ones."""
+    """Choose one or two arguments to make invalid. Some of them may be optional."""
     is_optional = further and (not names or rng.random() < 0.3)
     wrong = [rng.choice(further if is_optional else names)]
     if rng.random() < 0.15 and names:
@@ -535,7 +536,7 @@ def summary(counts: Counts) -> Iterator[str]:
     found = ", ".join(f"{len(counts.of(kind))} {text}" for kind, text in BAD.items())
     yield (
         f"{counts.calls} calls: {kinds['accepted']} accepted, {kinds['clear']} clear errors, "
-        f"{kinds['own error']} of an argument's own, {kinds['unclear']} unclear "
+        f"{kinds['own error']} raised by an argument, {kinds['unclear']} unclear "
         f"({share_unclear(counts):.2%}); {found}"
     )
     yield from map(json.dumps, counts.findings)

@@ -332,7 +332,7 @@ def tier(w: World) -> object:
 
 
 def new_rank(w: World) -> object:
-    """Make a rank that can replace the tier's."""
+    """Make a rank that can replace the tier's rank."""
     return store_rank(w, "")
 
 
@@ -543,8 +543,8 @@ def begun(w: World) -> Request:
 
 
 def to_load(w: World) -> Request:
-    """Admit a request whose KV can be loaded from the store, which has the same tokens from another
-    request.
+    """Admit a request whose KV can be loaded, because the store has the KV of another request with
+    the same tokens.
     """
     tier, manager = w.get("StoreTier"), w._made["store manager"]
     manager.report(w._made["stored report"])
@@ -707,7 +707,8 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "WorkloadRequest": workload,
 }  # fmt: skip
 
-# Objects on which methods are called, where this is not the standard instance of the class.
+# Objects on which methods are called, for methods that need an object other than the standard
+# instance of their class.
 ON: dict[str, Callable[[World], object]] = {
     "KVStorage.set_scales": lambda w: fp8(w),
     "GroupTable.state_pages": lambda w: states_table(w),

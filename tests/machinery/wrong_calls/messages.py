@@ -18,7 +18,7 @@ _WORDS = {
     "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),
     "step_id": ("step",),
     "after_step": ("step",),
-    "budget": ("num_gpu_blocks",),  # derived from the budget
+    "budget": ("num_gpu_blocks",),  # this number is derived from the budget
     "plan": (
         "num_",
         "max_",

@@ -120,7 +120,7 @@ class Calls:
         pairs = torch.tensor([[0, 3], [1, 4], [-1, 5]], dtype=torch.int32)
         source = self.rng.choice([None, *memory])
         if self.rng.random() < 0.25:
-            # A page is both read and written, which is rejected if both sides share pages.
+            # Page 3 is both read and written, which is rejected if both sides are the same memory.
             pairs[1, 0] = 3
         return [source, memory[1], regions, pairs, pages, pages, 0, 0, 0]
 
@@ -269,7 +269,7 @@ def main() -> int:
             make_wrong(rng, name, args)
         before = contents(args)
         faulthandler.dump_traceback_later(30, exit=True)
-        started = time.process_time()  # thread time, because other processes may use the core
+        started = time.process_time()  # CPU time, because other processes may use the core
         try:
             getattr(ops, name)(*args)
             error = None

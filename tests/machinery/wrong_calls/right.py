@@ -22,7 +22,7 @@ from tests.machinery.wrong_calls.scenes import Group, Seq
 if TYPE_CHECKING:
     from tests.machinery.wrong_calls.world import World
 
-# Annotations that are not classes.
+# Valid values by annotation, for annotations that are not classes of the package.
 PLAIN: dict[str, Callable[[], object]] = {
     "int": lambda: 1,
     "float": lambda: 1.0,

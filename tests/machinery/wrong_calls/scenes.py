@@ -103,7 +103,7 @@ _SKIPPED = {"device"}  # optional arguments to skip
 
 def parameter_names(function: Callable) -> tuple[str, ...]:
     """Return the names of a function's named parameters."""
-    if hasattr(function, "__signature__"):  # created for only one call
+    if hasattr(function, "__signature__"):  # the function was created for only one call
         return tuple(function.__signature__.parameters)
     if inspect.ismethod(function):
         return _names_of(function.__func__)[1:]

@@ -41,7 +41,7 @@ PROBES: dict[str, Callable] = {
     "AttentionMetadataBuilder": lambda each: {
         name: value
         for name, value in vars(each).items()
-        if name != "_views"  # created lazily
+        if name != "_views"  # this attribute is created lazily
     },
     "Connector": lambda each: each._manager,
     "CacheRank": lambda each: None,  # changed by a thread
@@ -90,7 +90,7 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
     if value is None or kind in (bool, int, str, bytes):
         return (kind.__name__, value)
     if kind in (float, complex):
-        return (kind.__name__, repr(value))  # compares equal for NaN
+        return (kind.__name__, repr(value))  # equal even for NaN
     if id(value) in seen:
         return ("again", seen[id(value)][0])
     seen[id(value)] = (len(seen), value)  # keep the object alive, so that its id is not reused
@@ -120,8 +120,8 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
 
 
 def _attributes(value: object) -> list[tuple[str, object]]:
-    """Return an object's attributes, including those of the package's native classes, without
-    derived ones.
+    """Return an object's attributes, including those of the package's native classes, but without
+    derived attributes.
     """
     out = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
@@ -155,7 +155,7 @@ def _tensor(tensor: torch.Tensor) -> object:
         if tensor.numel() * tensor.element_size() > _MOST_BYTES or tensor.device.type != "cpu":
             return head
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, nested, meta
+    except (RuntimeError, TypeError, NotImplementedError):  # e.g. sparse and quantized tensors
         return head
     return (*head, hashlib.md5(data.tobytes()).hexdigest())
 

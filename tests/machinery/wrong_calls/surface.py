@@ -43,7 +43,7 @@ EXCLUDED = {
     "kvcache.sources.store.BlockStore": "abstract: a tier handles any error that it raises",
     "kvcache.sources.store.MooncakeStore": "connects to a master over the network",
     "kvcache.sources.disaggregation.RemotePrefill": "sends requests to a server over the network",
-    "kvcache.sources.peers.PeerSource": "the same; tests/sources/test_peers.py has its wrong arguments",
+    "kvcache.sources.peers.PeerSource": "sends requests over the network; see test_peers.py",
     "kvcache.server.EngineLoop.call": "needs the thread, and raises before `start`",
     "kvcache.server.EngineLoop.serving": "the same",
     "kvcache.server.EngineLoop.start": "starts the thread that then owns the engine",
@@ -119,12 +119,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Target:
-    """A public call. `owner` is the class on an instance of which it is called, or None."""
+    """A public call. `owner` is the class of the object on which it is made, or None."""
 
     module: str
     name: str  # qualified name within the module
     owner: type | None
-    attribute: str  # of the owner, or else of the module
+    attribute: str  # name in the owner or, without an owner, in the module
     parameters: tuple[Parameter, ...]
     is_setter: bool = False
 
@@ -230,7 +230,7 @@ def _of_class(module: str, of: type) -> Iterator[Target]:
             continue
         home = next(base for base in of.__mro__ if name in vars(base))
         if not home.__module__.startswith("kvcache"):
-            continue  # inherited from tuple or torch.nn.Module
+            continue  # the method is inherited from tuple or torch.nn.Module
         static = inspect.getattr_static(of, name)
         full = f"{of.__name__}.{name}"
         if isinstance(static, property):

@@ -89,7 +89,7 @@ class NegativeLength(list):
 
 
 class NoTruth:
-    """An object that is neither true nor false."""
+    """An object whose truth value cannot be determined."""
 
     def __bool__(self) -> bool:
         raise OwnError("__bool__")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid arguments and live objects for every public call, found by annotation, by name, or made by
-hand.
+"""Valid arguments and live objects for every public call, found by annotation or by name, or made
+by hand.
 
-A `World` makes each object once, so that its objects fit together: its request is admitted to its
-manager, whose worker has applied its plan. Objects not made by hand (`makers.py`) are made by their
-constructor with valid arguments, which are found in the same way.
+A `World` makes each object once, so that the objects fit together: the request is admitted to the
+manager, and the worker has applied the manager's plan. Objects not made by hand (`makers.py`) are
+made by their constructor with valid arguments, which are found in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.machinery.wrong_calls.right import PLAIN, RIGHT, WITH
 
 
 class Unmade(Exception):
-    """There is no known valid value for an argument, or no instance of a class."""
+    """Raised if no valid value is known for an argument, or if a class cannot be instantiated."""
 
 
 class World:
@@ -50,7 +50,7 @@ class World:
         """Return the instance of a class, or the object made by the maker of this name."""
         if name not in self._made:
             if name in self._being_made:
-                raise Unmade(f"a {name} takes a {name}")
+                raise Unmade(f"a {name} requires another {name}")
             self._being_made.append(name)
             try:
                 self._made[name] = MAKERS[name](self) if name in MAKERS else self._construct(name)
@@ -61,7 +61,7 @@ class World:
     def _construct(self, name: str) -> object:
         found = _classes().get(name)
         if found is None:
-            raise Unmade(f"no class {name} is public, and none is made here")
+            raise Unmade(f"no class {name} is public, and no maker creates one")
         target, of = found
         return of(**self.arguments(target))
 

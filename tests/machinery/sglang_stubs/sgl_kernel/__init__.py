@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for SGLang's CPU kernels, which are not on PyPI. Llama models need one of them."""
+"""A stand-in for SGLang's CPU kernels, which are not on PyPI. Llama models need only one of these
+kernels.
+"""
 
 from collections.abc import Callable
 
