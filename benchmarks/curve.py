@@ -174,7 +174,7 @@ def speed_table(num_blocks: int) -> str:
             + [f"{replays:.0f} s for {2 * len(curve.sizes)} pools", f"{minutes:.0f} minutes"]
             + [f"{memory:.1f} GiB"]
         )
-    return table(rows) + f"\nOne thread of {processor()}.\n"
+    return table(rows) + f"\nMeasured on one thread of {processor()}.\n"
 
 
 def write_trace(path: str | os.PathLike, num_blocks: int, per_prompt: int) -> None:
