@@ -19,13 +19,18 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-slow test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
 
+# Run all tests that take less than half a second each, in about three minutes on two cores.
 test: setup
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not (slow or exhaustive)"
+
+# Run the tests marked slow, most of which start processes, servers or compilers.
+test-slow: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not exhaustive"
 
 # Run the tests marked exhaustive, with more seeds, sizes and combinations than `make test`.
 # SHARE=1/3 runs a third of them.
@@ -33,7 +38,8 @@ test-exhaustive: setup
 	HYPOTHESIS_PROFILE=exhaustive $(BIN)/python -m pytest -n auto --dist worksteal \
 	  -m "exhaustive or hypothesis" $(SHARE:%=--share %)
 
-# Plant defects one at a time. The tests of `make test` must detect each of them.
+# Plant defects one at a time. The tests that are not marked exhaustive must
+# detect each of them.
 planted-breaks: setup
 	$(BIN)/python -m tests.machinery.planted_breaks
 

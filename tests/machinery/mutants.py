@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small code changes that the tests of `make test` must detect (`make mutants`).
+"""Small code changes that the tests must detect (`make mutants`).
 
 A mutant is a replacement in one file; `tests.machinery.planted_breaks` plants it. The listed test files
 run first and, if they pass, all others. A mutant survives only if no test fails. `SURVIVORS` lists

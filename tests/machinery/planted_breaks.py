@@ -10,8 +10,8 @@
 There is a defect for each component of the manager, for each op, and for the plans built in Python.
 Each defect is planted in `build/planted/tree`, a copy of the checkout with a separate CMake build,
 which recompiles only the files that a defect changes. Each defect names test files. The tests in
-these files run, except for those that `make test` leaves out. If these files do not detect a
-mutant, all other files are run as well, unless `--named-files-only` is given.
+these files run, except for those marked exhaustive. If these files do not detect a mutant, all
+other files are run as well, unless `--named-files-only` is given.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python -m tests.machinery.real_parts [ARGUMENT ...]
 
 The packages are installed once, into a folder outside the checkout that takes precedence over the
-development environment. All other tests in the same files run in `make test` and are deselected
-here. The run fails if a test is skipped because something is not installed, and lists such tests.
-If the packages cannot be installed on this machine, the script prints the reason and exits
-successfully. ARGUMENTs are passed to pytest.
+development environment. All other tests in the same files run in `make test` or `make test-slow`
+and are deselected here. The run fails if a test is skipped because something is not installed, and
+lists such tests. If the packages cannot be installed on this machine, the script prints the reason
+and exits successfully. ARGUMENTs are passed to pytest.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class NoSkips:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that do not need these parts and run in `make test`."""
+    """Deselect the tests that do not need these parts."""
     kept = [item for item in items if _needs_a_part(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept

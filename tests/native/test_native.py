@@ -204,6 +204,7 @@ STEPS = (
         "fuzz",
         "bench",
         "test",
+        "test-slow",
         "test-real",
         "test-exhaustive",
     ),
