@@ -82,7 +82,7 @@ class RequestLabels:
 
 
 def digest_of_rows(rows: np.ndarray, start: int, stop: int) -> bytes:
-    """Return the SHA-256 digest of the rows [start, stop): their dtype, row shape and bytes."""
+    """Return the SHA-256 digest of the dtype, row shape and bytes of the rows [start, stop)."""
     header = ",".join([rows.dtype.str, *map(str, rows.shape[1:])])
     return hashlib.sha256(f"{header}:".encode() + rows[start:stop].tobytes()).digest()
 

@@ -20,7 +20,7 @@ from kvcache.native.load import core
 DEFAULT_SEED = "vllm-none-hash"
 """Default seed of the first block's hash, as in vLLM."""
 DEFAULT_ALGORITHM = "sha256_cbor"
-_ENGINE = "engine:"  # prefix of algorithms that are implemented by the engine
+_ENGINE = "engine:"  # name prefix of hash algorithms that the engine implements
 _MOST_BYTES = 32
 
 

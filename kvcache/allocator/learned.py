@@ -40,8 +40,8 @@ class LearnedReuse:
       and 3 otherwise.
 
     Rows 288 to 291 count blocks that conversations share, by the observed number of forks of the
-    block's chain: 1, at least 2, at least 4, and at least 16. Row 292 counts blocks at the end of
-    conversations that were continued from an earlier point.
+    block's chain: 1, at least 2, at least 4, and at least 16. Row 292 counts blocks that a
+    conversation abandoned when it continued from an earlier point.
 
     Rows 293 to 297 count window blocks and states that running requests no longer need: row 293 for
     blocks that only unlikely hits use (ends of chunks), row 294 for blocks that were cached for a

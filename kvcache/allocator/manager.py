@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request-level manager, which handles prefix caching and allocation and creates the plan of
+"""The request-level manager, which handles prefix caching and allocation and creates a plan for
 each step.
 """
 
@@ -53,18 +53,19 @@ class KVCacheManager:
     A request is served through one of two interfaces, which share the same native code and pool.
     `step` serves a whole batch and returns a `StepPlan` that a worker applies. `admit` and `extend`
     serve one request and return block IDs, for a caller that keeps its own block tables. A request can
-    use only the interface that admitted it, because plans do not contain the blocks of `admit` and
-    `extend`: `extend` rejects requests admitted by `step`, and `step` rejects requests admitted by
-    `admit`. All other methods accept both. `block_ids` contains the null block in place of blocks that
-    have left a window. Plans list these replacements; `admit` and `extend` do not report them.
+    use only the interface that admitted it, because plans do not contain the blocks that `admit`
+    and `extend` return: `extend` rejects requests admitted by `step`, and `step` rejects requests
+    admitted by `admit`. All other methods accept both. `block_ids` contains the null block in place
+    of blocks that have left a window. Plans list these replacements; `admit` and `extend` do not
+    report them.
 
     Invalid arguments raise ValueError or TypeError. The message names the argument, and the manager
     is unchanged. MemoryError also leaves the manager unchanged, unless memory runs out while a call
     modifies the manager. In that case, the manager can no longer be used: `free` does nothing, every
     other call raises RuntimeError, and the engine must create a new manager.
 
-    If a signal handler raises an exception during a call, each request is either fully admitted or
-    not admitted. docs/order.md lists the return values that are lost in this case.
+    If a signal handler raises an exception during a call, no request is partially admitted.
+    docs/order.md lists the return values that are lost in this case.
 
     A manager belongs to the thread that first calls one of its methods (except `cache.stats`, `pool`,
     `block_ids` and `num_computed_tokens`). A call from another thread, or a call made during another
@@ -75,7 +76,7 @@ class KVCacheManager:
         block_size: Tokens per block.
         num_gpu_blocks: Number of blocks, including the null block 0.
         max_model_len: Maximum number of tokens of a request, at most 2**31 - 1.
-        sliding_window: Window in tokens. None: full attention.
+        sliding_window: Window size in tokens. None: full attention.
         enable_caching: Whether full blocks can be hit. See `CacheOptions`.
         num_preallocate_tokens: Number of tokens to preallocate. See `CacheOptions`.
         **options: Other fields of `CacheOptions`.
@@ -132,10 +133,10 @@ class KVCacheManager:
 
         `plan_cache` computes groups and pages from layers. A hit is the longest prefix for which
         the required blocks of every group are cached. Groups with `cached=False` do not affect hits.
-        In their tables, the tokens of a hit have null blocks, and their layers attend only to tokens
-        that the request has computed after the hit. (If a hit ends inside a block, the K and V of the
-        block's earlier tokens are zeros.) Blocks of these groups are never hit, reported in events, or
-        kept on the host for other requests.
+        In the block tables of these groups, the tokens of a hit are assigned null blocks, and the
+        layers of these groups attend only to tokens that the request has computed after the hit.
+        (If a hit ends inside a block, the K and V of the block's earlier tokens are zeros.) Blocks
+        of these groups are never hit, reported in events, or kept on the host for other requests.
 
         Args:
             groups: The groups. For allocation, hashing, hits and events, a block of a group covers
@@ -143,7 +144,7 @@ class KVCacheManager:
                 with `replicated=True`.
             num_gpu_blocks: Number of blocks of the pool, including the null block.
             max_model_len: Maximum number of tokens of a request.
-            context_parallel: Sizes of context parallelism. None: one rank.
+            context_parallel: Context-parallel sizes. None: one rank.
             max_encoder_tokens: Requests with more encoder tokens are rejected. None: no limit.
             enable_caching: Whether full blocks can be hit. See `CacheOptions`.
             num_preallocate_tokens: Number of tokens to preallocate. See `CacheOptions`.
@@ -411,10 +412,10 @@ class KVCacheManager:
                 least one). The only other field that may be given is `num_lookahead_tokens`.
             whole: Whether the status applies to all known tokens of a new request, computed in chunks
                 of `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests are
-                allocated some of them. `WAIT`: only the blocks of the whole pool suffice. `NEVER`: the
-                whole pool does not suffice. `step` serves a first chunk that fits regardless of this
-                status. For a recurrent group, one page is counted per lookahead token, up to the
-                group's `num_speculative_blocks`.
+                allocated some of them. `WAIT`: the free blocks do not suffice, but the whole pool
+                would. `NEVER`: even the whole pool does not suffice. `step` serves a first chunk
+                that fits regardless of this status. For a recurrent group, one page is counted per
+                lookahead token, up to the group's `num_speculative_blocks`.
 
         Returns:
             The status. `NEVER` means that this number of tokens never fits; fewer tokens may fit.
@@ -453,7 +454,8 @@ class KVCacheManager:
         - The last multiple of the recurrent group's block size.
 
         Args:
-            request: An admitted request, or a new request, whose next tokens are those after its hit.
+            request: An admitted or new request. The next tokens of a new request are the tokens
+                after its hit.
             num_tokens: Maximum number of tokens. None: all known tokens.
 
         Returns:
@@ -511,8 +513,9 @@ class KVCacheManager:
 
         If a request's cached prefix ends inside a block, `admit` allocates a new block at this
         position, and the prefix's last tokens must be copied from the cached block. Copy the returned
-        pages in all layers (`Pages.copy`) before the next forward pass. Sources and destinations are
-        held until this call. While copies are pending, `extend` and `advance` raise ValueError.
+        pages in all layers (`Pages.copy`) before the next forward pass. Source and destination
+        blocks cannot be reused until this call. While copies are pending, `extend` and `advance`
+        raise ValueError.
 
         >>> manager = KVCacheManager(16, 9, 128, hash_block_size=4, num_preallocate_tokens=0)
         >>> plan = manager.step(new=[Request("r1", range(30))])
@@ -593,9 +596,9 @@ class KVCacheManager:
         >>> from kvcache.allocator import External
         >>> manager = KVCacheManager(4, 33, 256, num_preallocate_tokens=0)
         >>> late = Request("late", range(20))
-        >>> _ = manager.admit(Admit(late, external=External(8, delayed=True)), ())  # 8 are to come
+        >>> _ = manager.admit(Admit(late, external=External(8, delayed=True)), ())  # 8 tokens expected
         >>> _ = manager.admit(Admit(Request("other", range(20)), 8), ())
-        >>> manager.finish_receiving(late, 0)  # none came, and two blocks were cached meanwhile
+        >>> manager.finish_receiving(late, 0)  # none arrived, but two blocks were cached meanwhile
         8
         """
         return self._native.finish_receiving(self.row(request), num_tokens)
@@ -627,7 +630,8 @@ class KVCacheManager:
         token_ids: Ids = NO_IDS,
         num_token_ids: Ids = NO_IDS,
     ) -> list[tuple[list[int], ...] | None]:
-        """Run `reject_tokens` and `extend` for many requests in one call, by token positions.
+        """Run `reject_tokens` and `extend` for many requests in one call, given ranges of token
+        positions.
 
         The engine computes the tokens [`starts[i]`, `stops[i]`) of the request in `rows[i]`, which
         must have been admitted by `admit`. Tokens before `starts[i]` are treated as computed. Tokens
@@ -680,8 +684,8 @@ class KVCacheManager:
         after_step: int | None = None,
         keep_blocks: bool = False,
     ) -> None:
-        """Release the blocks of requests, one request after another. The last blocks of a request
-        are released first.
+        """Release the blocks of the given requests, in order. The last block of each request is
+        released first.
 
         Unknown requests and requests that are already freed are ignored. Blocks that were filled by
         tokens appended since the last call are cached before they are released, so remove rejected
@@ -690,12 +694,12 @@ class KVCacheManager:
 
         Args:
             *requests: The requests. The options apply to all of them.
-            turn: Number of the conversation's turn, for eviction policies.
+            turn: Turn number within the conversation, for eviction policies.
             request_class: A class number chosen by the caller, for eviction policies. -1: no class.
             num_output_tokens: Number of tokens in the answer, for eviction policies. None: the
                 number of tokens appended to the prompt.
-            retention: Priorities of token ranges: tuples of first token, end, priority (0 to 100),
-                and duration in seconds (None: no limit).
+            retention: Eviction priorities of token ranges, as tuples (first token, end, priority
+                from 0 to 100, duration in seconds or None for no limit).
             after_step: ID of a step. The blocks are released when a report covers this step, with or
                 without `fence_frees`.
             keep_blocks: Whether to keep the blocks for a connector until `release_blocks` is called.
@@ -706,7 +710,7 @@ class KVCacheManager:
         Raises:
             ValueError: `after_step` is given with `keep_blocks`, the step is unknown, a receiving
                 request is freed without `keep_blocks`, a swapped-out request is freed with
-                `keep_blocks`, or blocks are already kept for the ID of a request.
+                `keep_blocks`, or blocks are already kept under a request's ID.
         """
         keep_blocks = flag(keep_blocks, "keep_blocks")
         if keep_blocks and after_step is not None:

@@ -24,7 +24,8 @@ MISS_REASONS = {
 - `external`: the KV came from `Admit.external`.
 - `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
 - `not_loaded`: the hit needs more host blocks than `Admit.max_host_blocks` allows.
-- `evicted`, `removed`: all tokens up to the end of the request's last block that has left the cache.
+- `evicted`, `removed`: also used for all earlier missed tokens if a later block of the request was
+  evicted or removed.
 - `in_flight`: a running request holds blocks with the same content that are not computed yet. Only the
   64 most recent requests are compared.
 - `other_keys`: one of the 64 most recent requests had the same tokens with different extra keys.
@@ -53,7 +54,8 @@ class MissReport:
         lost_seconds_ago: Time in seconds since the request's first block with a recorded eviction or
             removal left the cache. None if there is no such block.
         evicted_by: The eviction policy that evicted this block. None if the block was not evicted.
-        evicted_for: What needed the evicted block's page, such as "a new request without a hit".
+        evicted_for: Purpose for which the evicted block's page was needed, such as "a new request
+            without a hit".
         nearest_id: ID of the recent request that shares the longest prefix of tokens with this request.
             None if none of the 64 most recent requests starts with the same 16 tokens (or one hash
             block, if that is shorter).
@@ -88,9 +90,9 @@ class MissReport:
     def _detail(self, reason: str) -> str:
         if reason == "evicted" and self.evicted_by is not None:
             by = f"by {self.evicted_by}, for {self.evicted_for}"
-            return f" ({self.lost_seconds_ago:.1f} s before, {by})"
+            return f" ({self.lost_seconds_ago:.1f} s earlier, {by})"
         if reason == "removed" and self.lost_seconds_ago is not None:
-            return f" ({self.lost_seconds_ago:.1f} s before)"
+            return f" ({self.lost_seconds_ago:.1f} s earlier)"
         if reason == "other_keys" and self.differs_in is not None:
             return f" ({self.nearest_id} has another {self.differs_in})"
         if reason == "new" and self.nearest_id is not None:

@@ -169,9 +169,9 @@ class CacheOptions:
     explain_misses: int | None = None
     """Whether to record why tokens of a request are not found in the cache
     (`PrefixCache.explain`, `PrefixCacheStats.missed_tokens`). N: one in N blocks that leave the
-    cache is recorded, selected by hash. 1: all blocks are recorded. The number of most recent records
-    to keep is at least 262,144, and at least four times the number of blocks in the pools divided by N.
-    A record uses 8 bytes. None: nothing is recorded.
+    cache is recorded, selected by hash. 1: all blocks are recorded. The most recent records are
+    kept: 262,144, or four times the number of blocks in the pools divided by N if that is more.
+    Each record uses 8 bytes. None: nothing is recorded.
     """
 
     hash_seed: str = DEFAULT_SEED
@@ -261,7 +261,7 @@ class CacheOptions:
     def from_arguments(cls, caller: str, /, **options: object) -> CacheOptions:
         """Create options from the keyword arguments of `caller`.
 
-        Raises TypeError as `check_names` does.
+        Raises TypeError for unknown options (see `check_names`).
         """
         cls.check_names(caller, options)
         return cls(**options)
@@ -341,7 +341,7 @@ class CacheOptions:
 
 
 def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
-    """Return the number of blocks in this fraction (0 to 1) of all blocks."""
+    """Convert a fraction (0 to 1) of all blocks to a number of blocks."""
     return int(checked_watermark(watermark) * num_gpu_blocks)
 
 
@@ -366,9 +366,7 @@ def _eviction(
     numbers = {}
     for option, value in (options or {}).items():
         if not isinstance(option, str):
-            raise TypeError(
-                f"{name}_options has {option!r}: {shown(value)}: expected a number by name"
-            )
+            raise TypeError(f"{name}_options has {option!r}: {shown(value)}: expected a number")
         numbers[option] = number(value, f"{name}_options[{option!r}]")
     return make(policy, numbers)
 
@@ -382,22 +380,22 @@ def _host_write(host_write: str) -> core.HostWrite:
 
 
 def checked_session(session: str) -> str:
-    """Return the name of a session for pins. Raises TypeError or ValueError."""
+    """Validate the name of a session that pins blocks. Raises TypeError or ValueError."""
     return text(session, "session")
 
 
 def checked_seconds(value: float, name: str, most: float = 2.0**50) -> float:
-    """Return the seconds of a clock, which must be finite and non-negative."""
+    """Return a time in seconds, which must be finite and non-negative, as a float."""
     seconds = number(value, name)
     if not 0 <= seconds < most:
-        raise ValueError(f"{name} is {shown(value)}: expected 0 or more, and a finite number")
+        raise ValueError(f"{name} is {shown(value)}: expected a finite number of 0 or more")
     return seconds
 
 
 def checked_retention(
     retention: Sequence[tuple[int, int, int, float | None]],
 ) -> list[tuple[int, int, int, int]]:
-    """Return (first token, end, priority, milliseconds or -1 for no limit) for each range."""
+    """Convert each range to (first token, end, priority, milliseconds or -1 for no limit)."""
     if not isinstance(retention, list | tuple):
         raise TypeError(f"retention is {shown(retention)}: expected a list of tuples")
     return [_checked_range(f"retention[{i}]", each) for i, each in enumerate(retention)]

@@ -99,7 +99,7 @@ class PrefixCache:
     def prefaulted(self) -> tuple[int, float]:
         """Bytes that `CacheOptions.prefault` committed at construction, and the seconds it took.
 
-        (0, 0.0) if the option is off or the pools need too large a part of the available memory.
+        (0, 0.0) if the option is off or the pools need too large a share of the available memory.
         """
         return self._native.prefaulted
 
@@ -115,7 +115,7 @@ class PrefixCache:
 
     @property
     def hash_algorithm(self) -> str:
-        """Name of the hash algorithm, as in events."""
+        """Name of the hash algorithm, as reported in events."""
         return self._chain_key.algorithm
 
     def hashes(self, request: Request) -> np.ndarray:
@@ -161,7 +161,7 @@ class PrefixCache:
             Hashes and groups. For blocks that are not cached, the hash is zero and the group is -1.
 
         Raises:
-            ValueError: An id is out of range, the medium is unknown, or there is no host tier.
+            ValueError: An ID is out of range, the medium is unknown, or there is no host tier.
         """
         if not isinstance(medium, str) or medium not in ("gpu", "cpu"):
             raise ValueError(f"medium is {shown(medium)}: expected gpu or cpu")
@@ -321,7 +321,9 @@ class PrefixCache:
                 f"learned has type {type(learned).__name__}: expected LearnedReuse or None"
             )
         if not self._native.learned():
-            raise ValueError("learn_from: the eviction policy does not learn: expected 'learned'")
+            raise ValueError(
+                "learn_from: the eviction policy collects no counts: expected 'learned'"
+            )
         self._native.learn(np.concatenate([learned.reached, learned.used]).ravel())
 
     def evict(self, ids: Ids) -> None:
@@ -344,7 +346,7 @@ class PrefixCache:
         return self._native.reset_group(group)
 
     def start_epoch(self) -> None:
-        """Make all current hashes unreachable, because the weights changed.
+        """Make all current hashes unreachable. To be called after the weights have changed.
 
         Running requests keep their blocks. Tokens that were computed before this call are not
         cached.

@@ -143,13 +143,13 @@ class Request:
         has_placeholders = bool(self._mm_items) or not (
             prompt_embeds is None and block_hashes is None
         )
-        if isinstance(block_hashes, core.HashedTokens):  # its tokens may already be taken
+        if isinstance(block_hashes, core.HashedTokens):  # its tokens may already have been taken
             self._tokens = block_hashes.take_tokens()
             self._tokens.append(token_sequence(token_ids)[len(self._tokens) :])
         else:
             self._tokens = core.TokenIds(token_sequence(token_ids), has_placeholders)
         self._chains: dict[HashKey, core.TokenChain] = {}
-        self._last: tuple = (None, None)  # the key of the last `chain` call, and its chain
+        self._last: tuple = (None, None)  # key and result of the last `chain` call
 
     def __reduce__(self) -> tuple:
         """Pickle tokens and options, without computed hashes."""

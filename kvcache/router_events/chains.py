@@ -12,7 +12,7 @@ def chains(parents: Mapping[WireHash, WireHash | None]) -> Iterator[list[WireHas
     """Split blocks into runs in which each block is the parent of the next.
 
     Args:
-        parents: The parent of each block, by hash.
+        parents: Maps the hash of each block to the hash of its parent.
 
     Yields:
         The hashes of each run. A run is yielded after the run that contains its first block's

@@ -25,7 +25,7 @@ _WIRE_KINDS = {
     "recurrent": "mamba",
 }
 _MEDIUM_BITS = {GPU: 1, CPU: 2, STORAGE: 4}
-_MOST_STEPS_HELD = 64  # then an event is published without its parent, which may never be loaded
+_MOST_STEPS_HELD = 64  # older events are published without their parent, which may never be loaded
 
 
 class KnownBlock:
@@ -54,7 +54,7 @@ class _WaitingEvent(NamedTuple):
 
 
 class GroupBlocks:
-    """The blocks of one cache group by hash. A removed block stays known until `end_step` is called."""
+    """The blocks of one cache group, keyed by hash. Removed blocks stay known until `end_step`."""
 
     def __init__(self, group: int, event: BlockStored) -> None:
         self._group, self._block_size = group, event.block_size
@@ -64,13 +64,14 @@ class GroupBlocks:
         self._removed: set[WireHash] = set()
         self._step = 0
         self.held: set[WireHash] = set()  # device blocks that are not published yet
-        self._waiting: dict[WireHash, list[_WaitingEvent]] = {}  # by parent
-        self._oldest: deque[_WaitingEvent] = deque()  # also those that are released by now
+        self._waiting: dict[WireHash, list[_WaitingEvent]] = {}  # keyed by the hash of the parent
+        self._oldest: deque[_WaitingEvent] = deque()  # may include released events
 
     def store(self, stored: WireStored, tokens: bytes) -> Iterator[WireStored]:
         """Record stored blocks with their parents.
 
-        Yield the events to publish: none if the event is held, or also those that were held for it.
+        Yields the events to publish: no event if this event is held. Otherwise, this event and the
+        events that were held until its blocks were on the device.
 
         Args:
             stored: The event.
@@ -103,7 +104,7 @@ class GroupBlocks:
             yield from self._release(stored.block_hashes)
 
     def _is_loading(self, block_hash: WireHash | None) -> bool:
-        """Return whether a block whose child was just computed is not on the device yet."""
+        """Return whether a block is still being loaded, given that its child was just computed."""
         block = self._blocks.get(block_hash)
         if self._kind != "full_attention" or block is None or self._is_on_device(block_hash):
             return False  # other kinds release blocks that later blocks do not need
@@ -117,7 +118,7 @@ class GroupBlocks:
             self._blocks[block_hash].mediums |= _MEDIUM_BITS[medium]
 
     def _release(self, hashes: Iterable[WireHash]) -> Iterator[WireStored]:
-        """Yield the events held for these parents, and those held for the blocks of these events."""
+        """Yield the events held for these parents and, recursively, for the blocks of these events."""
         parents = [*hashes]
         while parents:
             for held in self._waiting.pop(parents.pop(), ()):
@@ -135,7 +136,7 @@ class GroupBlocks:
         while self._oldest and self._oldest[0].step <= self._step - _MOST_STEPS_HELD:
             event = self._oldest.popleft()
             if not any(each is event for each in self._waiting.get(event.parent, ())):
-                continue  # released
+                continue  # already released
             first = event.parent
             while first in self.held:
                 first = self._blocks[first].parent
@@ -175,7 +176,7 @@ class GroupBlocks:
         return [each for each, block in self._blocks.items() if block.mediums & bit]
 
     def to_clear(self, medium: str) -> list[WireHash]:
-        """Return the hashes of a medium's blocks, including those whose event is held."""
+        """Return the hashes of a medium's blocks, including blocks whose event is held."""
         return [*self.hashes(medium), *(self.held if medium == GPU else ())]
 
     def _forget_removed(self) -> None:

@@ -33,7 +33,7 @@ from kvcache.router_events.wire import (
 _log = logging.getLogger(__name__)
 _BUSY_POLL_MS = 5  # polling interval in ms while a reader of a replay accepts no data
 _QUEUE_CHECK_SECONDS = 0.1
-_LONGEST_SECONDS = 86_400.0  # maximum wait in `close`; the limit of ZMQ and threads is a few days
+_LONGEST_SECONDS = 86_400.0  # maximum timeout of `close`; ZMQ and threads support a few days
 _MOST_BYTES_OF_A_SUBSCRIPTION = 4096
 
 
@@ -188,10 +188,10 @@ class EventPublisher:
         return PublisherCounts(self._buffer.stop, self._num_bytes, *replays)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Publish queued batches and stop. Replays in progress are ended. Can be called repeatedly.
+        """Publish queued batches and stop. Replays in progress are aborted. Repeated calls are allowed.
 
         Args:
-            timeout_s: Approximate time limit in seconds. Must be finite and at least 0.
+            timeout_s: Approximate timeout in seconds. Must be finite and at least 0.
 
         Raises:
             TypeError, ValueError: `timeout_s` is invalid. The publisher continues to run.
@@ -223,7 +223,7 @@ class EventPublisher:
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
-    # Methods called in the thread.
+    # The following methods are called only in the publisher's thread.
 
     def _run(self) -> None:
         try:

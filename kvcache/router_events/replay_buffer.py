@@ -40,6 +40,6 @@ class ReplayBuffer:
         """
         if not self.first <= number < self.stop:
             raise IndexError(
-                f"batch {number} is not kept: expected {self.first} to {self.stop - 1}"
+                f"batch {number} is not in the buffer: expected {self.first} to {self.stop - 1}"
             )
         return self._payloads[number - self.first]

@@ -35,7 +35,7 @@ def replay(
         while True:
             left = deadline - time.monotonic()
             if left <= 0 or not socket.poll(int(left * 1000)):
-                raise ReplayTimeout(f"{endpoint} did not send everything within {timeout_s:g} s")
+                raise ReplayTimeout(f"{endpoint} did not send all batches within {timeout_s:g} s")
             frames = socket.recv_multipart()
             if len(frames) != 4:
                 raise WireError(f"reply has {len(frames)} frames: expected 4")

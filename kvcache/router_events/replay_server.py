@@ -97,7 +97,7 @@ class ReplayServer:
 
     @staticmethod
     def prepare(socket: zmq.Socket[bytes]) -> None:
-        """Set the options that must precede the bind."""
+        """Set the socket options that must be set before the socket is bound."""
         # Raise an error for full queues and lost readers instead of ignoring them.
         socket.router_mandatory = True
         socket.maxmsgsize = _MOST_BYTES_OF_A_FRAME

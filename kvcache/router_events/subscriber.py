@@ -25,8 +25,8 @@ from kvcache.router_events.wire import (
 _log = logging.getLogger(__name__)
 _MOST_MESSAGES = 1024  # maximum number of messages per `poll`
 # A subscriber sends nothing, so it would never notice that the publisher's side of its connection is
-# gone. After so many seconds without data, TCP sends probes at this interval. If none of them is
-# acknowledged, the connection is opened again.
+# gone. After `_PROBE_SECONDS` without data, TCP sends a probe every `_PROBE_SECONDS`. If none of
+# the probes is acknowledged, the connection is opened again.
 _PROBE_SECONDS, _NUM_PROBES = 5, 3
 _LONGEST_SECONDS = 86_400.0  # maximum wait per `poll`, because ZMQ counts milliseconds in 32 bits
 
@@ -54,10 +54,11 @@ class EventSubscriber:
         endpoint: The publisher's endpoint.
         replay_endpoint: The publisher's replay endpoint. None: lost batches are not recovered.
         topic: Topic of the accepted batches, which must match exactly. "": all topics.
-        replay_timeout_s: Time limit of a replay. The next `poll` continues an unfinished replay.
-            After a replay without any response, the next attempt is delayed by this time limit.
-        view: What mirrors the cache. None: a new `CacheView`. Any object with the methods `apply` and
-            `clear` of a `CacheView` can be used, such as a view of a `PrefixIndex`.
+        replay_timeout_s: Timeout of a replay in seconds. The next `poll` continues an unfinished
+            replay. After a replay without any response, the next attempt is delayed by this
+            timeout.
+        view: Object that mirrors the cache. None: a new `CacheView`. Any object with the methods
+            `apply` and `clear` of a `CacheView` can be used, such as a view of a `PrefixIndex`.
         context: The ZMQ context. None: the process-wide context.
 
     Raises:
@@ -230,7 +231,7 @@ class EventSubscriber:
 
     def _note_malformed(self, error: WireError) -> None:
         self._num_malformed += 1
-        _log.warning("a message of cache events is ignored: %s", error)
+        _log.warning("a malformed message of cache events is ignored: %s", error)
 
     def _begin_anew(self) -> None:
         self._num_restarts += 1

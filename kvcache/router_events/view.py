@@ -32,7 +32,7 @@ class CachedBlock(NamedTuple):
 
 
 class EventView(Protocol):
-    """What an `EventSubscriber` updates with the events of its publisher."""
+    """Interface of an object that an `EventSubscriber` updates with its publisher's events."""
 
     def apply(self, events: Iterable[WireEvent]) -> None:
         """Apply the events of a batch in order.

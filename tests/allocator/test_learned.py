@@ -149,7 +149,9 @@ def test_invalid_call_is_reported_and_changes_nothing():
         manager.cache.learn_from(GOOD)
     assert equal(manager.cache.stats.learned, before)
     plain = KVCacheManager(16, 9, 64)
-    with pytest.raises(ValueError, match="the eviction policy does not learn: expected 'learned'"):
+    with pytest.raises(
+        ValueError, match="the eviction policy collects no counts: expected 'learned'"
+    ):
         plain.cache.learn_from(before)
     with pytest.raises(ValueError, match="used has numbers that are not counts: expected 0 to"):
         LearnedReuse(np.zeros((298, 26)), -np.ones((298, 26)))

@@ -313,7 +313,7 @@ def test_report_contains_the_policy_the_time_and_the_cause_of_an_eviction(
     assert report.missed_tokens["evicted"] == 16
     assert report.lost_seconds_ago == 3.5
     assert (report.evicted_by, report.evicted_for) == ("s3_fifo" if start == 0 else "lru", taker)
-    assert f"16 evicted (3.5 s before, by {report.evicted_by}, for {taker})" in str(report)
+    assert f"16 evicted (3.5 s earlier, by {report.evicted_by}, for {taker})" in str(report)
 
 
 def test_report_states_that_a_running_request_caused_the_eviction() -> None:
