@@ -81,8 +81,8 @@ ctest: setup
 	$(BIN)/cmake --build build/cmake
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure -j 2
 
-# The same as ctest, with AddressSanitizer and UndefinedBehaviourSanitizer. CI runs this target instead
-# of ctest.
+# Run the same tests as the target ctest, with AddressSanitizer and UndefinedBehaviourSanitizer.
+# CI runs this target instead of ctest.
 sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=ON

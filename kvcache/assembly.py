@@ -36,7 +36,7 @@ _GIVEN_BY_PLAN = (
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """All parts of one cache, created by `build`. Each part can also be used alone.
+    """All parts of one cache, created by `build`. Each part can also be used on its own.
 
     A scheduler calls `manager.step`, and `worker` applies the returned plan.
     `tables.compute_slot_mapping` computes the slots of the step's tokens. `write` and `gather` access
@@ -146,7 +146,7 @@ class KVCache:
     def gather(
         self, layer_name: str, slots: torch.Tensor, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (key, value) of the tokens at slots int64[n]. See `KVStorage.gather`."""
+        """Return (key, value) of the tokens at `slots`, int64[n]. See `KVStorage.gather`."""
         group, index = self._place(layer_name)
         return self.storages[group].gather(index, slots, dtype)
 
@@ -243,16 +243,16 @@ def build(
         device: Device on which the pages are allocated.
         backend: Attention backend, as in `KVStorage.for_plan`.
         layout: "NHD" or "HND".
-        kernel_sizes: Candidates for the attention kernel's block size in tokens, preferred first.
-            If the plan's blocks are larger, the block tables and `kv_cache` split them into kernel
-            blocks. None: blocks are not split.
+        kernel_sizes: Candidates for the attention kernel's block size in tokens, in order of
+            preference. If the plan's blocks are larger, the block tables and `kv_cache` split them
+            into kernel blocks. None: blocks are not split.
         num_speculative_tokens: Maximum number of draft tokens, as in `BlockTables`.
         cp_kv_cache_interleave_size: Number of consecutive tokens stored on one context-parallel
             rank before the following tokens are stored on the next rank.
         num_host_blocks: Pages of the host tier, including its null page. 0: no host tier.
         swap_options: Options of `SwapEngine`. Used only with a host tier.
-        enable_caching: As in `CacheOptions`.
-        num_preallocate_tokens: As in `CacheOptions`.
+        enable_caching: See `CacheOptions`.
+        num_preallocate_tokens: See `CacheOptions`.
         options: Other fields of `CacheOptions`, such as `eviction` and `host_write`.
 
     Returns:

@@ -303,7 +303,7 @@ class AttentionBackend:
             num_layers: Number of packed layers. None: the shape of a single layer.
 
         Raises:
-            ValueError: As for `shape` and `stride_order`.
+            ValueError: See `shape` and `stride_order`.
 
         Example:
             >>> backend("TRITON_ATTN").physical_shape(100, 16, 8, 128, layout="HND", num_layers=32)
@@ -385,7 +385,7 @@ def described_backend(given: str | AttentionBackend | EngineBackend) -> Attentio
 
     Raises:
         TypeError: The argument has another type.
-        ValueError: As for `backend` and `AttentionBackend.from_engine`.
+        ValueError: See `backend` and `AttentionBackend.from_engine`.
     """
     if isinstance(given, AttentionBackend):
         return given

@@ -353,8 +353,8 @@ def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -
     interval, common = integer(state_interval, "state_interval", 1), math.lcm(*steps)
     if interval % common:
         raise ValueError(
-            f"state_interval is {interval}: expected a multiple of {common}, and so of the block_size of "
-            "every layer that keeps a state"
+            f"state_interval is {interval}: expected a multiple of {common}, because the block_size of "
+            "every layer that keeps a state must divide it"
         )
     return interval
 

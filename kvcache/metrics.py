@@ -147,7 +147,7 @@ class CacheMetrics(Collector):
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
         labels = checked_labels(labels)
         self._label_names, self._label_values = [*labels], tuple(labels.values())
-        self._before: dict[tuple[str, ...], float] = {}  # total counts before resets
+        self._before: dict[tuple[str, ...], float] = {}  # sums of the counts that were reset
         self._last: dict[tuple[str, ...], float] = {}
         self._manager: weakref.ref[KVCacheManager] | None = None
         self._families: list[Metric] = []

@@ -123,7 +123,7 @@ def slot_mapping(
     Let V = block size * world size, o = position % V, and I = interleave. The block of a token is in
     column position // V of its row. The token is local if o // I % world size == rank. Its offset within
     the block is then o // (world size * I) * I + o % I. Tokens of other ranks, and all entries of `out`
-    after the last token, get slot -1.
+    after the last token, are set to -1.
 
     Args:
         tables: int32[...]. The tables of all groups, concatenated.
@@ -136,8 +136,8 @@ def slot_mapping(
         query_start_loc: int32[r + 1]. Start of each request's tokens.
         positions: int64[n]. Token positions within their requests.
         num_blocks_per_row: int32[any, num_rows]. Number of entries in each row. If given, positions
-            beyond a row's entries are out of range. If None, these positions get slots in the null
-            block.
+            beyond a row's entries are out of range. If None, these positions are mapped to slots in
+            the null block.
         out: int64 or int32[num_groups, m] with m >= n. With int32, the caller must ensure that all
             slots fit.
     """
@@ -368,8 +368,8 @@ def copy_blocks(
             `KVCACHE_BATCH_COPIES=0` is set in the environment. COPY_ENGINE_SETTLED is like
             COPY_ENGINE, but may read the host pages before the stream's earlier work has run, so no
             work in flight may write these pages.
-        pages_per_run: Number of host pages that each call to pin memory covered. 0: a single call
-            pinned all pages.
+        pages_per_run: Number of host pages that were pinned by each call. 0: a single call pinned all
+            pages.
         num_thread_blocks: Number of thread blocks for KERNEL. 0: a small default.
         owners: A list or tuple of all other tensors that contain regions. Needed if an engine's layers
             are separate tensors. Do not compile calls with `owners`, because `torch.compile` does not
@@ -435,7 +435,7 @@ _ON_HOST = {
     "attention_metadata": {1},  # groups
     "write_kv": set(),
     "gather_kv": set(),
-    "copy_blocks": {0, 1, 2, 3},  # either side, regions, pairs
+    "copy_blocks": {0, 1, 2, 3},  # src, dst, regions, pairs
     "permute_blocks_": {1, 2},  # offsets, indices
 }
 

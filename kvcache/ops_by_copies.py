@@ -24,7 +24,7 @@ import torch
 # Arguments that must be on the host for every op.
 _ONLY_ON_HOST = {"groups", "regions", "offsets"}
 _KEY = "CompositeExplicitAutograd"  # dispatch key of all backends without a kernel for the op
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 and newer define it
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # defined by Python 3.13 and newer
 _libraries: list[torch.library.Library] = []  # deleting these objects removes the registrations
 
 

@@ -117,8 +117,8 @@ class GroupSpec:
 
     A drafter such as EAGLE or MTP needs the hidden states of the tokens in the last block of a prefix
     hit, so this block must be recomputed. In a group with `drafts`, a hit therefore uses one cached
-    block less than the lookup found (one hash block less, if hits may end inside blocks). Other groups
-    do not need the additional block. Only groups whose pages contain K and V of tokens can draft.
+    block fewer than the lookup found (one hash block fewer, if hits may end inside blocks). Other
+    groups do not need the additional block. Only groups whose pages contain K and V of tokens can draft.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -94,8 +94,8 @@ class StepPlan(_HeldArrays):
     The step:
 
     - `step_id`: the step number. Numbers increase, and the numbers of aborted steps are not reused.
-    - `previous_step_id`: the last earlier step that was not aborted, or -1. The plan of this earlier
-      step must have been applied.
+    - `previous_step_id`: the most recent earlier step that was not aborted, or -1. The plan of this
+      earlier step must have been applied.
     - `version`: version of this format, `PLAN_VERSION`.
 
     The results have one entry for each entry of the arguments `rows`, `swap_out` and `new`, in this
@@ -200,8 +200,8 @@ class StepReport:
     def of_ranks(reports: Sequence[StepReport]) -> StepReport:
         """Combine the reports of all ranks of an engine for one step.
 
-        A step is completed if it is completed on all ranks. A page is failed if it is failed on any
-        rank, so that all ranks discard the same blocks.
+        A step counts as completed only if all ranks completed it. A page counts as failed if it
+        failed on any rank, so that all ranks discard the same blocks.
 
         Args:
             reports: One report per rank.

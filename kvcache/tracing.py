@@ -34,7 +34,8 @@ _CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "kvcache.swap_in": (SwapEngine, ("swap_in",)),
 }
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
-# The open ranges of each load, keyed by the load's ID. `SourceLoads` keeps the load until it ends.
+# The open ranges of each load, keyed by the load's `id`, which stays unique because `SourceLoads`
+# keeps the load until it ends.
 _loads: dict[int, list[tuple[_Ranges, object]]] = {}
 
 

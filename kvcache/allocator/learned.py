@@ -44,9 +44,9 @@ class LearnedReuse:
     conversation abandoned when it continued from an earlier point.
 
     Rows 293 to 297 count window blocks and states that running requests no longer need: row 293 for
-    blocks that only unlikely hits use (ends of chunks), row 294 for blocks that were cached for a
-    repeated prompt or a shared prefix, and rows 295 to 297 for blocks that were hit once, twice, or
-    more often.
+    blocks that only unlikely hits would use, such as those at the ends of chunks; row 294 for blocks
+    that were cached for a repeated prompt or a shared prefix; and rows 295 to 297 for blocks that
+    were hit once, twice, or more often.
 
     Column k covers a range of ages that is 2 * 2**(k / 2) seconds wide and begins at the end of the
     previous column's range.

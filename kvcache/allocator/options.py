@@ -110,8 +110,8 @@ class CacheOptions:
     """Tokens per hash, a divisor of every block size.
 
     If it is smaller than a block, hits may end inside a block. The plan then copies the matching
-    part into a new block of the request. None: the largest common divisor, with hits of whole
-    blocks only.
+    part into a new block of the request. None: the greatest common divisor of all block sizes, and
+    hits consist of whole blocks only.
     """
 
     watermark: float = 0.0

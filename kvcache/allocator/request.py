@@ -243,7 +243,7 @@ def append_token_to_each(requests: list[Request], token_ids: np.ndarray) -> None
         token_ids: int[n], one token per request.
 
     Raises:
-        TypeError, ValueError: As in `Request.append_tokens`, or the lengths differ.
+        TypeError, ValueError: The lengths differ, or tokens are invalid (`Request.append_tokens`).
 
     >>> requests = [Request("r1", [5]), Request("r2", [6, 7])]
     >>> append_token_to_each(requests, np.array([8, 9]))

@@ -110,7 +110,7 @@ class Batch:
             raise ValueError(
                 f"token_ids[{i}] has {self.query_lens[i]} tokens, num_drafts[{i}] is "
                 f"{self.num_drafts[i]}, num_logits[{i}] {self.num_logits[i]}: expected more tokens than "
-                "drafts, and at least as many as logits"
+                "drafts, and at least as many tokens as logits"
             )
         self.seq_lens = self.starts + self.query_lens
         if len(tokens) == n:  # every request computes one token

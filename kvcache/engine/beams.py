@@ -9,7 +9,7 @@ import torch
 
 
 class Beam(Protocol):
-    """The interface of a beam as required by `Beams`."""
+    """The interface that `Beams` requires of a beam."""
 
     token_ids: list[int]  # tokens after the prompt
 

@@ -122,7 +122,7 @@ class Engine:
             )
         planned = self.cache.plan.max_num_batched_tokens
         most = planned if max_num_batched_tokens is None else max_num_batched_tokens
-        # The cache was planned for this number of tokens per step.
+        # The cache was planned for steps of at most `planned` tokens.
         most = integer(most, "max_num_batched_tokens", least=1, most=planned)
         self.scheduler = Scheduler(
             self.cache.manager,
@@ -146,7 +146,7 @@ class Engine:
         self.metrics = Metrics()
         self._outputs = OutputProcessor(self.scheduler, self.metrics)
         self._num_added = 0
-        # The rows of the last step in which all sequences decoded, and its batch.
+        # The rows and the batch of the last step in which all sequences decoded.
         self._last_decode: tuple[np.ndarray | None, Batch | None] = (None, None)
         self._scheduling = Timer(self.metrics, "schedule_seconds")
         self._computing = Timer(self.metrics, "model_seconds")
@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def sanitizer(self) -> Sanitizer | None:
-        """The sanitizer, whose attribute `reports` lists its findings. None if none is enabled."""
+        """The sanitizer, whose attribute `reports` lists its findings. None if it is disabled."""
         return None if self._observer is None else self._observer.sanitizer
 
     @property
@@ -202,7 +202,7 @@ class Engine:
 
     @property
     def _is_storing(self) -> bool:
-        """Whether blocks of previous steps are still queued for a store that is working."""
+        """Whether blocks of previous steps are still queued for a store that has not failed."""
         if self._event_tap is self.cache.manager.cache or self._event_tap.is_dead:
             return False
         return not self._is_saved or self._event_tap.num_waiting_blocks > 0
@@ -291,8 +291,8 @@ class Engine:
             The hint. Its `receipt` is None until the hint has been carried out or refused.
 
         Raises:
-            TypeError, ValueError: An argument is invalid, or the prefix has no token or unknown token
-                IDs.
+            TypeError, ValueError: An argument is invalid, or the prefix is empty or contains unknown
+                token IDs.
 
         Example:
             >>> from kvcache.engine.transformers import attach
@@ -334,7 +334,7 @@ class Engine:
     def stop(self, request_id: str, index: int) -> bool:
         """End one sample as if it had reached a stop token.
 
-        Returns False for an ended sample or a beam.
+        Returns False if the sample has already ended or is a beam.
         """
         check_name(request_id, "request_id")
         index = integer(index, "index")
@@ -561,7 +561,7 @@ class Engine:
         metrics.recomputed_sequences = self.scheduler.num_recomputed
 
     def _count_pages(self, plan: StepPlan) -> None:
-        """Count an applied plan's pages. Reading these arrays before `apply` would slow it down."""
+        """Count the pages of an applied plan. Reading the plan before `apply` would delay `apply`."""
         if plan.is_empty:
             return
         metrics = self.metrics
@@ -595,7 +595,7 @@ class Engine:
             name: The name of the prompt in error messages.
 
         Raises:
-            TypeError, ValueError: As in `add`.
+            TypeError, ValueError: See `add`.
         """
         instance(params, SamplingParams, "params")
         tokens = self._checked_tokens(prompt, name)

@@ -134,7 +134,7 @@ class OutputProcessor:
                 if not all(are_finite[rows]):
                     raise ValueError(
                         f"logits of request {shown(generation.request_id)} are NaN or inf, or all -inf: "
-                        "expected finite ones, and -inf only for some"
+                        "expected finite logits, and -inf only for some"
                     )
                 if generation.beams is not None:
                     self.deltas += self._advance_beams(sample, logits[rows][-1])

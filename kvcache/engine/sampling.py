@@ -29,7 +29,7 @@ class SamplingParams:
       other requests in the batch. None: a random seed.
     - `n`: the number of samples. They share the prompt's blocks.
     - `beam_width`: if above 1, return the best answers of a beam search with this width, ranked by
-      the sum of log probabilities. Requires temperature 0 and n 1.
+      the sum of log probabilities. Requires `temperature=0` and `n=1`.
     - `stop_token_ids`: tokens that end the answer.
     - `repetition_penalty`: a value above 1 makes tokens that occur in the prompt or the answer less
       likely, and a value below 1 makes them more likely. Positive logits are divided by the penalty,

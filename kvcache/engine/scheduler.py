@@ -605,7 +605,7 @@ class Scheduler:
         return new
 
     def _guests(self, new: list[tuple[Sequence, int, int]], leaving: list[Sequence]) -> list[Admit]:
-        """Return the guests of hints to admit, after all sequences that can be served."""
+        """Return the requests to admit for hints, which are served after all sequences that fit."""
         rows = self.max_num_rows - sum(each.num_rows for each in self.admitted)
         rows -= self.hints.num_rows + sum(sequence.num_rows for sequence, _, _ in new)
         is_swapped = any(each.state is State.SWAPPED for each in self.admitted)

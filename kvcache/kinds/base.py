@@ -199,7 +199,7 @@ def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int
 def checked_max_pages(
     kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
 ) -> int:
-    """Return `kind.max_pages(...)`.
+    """Call `kind.max_pages(...)`, and check that the result is a positive integer.
 
     Raises:
         KindError: The kind returned an invalid value.
@@ -221,7 +221,8 @@ def _check_asked(
 def check_planned_pages(
     kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
 ) -> None:
-    """Check that `max_pages` is not below the number of pages that a request holds by the kind's rule.
+    """Check that `max_pages` is not below the number of pages that a request holds according to the
+    kind's rule.
 
     Only kinds that override the formula are checked, because all other bounds are derived from the rule.
 

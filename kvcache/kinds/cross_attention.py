@@ -15,7 +15,7 @@ from kvcache.native.load import core
 
 @register("cross_attention")
 class CrossAttention(KindProperties, core.CrossAttention):
-    """Cross-attention, without options. Planning queries `max_pages` with `max_encoder_tokens`."""
+    """Cross-attention, without options. Planning calls `max_pages` with `max_encoder_tokens`."""
 
     pages = ENCODER
 

@@ -2,8 +2,8 @@
 """Tracks the blocks that were published to the readers of an event stream, with their attributes.
 
 Routers that keep a tree per medium ignore a block whose parent they do not know on that medium. If a
-request hits blocks on the host, the manager reports its new blocks before the load has completed, so the
-events of the new blocks are held until their parents are on the device.
+request hits blocks on the host, the manager reports the request's new blocks before the load has
+completed, so the events of the new blocks are held until their parents are on the device.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class EventPublisher:
         hash_seed: The manager's `hash_seed`.
         buffer_steps: Maximum number of batches kept for replay. A reader that requests older
             batches receives a snapshot of all cached blocks.
-        buffer_bytes: Maximum total size of these batches.
+        buffer_bytes: Maximum total size of the kept batches, in bytes.
         hwm: Maximum number of batches queued for a slow reader. While this queue is full, the
             reader misses batches.
         max_queue_size: Maximum number of batches queued for the thread. `publish` blocks while the

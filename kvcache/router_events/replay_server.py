@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves replay requests a few batches at a time, so that publishing can continue in between.
 
-A request is [identity, b"", first sequence number]. The empty frame is optional: if a request omits
-it, the responses do too. Each batch is one response, [identity, b"", topic, sequence number,
+A request is [identity, b"", first sequence number]. The empty frame is optional. If a request omits
+it, the responses omit it as well. Each batch is one response, [identity, b"", topic, sequence number,
 payload]. The last response has sequence number -1. If the requested batches are no longer in the
 buffer, the reader receives a snapshot with the last sequence number. The snapshot is a batch that
 clears the reader's view and then stores all cached blocks.

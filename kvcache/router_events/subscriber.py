@@ -47,8 +47,8 @@ class EventSubscriber:
     While `is_exact` is true, `view` reflects all batches before `next_seq`, which were applied
     individually or as a snapshot. A lost batch is detected when a later batch arrives or when
     `catch_up` is called, and is then replayed. A restarted publisher is detected by its sequence
-    numbers. In addition, each new connection starts with a replay that checks whether the
-    publisher's copy of the last applied batch is the same.
+    numbers. In addition, each new connection starts with a replay that checks whether the publisher's
+    copy of the last applied batch is identical to the subscriber's.
 
     Args:
         endpoint: The publisher's endpoint.

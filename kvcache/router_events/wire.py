@@ -72,7 +72,7 @@ class WireBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
-    """The leading fields of WireStored, because arrays from other publishers may omit later fields.
+    """The leading fields of `WireStored`. Arrays from other publishers may omit all other fields.
 
     SGLang sends a map of metadata instead of `lora_name` if a block has a salt.
     """

@@ -19,7 +19,7 @@ _MAX_SEEN = 65_536  # number of findings to remember, so that each is reported o
 
 
 class EventKind(IntEnum):
-    """What happened to a block. The numbers must match those in native code
+    """The kinds of events in a block's history. The values must match those in native code
     (csrc/core/sanitizer/shadow.h).
     """
 

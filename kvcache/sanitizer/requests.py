@@ -31,7 +31,9 @@ class ObservedRequests:
 
     def __init__(self, record: Callable) -> None:
         self._record = record
-        self._key = secrets.randbits(63)  # prevents guessing tokens from the tags in a record
+        self._key = secrets.randbits(
+            63
+        )  # keeps tokens from being guessed from the tags in a record
         self._serials = itertools.count()
         self._names: dict[int, str] = {}
         self.reset()

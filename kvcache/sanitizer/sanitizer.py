@@ -36,7 +36,7 @@ class Sanitizer:
     """Tracks the content of every KV slot, and reports reads of wrong content.
 
     An engine calls the `observe_*` methods in execution order: in each step, first `observe_step`
-    and `observe_tokens`, then copies, then for each group the writes of all requests and after them
+    and `observe_tokens`, then copies, then, for each group, the writes of all requests followed by
     their reads. The KV itself is never read.
 
     Args:
@@ -494,7 +494,7 @@ class Sanitizer:
             digests: int64[n]. Digests as in `observe_digests`.
 
         Returns:
-            The number of blocks whose content has known digests. All others remain unchecked.
+            The number of blocks whose content has known digests. All other blocks remain unchecked.
 
         Raises:
             TypeError, ValueError: An argument is invalid.

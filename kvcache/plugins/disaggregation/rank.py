@@ -25,11 +25,11 @@ class TensorRank(RankThread):
         rank: Index of the rank.
         layouts: Layouts of the transferred groups.
         tensors: The tensors of each group, one per region of its description.
-        others: Tensors that share these allocations but are not transferred.
+        others: Tensors that share allocations with `tensors` but are not transferred.
         options: Connection options.
 
     Raises:
-        ValueError: As for `make_transport`.
+        ValueError: `make_transport` rejects an option.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TensorRank(RankThread):
 
     def _restore(self) -> None:
         self._register()
-        for peer in self._transport.peers():  # connected without this memory
+        for peer in self._transport.peers():  # connected while the memory was deregistered
             self._transport.disconnect(peer)
 
     def _unregister(self) -> None:

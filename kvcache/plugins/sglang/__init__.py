@@ -36,7 +36,7 @@ def register() -> None:
     from kvcache.plugins.sglang.weights import wrap_weight_updates
     from kvcache.plugins.wrapping import wrap_once
 
-    wrap_weight_updates()  # the scheduler is not created yet
+    wrap_weight_updates()  # the scheduler has not been created yet
     # SGLang ignores errors raised here, so `_starting` performs all other checks.
     for name, wrap in (
         ("get_init_info", _starting),

@@ -100,7 +100,7 @@ class Exchange:
     # Methods of a sender.
 
     def publish(self, request: Any) -> None:
-        """If a finished request asked for an offer, offer its prompt before the response is sent.
+        """Offer the prompt of a finished request that asked for an offer, before the response is sent.
 
         The offer covers whole pages, which stay locked in the radix cache until the lease ends. If
         no offer can be made, the response contains none, and the other engine recomputes the

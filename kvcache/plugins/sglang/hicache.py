@@ -56,8 +56,7 @@ class HiCacheStore(HiCacheStorage):
 
     Args:
         config: SGLang's storage configuration. `extra_config` contains `store`, a folder or URL for
-            `open_store`, and `capacity`, the size per pool and rank, with the default of
-            `open_store`.
+            `open_store`, and `capacity`, the size per pool and rank (default: see `open_store`).
         kwargs: Not used.
 
     Raises:

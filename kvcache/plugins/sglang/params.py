@@ -60,8 +60,8 @@ def offer_of(meta_info: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def params_for(offer: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the `custom_params` of a request that loads an offer, or asks for one if `offer` is
-    None.
+    """Return the `custom_params` of a request that loads an offer. If `offer` is None, the request
+    asks for an offer instead.
 
     Args:
         offer: An offer as plain values: `offer_of(meta_info)` of SGLang, or

@@ -20,7 +20,7 @@ def observe_weight_updates(
     """Call functions before and after each update of the weights in this process.
 
     Takes effect only if `wrap_weight_updates` is called before the scheduler's request dispatcher is
-    created: the dispatcher holds bound methods. Stores of HiCache are created before it.
+    created: the dispatcher holds bound methods. HiCache's stores are created before the dispatcher.
     """
     wrap_weight_updates()
     _after.append(after)

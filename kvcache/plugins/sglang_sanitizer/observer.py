@@ -40,7 +40,7 @@ _POOLS = (
     memory_pool.HybridLinearKVPool,
     SWAKVPool,
 )
-_LOADS = "HiCache loads"  # holder of the pages that they fill
+_LOADS = "HiCache loads"  # name under which the pages filled by these loads are held
 
 
 def observe(scheduler: Any, sanitizer: Sanitizer | None = None) -> SchedulerObserver:

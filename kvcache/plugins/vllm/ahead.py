@@ -91,7 +91,7 @@ class Ahead:
             if stop + lookahead <= held.quiet_until:  # the request was not scheduled in some step
                 self.wait(held, stop + lookahead)
             elif len(request._all_token_ids) > start + 1:
-                pass  # the scheduler may shorten a prompt; uncomputed tokens are not hits
+                pass  # the scheduler may shorten a prompt, and only computed tokens can be hit
             elif not start < stop <= start + most or stop + lookahead >= self._native.max_model_len:
                 pass  # too many drafts, or `max_model_len` is reached
             elif (
@@ -193,12 +193,12 @@ class Ahead:
         return np.minimum(self._native.quiet_until[rows], self._native.max_model_len).tolist()
 
     def wait(self, held: HeldRequest, num_slots: int) -> None:
-        """Register the request for the step in which it will need a block at one token per step."""
+        """Register the request for the step in which, at one token per step, it will need a block."""
         held.due = self.next_due(held, num_slots)
         self._due[held.due].append(held)
 
     def next_due(self, held: HeldRequest, num_slots: int) -> int:
-        """Return the step in which the request will need a block at one token per step."""
+        """Return the step in which, at one token per step, the request will need a block."""
         return self.step + 1 + max(held.quiet_until - num_slots, 0)
 
     def publish_filled(self, step: int | None) -> None:

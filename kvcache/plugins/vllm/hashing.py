@@ -78,7 +78,7 @@ def hash_bytes_of(name: str) -> int:
 def get_request_block_hasher(
     hash_block_size: int, caching_hash_fn: Callable, num_hash_lookahead_tokens: int = 0
 ) -> Hasher:
-    """Replace the vLLM function of this name: natively for CBOR, with vLLM's own for pickled tokens."""
+    """Return a hasher, as vLLM's function of this name does, with native code for CBOR hashes."""
     algorithm = _ALGORITHMS.get(caching_hash_fn.__name__)
     num_lookahead = num_hash_lookahead_tokens
     if algorithm is None:

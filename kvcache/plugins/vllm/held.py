@@ -58,7 +58,7 @@ class HeldRequest:
         self.stop = 0  # number of tokens covered up to the scheduler's last call
         self.step = 0  # step of the scheduler's last call
         self.quiet_until = 0  # number of slots up to which the blocks do not change
-        self.due = 0  # step in which `quiet_until` is exceeded, at one token per step
+        self.due = 0  # step in which one token per step exceeds `quiet_until`
         self.ready: BlockIds | None = None  # new blocks not yet returned to the scheduler
         self.num_external = 0
         self.is_receiving = False

@@ -37,7 +37,7 @@ _log = init_logger("vllm.kvcache")
 
 
 def _each(connector: Any) -> list[Any]:
-    """Return a connector, or the parts of a MultiConnector."""
+    """Return a list of the connector or, for a MultiConnector, of the connectors that it combines."""
     if connector is None:
         return []
     inner = getattr(connector, "_connectors", None)
@@ -54,7 +54,7 @@ def what_connector_lacks(connector: type) -> str:
 
 
 def _asked_of_vllms_pool(connector: Any) -> str:
-    """Return the vLLM internals that a connector reads bypassing the manager's interface, or ""."""
+    """Describe the vLLM internals that a connector accesses directly. "" if there are none."""
     if lacks := what_connector_lacks(type(connector)):
         return lacks
     if getattr(connector, "_bounding_group_ids", ()):
@@ -182,7 +182,7 @@ class _WithManager:
                 ) from None
             _log.warning(
                 "kvcache %s manages the KV cache of vLLM %s: %s. Hits and evictions of this model can "
-                "differ from those with vLLM's manager, answers do not (%s)",
+                "differ from those with vLLM's manager, but answers do not (%s)",
                 *(__version__, found, manager.described(), error),
             )
             self.compared = str(error)

@@ -126,7 +126,7 @@ class WorkerObserver:
         specs = [config.kv_cache_groups[gid].kv_cache_spec for gid in self._gids]
         self._sizes = [spec.block_size for spec in specs]
         self._holds = Holds(sanitizer, self._gids, self._sizes)
-        self._arguments: dict[str, dict[str, object]] = {}  # of `observe_request`
+        self._arguments: dict[str, dict[str, object]] = {}  # arguments for `observe_request`
         self._loaded: set[str] = set()  # requests for which a connector loaded blocks
         self._bytes: BlockBytes | None = None
         # Number of tokens of each request in the last step, without drafts.
@@ -150,7 +150,7 @@ class WorkerObserver:
             if has_host_tier(connector):
                 self._bytes = BlockBytes(runner, self.sanitizer, self._gids)
                 self.unchecked |= self._bytes.unchecked
-            name = "get_transfer_results"  # of later versions
+            name = "get_transfer_results"  # name of the method in later versions
             name = name if hasattr(connector, name) else "get_finished"
             setattr(connector, name, self._get_finished(getattr(connector, name)))
 
@@ -371,7 +371,7 @@ class WorkerObserver:
         counts = starts[rows] + offsets[offsets > 0]
         self.sanitizer.observe_state_write(g, [names[row] for row in rows], counts, pages)
 
-    # What kernels get ---------------------------------------------------------------------------------
+    # Inputs of kernels --------------------------------------------------------------------------------
 
     def _layer_metadata(self, metadata: Any, gid: int) -> Any:
         """Return the metadata of the first layer of a group, or None if batches are split."""

@@ -81,7 +81,10 @@ class HostManager(OffloadingManager):
     # --- prefix hits ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Request that vLLM offers device hits again, so that they count as uses on the host."""
+        """Return a context with which vLLM also offers chunks that were hit on the device.
+
+        Offering a chunk that the host already stores counts as a use of the chunk.
+        """
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

@@ -99,6 +99,6 @@ class HostTierOptions:
         if "cpu_bytes_to_use" not in extra_config:
             raise ValueError(
                 "kv_connector_extra_config has no cpu_bytes_to_use: expected the bytes of host memory, "
-                "as 1073741824 or '1 GiB'"
+                "such as 1073741824 or '1 GiB'"
             )
         return cls(**{name: extra_config[name] for name in names if name in extra_config})
