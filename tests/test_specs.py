@@ -355,7 +355,8 @@ def test_states_may_have_a_separate_interval():
             recurrent(1, 100, block_size=6) + recurrent(1, 100, block_size=8, prefix="other"),
             512,
             ValueError,
-            "state_interval is 512: expected a multiple of 24, because the block_size of every layer that "
+            "state_interval is 512: expected a multiple of 24, because the block_size of every "
+            "layer that "
             "keeps a state must divide it",
         ),
         (
