@@ -198,7 +198,7 @@ class KVCache:
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
         if len(rows) and rows.min() < 0:
-            raise ValueError(f"rows is {rows.tolist()}: expected rows of the tables, 0 or more")
+            raise ValueError(f"rows is {rows.tolist()}: expected table rows of 0 or more")
         of = np.repeat(rows, lengths)
         if shape.circular:
             is_left = positions >= np.repeat(lengths, lengths) - shape.num_places

@@ -20,9 +20,7 @@ import numpy as np
 
 MAX_INT32 = 2**31 - 1  # block ids and sizes are int32
 MAX_INT64 = 2**63 - 1
-MAX_LAYERS = (
-    4096  # maximum number of layers in a model; bounds the work that is done for each layer
-)
+MAX_LAYERS = 4096  # maximum number of layers in a model, to bound per-layer work
 _MOST_SHOWN = 200  # maximum length of a shown value, in characters
 _MOST_DIMENSIONS = 8  # maximum nesting depth of lists; no argument needs more than 3
 _NO_NESTING = (str, bytes, range, memoryview)  # sequence types whose entries are never sequences

@@ -30,8 +30,8 @@ class BlockStored:
     - `lora`, `session`: LoRA adapter and session of the request that computed or hit the blocks.
     - `extra_keys`: one entry per hash block of `hash_block_size` tokens, either a tuple of keys or
       None. The whole field is None if no block has keys.
-    - `lookahead_token_ids`: int32[n, num_hash_lookahead_tokens], the tokens after each block that
-      its hash also covers, or None if hashes cover only their blocks.
+    - `lookahead_token_ids`: int32[n, num_hash_lookahead_tokens], the tokens after each block that the
+      block's hash also covers, or None if hashes cover only their blocks.
 
     A reader can compute the hashes from the event. The following call returns the same hashes as
     `cache.hashes`:

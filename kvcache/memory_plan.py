@@ -32,7 +32,9 @@ from kvcache.specs import (
     checked_context_parallel,
 )
 
-_SLACK = 1.1  # maximum bytes per request, relative to the optimum, of a plan with fewer groups
+_SLACK = (
+    1.1  # a plan with fewer groups may need up to this many times the optimal bytes per request
+)
 
 
 @dataclass(frozen=True)
@@ -457,9 +459,7 @@ def _by_name(layers: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
         if not isinstance(layer, LayerSpec):
             raise TypeError(f"a layer is {shown(layer)}: expected a LayerSpec")
         if layer.name in by_name:
-            raise ValueError(
-                f"the name of two layers is {shown(layer.name)}: expected different names"
-            )
+            raise ValueError(f"two layers have the name {shown(layer.name)}: expected unique names")
         by_name[layer.name] = layer
     if not by_name:
         raise ValueError("layers is empty: expected at least one LayerSpec")

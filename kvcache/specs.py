@@ -21,7 +21,7 @@ from kvcache.checks import (
 if TYPE_CHECKING:
     from kvcache.kinds import KindProperties
 
-MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
+MAX_GROUPS = 32  # must equal kMaxGroups in csrc/ops/table_groups.h
 
 LAYOUTS = ("NHD", "HND")  # memory orders of tokens (N), heads (H) and elements (D) in a block
 

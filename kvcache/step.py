@@ -149,7 +149,7 @@ class StepPlan(_HeldArrays):
     zero: np.ndarray = field(default_factory=lambda: NO_IDS)
     swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     depends_on: np.ndarray = field(default_factory=lambda: NO_PAIRS)
-    is_empty: bool = field(default=False, init=False)  # so dataclasses.replace makes it False
+    is_empty: bool = field(default=False, init=False)  # `dataclasses.replace` resets it to False
     previous_step_id: int = -1
     version: int = PLAN_VERSION
     page_bytes: int = 0

@@ -615,5 +615,5 @@ def test_overwritten_circular_context_reads_as_zeros():
         cache.write("c", values.contiguous(), values.contiguous(), slots)
     key = cache.gather_context("c", [0], [100])[0]
     assert key[:, 0, 0].tolist() == [0.0] * 20 + list(range(21, 101))
-    with pytest.raises(ValueError, match=r"rows is \[-1\]: expected rows of the tables, 0 or more"):
+    with pytest.raises(ValueError, match=r"rows is \[-1\]: expected table rows of 0 or more"):
         cache.gather_context("c", [-1], [3])

@@ -780,7 +780,7 @@ def test_more_different_layer_specs_than_groups_are_rejected():
         (
             {"layers": 2 * attention("full_attention", 1)},
             ValueError,
-            "the name of two layers is 'full_attention.0': expected different names",
+            "two layers have the name 'full_attention.0': expected unique names",
         ),
         (
             {"budget_bytes": -1},

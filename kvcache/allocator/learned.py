@@ -15,7 +15,7 @@ from kvcache.checks import as_array, shown
 from kvcache.checks import path as checked_path
 
 VERSION = 4  # version of the file format; incremented when the classes or ages change
-NUM_CLASSES, NUM_AGES = 298, 26  # the same as in csrc/core/eviction/learned/
+NUM_CLASSES, NUM_AGES = 298, 26  # must equal the sizes in csrc/core/eviction/learned/
 _MOST = 1e15
 _MOST_BYTES = 1 << 22  # maximum size of a file in bytes; saved files are smaller than 2**20
 

@@ -114,7 +114,7 @@ class EngineObserver:
             or sanitizer._blocks.device.num_blocks != cache.pages.num_blocks
         ):
             raise ValueError("sanitizer has other groups or blocks: expected sanitizer_of(cache)")
-        self._held: dict[int, tuple[Sequence, list[np.ndarray]]] = {}  # by row: blocks per group
+        self._held: dict[int, tuple[Sequence, list[np.ndarray]]] = {}  # by row; blocks per group
         self._moves: dict[str, np.ndarray] = {}  # changes made by the worker in this step
         cache.worker.on_move = self._moved
         scheduler.hints.on_load = self._guest_loaded

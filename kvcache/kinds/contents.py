@@ -34,7 +34,7 @@ class PageContent:
         return repr(self.name)
 
 
-TOKENS = PageContent("tokens")  # KV of block_size tokens
+TOKENS = PageContent("tokens")  # the KV of `block_size` tokens
 STATE = PageContent("state", has_slots=False)  # a request's state at the end of a block
 ENCODER = PageContent("encoder", of_encoder=True, is_transferable=False)
 CIRCULAR = PageContent("circular", wraps=True, is_transferable=False)  # a request's last tokens

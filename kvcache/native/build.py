@@ -30,7 +30,7 @@ NVCC_FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibili
 CUDA_ARCHS = ("80", "90", "100")  # default architectures, if the toolkit supports them
 
 OLDEST_TORCH = (2, 10)
-INSTALL_HINT = "pip install --no-build-isolation ."  # in a checkout
+INSTALL_HINT = "pip install --no-build-isolation ."  # to be run in a checkout
 
 
 def source_root() -> Path | None:

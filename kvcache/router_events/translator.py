@@ -26,7 +26,9 @@ from kvcache.router_events.wire import (
 )
 
 _MEDIUMS = {"gpu": GPU, "cpu": CPU, "storage": STORAGE}
-_ENGINE = "engine:"  # vLLM's algorithms, with which the first block of a chain has no parent hash
+_ENGINE = (
+    "engine:"  # prefix of engines' hash algorithms, in which a chain's first block has no parent
+)
 
 
 class EventTranslator:

@@ -13,7 +13,7 @@ MODES = ("report", "stop")
 
 
 def checked_table(block_table: object, num_rows: int) -> np.ndarray:
-    """Convert to int32 or int64[num_rows, width]. Raises TypeError or ValueError."""
+    """Convert a block table to int32 or int64[num_rows, width]. Raises TypeError or ValueError."""
     is_array = type(block_table) is np.ndarray  # fast path
     table = block_table if is_array else as_array(block_table, "block_table")
     if table.ndim != 2 or len(table) != num_rows:
@@ -27,7 +27,7 @@ def checked_table(block_table: object, num_rows: int) -> np.ndarray:
 
 
 def checked_int64(values: object, name: str) -> np.ndarray:
-    """Convert to int64[n], without a copy if possible. Raises TypeError or ValueError."""
+    """Convert an array to int64[n], without a copy if possible. Raises TypeError or ValueError."""
     if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:
         return values
     return integers(values, name, ())

@@ -34,7 +34,7 @@ class ObservedBlocks:
     def checked(
         self, blocks: object, name: str = "blocks", shadow: core.Shadow | None = None
     ) -> np.ndarray:
-        """Return int64[n]. Raises TypeError or ValueError."""
+        """Validate block IDs, and return them as int64[n]. Raises TypeError or ValueError."""
         blocks = integers(blocks, name, ())
         check_range(name, "is", blocks, 0, (shadow or self.device).num_blocks)
         return blocks

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 _MAX_CONTENTS = 1 << 18
-_MAX_DIGESTS = 32  # several per content, because steps with different shapes may round differently
+_MAX_DIGESTS = 32  # per content, because steps with different shapes may round differently
 
 
 class ContentDigests:

@@ -15,7 +15,7 @@ from kvcache.sanitizer.report import BlockEvent, Report, ReportKind, SanitizerEr
 from kvcache.sanitizer.requests import NOBODY, ObservedRequests
 
 MEDIA = ("device", "host")
-_MAX_SEEN = 65_536  # number of findings to remember, so that each is reported only once
+_MAX_SEEN = 65_536  # maximum number of findings to remember, so that each is reported only once
 
 
 class EventKind(IntEnum):

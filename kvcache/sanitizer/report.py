@@ -22,7 +22,7 @@ class ReportKind(str, Enum):
     - `SLOT_MISMATCH`: the slot mapping differs from the block table.
     - `STALE_ROW`: a batch row belongs to a request that has ended.
     - `READ_BEYOND_LENGTH`: a row reads more tokens than its request has.
-    - `WRONG_STATE`: a step reads a recurrent state other than the state after the tokens before the
+    - `WRONG_STATE`: a step reads a recurrent state that does not correspond to the tokens before the
     step.
     - `WRONG_LOAD`: a tier loaded bytes that differ from the bytes that were computed for the same
     content.
@@ -58,8 +58,8 @@ _CAUSES = {
     ReportKind.SLOT_MISMATCH: "positions or rows that differ between slot mapping and block table",
     ReportKind.STALE_ROW: "a row that was not removed from the batch when its request ended",
     ReportKind.READ_BEYOND_LENGTH: "rejected drafts or padding counted as tokens",
-    ReportKind.WRONG_LOAD: "a transfer to or from a wrong block, a read before it had ended, or a "
-    "block that was reused before it was stored",
+    ReportKind.WRONG_LOAD: "a transfer to or from a wrong block, a read before the transfer had ended, "
+    "or a block that was reused before it was stored",
     ReportKind.WRONG_STATE: "a skipped state copy, or the state after a rejected draft",
 }
 

@@ -14,7 +14,7 @@ from kvcache.checks import check_name, listed
 from kvcache.native.load import core
 
 NOBODY = -1
-_MAX_NAMES = 65_536  # number of ended requests whose names reports can still show
+_MAX_NAMES = 65_536  # maximum number of ended requests whose names reports can still show
 
 
 def name_hash(*names: object) -> int:
@@ -31,9 +31,7 @@ class ObservedRequests:
 
     def __init__(self, record: Callable) -> None:
         self._record = record
-        self._key = secrets.randbits(
-            63
-        )  # keeps tokens from being guessed from the tags in a record
+        self._key = secrets.randbits(63)  # prevents tokens from being guessed from tags in a record
         self._serials = itertools.count()
         self._names: dict[int, str] = {}
         self.reset()

@@ -202,7 +202,7 @@ class FilledCache(DynamicCache):
         # The model's code may raise any exception if it requires other inputs or another cache.
         except Exception as error:
             raise UnsupportedModel(
-                model, f"it does not compute a token into a cache ({type(error).__name__}: {error})"
+                model, f"it cannot compute a token with a cache ({type(error).__name__}: {error})"
             ) from error
         finally:
             for hook in self._hooks:

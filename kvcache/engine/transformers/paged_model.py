@@ -389,7 +389,7 @@ def _proven_way(
     # The model's code may raise any exception.
     except Exception as error:
         raise UnsupportedModel(
-            model, f"it does not compute a prompt without a cache ({type(error).__name__}: {error})"
+            model, f"it cannot compute a prompt without a cache ({type(error).__name__}: {error})"
         ) from error
     for way in _ways(model, shape):
         reason = _reason_against(way, model, shape, attention, check, compares)

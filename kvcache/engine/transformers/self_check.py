@@ -26,7 +26,7 @@ from kvcache.memory_plan import plan_cache
 
 _TOKENS_PER_STEP = 11  # splits the prompts at positions that are not block boundaries
 _NUM_DECODED = 4
-_LARGEST_WINDOW = 64  # prompts are longer than windows up to this size
+_LARGEST_WINDOW = 64  # largest window that the prompts are guaranteed to exceed
 # Tolerances for differences of logits, in standard deviations of a token's logits. In half precision,
 # the tolerance applies to the median over a request's tokens, because rounding may route individual
 # tokens to other experts. The float64 tolerance allows for models that compute partly in float32.

@@ -18,7 +18,7 @@ from kvcache.sources.disaggregation.steps import Load
 from kvcache.transfer.transport.base import Transport
 from kvcache.transfer.transport.metadata import parse_metadata
 
-_MOST_PEERS = 1024  # peers whose metadata is cached
+_MOST_PEERS = 1024  # maximum number of peers whose metadata is cached
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_NUM_SAMPLES, _SAMPLE_BYTES = 1024, 64  # per file
+_NUM_SAMPLES, _SAMPLE_BYTES = 1024, 64  # number and size of the samples of each file
 _VARIABLE_ROPE = "longrope", "su", "dynamic"
 _OTHERS = "intermediate_size", "num_attention_heads", "num_experts_per_tok", "rms_norm_eps"
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvcache.plugins.disaggregation.model import has_variable_rope
 from kvcache.plugins.sglang.layout import POOLS
 
-VERSIONS = ("0.5.23",)  # the plug-in uses SGLang's internals
+VERSIONS = ("0.5.23",)  # supported versions; the plug-in relies on SGLang's internals
 
 
 def check_version() -> None:

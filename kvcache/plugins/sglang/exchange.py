@@ -33,7 +33,7 @@ from kvcache.sources.disaggregation.steps import Load, Results, Step
 _log = logging.getLogger("kvcache.exchange")
 _PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline
 _PAUSE_S = 0.0005  # seconds for which an idle scheduler yields to the rank's thread
-_STUCK_S = 1.0  # seconds that requests wait before leases are ended early
+_STUCK_S = 1.0  # seconds for which requests must have waited before leases are ended early
 _MOST_HELD = 0.5  # maximum fraction of the pool that leases and loads may hold
 
 

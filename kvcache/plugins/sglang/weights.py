@@ -39,7 +39,7 @@ def wrap_weight_updates() -> None:
 
 
 def check_observed(scheduler: Any) -> None:
-    """Raise ValueError if the dispatcher of a scheduler holds methods from before they were wrapped."""
+    """Raise ValueError if a scheduler's dispatcher holds methods that have not been wrapped."""
     for handler in scheduler._request_dispatcher._mapping.values():
         name = getattr(handler, "__name__", "")
         if name.startswith("update_weights_from_") and not is_wrapped(handler, _observed):

@@ -4,8 +4,8 @@
 Both managers serve the same random requests without a model. Some requests grow beyond the model's
 windows, and some receive their first tokens from an external source such as a connector. If all
 groups have full attention, blocks are also evicted; with windows or states, nothing is evicted,
-because the managers evict in different orders (docs/vllm.md). Hits, new blocks and pool usage must
-be equal in each step.
+because the managers evict in different orders (docs/vllm.md). Hits, new blocks and pool usage must be
+identical in each step.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from kvcache.plugins.vllm.hashing import RequestHashes
 
-_MOST_DISCARDED = 4096  # blocks of sessions whose next tokens were discarded
+_MOST_DISCARDED = 4096  # maximum number of blocks for which discarded tokens are recorded
 MEDIUM = "GPU"  # vLLM's name for the pool's memory on any device
 
 

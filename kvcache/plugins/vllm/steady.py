@@ -99,7 +99,7 @@ class SteadySteps:
             or num_running > config.max_num_batched_tokens
             or num_running > scheduler.max_num_running_reqs
             or scheduler.num_sampled_tokens_per_step != 1
-            # drafts
+            # speculative decoding
             or scheduler.vllm_config.speculative_config is not None
             or scheduler.num_spec_tokens
             or scheduler.num_lookahead_tokens
@@ -319,7 +319,7 @@ class SteadySteps:
             for request in batch.requests:
                 if (
                     request.num_stale_output_tokens  # preempted and resumed
-                    or request.prefill_stats is not None  # the first token since the prompt
+                    or request.prefill_stats is not None  # the first token after the prompt
                     or request.events
                     or request.is_prefill_chunk
                     or bool(request.num_output_placeholders) is not self._is_async

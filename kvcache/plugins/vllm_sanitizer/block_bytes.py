@@ -34,8 +34,8 @@ class BlockBytes:
     def __init__(self, runner: Any, sanitizer: Sanitizer, gids: list[int]) -> None:
         self._sanitizer = sanitizer
         self._num_blocks = runner.kv_cache_config.num_blocks
-        self._caches: dict[int, list[torch.Tensor]] = {}  # by sanitized group
-        self._num_full: dict[str, int] = {}  # number of tokens in observed blocks
+        self._caches: dict[int, list[torch.Tensor]] = {}  # keyed by sanitized group
+        self._num_full: dict[str, int] = {}  # number of tokens in each request's observed blocks
         self.num_loaded = self.num_checked = 0
         self.unchecked: dict[int, str] = {}  # groups whose bytes are not checked, and the reason
         layers = runner.compilation_config.static_forward_context

@@ -21,9 +21,9 @@ class Holds:
 
     def __init__(self, sanitizer: Sanitizer, gids: list[int], sizes: list[int]) -> None:
         self._sanitizer, self._gids, self._sizes = sanitizer, gids, sizes
-        self._blocks: dict[str, list[list[int]]] = {}  # per group, by column; 0 if released
+        self._blocks: dict[str, list[list[int]]] = {}  # per group and column; 0: released
         self._left: dict[str, list[int]] = {}  # number of leading columns that are no longer read
-        self._holders: dict[int, set[tuple[str, int]]] = {}  # by block: (name, group)
+        self._holders: dict[int, set[tuple[str, int]]] = {}  # (request, group) holding each block
         self.scheduled: Iterable[str] = ()
 
     def take(self, name: str, blocks: tuple[list[int], ...], num_computed: int) -> None:

@@ -129,9 +129,9 @@ class WorkerObserver:
         self._arguments: dict[str, dict[str, object]] = {}  # arguments for `observe_request`
         self._loaded: set[str] = set()  # requests for which a connector loaded blocks
         self._bytes: BlockBytes | None = None
-        # Number of tokens of each request in the last step, without drafts.
+        # Number of tokens of each request that are certain after the last step, without drafts.
         self._verified: dict[str, int] = {}
-        # First token of each request that had drafts in the last step.
+        # For each request with drafts in the last step, the position of its first token.
         self._drafted: dict[str, int] = {}
         self._is_computing = False
         self._has_sync_loads = False
@@ -382,7 +382,7 @@ class WorkerObserver:
     def _table(self, layer: Any, gid: int, num_rows: int) -> np.ndarray:
         """Return a group's block table.
 
-        It is read from the layer's metadata if these contain one like vLLM's.
+        The table in the layer's metadata is used if it has the expected shape.
         """
         runner = self._runner
         ours = runner.input_batch.block_table[gid]

@@ -35,12 +35,12 @@ from kvcache.plugins.vllm.offloading.request_keys import RequestKeys
 if TYPE_CHECKING:  # available since 0.32
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-_MOST_COUNTED = 65_536  # maximum number of keys with a request count, for "selective"
+_MOST_COUNTED = 65_536  # maximum number of keys whose requests are counted for store="selective"
 
 
 @dataclass(frozen=True)
 class HostChunks(LoadStoreSpec):
-    """Host memory chunks in the order of their keys. `counts`: number of chunks per group."""
+    """The host memory chunks of a list of keys, in order. `counts`: number of chunks per group."""
 
     chunks: np.ndarray
     counts: list[int]

@@ -69,7 +69,7 @@ class HostTierOptions:
             )
         if not isinstance(self.eviction_options, Mapping):
             raise TypeError(
-                f"eviction_options is {shown(self.eviction_options)}: expected numbers by name"
+                f"eviction_options is {shown(self.eviction_options)}: expected a dict of numbers"
             )
         numbers = {
             name: number(value, f"eviction_options[{name!r}]")
