@@ -32,9 +32,8 @@ from kvcache.specs import (
     checked_context_parallel,
 )
 
-_SLACK = (
-    1.1  # a plan with fewer groups may need up to this many times the optimal bytes per request
-)
+# A plan with fewer groups may need up to this many times the optimal number of bytes per request.
+_SLACK = 1.1
 
 
 @dataclass(frozen=True)

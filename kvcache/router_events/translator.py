@@ -26,9 +26,8 @@ from kvcache.router_events.wire import (
 )
 
 _MEDIUMS = {"gpu": GPU, "cpu": CPU, "storage": STORAGE}
-_ENGINE = (
-    "engine:"  # prefix of engines' hash algorithms, in which a chain's first block has no parent
-)
+# Prefix of hash algorithms of engines, in which the first block of a chain has no parent hash.
+_ENGINE = "engine:"
 
 
 class EventTranslator:

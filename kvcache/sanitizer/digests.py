@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections import OrderedDict
 
 _MAX_CONTENTS = 1 << 18
-_MAX_DIGESTS = 32  # per content, because steps with different shapes may round differently
+# Maximum number of digests per content. A content may have several digests, because steps with
+# different shapes may round differently.
+_MAX_DIGESTS = 32
 
 
 class ContentDigests:
