@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# In the same order as MissReason in csrc/core/manager/miss_reasons.h.
+# The order must match MissReason in csrc/core/manager/miss_reasons.h.
 MISS_REASONS = {
     "not_read": "not looked up, because the request or the manager does not use the cache",
     "external": "received from another source",

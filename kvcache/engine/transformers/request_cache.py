@@ -18,7 +18,7 @@ from kvcache.engine.transformers.layer_shapes import LayerShape
 from kvcache.engine.transformers.layer_states import LayerStates
 from kvcache.engine.transformers.segments import Segment
 
-# The class that transformers uses for layers without a cache.
+# The class with which transformers represents layers without a cache.
 _NoLayer = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 
 

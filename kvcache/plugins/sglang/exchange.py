@@ -81,7 +81,7 @@ class Exchange:
         self._numbers = LeaseNumbers()
         self._leases: dict[str, tuple[Any, int]] = {}  # lock and number of tokens, keyed by request
         self._loads: dict[str, _Loading] = {}
-        # Slots to which failed loads may still write, by request.
+        # Slots to which failed loads may still write, keyed by request.
         self._quarantine: dict[str, torch.Tensor] = {}
         self.stats = {"offers": 0, "loads": 0, "loaded_tokens": 0, "failed": 0, "refused": 0}
         self._moved_at = 0.0  # last time at which no request was waiting for leases

@@ -103,7 +103,7 @@ def get_request_block_hasher(
                 _extra_keys(request, known.num_hashed, stop, hash_block_size, num_lookahead),
             )
             known.num_hashed = stop
-            # The attribute is set after the prompt is hashed.
+            # vLLM sets `resumable` only after it has hashed the prompt.
             if num_lookahead and getattr(request, "resumable", False):
                 after = request._all_token_ids[stop * hash_block_size :]
                 known.note_last(after if len(after) == num_lookahead else [])

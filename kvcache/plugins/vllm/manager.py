@@ -223,7 +223,7 @@ class VllmCacheManager:
         request_id = request.request_id
         if (
             num_new_tokens == 1
-            and new_computed_blocks is None  # the request is running
+            and new_computed_blocks is None  # only for running requests
             and not self._may_look
             and request_id not in self._ahead.busy
             and num_lookahead_tokens <= self._ahead.num_lookahead
@@ -241,7 +241,7 @@ class VllmCacheManager:
             if stop + num_lookahead_tokens > held.quiet_until:
                 return self._extend(held, stop, num_lookahead_tokens)
             if num_new_tokens > 1 or request_id in self._ahead.busy:
-                # The request did not run in the expected steps.
+                # The request was not scheduled as predicted, so register it for another step.
                 self._ahead.wait(held, stop + num_lookahead_tokens)
             return self._take_ready(held)
         reserved = reserved_blocks

@@ -66,7 +66,7 @@ class _WithManager:
     """Replace the manager class that vLLM's scheduler looks up by name in its module."""
 
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
-        # The engine looks up the hash function later.
+        # The engine core looks up this function by name after it has created the scheduler.
         engine_core.get_request_block_hasher = get_request_block_hasher
         own = (vllm_config.additional_config or {}).get("kvcache", {})
         if not isinstance(own, dict):

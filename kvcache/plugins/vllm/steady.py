@@ -45,7 +45,7 @@ class SteadySteps:
     def __init__(self, scheduler: Any, *, is_async: bool) -> None:
         self._scheduler, self._is_async = scheduler, is_async
         self._batch = NOBODY
-        self._refused: Request | None = None  # a running request that needs vLLM's code
+        self._refused: Request | None = None  # last request found to need vLLM's code
         self._in_flight: deque[tuple[SchedulerOutput, SteadyBatch]] = deque(maxlen=_MOST_IN_FLIGHT)
         self._has_nans = False  # whether requests record the number of NaNs in their logits
         # Only vLLM's schedule() preempts, resumes and admits requests. Requests that were checked

@@ -263,7 +263,7 @@ class WorkerObserver:
                 holds.take(name, blocks, 0)
         for name, *_ in begun:
             holds.release(name)
-        # Other requests of the step may hit blocks that were loaded.
+        # Begin requests with loads first, because other requests of the step may hit loaded blocks.
         for each in sorted(begun, key=lambda each: each[0] not in self._loaded):
             self._begin_request(*each)
 

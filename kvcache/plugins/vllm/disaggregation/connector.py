@@ -45,7 +45,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         )
         check_kinds(kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
-        # The scheduler reads this field later. vLLM's default would abort the request.
+        # The scheduler reads this field after it has created the connector. With vLLM's default, a
+        # failed load would abort the request.
         transfer.kv_load_failure_policy = options.on_failure
         if role == KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(options, vllm_config, kv_cache_config)

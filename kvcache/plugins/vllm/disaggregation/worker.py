@@ -89,8 +89,8 @@ class TransferWorker:
         has_both = not is_mla and tensors[0].shape[-1] == sum(sizes)  # K and V, and no scales
         interior = BY_TOKEN
         if current_platform.is_cpu() and not is_mla:
-            # vLLM stores the kernels' ISA in the metadata builders. This function exists in
-            # 0.32.
+            # vLLM stores the kernels' ISA in the metadata builders. In vLLM 0.32, this function
+            # determines the ISA as well.
             from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
             dtype = self._config.cache_config.cache_dtype
