@@ -51,8 +51,8 @@ class StateGroups:
         finer = [self._sizes[g] for g in self._copied if self._sizes[g] != hash_block_size]
         if finer and enable_caching:
             raise ValueError(
-                f"each hash covers {hash_block_size} tokens, but states are kept every {finer[0]} tokens: "
-                "kvcache's scheduler for vLLM keeps no states inside blocks; use "
+                f"each hash covers {hash_block_size} tokens, but states are kept every {finer[0]} "
+                "tokens: kvcache's scheduler for vLLM keeps no states inside blocks; use "
                 f"--prefix-match-unit {finer[0]}, or serve with vLLM's own scheduler"
             )
 
