@@ -77,7 +77,7 @@ class KVCacheManager:
         num_gpu_blocks: Number of blocks, including the null block 0.
         max_model_len: Maximum number of tokens of a request, at most 2**31 - 1.
         sliding_window: Window size in tokens. None: full attention.
-        enable_caching: Whether full blocks can be hit. See `CacheOptions`.
+        enable_caching: Whether later requests can hit full blocks. See `CacheOptions`.
         num_preallocate_tokens: Number of tokens to preallocate. See `CacheOptions`.
         **options: Other fields of `CacheOptions`.
 
@@ -146,7 +146,7 @@ class KVCacheManager:
             max_model_len: Maximum number of tokens of a request.
             context_parallel: Context-parallel sizes. None: one rank.
             max_encoder_tokens: Requests with more encoder tokens are rejected. None: no limit.
-            enable_caching: Whether full blocks can be hit. See `CacheOptions`.
+            enable_caching: Whether later requests can hit full blocks. See `CacheOptions`.
             num_preallocate_tokens: Number of tokens to preallocate. See `CacheOptions`.
             **options: Other fields of `CacheOptions`.
 

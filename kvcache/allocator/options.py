@@ -66,8 +66,8 @@ class CacheArguments(PolicyArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """Options for a manager's caching, eviction and statistics. Sizes and groups are arguments of
-    the manager.
+    """Options for a manager's caching, eviction and statistics. Pool sizes and cache groups are
+    passed to the manager separately.
 
     Sizes are at most 2**31 - 1. An invalid value raises a ValueError or TypeError that names the
     option.
@@ -228,8 +228,8 @@ class CacheOptions:
     "through": in the plan after the one that filled the block. "selective": after
     `num_hits_to_write` hits. "learned": when the device evicts the block, but only if enough hits
     are expected on the host (`min_gain_to_write`); requires "learned" for `eviction` and
-    `host_eviction`. In every mode, a block that qualifies is also written at its eviction if the host
-    does not have it.
+    `host_eviction`. In every mode, a block that meets the mode's condition is also written when it is
+    evicted, unless the host already has it.
     """
 
     num_hits_to_write: int = 2

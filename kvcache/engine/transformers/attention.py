@@ -84,7 +84,7 @@ class Parts(NamedTuple):
 def parts_of(batch: Batch, group: int) -> Parts:
     """Combine single-token requests into parts, padded to the longest context.
 
-    Every other request is a separate part.
+    Each request with several tokens is a separate part.
     """
     context = batch.context(group)
     starts = context.ends - context.lengths

@@ -213,10 +213,10 @@ def attach(
     Args:
         model: Any causal language model of transformers.
         budget: Memory for K, V and states on the model's device, in bytes or with a unit.
-        max_model_len: Maximum number of tokens per request (prompt and output). None: the
-            model's limit, or the largest number that fits. Models with longrope are limited to
-            `original_max_position_embeddings`, because for longer requests they use different rotary
-            factors for all keys of the request.
+        max_model_len: Maximum number of tokens per request (prompt and output). None: the model's
+            limit, or the largest number that fits if that is smaller. Models with longrope are
+            limited to `original_max_position_embeddings`, because for longer requests they use
+            different rotary factors for all keys of the request.
         max_num_seqs: Maximum number of concurrent sequences.
         max_num_batched_tokens: Maximum number of tokens per step.
         block_size: Tokens per block.

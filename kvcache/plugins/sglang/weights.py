@@ -17,7 +17,7 @@ _after: list[Callable[[], None]] = []
 def observe_weight_updates(
     after: Callable[[], None], before: Callable[[], None] | None = None
 ) -> None:
-    """Call functions before and after each update of the weights in this process.
+    """Call functions before and after each weight update in this process.
 
     Takes effect only if `wrap_weight_updates` is called before the scheduler's request dispatcher is
     created: the dispatcher holds bound methods. HiCache's stores are created before the dispatcher.

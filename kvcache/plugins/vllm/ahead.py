@@ -118,9 +118,9 @@ class Ahead:
         """Allocate slots of several rows in one native call. Return whether all rows fit.
 
         Only computed tokens are published, because a session may drop its last token. With
-        `is_ahead`, the scheduler has not decided yet, so no block can be hit until its last token
-        has been computed. `are_past` marks the rows whose tokens were computed in an earlier step
-        (empty: none).
+        `is_ahead`, the scheduler has not yet decided which tokens to compute, so no block can be hit
+        until its last token has been computed. `are_past` marks the rows whose tokens were computed
+        in an earlier step (empty: none).
         """
         if not rows:
             return True
