@@ -32,7 +32,7 @@ from kvcache.allocator.stats import DurationStats
 from kvcache.checks import check_name, instance, num_entries, shown
 from kvcache.checks import text as checked_text
 
-# Field of the statistics -> (name without prefix and suffix, help text).
+# Maps each field of the statistics to (name without prefix and suffix, help text).
 _HITS = {
     "num_requests": ("queried_requests", "admitted requests that may use the prefix cache"),
     "query_tokens": ("query_tokens", "tokens looked up in the prefix cache"),

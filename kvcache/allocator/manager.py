@@ -411,9 +411,9 @@ class KVCacheManager:
                 `Admit.num_tokens` more tokens (None: its known tokens that are not computed yet, at
                 least one). The only other field that may be given is `num_lookahead_tokens`.
             whole: Whether the status applies to all known tokens of a new request, computed in chunks
-                of `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests are
-                allocated some of them. `WAIT`: the free blocks do not suffice, but the whole pool
-                would. `NEVER`: even the whole pool does not suffice. `step` serves a first chunk
+                of `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless some are allocated to
+                other requests in the meantime. `WAIT`: the free blocks do not suffice, but the whole
+                pool would. `NEVER`: even the whole pool does not suffice. `step` serves a first chunk
                 that fits regardless of this status. For a recurrent group, one page is counted per
                 lookahead token, up to the group's `num_speculative_blocks`.
 
@@ -826,10 +826,10 @@ class KVCacheManager:
         longer than its computed tokens.
 
         Use this method if several requests shared an invalid block (`report`, `invalidate`). One
-        request recomputes the block. After the step that recomputes it has been planned, call this
-        method for the other requests, so that they use the cached block. The request's previous blocks
-        are released, and the next plan contains its complete block table. If the cached prefix is not
-        longer than the request's computed tokens, nothing changes. Only whole blocks are used.
+        request recomputes the block in a step. Once that step has been planned, call this method for the other
+        requests, so that they use the cached block. The request's previous blocks are released, and
+        the next plan contains its complete block table. If the cached prefix is not longer than the
+        request's computed tokens, nothing changes. Only whole blocks are used.
 
         Args:
             request: An admitted request on the device.

@@ -22,7 +22,7 @@ class DemoReport:
     requests: int
     sequences: int
     identical_sequences: int  # sequences whose tokens equal those of the model's own dense cache
-    agreeing_tokens: int  # number of tokens before each sequence's first difference, summed over all sequences
+    agreeing_tokens: int  # tokens before the first difference, summed over all sequences
     kv_cache_dtype: str | None  # None: the model's dtype
     prompt_tokens: int
     cached_prompt_tokens: int

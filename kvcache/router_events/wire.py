@@ -173,7 +173,7 @@ def _check_lengths(event: WireStored) -> None:
         raise WireError(f"block_size is {event.block_size}: expected 1 or more")
     if event.token_ids and len(event.token_ids) != num_blocks * event.block_size:
         raise WireError(
-            f"token_ids has {len(event.token_ids)} entries: expected none, or {event.block_size} of "
+            f"token_ids has {len(event.token_ids)} entries: expected none, or {event.block_size} for "
             f"each of {num_blocks} blocks"
         )
     if event.extra_keys is not None and len(event.extra_keys) != num_blocks:

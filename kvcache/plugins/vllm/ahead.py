@@ -29,7 +29,7 @@ class Ahead:
 
     Attributes:
         step: Number of the current step.
-        busy: Due requests that the scheduler has not served yet, by request id.
+        busy: Due requests that the scheduler has not served yet, keyed by request ID.
         num_lookahead: Lookahead tokens of the last call.
         num_native_calls: Number of `advance` calls that made a native call.
     """
@@ -71,8 +71,9 @@ class Ahead:
             self.advance(*calls, self.num_lookahead, is_ahead=True)
 
     def _next_calls(self, due: list[HeldRequest]) -> _Calls:
-        """Return the expected calls of the step for due requests whose tokens the scheduler will
-        not reduce.
+        """Return the calls that the scheduler is expected to make in this step for due requests.
+
+        Requests whose number of tokens the scheduler may reduce are omitted.
         """
         calls: _Calls = [], [], []
         rows, starts, stops = calls

@@ -167,7 +167,7 @@ def _check_config(parallel: ParallelConfig, cache: CacheConfig) -> None:
     ):
         if (size := getattr(parallel, name)) != 1:
             raise ValueError(
-                f"{name} is {size}: this connector supports only 1, with tensor parallelism"
+                f"{name} is {size}: this connector supports only 1; only tensor parallelism may be larger"
             )
     if (
         cache.enable_prefix_caching
