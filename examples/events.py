@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router's view of a cache: events are published, and a subscriber has missed events replayed."""
+"""A router's view of a cache: events are published, and a subscriber requests those that it
+missed.
+"""
 
 from kvcache import KVCacheManager, Request, StepReport
 from kvcache.router_events import EventPublisher, EventSubscriber

@@ -210,7 +210,7 @@ class StepReport:
             The report for `KVCacheManager.report`.
 
         Raises:
-            TypeError, ValueError: There is no report, or reports are of different steps.
+            TypeError, ValueError: There is no report, or the reports belong to different steps.
 
         Example:
             >>> StepReport.of_ranks([StepReport(3, True, [5]), StepReport(3, True, [2, 5])])

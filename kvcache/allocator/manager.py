@@ -497,7 +497,7 @@ class KVCacheManager:
         return self._native.fork(self._requests, parent, child)
 
     def state(self, request: Request) -> RequestState:
-        """Return whether an admitted request runs, waits for `finish_receiving`, or is swapped out.
+        """Return whether an admitted request is running, receiving, or swapped out.
 
         Args:
             request: An admitted request.
@@ -826,10 +826,10 @@ class KVCacheManager:
         longer than its computed tokens.
 
         Use this method if several requests shared an invalid block (`report`, `invalidate`). One
-        request recomputes the block in a step. Once that step has been planned, call this method for the other
-        requests, so that they use the cached block. The request's previous blocks are released, and
-        the next plan contains its complete block table. If the cached prefix is not longer than the
-        request's computed tokens, nothing changes. Only whole blocks are used.
+        request recomputes the block in a step. Once that step has been planned, call this method for
+        the other requests, so that they use the cached block. The request's previous blocks are
+        released, and the next plan contains its complete block table. If the cached prefix is not
+        longer than the request's computed tokens, nothing changes. Only whole blocks are used.
 
         Args:
             request: An admitted request on the device.

@@ -51,9 +51,10 @@ class MissReport:
         hit_tokens: Number of tokens that were found in the cache and used.
         missed_tokens: Number of tokens that were not hit, by reason. Reasons without tokens are omitted.
             The values add up to `num_tokens - hit_tokens`.
-        lost_seconds_ago: Time in seconds since the request's first block with a recorded eviction or
-            removal left the cache. None if there is no such block.
-        evicted_by: The eviction policy that evicted this block. None if the block was not evicted.
+        lost_seconds_ago: Number of seconds since the first missing block left the cache, considering
+            only blocks whose eviction or removal was recorded. None if there is no such block.
+        evicted_by: Name of the eviction policy that evicted this block. None if the block was not
+            evicted.
         evicted_for: Purpose for which the evicted block's page was needed, such as "a new request
             without a hit".
         nearest_id: ID of the recent request that shares the longest prefix of tokens with this request.

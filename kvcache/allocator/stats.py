@@ -82,10 +82,10 @@ class PrefixCacheStats(HitStats):
     Attributes:
         recent: Hit counts of the most recent requests (`stats_window`).
         groups: Block counts of each cache group.
-        lifetime: Time between the caching and the eviction of evicted blocks. None unless residency is
+        lifetime: For evicted blocks, the time from caching to eviction. None unless residency is
             tracked.
-        idle: Time between the last release and the eviction of evicted blocks. None unless residency
-            is tracked.
+        idle: For evicted blocks, the time from the last release to eviction. None unless residency is
+            tracked.
         host: Counts of blocks that moved between device and host. None without a host tier.
         num_pins_broken: Number of pinned blocks evicted since the manager was created.
         learned: Counts of the device's eviction policy `learned`. None for other policies.

@@ -466,7 +466,7 @@ class Scheduler:
                 sequence.num_cached_tokens = arrived.num_computed_tokens
 
     def _cancel_loads(self, step: ScheduledStep) -> None:
-        """Return sequences whose loads have not started to the queue."""
+        """Put sequences whose loads have not started back into the queue."""
         while step.loading:
             sequence = step.loading.pop(0)
             self._loading.give_up(sequence)

@@ -147,7 +147,9 @@ class EventSubscriber:
             ValueError: There is no replay endpoint.
         """
         if self._replay_endpoint is None:
-            raise ValueError("replay_endpoint is None: expected an endpoint, which catch_up requires")
+            raise ValueError(
+                "replay_endpoint is None: expected an endpoint, which catch_up requires"
+            )
         self._note_connections()
         self._must_catch_up, self._retry_at = True, 0.0
         self._try_to_catch_up()

@@ -55,7 +55,7 @@ class HeldRequest:
         self.start = 0  # first token of the request's last native call
         self.num_computed = 0  # tokens with slots in the native manager
         self.num_known = 0  # known tokens at the last update of the native manager
-        self.stop = 0  # number of tokens covered up to the scheduler's last call
+        self.stop = 0  # end of the tokens that the scheduler's last call covered
         self.step = 0  # step of the scheduler's last call
         self.quiet_until = 0  # number of slots up to which the blocks do not change
         self.due = 0  # step in which one token per step exceeds `quiet_until`
