@@ -803,10 +803,10 @@ class KVCacheManager:
 
         The given blocks, all blocks with the same hashes, and all blocks computed from any of these are
         removed from the cache. (If the block sizes of groups differ, all sequences that start with the
-        same first hash block are removed.) A request is affected if it holds a removed block, held
-        one in a step that may be in flight, or has tokens computed from one. Drafts from the last
-        step of an affected request are dropped, so do not reject them. The next plan contains the
-        request's complete block table.
+        same first hash block are removed.) A request is affected if it holds a removed block, held a
+        removed block in a step that may be in flight, or has tokens that were computed from a removed
+        block. Drafts from the last step of an affected request are dropped, so do not reject them.
+        The next plan contains the request's complete block table.
 
         IDs refer to the current content of the blocks. Callers that plan further steps before a
         failure is detected need `fence_frees`. Without it, the block may already belong to another

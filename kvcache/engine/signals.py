@@ -14,7 +14,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class SignalHold:
-    """Delays signal handlers until the end of its ``with`` block, where they run and may raise
+    """Delays signal handlers until the end of its ``with`` block. They then run, and may raise
     exceptions.
 
     CPython runs handlers in the main thread between two bytecodes. A handler that raises an exception

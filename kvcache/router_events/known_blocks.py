@@ -70,8 +70,8 @@ class GroupBlocks:
     def store(self, stored: WireStored, tokens: bytes) -> Iterator[WireStored]:
         """Record stored blocks with their parents.
 
-        Yields the events to publish: no event if this event is held. Otherwise, this event and the
-        events that were held until its blocks were on the device.
+        Yields the events to publish. If this event is held, yields no events. Otherwise, yields this
+        event and then the events that were held until its blocks were on the device.
 
         Args:
             stored: The event.

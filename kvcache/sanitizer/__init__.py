@@ -2,8 +2,8 @@
 """A sanitizer for KV caches, which detects reads of wrong KV. It does not need torch.
 
 An engine reports its writes, copies and reads of slots (`Sanitizer.observe_write`, ...). For each
-slot, the sanitizer keeps a tag in host memory that identifies the slot's content, and compares the
-tags of the slots that attention reads with the reading request's tokens. It never reads KV. See
+slot, the sanitizer keeps a tag in host memory that identifies the slot's content, and checks that the
+slots that a request's attention reads have the tags of the request's tokens. It never reads KV. See
 `docs/sanitizer.md`.
 """
 

@@ -52,8 +52,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 def accept_new_parameters(ours: type, theirs: type) -> None:
     """Make the methods of `ours` accept parameters that a later version of `theirs` has added.
 
-    If such a method is called with a value other than vLLM's default, it raises an error that names
-    the parameter.
+    If the value of such a parameter is not vLLM's default, the method raises an error that names the
+    parameter.
 
     Raises:
         ValueError: A method of `theirs` has a new parameter without a default.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes steady decode steps of vLLM's scheduler from columns instead of one request at a time.
+"""Computes steady decode steps of vLLM's scheduler attribute by attribute instead of request by
+request.
 
 In a steady step, no request is waiting and each running request computes one token. `schedule()`
 then repeats the previous step with updated token counts, and `update_from_output` appends one token
