@@ -137,7 +137,7 @@ class TestRefusals:
             (
                 {"eviction_options": [1]},
                 TypeError,
-                r"eviction_options is \[1\]: expected numbers by",
+                r"eviction_options is \[1\]: expected a dict of numbers",
             ),
             (
                 {"store": "evict"},
