@@ -170,7 +170,7 @@ class CacheOptions:
     """Whether to record why tokens of a request are not found in the cache
     (`PrefixCache.explain`, `PrefixCacheStats.missed_tokens`). N: one in N blocks that leave the
     cache is recorded, selected by hash. 1: all blocks are recorded. The most recent records are
-    kept: 262,144, or four times the number of blocks in the pools divided by N if that is more.
+    kept: at least 262,144, and at least four times the number of blocks in the pools divided by N.
     Each record uses 8 bytes. None: nothing is recorded.
     """
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 _MAX_CONTENTS = 1 << 18
-# Maximum number of digests per content. A content may have several digests, because steps with
-# different shapes may round differently.
+# Maximum number of digests per content. The same content may have several digests, because steps
+# with different shapes may round differently.
 _MAX_DIGESTS = 32
 
 

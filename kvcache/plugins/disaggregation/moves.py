@@ -15,7 +15,7 @@ from kvcache.transfer.plan.patterns import sources_of_heads
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
 CONVERTS = BY_TOKEN, VEC  # the values of `interior` that `GroupPlan` can convert into each other
-_MOST_ROWS = 1 << 19  # maximum number of table rows per piece, to bound memory use
+_MOST_ROWS = 1 << 19  # maximum number of reads to compute at a time, to bound memory use
 _NO_BORDERS = np.empty(0, np.int64)
 
 

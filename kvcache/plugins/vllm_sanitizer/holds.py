@@ -23,7 +23,7 @@ class Holds:
         self._sanitizer, self._gids, self._sizes = sanitizer, gids, sizes
         self._blocks: dict[str, list[list[int]]] = {}  # per group and column; 0: released
         self._left: dict[str, list[int]] = {}  # number of leading columns that are no longer read
-        self._holders: dict[int, set[tuple[str, int]]] = {}  # (request, group) holding each block
+        self._holders: dict[int, set[tuple[str, int]]] = {}  # (request, group) pairs per block
         self.scheduled: Iterable[str] = ()
 
     def take(self, name: str, blocks: tuple[list[int], ...], num_computed: int) -> None:
