@@ -458,7 +458,8 @@ TEST(invalid_clusters_are_rejected) {
   const auto launch = [](dim3 grid, dim3 block, unsigned cluster) {
     emul::launch_clusters(grid, block, 0, cluster, [] {});
   };
-  CHECK_THROWS(launch(dim3(3), dim3(32), 2), "clusters of 2 blocks: expected 1 to 8 blocks, and a divisor");
+  CHECK_THROWS(launch(dim3(3), dim3(32), 2),
+               "clusters of 2 blocks: expected 1 to 8 blocks, and a divisor");
   CHECK_THROWS(launch(dim3(16), dim3(32), 16), "clusters of 16 blocks");
   CHECK_THROWS(launch(dim3(2), dim3(33), 2), "a partial warp");
   launch(dim3(8), dim3(32), 8);
