@@ -202,7 +202,7 @@ def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int
     mine, other = (format_of(tensor, block_dim)[:2] for tensor in (src, dst))
     if mine != other:
         raise ValueError(
-            f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, "
+            f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, but "
             f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected shapes that differ only in the "
             "number of blocks"
         )

@@ -53,7 +53,7 @@ class ChatShape:
             least, most = (integer(each, name) for each in limits)
             if not 1 <= least <= most:
                 raise ValueError(
-                    f"{name} is ({least}, {most}): expected numbers from 1, in ascending order"
+                    f"{name} is ({least}, {most}): expected ascending numbers of at least 1"
                 )
             object.__setattr__(self, name, (least, most))
         if not 0 <= number(self.mean_pause_ms, "mean_pause_ms") < _MOST_PAUSE_MS:

@@ -166,14 +166,16 @@ class DisaggregationSeries:
 
     time_s: list[float] = field(default_factory=list)  # time of the first token
     ms_to_first_token: list[float] = field(default_factory=list)
-    prefill_used_blocks: list[int] = field(default_factory=list)  # computing or leased
+    # Blocks that hold prompts in progress or are leased.
+    prefill_used_blocks: list[int] = field(default_factory=list)
     decode_used_blocks: list[int] = field(default_factory=list)
-    num_waiting: list[int] = field(default_factory=list)  # requests that neither compute nor load
+    # Requests that wait for their prefill or load to begin.
+    num_waiting: list[int] = field(default_factory=list)
 
 
 @dataclass
 class _Task:
-    """A request of the workload in progress."""
+    """A request that has arrived and has not finished."""
 
     item: WorkloadRequest
     request: Request
@@ -252,8 +254,8 @@ class DisaggregatedReplayer:
         block_size: Tokens per block of one full-attention group. Alternative to `groups`.
         groups: The cache groups of both pools.
         concurrency: Maximum number of requests that load or run.
-        service: Speeds of prefill and decode. `interference` is not used: each pool does only one of
-            them.
+        service: Speeds of prefill and decode. `interference` is ignored, because prefills and
+            answers run in separate pools.
         series: Collects one entry per served request.
         options: Fields of `CacheOptions` for both pools.
 
@@ -300,7 +302,7 @@ class DisaggregatedReplayer:
         self._to_prefill: deque[_Task] = deque()
         self._is_prefilling = False
         self._first_ms: list[float] = []
-        self._computed_s = 0.0  # time of all prefills
+        self._computed_s = 0.0  # total duration of all prefills
         self.report = DisaggregationReport(
             trace="",
             block_size=self._decode.manager.block_sizes[0],
@@ -331,7 +333,8 @@ class DisaggregatedReplayer:
         instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
             self._at(item.arrival_ms / 1000, lambda item=item: self._arrive(item))
-            # Process the events up to this arrival. Later events may occur before the next arrival.
+            # Process only the events up to this arrival. Requests that are read later may arrive
+            # before the remaining events.
             self._play(item.arrival_ms / 1000)
             if on_request is not None:
                 on_request()

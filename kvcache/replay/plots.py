@@ -150,7 +150,7 @@ def _draw_first_token(
 
 
 def draw_curve(curve: HitRateCurve, path: str | os.PathLike) -> None:
-    """Plot the policies' hit rates by pool size, with complete replays.
+    """Plot the policies' estimated hit rates by pool size, and the exact hit rates if known.
 
     Raises the same errors as `draw`.
     """
@@ -231,7 +231,7 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
 
 
 def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> None:
-    """Plot the time to first token of all fleets by price or size. Same errors as `draw`."""
+    """Plot the time to first token of all fleets by price or size. Raises the same errors as `draw`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -25,7 +25,7 @@ class Running:
     num_host_hit: int = 0  # hit tokens that start at the first block loaded from the host
     num_store_hit: int = 0  # hit tokens that were loaded from a store, at the end of the hit
     link: str = "store"  # where `num_store_hit` tokens were loaded from, in a fleet
-    num_loaded_bytes: int = 0  # bytes of all hits that were loaded, in a fleet
+    num_loaded_bytes: int = 0  # total bytes loaded for hits, in a fleet
     may_load: bool = True  # whether the request may load from a store
     num_computed: int = 0  # computed tokens, including the hit
     first_ms: float = 0.0  # time of the first token in a timed replay, set at admission

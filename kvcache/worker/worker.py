@@ -32,7 +32,7 @@ class PendingStep:
         self, step_id: int, engine: SwapEngine | None, earlier: PendingStep | None
     ) -> None:
         self.step_id = step_id
-        self.errors: list[SwapError] = []  # errors from failed swaps, set with the report
+        self.errors: list[SwapError] = []  # errors from failed swaps, set together with the report
         self._engine = engine
         self._earlier = earlier
         self._report: StepReport | None = None

@@ -44,9 +44,7 @@ class Router(Protocol):
         request: Request,
         session: int,
     ) -> int:
-        """Return the position of the replica that serves the request in the list of reachable
-        replicas.
-        """
+        """Return the index of the chosen replica in `replicas`, which lists the reachable replicas."""
 
 
 class RoundRobin:
@@ -93,8 +91,8 @@ class LeastLoaded:
 
 
 class SessionAffinity:
-    """Sends all requests of a session to the replica that has the least load when its first request
-    arrives.
+    """Sends all requests of a session to the replica that has the least load when the session's
+    first request arrives.
 
     If this replica cannot be reached, the session moves to another replica.
     """

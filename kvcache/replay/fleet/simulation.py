@@ -321,7 +321,7 @@ class Simulation:
     def _decode(self, task: _Attempted, now_ms: int, computed: Running) -> None:
         """Load a computed prompt and generate the answer."""
         if self._unfinished.get(task.place) is not computed:
-            return  # its replica died
+            return  # the replica that computed the prompt died
         decode = partial(self._decode, computed=computed)
         if (found := self._reachable(self._decodes, decode, task, now_ms)) is None:
             return
@@ -334,7 +334,7 @@ class Simulation:
         if served is None:
             self.outcomes.reject(task.place)
             return
-        computed.end_ms = served.first_ms  # its blocks are held until this time
+        computed.end_ms = served.first_ms  # the prompt's blocks are held until this time
         if self._failures:
             self._unfinished[task.place] = served
         else:
@@ -388,7 +388,7 @@ class Simulation:
         if failure.kind == "replica":
             for lost, task in replica.die(now_ms, end_ms):
                 if self._unfinished.get(task.place) is not lost:
-                    continue  # its prompt is already loaded by a decode replica
+                    continue  # a decode replica has already loaded the prompt
                 del self._unfinished[task.place]
                 self.num_resent += 1
                 self.outcomes.lose(task.place, now_ms)

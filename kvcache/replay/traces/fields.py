@@ -129,7 +129,7 @@ def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
 
 
 def record_with_arrays(line: Line, most: int) -> dict:
-    """Return the record of a line. Lists of integers from 0 to `most` may be int64[n].
+    """Return the record of a line, in which lists of integers from 0 to `most` may be int64[n] arrays.
 
     Most lines are read without the general JSON parser, which is several times slower.
     """

@@ -28,7 +28,7 @@ from kvcache.replay.traces.registry import read_trace, register_block_ids, regis
 from kvcache.replay.workload import WorkloadRequest
 
 _SIZES = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)  # tokens per block, most probable first
-_NUM_LOOKED_AT = 64  # number of lines
+_NUM_LOOKED_AT = 64  # number of lines from which the block size is inferred
 
 
 def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
@@ -71,7 +71,7 @@ def _block_size(lines: list[Line]) -> int:
             record = json.loads(line.text)
             length, num = record["input_length"], len(record["hash_ids"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            continue  # the reader names the malformed line
+            continue  # the reader reports the malformed line
         if type(length) is int:
             found.append((length, num))
     return max(_SIZES, key=lambda size: sum(-(-length // size) == num for length, num in found))

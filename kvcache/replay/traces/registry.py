@@ -98,7 +98,7 @@ def register_trace_form(
 
 
 def register_block_ids(name: str) -> Callable[[_Of], _Of]:
-    """Register an additional reader for a format, which yields block ids without their tokens."""
+    """Register an additional reader for a format. It yields block ids without their tokens."""
 
     def registered(read: _Of) -> _Of:
         _BLOCK_ID_READERS[name] = read
@@ -206,7 +206,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
 
 
 def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
-    """Return the format that the lines identify, and an iterator over all lines.
+    """Detect the format, and return it with an iterator over all lines.
 
     Raises TraceError if a JSON object matches no known format.
     """

@@ -584,7 +584,7 @@ class Connector:
                 first = kind.first_needed_token(end)
                 is_there = is_complete(blocks, layout.block_size, first, end)
             if not is_there:
-                raise ValueError("the sender has freed blocks of a window, which are still needed")
+                raise ValueError("the sender has freed window blocks that are still needed")
         return end
 
     def _forget_incomplete(self, load: SourceLoad[_Reading]) -> None:

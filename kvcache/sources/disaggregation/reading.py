@@ -113,7 +113,7 @@ class Reader:
             known = self._latest.get(theirs.agent)
             if known is None:
                 return False
-            if known[0] == theirs.incarnation:  # another thread has already done so
+            if known[0] == theirs.incarnation:  # another thread has already disconnected it
                 return True
             if generation <= known[1]:
                 return False

@@ -90,7 +90,7 @@ class Pattern:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes per group."""
+        """Number of bytes per group."""
         return len(self.layers) * len(self.offsets) * int(self.runs[:, 4].sum())
 
     @property

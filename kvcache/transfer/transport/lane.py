@@ -113,7 +113,7 @@ class Job:
         self.is_spoiled = False  # whether the received bytes differ from the sent bytes
 
     def stop(self) -> None:
-        """Prevent more copies."""
+        """Prevent the job from starting further copies."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -16,9 +16,9 @@ from kvcache.transfer.transport.spans import Spans
 
 _MOST_DESCRIPTORS = 1 << 14  # maximum number of descriptors per list; such a list takes 400 KiB
 _RETRY_S = 0.05
-# Packing fragments smaller than this is at least as fast as moving them directly. Measured in host
-# memory; within one machine, cuda_ipc takes about 20 times as long per descriptor
-# (vllm-project/vllm#55434).
+# Packing fragments smaller than this is at least as fast as moving them directly. The first limit was
+# measured in host memory. The second limit applies to CUDA memory within one machine, where a
+# descriptor takes about 20 times as long with cuda_ipc (vllm-project/vllm#55434).
 _DIRECT_BYTES, _DIRECT_BYTES_BESIDE = 8 << 10, 256 << 10
 
 

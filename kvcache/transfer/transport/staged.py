@@ -55,7 +55,7 @@ _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Stop threads that wait in native code before the interpreter exits and terminates them there."""
+    """Stop the transports' threads, because the interpreter's exit would kill threads in native code."""
     for transport in list(_open):
         transport.close()
 
@@ -95,7 +95,7 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        self._ended: list[tuple[str, Connection]] = []  # ended, but with messages to take
+        self._ended: list[tuple[str, Connection]] = []  # with messages that were not taken yet
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False

@@ -89,7 +89,7 @@ def pin(
     except _PinningError as error:
         _advise(mapping, "MADV_DOFORK")
         warnings.warn(
-            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be pinned, copies will be "
+            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be pinned; copies will be "
             f"slower: {error}",
             RuntimeWarning,
             stacklevel=4,
@@ -113,7 +113,7 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
         )
     except OSError as error:
         raise MemoryError(
-            f"this needs {num_bytes / 2**30:,.1f} GiB of host memory: the system refuses to map them "
+            f"this needs {num_bytes / 2**30:,.1f} GiB of host memory: the system refuses to map it "
             f"({error.strerror})"
         ) from error
     _advise(mapping, "MADV_HUGEPAGE")

@@ -233,7 +233,8 @@ def calibrate(
     progress: Callable[[Rate], None] = lambda rate: None,
     pool_bytes: int = POOL_BYTES,
 ) -> Calibration:
-    """Determine the fastest copy methods, and the smallest number of thread blocks that suffices.
+    """Determine the fastest copy methods, and the smallest number of thread blocks that reaches nearly
+    the maximum bandwidth.
 
     Args:
         device: The device.
@@ -277,7 +278,7 @@ def calibrate(
     ):
         progress(rate)
         case = (rate.direction, rate.fragment, rate.num_fragments)
-        # Switch methods only if the other is clearly faster, so that noise does not create steps.
+        # Select another method only if it is clearly faster, so that noise does not create steps.
         if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
             best[case] = rate
 

@@ -336,7 +336,7 @@ class SwapEngine:
             if self._method == STAGING:
                 raise
             warnings.warn(
-                f"{num_bytes >> 20} MiB of device memory for staging are not available, swaps will be "
+                f"{num_bytes >> 20} MiB of device memory for staging are not available; swaps will be "
                 f"slower: {error}",
                 RuntimeWarning,
                 stacklevel=4,
