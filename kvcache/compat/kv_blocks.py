@@ -19,7 +19,7 @@ Ids = np.ndarray | torch.Tensor | Sequence[int]
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # a layer's source and destination tensor
 
-# Maximum bytes of host staging memory for blocks in the memory order of the device.
+# Maximum size in bytes of the host staging memory, which holds blocks in the device's memory order.
 _STAGED_BYTES = 1 << 28
 
 

@@ -387,7 +387,7 @@ class DisaggregatedReplayer:
     # The prefill side.
 
     def _arrive(self, item: WorkloadRequest) -> None:
-        """Compute the prompts one at a time in order of arrival."""
+        """Queue a request's prompt. Prompts are computed one at a time in order of arrival."""
         first, _ = self._arrivals_ms or (item.arrival_ms, 0)
         self._arrivals_ms = first, item.arrival_ms
         self.report.requests += 1

@@ -46,7 +46,7 @@ class Series:
     missed_tokens: dict[str, list[int]] = field(default_factory=dict)
     # Arrival times. Empty in untimed replays.
     arrival_ms: list[float] = field(default_factory=list)
-    # 0 if the request was rejected. Empty in untimed replays.
+    # Times to first token, or 0 for rejected requests. Empty in untimed replays.
     ms_to_first_token: list[float] = field(default_factory=list)
 
 
@@ -160,9 +160,8 @@ class Replayer:
             clock=lambda: self.now_ms / 1000,
         )
         self._num_hints = 0
-        self._answered: list[
-            int
-        ] = []  # indices of the requests whose hints the last step carried out
+        # Indices of the requests whose hints the last step carried out.
+        self._answered: list[int] = []
         # When the host loads for a request's hints end, by the request's index.
         self._ready_ms: dict[int, float] = {}
         self._first_arrival_ms: float | None = None

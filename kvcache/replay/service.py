@@ -11,7 +11,8 @@ from kvcache.checks import text as checked_text
 
 OTHER_FIELDS = ("prefill_ms", "attention_ns", "interference")  # of `Service`: all but the speeds
 
-# If the wait at the last arrival exceeds this value, the queue grew during the whole replay.
+# The engine is overloaded if the last request waits longer than both limits: a time in milliseconds, and
+# a fraction of the time between the first and the last arrival.
 _LONG_WAIT_MS, _LONG_WAIT_SHARE = 10_000.0, 0.05
 
 

@@ -234,7 +234,7 @@ CHANGES = [
     (("num_tokens",), 0, "num_tokens is 0: expected 1"),
     (("num_tokens",), 97, "5 blocks of 16 tokens: expected enough for 97 tokens"),
     (("blocks", 0, 1), 50, "a block is 50: expected 0 to 49"),
-    (("blocks", 0, 1), 0, "the sender has freed window blocks that"),
+    (("blocks", 0, 1), 0, "the sender has freed blocks that are still"),
     (("blocks",), [], "this is not an offer"),
     (("groups", 0, "description", "version"), 9, "version is 9"),
     (("groups", 0, "description", "dtype"), "float16", "dtype is 'bfloat16'"),

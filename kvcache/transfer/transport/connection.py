@@ -157,9 +157,8 @@ class Connection:
         self._ordering = threading.Lock()  # keeps a write's `start` before its `cancel`
         self._ids = itertools.count()
         self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
-        self._given_up: dict[
-            int, float
-        ] = {}  # transfers that the peer has not released, with the time since then
+        # Failed transfers that the peer has not released: when each transfer failed, by ID.
+        self._given_up: dict[int, float] = {}
         # The peer's accepted writes that have not started, by ID.
         self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}  # the peer's reads, by ID

@@ -136,7 +136,7 @@ class Job:
             run()
             return True
 
-    # Pieces that the sender has announced to the receiver.
+    # Methods that track the pieces that the sender has announced.
 
     def promise(self) -> None:
         """Record that the sender has announced another piece."""

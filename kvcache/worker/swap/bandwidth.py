@@ -31,9 +31,8 @@ from kvcache.worker.swap.engine import SwapEngine
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # "both": both directions concurrently; "host": within host memory
-POOL_BYTES = (
-    2 << 30
-)  # size of the pool over which pages are scattered; larger than what a device's TLBs cover
+# Size of the pool over which pages are scattered. It exceeds the memory that a device's TLBs cover.
+POOL_BYTES = 2 << 30
 _COUNTS = (32, 256, 2048)  # numbers of fragments per swap to measure in a calibration
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
 _RUN = 16  # number of consecutive pages in a run

@@ -44,7 +44,7 @@ class SwapJob:
         # Event after which the sources may be overwritten, and event after which all pages have
         # arrived.
         self.released = self.done = None
-        # (number of leading layers, event after which they have arrived)
+        # Pairs of a number of leading layers and the event after which these layers have arrived.
         self.layers: list[tuple[int, object]] = []
 
     def poll(self) -> bool:
