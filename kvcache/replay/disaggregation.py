@@ -180,7 +180,7 @@ class _Task:
     item: WorkloadRequest
     request: Request
     offer: dict | None = None
-    num_read: int = 0  # tokens being loaded
+    num_read: int = 0  # number of tokens that are being loaded
 
 
 class _SimulatedRank:
@@ -285,7 +285,9 @@ class DisaggregatedReplayer:
         if series is not None:
             instance(series, DisaggregationSeries, "series")
         self._series = series
-        self._arrivals_ms: tuple[float, float] | None = None  # first and last arrival
+        self._arrivals_ms: tuple[float, float] | None = (
+            None  # time of the first and of the last arrival
+        )
         self._last_wait_ms = 0.0
         self._now, self._between, self._service = 0.0, between, service or Service()
         specs = checked_groups(block_size, groups)
@@ -298,7 +300,7 @@ class DisaggregatedReplayer:
         self._numbers = itertools.count()
         self._waiting: deque[_Task] = deque()
         self._loading: dict[str, _Task] = {}
-        self._num_running = 0  # running answers
+        self._num_running = 0  # number of running answers
         self._to_prefill: deque[_Task] = deque()
         self._is_prefilling = False
         self._first_ms: list[float] = []
@@ -382,7 +384,7 @@ class DisaggregatedReplayer:
         self._prefill.connector.poll()  # releases expired leases
         for loaded in self._decode.connector.poll():
             self._take(self._loading.pop(loaded.request.request_id), loaded)
-        self._prefill.connector.poll()  # releases leases whose reader is done
+        self._prefill.connector.poll()  # releases leases whose reader has finished
 
     # The prefill side.
 

@@ -38,10 +38,12 @@ _TOLERANCE_MS = 1e-6
 class Series:
     """Data for plots, with one entry per request, recorded right after the request's admission."""
 
-    prompt_tokens: list[int] = field(default_factory=list)  # prompt tokens; 0 if rejected
-    hit_tokens: list[int] = field(default_factory=list)  # hit tokens
+    prompt_tokens: list[int] = field(default_factory=list)  # 0 for rejected requests
+    hit_tokens: list[int] = field(default_factory=list)
     evicted_blocks: list[int] = field(default_factory=list)  # cumulative number of evicted blocks
-    used_blocks: list[int] = field(default_factory=list)  # blocks held by running requests
+    used_blocks: list[int] = field(
+        default_factory=list
+    )  # number of blocks that running requests hold
     # Missed tokens by reason. Empty without `explain_misses`.
     missed_tokens: dict[str, list[int]] = field(default_factory=dict)
     # Arrival times. Empty in untimed replays.
@@ -169,7 +171,9 @@ class Replayer:
         self._now_ms = 0  # used only in untimed replays
         self._last_wait_ms = 0.0  # how long the last served request waited for its prefill
         self._computed_ms = 0.0  # total duration of all prefills
-        self._first_token_ms: list[float] = []  # time from arrival, per served request
+        self._first_token_ms: list[
+            float
+        ] = []  # times from arrival to first token of served requests
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0

@@ -266,9 +266,8 @@ class Worker:
         self._apply_to_tables(plan, num_applied)
         if self.engine is not None:
             self.engine.order_after_swap_ins()
-            self._swap_out(
-                written, moves, step
-            )  # comes first, because it must read pages before any page is written
+            # Swap out first, because swap-outs must read pages before any page is written.
+            self._swap_out(written, moves, step)
         self._copy(moves)
         self._zero(moves)
         self._swap_in(moves, step)

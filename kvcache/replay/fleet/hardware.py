@@ -120,7 +120,7 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
     for entry in entries:
         if entry not in known:
             raise HardwareError(
-                f"path is {name!r}: {shown(entry)} is unknown: expected {', '.join(known)}"
+                f"path is {name!r}: {shown(entry)} is unknown: expected one of {', '.join(known)}"
             )
     if entries.get("price_per_hour") is None:
         raise HardwareError(

@@ -26,7 +26,7 @@ from kvcache.replay.fleet.sizes import Fleet, fleet_size
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MOST_POINTS = 500  # maximum number of points of a curve
+_MOST_POINTS = 500  # maximum number of points in a curve
 
 
 @dataclass

@@ -51,7 +51,7 @@ class Replica:
         self._serving: list[tuple[Running, Any]] = []
         self._compute_ms = hardware.service.compute_ms
         self.num_served, self.computed_ms = 0, 0.0
-        self._last_end_ms = 0.0  # latest end of a request before the replica last died
+        self._last_end_ms = 0.0  # when the last request ended before the replica died
         self.reachable_ms = 0.0  # time from which the router can reach the replica
         self.up_ms = 0.0  # time from which the replica is alive
         self.peers: Sequence[Replica] = ()

@@ -28,8 +28,8 @@ class Sessions:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._stride = max(_STRIDE // block_size, 1)
-        self._sessions: dict[int, int] = {}  # key of a block -> the last session that has it
-        self._num_blocks: list[int] = []  # full blocks in each session's last prompt
+        self._sessions: dict[int, int] = {}  # maps a block key to the last session with the block
+        self._num_blocks: list[int] = []  # number of full blocks in each session's last prompt
         # Number of requests that continued from a block inside a last prompt, by the block's key.
         self._num_continued: dict[int, int] = {}
 

@@ -250,7 +250,7 @@ class Simulation:
         self._replicas = [*self._prefills, *self._decodes]
         self._start_routers()
         self._router_ms = 0.0  # when the routers become available
-        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap ordered by time
         self._numbers = itertools.count()
         self._unfinished: dict[int, Running] = {}  # last attempt of each request, by position
         self.outcomes = Outcomes()

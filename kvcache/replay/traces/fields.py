@@ -24,7 +24,7 @@ class TraceError(ValueError):
 
 class Line(NamedTuple):
     text: bytes
-    where: str  # file and line number, with which error messages start
+    where: str  # file and line number, for error messages
 
 
 def record_of(line: Line) -> dict:
@@ -67,7 +67,7 @@ def request_hints(record: dict, line: Line) -> tuple[RequestHint, ...]:
         try:
             for name in value.keys() - _HINT_FIELDS:
                 raise ValueError(
-                    f"{quoted(name)} is unknown: expected {', '.join(sorted(_HINT_FIELDS))}"
+                    f"{quoted(name)} is unknown: expected one of {', '.join(sorted(_HINT_FIELDS))}"
                 )
             if "intent" not in value:
                 raise ValueError("intent is missing")

@@ -51,7 +51,7 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     for index, line in enumerate(itertools.chain(first, lines)):
         record = record_with_arrays(line, MAX_BLOCK_ID)
         arrival = milliseconds(record, "timestamp", line)
-        length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
+        length = count(record, "input_length", 1, line, most=math.inf)  # limited by len(hash_ids)
         output_length = count(record, "output_length", 0, line)
         ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
         expected = -(-length // size)

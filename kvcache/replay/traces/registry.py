@@ -21,7 +21,7 @@ from kvcache.replay.workload import WorkloadRequest
 
 try:
     import zstandard
-except ImportError:  # needed only for files in this format
+except ImportError:  # needed only for Zstandard files
     zstandard = None
 _ZstdError = zlib.error if zstandard is None else zstandard.ZstdError
 
@@ -48,7 +48,7 @@ class _ZstdStream(io.RawIOBase):
         while not self._rest:
             is_over = self._frame.eof
             data = self._frame.unused_data if is_over else b""
-            data = data or self._file.read(2**10)  # expands to 32 MiB at most
+            data = data or self._file.read(2**10)  # decompresses to at most 32 MiB
             if is_over:
                 if not data:
                     return 0

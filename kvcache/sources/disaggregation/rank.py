@@ -168,7 +168,7 @@ class RankThread:
             self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        """Run passes until `close`.
+        """Run passes over the queued and current work until `close` is called.
 
         Failed passes are logged. After `_MOST_WRONG` consecutive failures, the thread gives up.
         """
@@ -228,7 +228,7 @@ class RankThread:
         for request_id, load in step.loads.items():
             try:
                 read = self._begin_load(load)
-            except Exception as error:  # no transfer can write to its blocks
+            except Exception as error:  # no transfer can write to the load's blocks
                 self._fail_unbegun(request_id, f"the load did not begin: {error!r}")
                 continue
             read.count_from(asked.at, asked.after)

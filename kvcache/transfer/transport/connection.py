@@ -460,7 +460,7 @@ class Connection:
         job = Job(local, tag, self._local.timeout_s, lambda: None, transfer.request)
         with self._ordering:  # the peer ends a write if `cancel` precedes `start`
             if number in self._given_up:
-                return  # the peer will be notified
+                return  # `cancel` is already queued
             transfer.job = job
             self._start(number, job)
 

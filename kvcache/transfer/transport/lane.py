@@ -18,7 +18,9 @@ from kvcache.transfer.transport.registered import CopyStreams, RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pinning import pin
 
-_LEAST_PART = 1 << 20  # minimum size in bytes; the fixed cost per piece is that of copying 1 MiB
+# Minimum size in bytes of the pieces of a short job. Each piece has a fixed cost that equals the cost of
+# copying 1 MiB.
+_LEAST_PART = 1 << 20
 PIECES_AHEAD = 4  # maximum number of staged pieces, and of pieces announced to the other side
 
 

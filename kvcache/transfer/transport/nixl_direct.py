@@ -82,7 +82,7 @@ class DirectFlow:
         self._agent, self._connection, self._on_end = agent, connection, on_end
         self._enter_device = enter_device
         self._transfers: queue.SimpleQueue[DirectTransfer | None] = queue.SimpleQueue()
-        self._held: list[tuple[Handle, DirectTransfer]] = []  # not released by NIXL yet
+        self._held: list[tuple[Handle, DirectTransfer]] = []  # transfers not yet released by NIXL
         self.thread = threading.Thread(
             target=self._run, name=f"kvcache direct {connection.peer.agent}", daemon=True
         )

@@ -95,7 +95,8 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        self._ended: list[tuple[str, Connection]] = []  # with messages that were not taken yet
+        # Ended connections whose messages have not been taken yet, with the names of their peers.
+        self._ended: list[tuple[str, Connection]] = []
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False

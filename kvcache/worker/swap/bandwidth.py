@@ -29,7 +29,7 @@ from kvcache.worker.swap.calibration import (
 )
 from kvcache.worker.swap.engine import SwapEngine
 
-FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
+FRAGMENTS = tuple(2**n for n in range(12, 23))  # sizes from 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # "both": both directions concurrently; "host": within host memory
 # Size of the pool over which pages are scattered. It exceeds the memory that a device's TLBs cover.
 POOL_BYTES = 2 << 30
@@ -40,7 +40,7 @@ _PATTERNS = ("scattered", "runs")
 # Upper bound on any device's clock rate. With this value, `hold` never blocks for too short a time.
 _MOST_CYCLES_PER_S = 2e9
 _LEAST_HOLD_S, _MOST_HOLD_S = 200e-6, 0.1
-_STAGING_BYTES = 64 << 20  # staging bytes per direction; SwapEngine's default
+_STAGING_BYTES = 64 << 20  # per direction; the default of `SwapEngine`
 
 
 @dataclass(frozen=True)

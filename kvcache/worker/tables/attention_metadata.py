@@ -253,7 +253,9 @@ class AttentionMetadataBuilder:
         elsewhere = [is_on_device(x) for x in given.values()]
         if any(elsewhere) and not all(elsewhere):
             names = [name for name, there in zip(given, elsewhere) if not there]
-            raise ValueError(f"{' and '.join(names)} is on the cpu: expected all on one device")
+            raise ValueError(
+                f"{' and '.join(names)} is on the cpu: expected all arguments on one device"
+            )
         on_device = any(elsewhere) and self.device.type == "cuda"
         if on_device:
             if query_lens.dim() != 1:

@@ -216,7 +216,9 @@ class GroupTable:
         if self.shape.slot_mapping:
             raise ValueError("the group has a slot mapping: expected a recurrent group")
         on_device = isinstance(num_tokens, torch.Tensor) and num_tokens.device.type != "cpu"
-        if on_device and not num_tokens.is_cuda:  # on the host, like slots
+        if (
+            on_device and not num_tokens.is_cuda
+        ):  # the device has no kernels, so compute on the host
             names = ("req_indices", "num_tokens", "num_drafts")
             given = [
                 cpu_tensor(each, name) if isinstance(each, torch.Tensor) else each

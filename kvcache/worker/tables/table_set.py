@@ -25,7 +25,8 @@ SHARED_PLACES = -1
 class _SlotCall(NamedTuple):
     """The part of the slot mappings that one call fills: the part for one group, or for all groups."""
 
-    place: int  # group's index in the slot buffer; SHARED_PLACES: all groups that share positions
+    # The group's index in the slot buffer, or SHARED_PLACES for all groups that share positions.
+    place: int
     fields: torch.Tensor  # the op's argument `groups`
     slots: BufferView
 
