@@ -240,7 +240,7 @@ class _Side:
 
 
 class DisaggregatedReplayer:
-    """Replay timed requests with separate prefill and decode pools.
+    """Replays timed requests with separate prefill and decode pools.
 
     Prompts are computed one after another in the prefill pool and published under a lease. The
     decode pool loads them in order of publication as soon as it has room, and holds their blocks
@@ -285,9 +285,8 @@ class DisaggregatedReplayer:
         if series is not None:
             instance(series, DisaggregationSeries, "series")
         self._series = series
-        self._arrivals_ms: tuple[float, float] | None = (
-            None  # time of the first and of the last arrival
-        )
+        # Times of the first and of the last arrival.
+        self._arrivals_ms: tuple[float, float] | None = None
         self._last_wait_ms = 0.0
         self._now, self._between, self._service = 0.0, between, service or Service()
         specs = checked_groups(block_size, groups)

@@ -33,7 +33,9 @@ _WINDOW_SHARE = 50  # moving averages cover 1/50 of the requests
 
 
 def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
-    """Write the figure to `path`. Requires matplotlib. Raises OSError if the file cannot be written.
+    """Plot the progress of a replay, and write the figure to `path`.
+
+    Requires matplotlib. Raises OSError if the file cannot be written.
 
     The time axis of a timed replay shows the arrival of each request.
     """

@@ -171,9 +171,8 @@ class Replayer:
         self._now_ms = 0  # used only in untimed replays
         self._last_wait_ms = 0.0  # how long the last served request waited for its prefill
         self._computed_ms = 0.0  # total duration of all prefills
-        self._first_token_ms: list[
-            float
-        ] = []  # times from arrival to first token of served requests
+        # Times from arrival to first token, of all served requests.
+        self._first_token_ms: list[float] = []
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0

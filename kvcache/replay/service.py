@@ -195,7 +195,7 @@ class ServiceClock:
     def admit(
         self, compute_ms: float, num_answer: int, load_ms: float = 0.0, answers_end_ms: float = 0.0
     ) -> tuple[float, float, float]:
-        """Admit a request now.
+        """Admit a request at the current time.
 
         Args:
             compute_ms: Duration of the request's prefill.

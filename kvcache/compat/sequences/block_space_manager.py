@@ -37,7 +37,7 @@ from kvcache.step import NO_IDS
 
 
 class BlockSpaceManager(SequenceSwaps, SequenceCaching):
-    """Allocate blocks for groups of sequences that share a prompt, fork, and are swapped together.
+    """Allocates blocks for groups of sequences that share a prompt, fork, and are swapped together.
 
     Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
     the status of each sequence: `can_allocate` and `allocate` use a group's WAITING sequences,

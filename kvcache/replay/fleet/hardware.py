@@ -16,7 +16,7 @@ _MOST = 1e15  # maximum value of every field
 
 
 class HardwareError(ValueError):
-    """A hardware file is malformed. The message names the file and the field."""
+    """Raised if a hardware file is malformed. The message names the file and the field."""
 
 
 @dataclass(frozen=True)

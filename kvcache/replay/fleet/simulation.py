@@ -190,7 +190,7 @@ def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
 
 def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
     """Return a function that returns an iterator over the workload's requests. Raises TypeError or
-    ValueError.
+    ValueError for an invalid workload.
     """
     if callable(workload):
         return workload

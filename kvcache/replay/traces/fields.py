@@ -46,12 +46,12 @@ def field(record: dict, name: str, line: Line) -> object:
 
 
 def count(record: dict, name: str, least: int, line: Line, *, most: float = MAX_INT32) -> int:
-    """Return a number of tokens."""
+    """Return a field that contains a number of tokens."""
     return _whole(record, name, least, most, line)
 
 
 def milliseconds(record: dict, name: str, line: Line) -> int:
-    """Return a time in milliseconds."""
+    """Return a field that contains a time in milliseconds."""
     return _whole(record, name, 0, _MOST_TIME, line)
 
 
@@ -103,7 +103,7 @@ def _whole(record: dict, name: str, least: int, most: float, line: Line) -> int:
 
 
 def seconds(record: dict, name: str, line: Line) -> int:
-    """Return a time in seconds, converted to milliseconds."""
+    """Return a field that contains a time in seconds, converted to milliseconds."""
     value = field(record, name, line)
     if type(value) not in (int, float) or not 0 <= value < _MOST_TIME:
         raise TraceError(
@@ -113,7 +113,7 @@ def seconds(record: dict, name: str, line: Line) -> int:
 
 
 def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
-    """Return a list of integers from 0 to `most`."""
+    """Return a field that contains a list of integers from 0 to `most`."""
     values = field(record, name, line)
     if not isinstance(values, list):
         raise TraceError(
@@ -138,7 +138,7 @@ def record_with_arrays(line: Line, most: int) -> dict:
 
 
 def whole_number_array(record: dict, name: str, most: int, line: Line) -> np.ndarray:
-    """Return a list of integers from 0 to `most` in a record from `record_with_arrays`, as int64[n]."""
+    """Return a field of a record from `record_with_arrays`: integers from 0 to `most`, as int64[n]."""
     values = record.get(name)
     if isinstance(values, np.ndarray):
         return values
@@ -146,7 +146,7 @@ def whole_number_array(record: dict, name: str, most: int, line: Line) -> np.nda
 
 
 def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
-    """Return int32[n] with at least one token."""
+    """Return a field that contains one or more token ids, as int32[n]."""
     ids = whole_numbers(record, name, MAX_INT32, line)
     if not ids:
         raise TraceError(f"{line.where}: {name} is []: expected at least one token")

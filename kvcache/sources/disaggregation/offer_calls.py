@@ -292,7 +292,7 @@ class OfferSource:
         self._connector.begin(request)
 
     def poll(self) -> list[Arrived]:
-        """Return the loads that have ended since the last call, and end leases."""
+        """Return the loads that have ended since the last call, and free the blocks of ended leases."""
         return self._calls.poll()
 
     def save(self, report: StepReport) -> None:

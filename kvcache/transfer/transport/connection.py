@@ -180,7 +180,7 @@ class Connection:
         self._on_lane_frame = handler
 
     def open(self, lane: Lane) -> None:
-        """Start moving bytes."""
+        """Start the threads that move bytes over the lane."""
         self.lane = lane
         self._flows = [
             Flow(

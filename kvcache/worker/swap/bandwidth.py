@@ -120,7 +120,7 @@ def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterat
 
 
 def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate:
-    """Measure one fragment size. Its pages are freed before the next size is measured."""
+    """Measure copies with one fragment size. Their pages are freed before the next size is measured."""
     source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
     host = source.on_host(source.num_blocks)
     # Write the memory first: unwritten memory maps to a single zero page, which would stay in the

@@ -524,7 +524,7 @@ class TableSet:
         return self._fields[groups].contiguous()
 
     def identity(self, n: int, on_host: bool) -> torch.Tensor:
-        """Return int32[n] in which request i has row i."""
+        """Return int32[n] row indices that assign row i to request i."""
         if n > self.num_rows:
             raise ValueError(
                 f"there are {n} requests without rows: expected at most {self.num_rows}"
@@ -534,7 +534,7 @@ class TableSet:
     def _identity_of(
         self, query_start_loc: Ids | torch.Tensor | None, on_host: bool
     ) -> torch.Tensor:
-        """Return rows in which request i has row i, for all requests in `query_start_loc`."""
+        """Return row indices that assign row i to request i, for all requests in `query_start_loc`."""
         if query_start_loc is None:
             raise ValueError("neither req_indices nor query_start_loc is given: expected one")
         num_requests = len(query_start_loc) - 1
