@@ -110,9 +110,8 @@ class _Generator:
 
     def run(self, num_requests: int) -> Iterator[WorkloadRequest]:
         histories = [self._open() for _ in range(self.shape.num_conversations)]
-        turns = [
-            (self._pause_ms(), i) for i in range(len(histories))
-        ]  # (arrival in ms, conversation)
+        # Pairs of an arrival time in milliseconds and the index of a conversation.
+        turns = [(self._pause_ms(), i) for i in range(len(histories))]
         heapq.heapify(turns)
         for index in range(num_requests):
             now_ms, which = turns[0]
