@@ -254,7 +254,7 @@ def host_memory_bytes() -> int | None:
 
 
 def check_host_memory(num_bytes: int) -> None:
-    """Raise MemoryError if the host or the container has less than `num_bytes`."""
+    """Raise MemoryError if the memory of the host or the container is smaller than `num_bytes`."""
     limit = host_memory_bytes()
     if limit is not None and num_bytes > limit:
         raise MemoryError(
