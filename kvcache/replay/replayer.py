@@ -41,9 +41,7 @@ class Series:
     prompt_tokens: list[int] = field(default_factory=list)  # 0 for rejected requests
     hit_tokens: list[int] = field(default_factory=list)
     evicted_blocks: list[int] = field(default_factory=list)  # cumulative number of evicted blocks
-    used_blocks: list[int] = field(
-        default_factory=list
-    )  # number of blocks that running requests hold
+    used_blocks: list[int] = field(default_factory=list)  # blocks that running requests hold
     # Missed tokens by reason. Empty without `explain_misses`.
     missed_tokens: dict[str, list[int]] = field(default_factory=dict)
     # Arrival times. Empty in untimed replays.
@@ -393,9 +391,8 @@ class Replayer:
             status = self._step(new)
             if status == Status.SERVED:
                 return True
-            if (
-                new.num_store_hit and self._store.is_optional
-            ):  # without the tokens from the store, the request may fit
+            # The request may fit without the tokens from the store.
+            if new.num_store_hit and self._store.is_optional:
                 new.num_store_hit, new.may_load = 0, False
                 continue
             if self._hints.num_rows:

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from kvcache.checks import integer, number, shown
 from kvcache.checks import text as checked_text
 
-OTHER_FIELDS = (
-    "prefill_ms",
-    "attention_ns",
-    "interference",
-)  # all fields of `Service` except the speeds
+# All fields of `Service` except the speeds.
+OTHER_FIELDS = ("prefill_ms", "attention_ns", "interference")
 
 # The engine is overloaded if the last request waits longer than both limits: a time in milliseconds, and
 # a fraction of the time between the first and the last arrival.

@@ -163,9 +163,8 @@ class StagedTransport(Transport):
             raise ValueError(
                 f"agent of the metadata is {theirs.agent!r}: expected the metadata of another agent"
             )
-        if (
-            theirs.incarnation == self.incarnation
-        ):  # otherwise the peer could reflect this side's proof
+        # Without this check, the peer could reflect this side's proof.
+        if theirs.incarnation == self.incarnation:
             raise ValueError(
                 "incarnation of the metadata is this side's own: expected the incarnation of another side"
             )

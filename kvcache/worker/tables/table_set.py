@@ -616,9 +616,8 @@ def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
         if wrong.size:
             raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: expected {wanted.__name__}")
     array = np.ascontiguousarray(array, wanted)
-    is_plain = (
-        array.flags.writeable and min(array.strides) >= 0
-    )  # a single entry may have any stride
+    # Even a contiguous array may have a negative stride if it has a single entry.
+    is_plain = array.flags.writeable and min(array.strides) >= 0
     return torch.from_numpy(array if is_plain else array.copy())
 
 
