@@ -104,7 +104,7 @@ class KVOutputAggregator:
 
     @property
     def expected_finished_count(self) -> int:
-        """Number of reports after which a request is finished, for requests not reported yet."""
+        """Number of reports after which a request that has not been reported yet is finished."""
         return self._state.expected
 
     @property
@@ -468,7 +468,7 @@ def _attributes(report: object) -> list[str]:
     if dataclasses.is_dataclass(report):
         return [each.name for each in dataclasses.fields(report) if not each.name.startswith("_")]
     names = dict.fromkeys((*getattr(report, "__dict__", ()), *getattr(report, "_fields", ())))
-    names |= {name: None for name in _KNOWN if hasattr(report, name)}  # for example a property
+    names |= {name: None for name in _KNOWN if hasattr(report, name)}  # for example, properties
     for kind in type(report).__mro__:
         slots = vars(kind).get("__slots__", ())
         names |= dict.fromkeys([slots] if isinstance(slots, str) else slots)

@@ -19,7 +19,7 @@ Ids = np.ndarray | torch.Tensor | Sequence[int]
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # a layer's source and destination tensor
 
-# Maximum bytes of host staging memory for blocks in the memory order of the device.
+# Maximum size in bytes of the host staging memory, which holds blocks in the device's memory order.
 _STAGED_BYTES = 1 << 28
 
 
@@ -202,7 +202,7 @@ def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int
     mine, other = (format_of(tensor, block_dim)[:2] for tensor in (src, dst))
     if mine != other:
         raise ValueError(
-            f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, "
+            f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, but "
             f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected shapes that differ only in the "
             "number of blocks"
         )

@@ -183,7 +183,7 @@ class KVTopology:
         described = backend(self.backend) if isinstance(self.backend, str) else self.backend
         if isinstance(described, AttentionBackend) and described.is_mla != self.is_mla:
             raise ValueError(
-                f"is_mla is {self.is_mla}, backend {described.name!r} has is_mla {described.is_mla}: "
+                f"is_mla is {self.is_mla}, but backend {described.name!r} has is_mla {described.is_mla}: "
                 "expected equal values"
             )
         own = isinstance(described, AttentionBackend)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Audit:
-    """Applies every plan, writes and reads every computed chunk, and rereads every held request.
+    """Applies every plan, writes and reads the KV of every computed chunk, and rereads each request's
+    KV before the request is freed.
 
     Verification is timed separately (`ns`), so the replay's timings do not include it.
     """

@@ -53,7 +53,7 @@ class ChatShape:
             least, most = (integer(each, name) for each in limits)
             if not 1 <= least <= most:
                 raise ValueError(
-                    f"{name} is ({least}, {most}): expected numbers from 1, in ascending order"
+                    f"{name} is ({least}, {most}): expected ascending numbers of at least 1"
                 )
             object.__setattr__(self, name, (least, most))
         if not 0 <= number(self.mean_pause_ms, "mean_pause_ms") < _MOST_PAUSE_MS:
@@ -110,7 +110,8 @@ class _Generator:
 
     def run(self, num_requests: int) -> Iterator[WorkloadRequest]:
         histories = [self._open() for _ in range(self.shape.num_conversations)]
-        turns = [(self._pause_ms(), i) for i in range(len(histories))]  # (arrival, conversation)
+        # Pairs of an arrival time in milliseconds and the index of a conversation.
+        turns = [(self._pause_ms(), i) for i in range(len(histories))]
         heapq.heapify(turns)
         for index in range(num_requests):
             now_ms, which = turns[0]

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
-"""Default policies of `kvcache replay --compare`: a trace has neither access times nor priorities."""
+"""Default policies of `kvcache replay --compare`. They use neither access times nor priorities, which
+traces do not contain.
+"""
 _CLOSE = 0.01  # minimum gain, as a fraction of the hits, that justifies a slower policy
 
 
@@ -181,8 +183,8 @@ def optimum(
     *,
     holds_running: bool = False,
 ) -> float:
-    """Return the token hit rate of evicting the block with the farthest next use first (Belady
-    1966).
+    """Return the token hit rate of the optimal policy, which evicts the block whose next use is the
+    farthest in the future (Belady 1966).
 
     Requests run one at a time. Only full blocks occupy space. Among the blocks of one request, the
     block at the latest position is evicted first.
@@ -206,11 +208,11 @@ def optimum(
     num_blocks = integer(num_blocks, "num_blocks", 1)
     holds_running = flag(holds_running, "holds_running")
     chains = [[bytes(each) for each in hash_blocks(r.token_ids, block_size)] for r in requests]
-    uses: dict[bytes, list[int]] = {}  # requests that use each block, last request first
+    uses: dict[bytes, list[int]] = {}  # indices of the requests that use each block, descending
     for i in reversed(range(len(chains))):
         for key in chains[i]:
             uses.setdefault(key, []).append(i)
-    cached: dict[bytes, int] = {}  # next use of each cached block
+    cached: dict[bytes, int] = {}  # index of the next request that uses the block
     farthest: list[tuple[int, int, bytes]] = []
     num_hits = num_tokens = 0
     for chain, request in zip(chains, requests, strict=True):
@@ -222,7 +224,7 @@ def optimum(
         num_hits += next((i for i, key in enumerate(chain) if key not in cached), len(chain))
         if holds_running:
             for key in chain:
-                cached[key] = -1  # matches no entry of the heap
+                cached[key] = -1  # matches no heap entry, so the block is not evicted
             _evict_farthest(cached, farthest, num_blocks)
         for depth, key in enumerate(chain):
             cached[key] = uses[key][-1] if uses[key] else len(chains)

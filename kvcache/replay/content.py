@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-VOCABULARY = 128_000  # upper bound of the token ids in every workload
+VOCABULARY = 128_000  # all token ids in workloads are smaller
 
 _ROLL = np.uint64(0xD6E8FEB86659FD93)  # odd, and therefore invertible modulo 2**64
 _ROLL_INVERSE = np.uint64(pow(int(_ROLL), -1, 1 << 64))

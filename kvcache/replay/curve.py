@@ -220,11 +220,11 @@ def curve_table(curve: HitRateCurve) -> Table:
 def _caption(curve: HitRateCurve) -> str:
     text = (
         f"{curve.requests:,} requests, {curve.blocks:,} blocks of {curve.block_size:,} tokens, about "
-        f"{curve.distinct_blocks:,} different; sampled: {curve.rate:.4%} of the blocks, "
+        f"{curve.distinct_blocks:,} distinct; sampled: {curve.rate:.4%} of the blocks, "
         f"{curve.sampled_requests:,} requests"
     )
     for name, errors in (curve.errors or {}).items():
         largest = max(map(abs, errors))
         mean = sum(map(abs, errors)) / len(errors)
-        text += f"\nerror of {name}: at most {largest:.2f} points, {mean:.2f} on average"
+        text += f"\nerror of {name}: at most {largest:.2f} percentage points, {mean:.2f} on average"
     return text

@@ -166,19 +166,21 @@ class DisaggregationSeries:
 
     time_s: list[float] = field(default_factory=list)  # time of the first token
     ms_to_first_token: list[float] = field(default_factory=list)
-    prefill_used_blocks: list[int] = field(default_factory=list)  # computing or leased
+    # Blocks that hold prompts in progress or are leased.
+    prefill_used_blocks: list[int] = field(default_factory=list)
     decode_used_blocks: list[int] = field(default_factory=list)
-    num_waiting: list[int] = field(default_factory=list)  # requests that neither compute nor load
+    # Requests that wait for their prefill or load to begin.
+    num_waiting: list[int] = field(default_factory=list)
 
 
 @dataclass
 class _Task:
-    """A request of the workload in progress."""
+    """A request that has arrived and has not finished."""
 
     item: WorkloadRequest
     request: Request
     offer: dict | None = None
-    num_read: int = 0  # tokens being loaded
+    num_read: int = 0  # number of tokens that are being loaded
 
 
 class _SimulatedRank:
@@ -238,7 +240,7 @@ class _Side:
 
 
 class DisaggregatedReplayer:
-    """Replay timed requests with separate prefill and decode pools.
+    """Replays timed requests with separate prefill and decode pools.
 
     Prompts are computed one after another in the prefill pool and published under a lease. The
     decode pool loads them in order of publication as soon as it has room, and holds their blocks
@@ -252,8 +254,8 @@ class DisaggregatedReplayer:
         block_size: Tokens per block of one full-attention group. Alternative to `groups`.
         groups: The cache groups of both pools.
         concurrency: Maximum number of requests that load or run.
-        service: Speeds of prefill and decode. `interference` is not used: each pool does only one of
-            them.
+        service: Speeds of prefill and decode. `interference` is ignored, because prefills and
+            answers run in separate pools.
         series: Collects one entry per served request.
         options: Fields of `CacheOptions` for both pools.
 
@@ -283,7 +285,8 @@ class DisaggregatedReplayer:
         if series is not None:
             instance(series, DisaggregationSeries, "series")
         self._series = series
-        self._arrivals_ms: tuple[float, float] | None = None  # first and last arrival
+        # Times of the first and of the last arrival.
+        self._arrivals_ms: tuple[float, float] | None = None
         self._last_wait_ms = 0.0
         self._now, self._between, self._service = 0.0, between, service or Service()
         specs = checked_groups(block_size, groups)
@@ -296,11 +299,11 @@ class DisaggregatedReplayer:
         self._numbers = itertools.count()
         self._waiting: deque[_Task] = deque()
         self._loading: dict[str, _Task] = {}
-        self._num_running = 0  # running answers
+        self._num_running = 0  # number of running answers
         self._to_prefill: deque[_Task] = deque()
         self._is_prefilling = False
         self._first_ms: list[float] = []
-        self._computed_s = 0.0  # time of all prefills
+        self._computed_s = 0.0  # total duration of all prefills
         self.report = DisaggregationReport(
             trace="",
             block_size=self._decode.manager.block_sizes[0],
@@ -331,7 +334,8 @@ class DisaggregatedReplayer:
         instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
             self._at(item.arrival_ms / 1000, lambda item=item: self._arrive(item))
-            # Process the events up to this arrival. Later events may occur before the next arrival.
+            # Process only the events up to this arrival. Requests that are read later may arrive
+            # before the remaining events.
             self._play(item.arrival_ms / 1000)
             if on_request is not None:
                 on_request()
@@ -379,12 +383,12 @@ class DisaggregatedReplayer:
         self._prefill.connector.poll()  # releases expired leases
         for loaded in self._decode.connector.poll():
             self._take(self._loading.pop(loaded.request.request_id), loaded)
-        self._prefill.connector.poll()  # releases leases whose reader is done
+        self._prefill.connector.poll()  # releases leases whose reader has finished
 
     # The prefill side.
 
     def _arrive(self, item: WorkloadRequest) -> None:
-        """Compute the prompts one at a time in order of arrival."""
+        """Queue a request's prompt. Prompts are computed one at a time in order of arrival."""
         first, _ = self._arrivals_ms or (item.arrival_ms, 0)
         self._arrivals_ms = first, item.arrival_ms
         self.report.requests += 1

@@ -17,7 +17,8 @@ from kvcache.native.load import core
 from kvcache.replay.content import mix64
 from kvcache.replay.sampling import BlockSample
 
-_SALT = np.uint64(0x5851F42D4C957F2D)  # the policy must not sample by the same hash as the sampler
+# Ensures that a policy that samples by hash does not use the hashes of `BlockSampler`.
+_SALT = np.uint64(0x5851F42D4C957F2D)
 
 
 class Miniature:
@@ -80,8 +81,8 @@ class Miniature:
     def _tokens_per_added_block(self, num_full: np.ndarray) -> np.ndarray:
         """Return, for each request, the number of added tokens per added sampled block.
 
-        With this value, a policy that counts added blocks arrives at the number of tokens that the
-        whole prompt added to the earlier request that it continues or forks from. The average,
+        The number of added sampled blocks times this value is the number of tokens that the whole
+        prompt adds to the earlier request that it continues or forks. The average,
         `block_size / rate`, would be wrong for short additions.
         """
         sample, size = self._sample, self._sample.block_size

@@ -33,7 +33,9 @@ _WINDOW_SHARE = 50  # moving averages cover 1/50 of the requests
 
 
 def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
-    """Write the figure to `path`. Requires matplotlib. Raises OSError if the file cannot be written.
+    """Plot the progress of a replay, and write the figure to `path`.
+
+    Requires matplotlib. Raises OSError if the file cannot be written.
 
     The time axis of a timed replay shows the arrival of each request.
     """
@@ -150,7 +152,7 @@ def _draw_first_token(
 
 
 def draw_curve(curve: HitRateCurve, path: str | os.PathLike) -> None:
-    """Plot the policies' hit rates by pool size, with complete replays.
+    """Plot the policies' estimated hit rates by pool size, and the exact hit rates if known.
 
     Raises the same errors as `draw`.
     """
@@ -231,7 +233,7 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
 
 
 def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> None:
-    """Plot the time to first token of all fleets by price or size. Same errors as `draw`."""
+    """Plot the time to first token of all fleets by price or size. Raises the same errors as `draw`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -38,15 +38,15 @@ _TOLERANCE_MS = 1e-6
 class Series:
     """Data for plots, with one entry per request, recorded right after the request's admission."""
 
-    prompt_tokens: list[int] = field(default_factory=list)  # prompt tokens; 0 if rejected
-    hit_tokens: list[int] = field(default_factory=list)  # hit tokens
+    prompt_tokens: list[int] = field(default_factory=list)  # 0 for rejected requests
+    hit_tokens: list[int] = field(default_factory=list)
     evicted_blocks: list[int] = field(default_factory=list)  # cumulative number of evicted blocks
-    used_blocks: list[int] = field(default_factory=list)  # blocks held by running requests
+    used_blocks: list[int] = field(default_factory=list)  # blocks that running requests hold
     # Missed tokens by reason. Empty without `explain_misses`.
     missed_tokens: dict[str, list[int]] = field(default_factory=dict)
     # Arrival times. Empty in untimed replays.
     arrival_ms: list[float] = field(default_factory=list)
-    # 0 if the request was rejected. Empty in untimed replays.
+    # Times to first token, or 0 for rejected requests. Empty in untimed replays.
     ms_to_first_token: list[float] = field(default_factory=list)
 
 
@@ -149,7 +149,7 @@ class Replayer:
         self._running: list[Running] = []  # oldest first
         self._clock = None if service is None else ServiceClock(service)
         if service is not None:
-            self.manager.cache.set_now(0.0)  # set the time before any call, which may be a query
+            self.manager.cache.set_now(0.0)  # queries also need the time, so set it before any call
         self._source = None
         if self._store is not None:
             self._source = StoreSource(self.manager, self._store, lambda: self.now_ms, self._clock)
@@ -160,21 +160,23 @@ class Replayer:
             clock=lambda: self.now_ms / 1000,
         )
         self._num_hints = 0
-        self._answered: list[
-            int
-        ] = []  # indices of the requests whose hints the last step carried out
-        self._ready_ms: dict[int, float] = {}  # end of the host loads of their hints
+        # Indices of the requests whose hints the last step carried out.
+        self._answered: list[int] = []
+        # When the host loads for a request's hints end, by the request's index.
+        self._ready_ms: dict[int, float] = {}
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
         self._now_ms = 0  # used only in untimed replays
         self._last_wait_ms = 0.0  # how long the last served request waited for its prefill
         self._computed_ms = 0.0  # total duration of all prefills
-        self._first_token_ms: list[float] = []  # time from arrival, per served request
+        # Times from arrival to first token, of all served requests.
+        self._first_token_ms: list[float] = []
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
         self._store_hit_tokens = 0
-        self._missed: dict[str, int] = {}  # by reason, at the last entry of `series`
+        # Missed tokens by reason, as of the last entry of `series`.
+        self._missed: dict[str, int] = {}
         self._hash_ns = self._step_ns = self._free_ns = 0
 
     def run(
@@ -280,15 +282,15 @@ class Replayer:
 
     @property
     def _answers_end_ms(self) -> float:
-        """When the last running answer ends."""
+        """The time at which the last running answer ends, or 0.0."""
         if not self.service.interference:
-            return 0.0  # not needed
+            return 0.0  # the result is not used
         return max((each.end_ms for each in self._running if each.item.output_length), default=0.0)
 
     def _delay_answers(self, new: Running, begin_ms: float, delay_ms: float) -> None:
-        """Delay the answers that run when the prefill of a new request begins."""
+        """Delay the answers that are running when the new request's prefill begins."""
         for each in self._running if delay_ms else ():
-            # The tolerance is for answers that end when the prefill begins.
+            # Despite rounding errors, an answer that ends when the prefill begins is not delayed.
             if (
                 each is not new
                 and each.item.output_length
@@ -297,7 +299,7 @@ class Replayer:
                 each.end_ms += delay_ms
 
     def begin_ms(self, ready_ms: float) -> float:
-        """Return when the next prefill begins if its request is ready at a time.
+        """Return the time at which the next prefill begins if its request is ready at `ready_ms`.
 
         Without a `service`, prefills take no time, and this is `ready_ms`.
         """
@@ -362,7 +364,7 @@ class Replayer:
                 ready_ms = self._clock.load("host", host)
                 self._ready_ms |= dict.fromkeys(self._answered, ready_ms)
             if Status.SERVED not in status and not rows:
-                return  # no guest fits
+                return  # none of the requests that hints admit fits
 
     def _end_loads(self, until_ms: float) -> None:
         for arrived in self._source.poll(until_ms):
@@ -389,9 +391,8 @@ class Replayer:
             status = self._step(new)
             if status == Status.SERVED:
                 return True
-            if (
-                new.num_store_hit and self._store.is_optional
-            ):  # without the tokens from the store, the request may fit
+            # The request may fit without the tokens from the store.
+            if new.num_store_hit and self._store.is_optional:
                 new.num_store_hit, new.may_load = 0, False
                 continue
             if self._hints.num_rows:

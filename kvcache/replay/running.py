@@ -21,13 +21,13 @@ class Running:
     request: Request
     place: int  # index in the replayed part of the workload, starting at 0
     row: int = -1  # the request's row in the manager while it is admitted
-    num_hit: int = 0  # hit tokens
+    num_hit: int = 0  # number of hit tokens
     num_host_hit: int = 0  # hit tokens that start at the first block loaded from the host
     num_store_hit: int = 0  # hit tokens that were loaded from a store, at the end of the hit
     link: str = "store"  # where `num_store_hit` tokens were loaded from, in a fleet
-    num_loaded_bytes: int = 0  # bytes of all hits that were loaded, in a fleet
+    num_loaded_bytes: int = 0  # total bytes loaded for hits, in a fleet
     may_load: bool = True  # whether the request may load from a store
-    num_computed: int = 0  # computed tokens, including the hit
+    num_computed: int = 0  # number of computed tokens, including the hit
     first_ms: float = 0.0  # time of the first token in a timed replay, set at admission
     end_ms: float = 0.0  # end time in a timed replay, set at admission
     checked_at: int = -1  # number of applied plans when the request's KV was last read

@@ -43,7 +43,7 @@ class BlockSample:
     num_output_tokens: np.ndarray  # int64[r]
     start_ms: np.ndarray  # int64[r]
     end_ms: np.ndarray  # int64[r]; as in `Replayer`, when the next request starts
-    # For each n, totals over all requests that need n blocks.
+    # Totals over all requests that need n blocks, indexed by n.
     requests_of: np.ndarray
     tokens_of: np.ndarray
     hittable_of: np.ndarray  # blocks that can be hits; the last token is always computed

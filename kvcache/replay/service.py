@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from kvcache.checks import integer, number, shown
 from kvcache.checks import text as checked_text
 
-OTHER_FIELDS = ("prefill_ms", "attention_ns", "interference")  # of `Service`: all but the speeds
+# All fields of `Service` except the speeds.
+OTHER_FIELDS = ("prefill_ms", "attention_ns", "interference")
 
-# If the wait at the last arrival exceeds this value, the queue grew during the whole replay.
+# The engine is overloaded if the last request waits longer than both limits: a time in milliseconds, and
+# a fraction of the time between the first and the last arrival.
 _LONG_WAIT_MS, _LONG_WAIT_SHARE = 10_000.0, 0.05
 
 
@@ -102,7 +104,7 @@ class Service:
 
         Args:
             num_tokens: Tokens of the prompt.
-            num_cached: How many of them are not computed.
+            num_cached: Number of these tokens that are cached and therefore not computed.
 
         Raises:
             TypeError, ValueError: An argument is invalid.
@@ -126,11 +128,11 @@ def overload(computed_ms: float, span_ms: float, last_wait_ms: float) -> str | N
             begin.
     """
     if not span_ms:
-        return None  # all requests arrive at once
+        return None  # all requests arrive at the same time
     load = computed_ms / span_ms
     if load > 1:
         return (
-            f"requests arrive within {span_ms / 1000:,.0f} s, and their prefill takes {load:.1f} times "
+            f"requests arrive within {span_ms / 1000:,.0f} s, but their prefill takes {load:.1f} times "
             "as long"
         )
     if last_wait_ms > max(_LONG_WAIT_MS, _LONG_WAIT_SHARE * span_ms):
@@ -182,14 +184,15 @@ class ServiceClock:
         step_ms = 1000 / self._service.decode_speed
         if begin < answers_end_ms and math.isfinite(step_ms):
             num_steps = math.ceil((begin - self._prefill_free_ms) / step_ms - 1e-6)
-            left_ms = self._prefill_free_ms + num_steps * step_ms - begin  # of the current step
+            # Time left in the decode step that is running at `begin`.
+            left_ms = self._prefill_free_ms + num_steps * step_ms - begin
             begin += self._service.interference * max(left_ms, 0.0)
         return begin
 
     def admit(
         self, compute_ms: float, num_answer: int, load_ms: float = 0.0, answers_end_ms: float = 0.0
     ) -> tuple[float, float, float]:
-        """Admit a request now.
+        """Admit a request at the current time.
 
         Args:
             compute_ms: Duration of the request's prefill.
@@ -199,7 +202,7 @@ class ServiceClock:
             answers_end_ms: When the last running answer ends.
 
         Returns:
-            The times at which its prefill begins, its first token is produced, and its answer ends.
+            The times at which the prefill begins, the first token is produced, and the answer ends.
         """
         begin = self.begin_ms(self.now_ms + load_ms, answers_end_ms)
         first = self._prefill_free_ms = begin + compute_ms

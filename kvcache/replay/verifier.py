@@ -66,7 +66,7 @@ class KVVerifier:
     ) -> None:
         specs = checked_groups(block_size, groups)
         kinds = [make_kind(spec.kind, spec.options) for spec in specs]
-        # Number of columns of a circular buffer.
+        # Number of block columns for kinds whose blocks form a circular buffer.
         self._buffers = [
             -(-kind.buffer // spec.block_size) if kind.pages.wraps else None
             for spec, kind in zip(specs, kinds)
@@ -75,9 +75,9 @@ class KVVerifier:
         self._has_slots = [kind.pages.has_slots for kind in kinds]
         self._max_num_reqs, self._num_blocks = max_num_reqs, num_blocks
         self._chunk_tokens = chunk_tokens
-        # Elements of K or V of a page: the largest block of tokens, or a state of the same size.
         features = num_kv_heads * head_size
         sizes = [spec.block_size for spec, slots in zip(specs, self._has_slots) if slots]
+        # The K or V of a page holds the largest block of tokens, or a state of the same size.
         page_features = features * max(sizes, default=1)
         page_bytes = 2 * page_features * _ELEMENT_BYTES
         table_bytes = 4 * len(specs) * max_num_reqs * num_blocks

@@ -11,7 +11,7 @@ import numpy as np
 from kvcache.checks import MAX_INT32, check_range, instance, instances, integer, plain_fields, shown
 from kvcache.hints import Hint
 
-MAX_LEAD_MS = 600_000  # so that replays read only a part of the trace ahead
+MAX_LEAD_MS = 600_000  # limits how far ahead replays read the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class WorkloadRequest:
         check_range("token_ids", "is", self.token_ids, 0, MAX_INT32 + 1)
         if len(self.content) not in (0, len(self.token_ids)):
             raise ValueError(
-                f"content has {len(self.content)} entries and token_ids {len(self.token_ids)}: expected "
-                "as many, or none"
+                f"content has {len(self.content)} entries: expected {len(self.token_ids)}, one per "
+                "token, or none"
             )
         if not isinstance(self.hints, tuple):
             raise TypeError(f"hints is {shown(self.hints)}: expected a tuple of RequestHint")
@@ -85,7 +85,7 @@ class WorkloadRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.token_ids)
 
 
@@ -102,7 +102,7 @@ def checked_workload(
         checked_requests(workload, "workload")
     try:
         return _checked_each(iter(workload))
-    except (TypeError, RuntimeError):  # RuntimeError: from a tensor with too many rows
+    except (TypeError, RuntimeError):  # a tensor may raise RuntimeError
         raise TypeError(f"workload is {shown(workload)}: expected requests") from None
 
 

@@ -427,7 +427,7 @@ class CacheDescription:
 
     @property
     def layers_per_rank(self) -> int:
-        """Layers per rank."""
+        """Number of layers per rank."""
         return len(self._each_rank("layers_per_rank").layers)
 
     @property

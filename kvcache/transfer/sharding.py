@@ -163,7 +163,7 @@ def check_world_size(world_size: int) -> None:
 def check_stages(
     stages: Sequence[Sequence[int]], name: str = "stages"
 ) -> tuple[PipelineStage, ...]:
-    """Convert stages to tuples.
+    """Validate pipeline stages, and return them as `PipelineStage` tuples.
 
     Raises TypeError or ValueError unless each stage has at least 1 layer and 1 rank.
     """

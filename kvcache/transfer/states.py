@@ -420,7 +420,7 @@ def _channels(
     for (units, unit_size), remote_first, local_first in zip(sections, *firsts):
         held = heads_of_rank(units, tp_size, at.tp_rank)
         unit = np.array(held)
-        if units >= remote_tp_size:  # held by a single rank
+        if units >= remote_tp_size:  # each unit is held by a single rank
             source = unit * remote_tp_size // units
         else:
             source = np.array(

@@ -32,7 +32,7 @@ class PendingStep:
         self, step_id: int, engine: SwapEngine | None, earlier: PendingStep | None
     ) -> None:
         self.step_id = step_id
-        self.errors: list[SwapError] = []  # errors from failed swaps, set with the report
+        self.errors: list[SwapError] = []  # errors from failed swaps, set together with the report
         self._engine = engine
         self._earlier = earlier
         self._report: StepReport | None = None
@@ -266,9 +266,8 @@ class Worker:
         self._apply_to_tables(plan, num_applied)
         if self.engine is not None:
             self.engine.order_after_swap_ins()
-            self._swap_out(
-                written, moves, step
-            )  # comes first, because it must read pages before any page is written
+            # Swap out first, because swap-outs must read pages before any page is written.
+            self._swap_out(written, moves, step)
         self._copy(moves)
         self._zero(moves)
         self._swap_in(moves, step)

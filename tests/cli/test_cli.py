@@ -139,7 +139,7 @@ def test_warning_reports_an_overloaded_engine(capsys, tmp_path):
     for option in (["--timed", "100,50"], ["--timed", "100,50", "--disaggregate", "101"]):
         found = run_json(capsys, str(path), *option)
         assert found["overload"] == (
-            "requests arrive within 19 s, and their prefill takes 5.4 times as long"
+            "requests arrive within 19 s, but their prefill takes 5.4 times as long"
         )
         assert main(["replay", str(path), *option]) == 0
         assert "overloaded" in capsys.readouterr().out

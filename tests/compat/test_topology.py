@@ -372,9 +372,9 @@ def test_unknown_engine_error_lists_known_engines(ask):
         (lambda: topology(backend="FLASH"), "backend is 'FLASH': expected one of "),
         (
             lambda: topology(is_mla=True, backend="FLASH_ATTN"),
-            "is_mla is True, backend 'FLASH_ATTN'",
+            "is_mla is True, but backend 'FLASH_ATTN'",
         ),
-        (lambda: topology(backend="MLA"), "is_mla is False, backend 'MLA'"),
+        (lambda: topology(backend="MLA"), "is_mla is False, but backend 'MLA'"),
         (lambda: topology(kv_cache_layout="DHN"), "kv_cache_layout is 'DHN'"),
         (lambda: topology(tensor_shape=(2, NB, BS, H)), "4 dimensions: expected 5, .* or 6"),
         (lambda: topology(tensor_shape=(1,) * 7), "7 dimensions: expected 5, .* or 6"),

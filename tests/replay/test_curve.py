@@ -370,7 +370,13 @@ def test_command_prints_the_curve_and_its_error(capsys, trace, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert main(argv) == 0
     out = capsys.readouterr().out
-    for text in ("lru", "learned", "exact", "100.0000%", "error of lru: at most 0.00 points"):
+    for text in (
+        "lru",
+        "learned",
+        "exact",
+        "100.0000%",
+        "error of lru: at most 0.00 percentage points",
+    ):
         assert text in " ".join(out.split())
 
 

@@ -355,7 +355,7 @@ def test_traces_without_times_or_order_are_rejected():
     ("text", "message"),
     [
         ('{"prefill_speed": 5.0}', "price_per_hour is missing"),
-        ('{"price_per_hour": 1, "price": 2}', "'price' is unknown: expected prefill_speed"),
+        ('{"price_per_hour": 1, "price": 2}', "'price' is unknown: expected one of prefill_speed"),
         ('{"price_per_hour": 1.0, "watts": 0}', "watts is 0.0: expected more than 0"),
         ('{"price_per_hour": -1.0}', "price_per_hour is -1.0: expected 0 to 1e"),
         ('{"price_per_hour": "much"}', "price_per_hour is 'much': expected a number"),

@@ -136,7 +136,10 @@ def test_hints_of_a_trace_are_carried_out(tmp_path, capsys):
     [
         (3, "hints is 3: expected a list of objects"),
         ([3], "hints is [3]: expected a list of objects"),
-        ([{"intent": "pin", "color": 1}], 'hints[0]: "color" is unknown: expected action_id'),
+        (
+            [{"intent": "pin", "color": 1}],
+            'hints[0]: "color" is unknown: expected one of action_id',
+        ),
         ([{"ttl_s": 1}], "hints[0]: intent is missing"),
         ([{"intent": "prefetch"}], "hints[0]: lead_ms is None with intent 'prefetch'"),
         ([{"intent": "pin", "lead_ms": -1}], "hints[0]: lead_ms is -1: expected 0 to"),

@@ -234,7 +234,7 @@ CHANGES = [
     (("num_tokens",), 0, "num_tokens is 0: expected 1"),
     (("num_tokens",), 97, "5 blocks of 16 tokens: expected enough for 97 tokens"),
     (("blocks", 0, 1), 50, "a block is 50: expected 0 to 49"),
-    (("blocks", 0, 1), 0, "the sender has freed blocks of a window"),
+    (("blocks", 0, 1), 0, "the sender has freed blocks that are still"),
     (("blocks",), [], "this is not an offer"),
     (("groups", 0, "description", "version"), 9, "version is 9"),
     (("groups", 0, "description", "dtype"), "float16", "dtype is 'bfloat16'"),
@@ -362,7 +362,7 @@ def test_other_hashes_kinds_and_models_are_rejected():
 def test_other_prompts_adapters_and_salts_are_rejected():
     offer = an_offer()
     for request, message in (
-        (Request("r", range(60)), "the request has 60 tokens, the offer 70"),
+        (Request("r", range(60)), "the request has 60 tokens, but the offer has 70"),
         (Request("r", [*range(69), 0, 1]), "other tokens"),
         (Request("r", range(71), lora=("a", "path")), "another adapter"),
         (Request("r", range(71), cache_salt="tenant"), "other tokens"),

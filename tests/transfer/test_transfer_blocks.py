@@ -173,7 +173,7 @@ CASES = {
     "dst_block_ids names block 3 twice: expected one write per page": lambda a, b: (
         a, b, [1, 2], [3, 3], "d2h",
     ),
-    r"layer 'layers.1' is torch.float32\[.*\] in src_kv_caches, torch.float16": lambda a, b: (
+    r"layer 'layers.1' is torch.float32\[.*\] in src_kv_caches, but torch.float16": lambda a, b: (
         {**a, "layers.1": a["layers.1"].float()}, b, [1], [2], "h2d",
     ),
     r"layer 'layers.1' is torch.float16\[2, 6, 4, 2, 7\] in src_kv_caches": lambda a, b: (

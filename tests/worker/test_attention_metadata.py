@@ -182,7 +182,7 @@ BAD = [
     (ValueError, "there are 5 requests without rows", {"rows": None, "query_lens": [1] * 5}),
     (TypeError, "seq_lens has dtype float64: expected integers", {"seq_lens": [20.0]}),
     (ValueError, r"seq_lens\[0\] is 4294967296: expected int32", {"seq_lens": [2**32]}),
-    (ValueError, "query_lens is on the cpu: expected all on one device", {
+    (ValueError, "query_lens is on the cpu: expected all arguments on one device", {
         "rows": torch.zeros(1, dtype=INT32, device="meta"),
         "seq_lens": torch.zeros(1, dtype=INT32, device="meta"),
     }),

@@ -40,7 +40,7 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
     monkeypatch.setattr(pinning, "_register", register)
     monkeypatch.setattr(pinning, "_unpin", lambda addresses, *_: released.extend(addresses))
     with pytest.warns(
-        RuntimeWarning, match="0.0 GiB of host memory could not be pinned, copies will"
+        RuntimeWarning, match="0.0 GiB of host memory could not be pinned; copies will"
     ):
         host = pages.on_host(2000, pin_memory=True)
     assert (
@@ -179,7 +179,7 @@ def test_failed_mapping_raises_memory_error(monkeypatch):
 
     monkeypatch.setattr(pinning.mmap, "mmap", refuse)
     with pytest.raises(
-        MemoryError, match=r"0.0 GiB of host memory: the system refuses to map them \(Cannot"
+        MemoryError, match=r"0.0 GiB of host memory: the system refuses to map it \(Cannot"
     ):
         Pages.allocate(2, [[64]]).on_host(4)
 

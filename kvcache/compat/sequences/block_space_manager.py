@@ -37,7 +37,7 @@ from kvcache.step import NO_IDS
 
 
 class BlockSpaceManager(SequenceSwaps, SequenceCaching):
-    """Allocate blocks for groups of sequences that share a prompt, fork, and are swapped together.
+    """Allocates blocks for groups of sequences that share a prompt, fork, and are swapped together.
 
     Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
     the status of each sequence: `can_allocate` and `allocate` use a group's WAITING sequences,
@@ -213,7 +213,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         hits, num_cached = self._hit_of(new[0][1])
         if self._take(new, hits, num_cached, since):
             return True
-        # With a window, a sequence holds more blocks after a hit than without a hit.
+        # Retry without the hit, because with a window, a sequence holds more blocks after a hit.
         return bool(num_cached) and self._take(new, [NO_IDS], 0, since)
 
     def _take_with_encoder(

@@ -52,7 +52,7 @@ def check_one_prompt(
 
 
 def device_name(device: Enum | str) -> str:
-    """Return "gpu" or "cpu"."""
+    """Validate a device and return its name, "gpu" or "cpu"."""
     name = device if isinstance(device, str) else getattr(device, "name", None)
     if not isinstance(name, str):
         raise TypeError(

@@ -20,7 +20,7 @@ class CrossTables:
         return [*self.by_request.values()]
 
     def row_on(self, request_id: object, on_host: bool) -> int | None:
-        """Return the row of a group's table if the table is on this tier, else None."""
+        """Return the row of a group's table if the table is on the given tier, else None."""
         row = self.by_request.get(request_id)
         return row if row is not None and self._native.is_on_host(row) == on_host else None
 

@@ -10,8 +10,8 @@ class AllocStatus(Enum):
     """Result of `can_allocate` and `can_swap_in`."""
 
     OK = auto()
-    LATER = auto()  # fits once other blocks have been freed
-    NEVER = auto()  # needs more blocks than the device has
+    LATER = auto()  # the sequences may fit once other blocks have been freed
+    NEVER = auto()  # the sequences need more blocks than the device has
 
 
 def num_skipped_blocks(num_tokens: int, block_size: int, window: int | None) -> int:

@@ -22,7 +22,7 @@ class SequenceLike(Protocol):
 
     @property
     def seq_id(self) -> Hashable:
-        """Unique among live sequences."""
+        """An ID that is unique among live sequences."""
 
     @property
     def status(self) -> Enum | str:
@@ -40,7 +40,7 @@ class SequenceGroupLike(Protocol):
 
     @property
     def request_id(self) -> Hashable:
-        """Unique among live groups."""
+        """An ID that is unique among live groups."""
 
     def get_seqs(self) -> Collection[SequenceLike]:
         """Return all sequences, regardless of status."""

@@ -111,7 +111,7 @@ class SequenceTables(core.SequenceCalls):
     def _rows(
         self, seq_group: SequenceGroupLike, seqs: list[SequenceLike], on_host: bool
     ) -> list[int]:
-        """Return the rows of these sequences and of the encoder, all of which must be on this tier."""
+        """Return the rows of these sequences and of the encoder, which must all be on the given tier."""
         rows = []
         for seq in seqs:
             row = self._known(seq).row

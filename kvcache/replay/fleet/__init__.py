@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a trace through many replicas behind a router, and finds the cheapest fleet that
-suffices.
+meets a latency target.
 """
 
 from kvcache.replay.fleet.failures import FAILURE_KINDS, Failure

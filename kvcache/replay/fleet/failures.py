@@ -22,7 +22,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure at a given time of a simulation.
+    """A failure that occurs at a given time in a simulation.
 
     Args:
         kind: What fails:

@@ -16,7 +16,7 @@ _MOST = 1e15  # maximum value of every field
 
 
 class HardwareError(ValueError):
-    """A hardware file is malformed. The message names the file and the field."""
+    """Raised if a hardware file is malformed. The message names the file and the field."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
     for entry in entries:
         if entry not in known:
             raise HardwareError(
-                f"path is {name!r}: {shown(entry)} is unknown: expected {', '.join(known)}"
+                f"path is {name!r}: {shown(entry)} is unknown: expected one of {', '.join(known)}"
             )
     if entries.get("price_per_hour") is None:
         raise HardwareError(

@@ -9,10 +9,10 @@ from kvcache.replay.fleet.sizes import Fleet
 
 
 class KVBytes:
-    """Byte sizes of the blocks and tokens of a fleet's model.
+    """Sizes of the model's KV blocks and tokens in bytes.
 
     Attributes:
-        per_block: Bytes of a block.
+        per_block: Size of a block in bytes.
     """
 
     def __init__(self, fleet: Fleet, hardware: Hardware) -> None:

@@ -79,8 +79,8 @@ def plan_fleet(
     failures: Sequence[Failure] = (),
     on_report: Callable[[FleetReport], None] | None = None,
 ) -> FleetPlan:
-    """Simulate fleets with several sizes, tiers and routers, and recommend the cheapest sufficient
-    one.
+    """Simulate fleets with several sizes, tiers and routers, and recommend the cheapest fleet
+    that meets the target.
 
     For each router and each combination of tiers, the number of replicas is doubled until the fleet
     meets `p99_ms`. Bisection then searches for a smaller sufficient number. The result is the

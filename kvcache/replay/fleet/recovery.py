@@ -26,7 +26,7 @@ from kvcache.replay.fleet.sizes import Fleet, fleet_size
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MOST_POINTS = 500  # maximum number of points of a curve
+_MOST_POINTS = 500  # maximum number of points in a curve
 
 
 @dataclass
@@ -213,8 +213,8 @@ def _moving_rate(outcomes: Outcomes, window: int) -> np.ndarray:
 def _recovered_s(
     arrivals_s: np.ndarray, is_close: np.ndarray, end_s: float, window: int
 ) -> float | None:
-    """Return the time at which all failures have ended and the hit rates stay close for a whole
-    window.
+    """Return the first time after the end of all failures, `end_s`, from which `is_close` holds for
+    a whole window.
     """
     close_s, num_close = None, 0
     for time_s, close in zip(arrivals_s.tolist(), is_close.tolist()):

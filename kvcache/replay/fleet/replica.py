@@ -47,11 +47,13 @@ class Replica:
         self._index = RouterIndex(fleet.group_specs()) if fails else None
         self._follows_events = fails or fleet.peers
         self._outages: Sequence[Outage] = ()
-        self._serving: list[tuple[Running, Any]] = []  # with their tasks; used with `fails`
+        # Requests and their tasks. Recorded only with `fails`.
+        self._serving: list[tuple[Running, Any]] = []
         self._compute_ms = hardware.service.compute_ms
         self.num_served, self.computed_ms = 0, 0.0
-        self._last_end_ms = 0.0  # of the requests before the replica died
-        self.reachable_ms = self.up_ms = 0.0  # from when the router reaches it, and it is alive
+        self._last_end_ms = 0.0  # when the last request ended before the replica died
+        self.reachable_ms = 0.0  # time from which the router can reach the replica
+        self.up_ms = 0.0  # time from which the replica is alive
         self.peers: Sequence[Replica] = ()
         self._start()
 
@@ -72,10 +74,10 @@ class Replica:
             options["enable_events"] = True
             options["announce_reused"] = self._index is not None
         self._in_store: SimulatedStore | None = None
-        self._incomplete: dict[bytes, float] = {}  # when their prefill ends, by hash
+        self._incomplete: dict[bytes, float] = {}  # when a block's prefill ends, by hash
         self._ended: list[float] = []  # when requests ended in the replay, in ascending order
         self._running: list[Running] = []  # requests whose end may still be delayed
-        self._links: dict[str, float] = {}  # when their loads have ended
+        self._links: dict[str, float] = {}  # when the last load over each link ends
         self._replayer = Replayer(
             num_blocks=fleet.num_blocks,
             groups=fleet.group_specs(),
@@ -106,9 +108,7 @@ class Replica:
         return max(found, default=0)
 
     def complete_tokens(self, request: Request, now_ms: float) -> int:
-        """Return how many of the request's tokens are cached and have completed their prefill at a
-        given time.
-        """
+        """Return how many of the request's tokens are cached and computed at `now_ms`."""
         if now_ms < self.up_ms:
             return 0
         cache = self._replayer.manager.cache
@@ -156,12 +156,12 @@ class Replica:
         return len(self._ended) - bisect_right(self._ended, now_ms) + len(self._later_ends(now_ms))
 
     def _later_ends(self, now_ms: float) -> list[float]:
-        """Return the ends after a time of the requests that were running at the last request."""
+        """Return the end times after `now_ms` of the requests in `_running`."""
         return [each.end_ms for each in self._running if each.end_ms > now_ms]
 
     @property
     def last_end_ms(self) -> float:
-        """When the last request ends, or 0.0."""
+        """The time at which the last request ends, or 0.0 without requests."""
         return max([self._last_end_ms, *self._ended[-1:], *self._later_ends(0.0)])
 
     def wait_ms(self, now_ms: float) -> float:
@@ -252,7 +252,7 @@ class Replica:
         return end_ms - now_ms
 
     def _loaded_ms(self, now_ms: float, link: str, num_bytes: int) -> float:
-        """Return when a load ends that begins after all earlier loads over the same link."""
+        """Return the time at which a load ends if it begins after all earlier loads over the link."""
         if not num_bytes:
             return now_ms
         return max(now_ms, self._links.get(link, 0.0)) + self._hardware.load_ms(link, num_bytes)

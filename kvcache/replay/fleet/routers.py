@@ -44,9 +44,7 @@ class Router(Protocol):
         request: Request,
         session: int,
     ) -> int:
-        """Return the position of the replica that serves the request in the list of reachable
-        replicas.
-        """
+        """Return the index of the chosen replica in `replicas`, which lists the reachable replicas."""
 
 
 class RoundRobin:
@@ -64,7 +62,7 @@ class RoundRobin:
         request: Request,
         session: int,
     ) -> int:
-        """Return the replica that follows the previously chosen replica."""
+        """Return the index of the replica that follows the previously chosen replica."""
         chosen = _position(replicas, self._next) % len(replicas)
         self._next = replicas[chosen].number + 1
         return chosen
@@ -84,7 +82,7 @@ class LeastLoaded:
         request: Request,
         session: int,
     ) -> int:
-        """Return the replica with the least load."""
+        """Return the index of the replica with the least load."""
         now = item.arrival_ms
         loads = [
             (each.num_unfinished(now), each.wait_ms(now), each.num_served) for each in replicas
@@ -93,8 +91,8 @@ class LeastLoaded:
 
 
 class SessionAffinity:
-    """Sends all requests of a session to the replica that has the least load when its first request
-    arrives.
+    """Sends all requests of a session to the replica that has the least load when the session's
+    first request arrives.
 
     If this replica cannot be reached, the session moves to another replica.
     """
@@ -112,7 +110,7 @@ class SessionAffinity:
         request: Request,
         session: int,
     ) -> int:
-        """Return the replica that serves the session."""
+        """Return the index of the replica that serves the session."""
         if session in self._chosen:
             number = self._chosen[session]
             position = _position(replicas, number)
@@ -141,8 +139,8 @@ class PrefixAware:
         request: Request,
         session: int,
     ) -> int:
-        """Return the replica with the earliest first token. Ties are broken by the fewest
-        requests.
+        """Return the index of the replica with the earliest first token. Ties are broken by the
+        fewest unfinished requests, and then by the fewest served requests.
         """
         now = item.arrival_ms
         costs = [

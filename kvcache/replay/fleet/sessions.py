@@ -8,8 +8,9 @@ import numpy as np
 from kvcache.replay.content import mix64, prefix_keys
 from kvcache.replay.workload import WorkloadRequest
 
-_STRIDE = 512  # tokens between the blocks of a prompt that are kept
-_MOST_FROM_A_BLOCK = 4  # requests that continue sessions from the same block, inside a last prompt
+_STRIDE = 512  # a key is kept every 512 tokens of a prompt
+# Maximum number of requests that continue sessions from the same block inside a last prompt.
+_MOST_FROM_A_BLOCK = 4
 
 
 class Sessions:
@@ -27,9 +28,10 @@ class Sessions:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._stride = max(_STRIDE // block_size, 1)
-        self._sessions: dict[int, int] = {}  # key of a block -> the last session that has it
-        self._num_blocks: list[int] = []  # of the last prompt of each session
-        self._num_continued: dict[int, int] = {}  # from a block inside a last prompt, by its key
+        self._sessions: dict[int, int] = {}  # maps a block key to the last session with the block
+        self._num_blocks: list[int] = []  # number of full blocks in each session's last prompt
+        # Number of requests that continued from a block inside a last prompt, by the block's key.
+        self._num_continued: dict[int, int] = {}
 
     @property
     def num_sessions(self) -> int:

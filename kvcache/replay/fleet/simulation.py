@@ -190,7 +190,7 @@ def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
 
 def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
     """Return a function that returns an iterator over the workload's requests. Raises TypeError or
-    ValueError.
+    ValueError for an invalid workload.
     """
     if callable(workload):
         return workload
@@ -250,7 +250,7 @@ class Simulation:
         self._replicas = [*self._prefills, *self._decodes]
         self._start_routers()
         self._router_ms = 0.0  # when the routers become available
-        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap ordered by time
         self._numbers = itertools.count()
         self._unfinished: dict[int, Running] = {}  # last attempt of each request, by position
         self.outcomes = Outcomes()
@@ -321,7 +321,7 @@ class Simulation:
     def _decode(self, task: _Attempted, now_ms: int, computed: Running) -> None:
         """Load a computed prompt and generate the answer."""
         if self._unfinished.get(task.place) is not computed:
-            return  # its replica died
+            return  # the replica that computed the prompt died
         decode = partial(self._decode, computed=computed)
         if (found := self._reachable(self._decodes, decode, task, now_ms)) is None:
             return
@@ -334,7 +334,7 @@ class Simulation:
         if served is None:
             self.outcomes.reject(task.place)
             return
-        computed.end_ms = served.first_ms  # its blocks are held until this time
+        computed.end_ms = served.first_ms  # the prompt's blocks are held until this time
         if self._failures:
             self._unfinished[task.place] = served
         else:
@@ -388,7 +388,7 @@ class Simulation:
         if failure.kind == "replica":
             for lost, task in replica.die(now_ms, end_ms):
                 if self._unfinished.get(task.place) is not lost:
-                    continue  # its prompt is already loaded by a decode replica
+                    continue  # a decode replica has already loaded the prompt
                 del self._unfinished[task.place]
                 self.num_resent += 1
                 self.outcomes.lose(task.place, now_ms)

@@ -63,7 +63,7 @@ class Fleet:
         ):
             integer(getattr(self, name), name, least)
         if self.host_blocks == 1:
-            raise ValueError("host_blocks is 1: expected 0, or 2 or more with the null block")
+            raise ValueError("host_blocks is 1: expected 0, or at least 2 including the null block")
         if text(self.router, "router") not in ROUTERS:
             raise ValueError(
                 f"router is {shown(self.router)}: expected one of {', '.join(ROUTERS)}"

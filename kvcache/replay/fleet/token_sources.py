@@ -11,8 +11,8 @@ from kvcache.replay.stored import SimulatedStore
 
 
 class StoreAndPeers:
-    """A source that combines a store and other replicas. The one with more tokens is used; ties go
-    to a replica.
+    """A source that combines a store and other replicas. The source with more tokens is used. If
+    both have equally many tokens, the replica is used.
 
     Attributes:
         link: The link of the last match, "store" or "peer".

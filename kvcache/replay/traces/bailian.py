@@ -43,7 +43,7 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     for index, line in enumerate(lines):
         record = record_with_arrays(line, MAX_BLOCK_ID)
         arrival = seconds(record, "timestamp", line)
-        length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
+        length = count(record, "input_length", 1, line, most=math.inf)  # limited by len(hash_ids)
         output_length = count(record, "output_length", 0, line)
         ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
         num_full, has_rest = length // _NUM_TOKENS, length % _NUM_TOKENS > 0

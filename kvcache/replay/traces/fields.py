@@ -24,7 +24,7 @@ class TraceError(ValueError):
 
 class Line(NamedTuple):
     text: bytes
-    where: str  # file and line number, with which error messages start
+    where: str  # file and line number, for error messages
 
 
 def record_of(line: Line) -> dict:
@@ -46,12 +46,12 @@ def field(record: dict, name: str, line: Line) -> object:
 
 
 def count(record: dict, name: str, least: int, line: Line, *, most: float = MAX_INT32) -> int:
-    """Return a number of tokens."""
+    """Return a field that contains a number of tokens."""
     return _whole(record, name, least, most, line)
 
 
 def milliseconds(record: dict, name: str, line: Line) -> int:
-    """Return a time in milliseconds."""
+    """Return a field that contains a time in milliseconds."""
     return _whole(record, name, 0, _MOST_TIME, line)
 
 
@@ -67,7 +67,7 @@ def request_hints(record: dict, line: Line) -> tuple[RequestHint, ...]:
         try:
             for name in value.keys() - _HINT_FIELDS:
                 raise ValueError(
-                    f"{quoted(name)} is unknown: expected {', '.join(sorted(_HINT_FIELDS))}"
+                    f"{quoted(name)} is unknown: expected one of {', '.join(sorted(_HINT_FIELDS))}"
                 )
             if "intent" not in value:
                 raise ValueError("intent is missing")
@@ -103,7 +103,7 @@ def _whole(record: dict, name: str, least: int, most: float, line: Line) -> int:
 
 
 def seconds(record: dict, name: str, line: Line) -> int:
-    """Return a time in seconds, converted to milliseconds."""
+    """Return a field that contains a time in seconds, converted to milliseconds."""
     value = field(record, name, line)
     if type(value) not in (int, float) or not 0 <= value < _MOST_TIME:
         raise TraceError(
@@ -113,7 +113,7 @@ def seconds(record: dict, name: str, line: Line) -> int:
 
 
 def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
-    """Return a list of integers from 0 to `most`."""
+    """Return a field that contains a list of integers from 0 to `most`."""
     values = field(record, name, line)
     if not isinstance(values, list):
         raise TraceError(
@@ -129,7 +129,7 @@ def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
 
 
 def record_with_arrays(line: Line, most: int) -> dict:
-    """Return the record of a line. Lists of integers from 0 to `most` may be int64[n].
+    """Return the record of a line, in which lists of integers from 0 to `most` may be int64[n] arrays.
 
     Most lines are read without the general JSON parser, which is several times slower.
     """
@@ -138,7 +138,7 @@ def record_with_arrays(line: Line, most: int) -> dict:
 
 
 def whole_number_array(record: dict, name: str, most: int, line: Line) -> np.ndarray:
-    """Return a list of integers from 0 to `most` in a record from `record_with_arrays`, as int64[n]."""
+    """Return a field of a record from `record_with_arrays`: integers from 0 to `most`, as int64[n]."""
     values = record.get(name)
     if isinstance(values, np.ndarray):
         return values
@@ -146,7 +146,7 @@ def whole_number_array(record: dict, name: str, most: int, line: Line) -> np.nda
 
 
 def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
-    """Return int32[n] with at least one token."""
+    """Return a field that contains one or more token ids, as int32[n]."""
     ids = whole_numbers(record, name, MAX_INT32, line)
     if not ids:
         raise TraceError(f"{line.where}: {name} is []: expected at least one token")

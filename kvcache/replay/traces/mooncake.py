@@ -28,7 +28,7 @@ from kvcache.replay.traces.registry import read_trace, register_block_ids, regis
 from kvcache.replay.workload import WorkloadRequest
 
 _SIZES = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)  # tokens per block, most probable first
-_NUM_LOOKED_AT = 64  # number of lines
+_NUM_LOOKED_AT = 64  # number of lines from which the block size is inferred
 
 
 def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
@@ -51,7 +51,7 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     for index, line in enumerate(itertools.chain(first, lines)):
         record = record_with_arrays(line, MAX_BLOCK_ID)
         arrival = milliseconds(record, "timestamp", line)
-        length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
+        length = count(record, "input_length", 1, line, most=math.inf)  # limited by len(hash_ids)
         output_length = count(record, "output_length", 0, line)
         ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
         expected = -(-length // size)
@@ -71,7 +71,7 @@ def _block_size(lines: list[Line]) -> int:
             record = json.loads(line.text)
             length, num = record["input_length"], len(record["hash_ids"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            continue  # the reader names the malformed line
+            continue  # the reader reports the malformed line
         if type(length) is int:
             found.append((length, num))
     return max(_SIZES, key=lambda size: sum(-(-length // size) == num for length, num in found))

@@ -21,7 +21,7 @@ from kvcache.replay.workload import WorkloadRequest
 
 try:
     import zstandard
-except ImportError:  # needed only for files in this format
+except ImportError:  # needed only for Zstandard files
     zstandard = None
 _ZstdError = zlib.error if zstandard is None else zstandard.ZstdError
 
@@ -48,7 +48,7 @@ class _ZstdStream(io.RawIOBase):
         while not self._rest:
             is_over = self._frame.eof
             data = self._frame.unused_data if is_over else b""
-            data = data or self._file.read(2**10)  # expands to 32 MiB at most
+            data = data or self._file.read(2**10)  # decompresses to at most 32 MiB
             if is_over:
                 if not data:
                     return 0
@@ -98,7 +98,7 @@ def register_trace_form(
 
 
 def register_block_ids(name: str) -> Callable[[_Of], _Of]:
-    """Register an additional reader for a format, which yields block ids without their tokens."""
+    """Register an additional reader for a format. It yields block ids without their tokens."""
 
     def registered(read: _Of) -> _Of:
         _BLOCK_ID_READERS[name] = read
@@ -206,7 +206,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
 
 
 def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
-    """Return the format that the lines identify, and an iterator over all lines.
+    """Detect the format, and return it with an iterator over all lines.
 
     Raises TraceError if a JSON object matches no known format.
     """

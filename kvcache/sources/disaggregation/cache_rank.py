@@ -96,8 +96,8 @@ def layouts_of_plan(
             )
         if len(names) != description.num_layers:
             raise ValueError(
-                f"layers of group {number} are {shown(list(names))}: expected {description.num_layers}, "
-                "the layers of all stages"
+                f"layers of group {number} are {shown(list(names))}: expected {description.num_layers} "
+                "names, one per layer of all stages"
             )
         found.append(GroupLayout(names, description, 1, plan.num_pages))
     return tuple(found)
@@ -263,7 +263,7 @@ class _PlanRead(Read):
             group = self._groups[number]
             there = self._parts.computed(number, rank, progress[rank])
             there = np.minimum(there, load.end_token)
-            if isinstance(group.plan, StateTransferPlan):  # all or nothing
+            if isinstance(group.plan, StateTransferPlan):  # a state is transferred as a whole
                 there[there < load.end_token] = 0
             for first, end in sorted(set(zip(read.tolist(), there.tolist()))):
                 if end > first:
@@ -321,7 +321,7 @@ class _Parts:
         for g, layer in of_rank[: progress.num_layers]:
             if g == group:
                 ahead[layer - held[g].start] = True
-        if self._layers_of_regions(group, rank) is None:  # all layers share regions
+        if self._layers_of_regions(group, rank) is None:  # layers share regions
             ahead[:] = ahead.all()
         tokens = max(progress.num_tokens, progress.end_token)
         return np.where(ahead, tokens, progress.num_tokens)

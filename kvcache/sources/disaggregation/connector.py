@@ -571,20 +571,20 @@ class Connector:
         offer.check_answers(self._model, self._hashing())
         check_like(self._layouts, offer.groups)
         offer.check_prompt(request.num_tokens, lambda count: _digest(request, count))
-        end = min(offer.num_tokens, request.num_tokens - 1)  # compute the last token here
+        end = min(offer.num_tokens, request.num_tokens - 1)  # this engine computes the last token
         for kind, layout, blocks in zip(self._kinds, offer.groups, offer.blocks):
             if layout.is_state:
                 if end < offer.num_tokens:
                     raise ValueError(
-                        f"the request has {request.num_tokens} tokens, and the offer has states after "
-                        f"{offer.num_tokens}: append the first token that the sender sampled"
+                        f"the request has {request.num_tokens} tokens, but the offer has states after "
+                        f"{offer.num_tokens} tokens: append the first token that the sender sampled"
                     )
                 is_there = len(blocks) == 1 and blocks[0] > 0
             else:
                 first = kind.first_needed_token(end)
                 is_there = is_complete(blocks, layout.block_size, first, end)
             if not is_there:
-                raise ValueError("the sender has freed blocks of a window, which are still needed")
+                raise ValueError("the sender has freed blocks that are still needed")
         return end
 
     def _forget_incomplete(self, load: SourceLoad[_Reading]) -> None:

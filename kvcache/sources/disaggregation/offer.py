@@ -160,7 +160,7 @@ class Offer:
         for name, change in changes.items():
             if hashing.get(name) != self.hashing.get(name):
                 raise ValueError(
-                    f"{name} of block hashes (hashing) is {shown(hashing.get(name))} here, "
+                    f"{name} of block hashes (hashing) is {shown(hashing.get(name))} here, but "
                     f"{shown(self.hashing.get(name))} in engine {self.engine_id!r}: set {change} to the "
                     "same in both"
                 )
@@ -174,8 +174,8 @@ class Offer:
             raise TypeError(f"digest_of_first is {shown(digest_of_first)}: expected a function")
         if integer(num_tokens, "num_tokens") < self.num_tokens:
             raise ValueError(
-                f"the request has {num_tokens} tokens, the offer {self.num_tokens}: expected a prompt of "
-                "at least as many tokens"
+                f"the request has {num_tokens} tokens, but the offer has {self.num_tokens}: expected a "
+                "prompt of at least as many tokens"
             )
         if digest_of_first(self.num_tokens) != self.digest:
             raise ValueError(

@@ -27,7 +27,7 @@ _MOST_AT_ONCE = 16  # maximum number of concurrent requests
 _MOST_REPLY = 1 << 26  # maximum size of a reply in bytes
 _BUSY = 429
 
-OfferValues = Mapping[str, Any]  # an offer, as in `Connector.publish`
+OfferValues = Mapping[str, Any]  # an offer, as returned by `Connector.publish`
 
 
 class OfferRefusedError(ValueError):
@@ -122,10 +122,10 @@ class _OfferCall:
 
 
 class OfferCalls:
-    """The requests for offers of one source, by request ID. Each request is sent at most once.
+    """One source's requests for offers, keyed by request ID. Each request is sent at most once.
 
     Args:
-        connector: The connector that loads what is offered.
+        connector: The connector that loads the offered KV.
         name: Name of the source, for threads and messages.
     """
 
@@ -190,7 +190,7 @@ class OfferCalls:
         try:
             offer = answer.result()
         except OfferRefusedError:
-            call.server.circuit.failed()  # it would also refuse later requests
+            call.server.circuit.failed()  # the server would also refuse later requests
             self.refused += 1
             raise
         except Exception as error:
@@ -292,7 +292,7 @@ class OfferSource:
         self._connector.begin(request)
 
     def poll(self) -> list[Arrived]:
-        """Return the loads that have ended since the last call, and end leases."""
+        """Return the loads that have ended since the last call, and free the blocks of ended leases."""
         return self._calls.poll()
 
     def save(self, report: StepReport) -> None:

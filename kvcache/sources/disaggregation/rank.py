@@ -70,8 +70,8 @@ class RankThread:
     current stream when `begin` was called.
 
     Args:
-        reader: The reader. The caller has registered the pages with its transport and no longer uses
-            it.
+        reader: The reader. The caller has registered the pages with the reader's transport and no
+            longer uses this transport.
         layouts: Layouts of the transferred groups.
         addresses: Start address of each region of the rank's pages, per group.
         begin_load: Function that creates the read of a load.
@@ -142,7 +142,7 @@ class RankThread:
         self._leases.advance(request_id, progress)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function that uses the transport in this thread, and wait for its result.
+        """Run a function that uses the transport in the rank's thread, and wait for its result.
 
         Raises what the function raises, and TypeError if it is not callable. If the thread has ended,
         its transport is closed, and the function is not called.
@@ -168,7 +168,7 @@ class RankThread:
             self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        """Run passes until `close`.
+        """Run passes over the queued and current work until `close` is called.
 
         Failed passes are logged. After `_MOST_WRONG` consecutive failures, the thread gives up.
         """
@@ -228,7 +228,7 @@ class RankThread:
         for request_id, load in step.loads.items():
             try:
                 read = self._begin_load(load)
-            except Exception as error:  # no transfer can write to its blocks
+            except Exception as error:  # no transfer can write to the load's blocks
                 self._fail_unbegun(request_id, f"the load did not begin: {error!r}")
                 continue
             read.count_from(asked.at, asked.after)

@@ -108,12 +108,12 @@ class Reader:
         return peer
 
     def _make_way(self, theirs: Metadata, generation: int) -> bool:
-        """Disconnect an earlier incarnation of a peer. Returns False if there was none."""
+        """Disconnect an earlier incarnation of a peer. Returns False if none is known."""
         with self._lock:
             known = self._latest.get(theirs.agent)
             if known is None:
                 return False
-            if known[0] == theirs.incarnation:  # another thread has already done so
+            if known[0] == theirs.incarnation:  # another thread has disconnected the earlier one
                 return True
             if generation <= known[1]:
                 return False
@@ -292,7 +292,7 @@ class Read(ABC):
                 f"the lease of request {offer.request_id} has ended: set a longer lease_s in "
                 f"engine {offer.engine_id!r}"
             )
-        if None in over:  # offer arrived before the sender's ranks began the lease
+        if None in over:  # the offer arrived before the sender's ranks began the lease
             return self._look_later()
         if self._is_complete:
             self._tell()

@@ -12,8 +12,8 @@ from kvcache.sources.disaggregation.offer import Offer, RankAddress
 
 @dataclass
 class Load:
-    """A load of an offer's tokens [first_token, end_token) into a request's blocks, given per
-    group.
+    """A load of an offer's tokens [first_token, end_token) into a request's blocks, which are listed
+    per group.
     """
 
     offer: Offer

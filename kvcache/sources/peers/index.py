@@ -199,4 +199,4 @@ class _TreeView:
         try:
             self._tree.apply_event(self.worker, json.dumps(event).encode())
         except RuntimeError as error:  # the tree drops a block together with its parent
-            _log.debug("an event is not in the index: %s", error)
+            _log.debug("an event was not added to the index: %s", error)

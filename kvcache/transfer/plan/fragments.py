@@ -90,7 +90,7 @@ class Pattern:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes per group."""
+        """Number of bytes per group."""
         return len(self.layers) * len(self.offsets) * int(self.runs[:, 4].sum())
 
     @property
@@ -255,7 +255,7 @@ def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
 
 
 def check_each_once(ids: np.ndarray, name: str) -> None:
-    """Raise ValueError if a page occurs twice. Pages are non-negative."""
+    """Raise ValueError if a page occurs twice. All page numbers must be non-negative."""
     if ids.size == 0:
         return
     most = int(ids.max())

@@ -26,7 +26,7 @@ from kvcache.transfer.plan.fragments import (
 )
 from kvcache.transfer.plan.patterns import find_patterns, shared_stages
 
-_MOST_HEADS = 1 << 22  # maximum number of (token, head) pairs per group; planning visits each
+_MOST_HEADS = 1 << 22  # maximum number of (token, head) pairs per group; planning visits each pair
 # Fields that must be equal in both engines. The error message names the first that differs.
 _SAME = (
     "is_mla",
@@ -42,7 +42,7 @@ _SAME = (
 class ReceivePermutation(NamedTuple):
     """The arguments with which `permute_received_blocks` permutes received pages. See `permute_pages`."""
 
-    remote_block_size: int  # in tokens
+    remote_block_size: int  # tokens per remote block
     remote_layout: str
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MOST_MESSAGE = 1 << 20  # maximum size of a message in bytes
 MOST_NOTIFICATIONS = 1 << 16  # maximum number of messages that `notifications` has not returned yet
 _MOST_WAITING = 1 << 12  # maximum number of a peer's reads, and of its writes, that wait to start
-_MOST_TIMES = 4  # mean number of times that a request may reference each registered byte
-_MOST_STOPPED = 1 << 14  # more than the number of jobs that a peer may have started
+_MOST_TIMES = 4  # maximum mean number of times that a request may reference a registered byte
+_MOST_STOPPED = 1 << 14  # maximum number of tags in `_stopped`; exceeds a peer's number of jobs
 _MOST_ID = 1 << 28
 
 
@@ -149,19 +149,19 @@ class Connection:
         self.has_digest = peer.digest or local.digest
         self.reason: str | None = None  # why the connection ended
         self.is_ready = threading.Event()  # also set once the connection has ended
-        self._is_open = threading.Event()  # set once this side's lane is open or at the end
+        # Set once this side's lane is open or the connection has ended.
+        self._is_open = threading.Event()
         self._peer_is_open = not is_caller
         self._local, self.is_caller = local, is_caller
         self._lock = threading.Lock()
         self._ordering = threading.Lock()  # keeps a write's `start` before its `cancel`
         self._ids = itertools.count()
         self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
-        self._given_up: dict[
-            int, float
-        ] = {}  # transfers that the peer has not released, with the time since then
-        # The peer's writes, keyed by ID and, once they are in flight, by tag; and the peer's reads.
+        # Failed transfers that the peer has not released: when each transfer failed, by ID.
+        self._given_up: dict[int, float] = {}
+        # The peer's accepted writes that have not started, by ID.
         self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
-        self._pulls: dict[int, Job] = {}
+        self._pulls: dict[int, Job] = {}  # the peer's reads, by ID
         self._incoming: dict[int, Job] = {}  # receiving jobs, by tag
         self._stopped: dict[int, None] = {}  # tags of ended jobs that still await digests
         self._messages: deque[bytes] = deque()
@@ -180,7 +180,7 @@ class Connection:
         self._on_lane_frame = handler
 
     def open(self, lane: Lane) -> None:
-        """Start moving bytes."""
+        """Start the threads that move bytes over the lane."""
         self.lane = lane
         self._flows = [
             Flow(
@@ -337,7 +337,8 @@ class Connection:
         if op == "ready":
             self._on_ready()
             return
-        self._is_open.wait()  # the peer may be ready first; all frames of the lane have arrived
+        # The peer may be ready first. All frames that are needed to open the lane have arrived.
+        self._is_open.wait()
         if self.reason is not None:
             return
         if op == "message":
@@ -457,9 +458,9 @@ class Connection:
         transfer, local = self._transfer(number, "push")
         tag = self._tag(number, mine=True)
         job = Job(local, tag, self._local.timeout_s, lambda: None, transfer.request)
-        with self._ordering:  # a `cancel` before `start` ends the write at the peer
+        with self._ordering:  # the peer ends a write if `cancel` precedes `start`
             if number in self._given_up:
-                return  # the peer will be notified
+                return  # `cancel` is already queued
             transfer.job = job
             self._start(number, job)
 

@@ -18,7 +18,9 @@ from kvcache.transfer.transport.registered import CopyStreams, RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pinning import pin
 
-_LEAST_PART = 1 << 20  # minimum size in bytes; the fixed cost per piece is that of copying 1 MiB
+# Minimum size in bytes of the pieces of a short job. Each piece has a fixed cost that equals the cost of
+# copying 1 MiB.
+_LEAST_PART = 1 << 20
 PIECES_AHEAD = 4  # maximum number of staged pieces, and of pieces announced to the other side
 
 
@@ -113,7 +115,7 @@ class Job:
         self.is_spoiled = False  # whether the received bytes differ from the sent bytes
 
     def stop(self) -> None:
-        """Prevent more copies."""
+        """Prevent the job from starting further copies."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -136,7 +138,7 @@ class Job:
             run()
             return True
 
-    # Pieces that the sender has announced to the receiver.
+    # Methods that track the pieces that the sender has announced.
 
     def promise(self) -> None:
         """Record that the sender has announced another piece."""

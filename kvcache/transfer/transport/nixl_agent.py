@@ -26,7 +26,7 @@ from kvcache.transfer.transport.registered import Region
 # cores, throughput was 0.72 GB/s with a spin time of 2 ms, 0.71 GB/s with 10 ms, and 0.58 GB/s with
 # 0.2 ms.
 _SPIN_S, _POLL_S = 2e-3, 50e-6
-_NUM_THREADS = 3  # agent threads share lists of 1,024 or more descriptors, and sleep when idle
+_NUM_THREADS = 3  # number of agent threads, which share lists of 1,024 or more descriptors
 _PROGRESS_US = 1000  # sleep time of the agent's thread in microseconds, unless a UCX event wakes it
 _making = threading.Lock()  # held while an agent is created, which changes process-wide settings
 
@@ -119,7 +119,7 @@ class Agent:
     def deregister(self, registered: list) -> None:
         """Deregister the result of `register`."""
         for each in registered:
-            with suppress(Exception):  # NIXL has already released it
+            with suppress(Exception):  # NIXL may have released the memory
                 self._agent.deregister_memory(each)
         self._registered = [
             each for each in self._registered if not any(each is other for other in registered)
@@ -276,14 +276,14 @@ class Reach(NamedTuple):
         """
         text = os.environ.get("UCX_TLS", "all").strip()
         listed = {each.strip() for each in text.removeprefix("^").split(",")}
-        kinds = {each.split("_")[0] for each in listed}  # for example, "rc" of "rc_mlx5"
+        kinds = {each.split("_")[0] for each in listed}  # for example, "rc" from "rc_mlx5"
 
         def allows(names: set[str], family: set[str]) -> bool:
             return not names & family if text.startswith("^") else bool(names & family)
 
         machine = None
         if allows(listed, _WITHIN_A_MACHINE):
-            with suppress(OSError):  # not Linux
+            with suppress(OSError):  # the system is not Linux
                 boot = Path("/proc/sys/kernel/random/boot_id").read_text()
                 names = "".join(os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "user"))
                 machine = hashlib.sha256((boot + names).encode()).hexdigest()

@@ -16,9 +16,9 @@ from kvcache.transfer.transport.spans import Spans
 
 _MOST_DESCRIPTORS = 1 << 14  # maximum number of descriptors per list; such a list takes 400 KiB
 _RETRY_S = 0.05
-# Packing fragments smaller than this is at least as fast as moving them directly. Measured in host
-# memory; within one machine, cuda_ipc takes about 20 times as long per descriptor
-# (vllm-project/vllm#55434).
+# Packing fragments smaller than this is at least as fast as moving them directly. The first limit was
+# measured in host memory. The second limit applies to CUDA memory within one machine, where a
+# descriptor takes about 20 times as long with cuda_ipc (vllm-project/vllm#55434).
 _DIRECT_BYTES, _DIRECT_BYTES_BESIDE = 8 << 10, 256 << 10
 
 
@@ -82,7 +82,7 @@ class DirectFlow:
         self._agent, self._connection, self._on_end = agent, connection, on_end
         self._enter_device = enter_device
         self._transfers: queue.SimpleQueue[DirectTransfer | None] = queue.SimpleQueue()
-        self._held: list[tuple[Handle, DirectTransfer]] = []  # not released by NIXL yet
+        self._held: list[tuple[Handle, DirectTransfer]] = []  # transfers not yet released by NIXL
         self.thread = threading.Thread(
             target=self._run, name=f"kvcache direct {connection.peer.agent}", daemon=True
         )

@@ -161,7 +161,7 @@ class NixlLane(Lane):
                 return
             self._is_closed = True
             self._changed.notify_all()
-        self.unsent.clear()  # a thread that is still sending notices this and ends
+        self.unsent.clear()  # a sending thread fails on the empty queue and ends
         self._under_way.clear()
         if self.direct is not None:
             self.direct.close()

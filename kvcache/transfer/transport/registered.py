@@ -195,9 +195,8 @@ def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray
     fragment. Returns None if the fragments do not have this form.
     """
     bases, runs, length = tile.bases, tile.offsets, tile.length
-    if (
-        len(bases) == 1 and (length == length[0]).all()
-    ):  # if there is one run, use the bases as runs of a single base
+    # With one base and runs of equal length, treat the runs as bases of a single run.
+    if len(bases) == 1 and (length == length[0]).all():
         bases, runs, length = bases[0] + runs, np.zeros(1, np.int64), length[:1]
     first = int(bases.min())
     step = int(np.gcd.reduce(bases - first))
@@ -264,7 +263,7 @@ def check_within(spans: Spans, begins: np.ndarray, ends: np.ndarray, name: str) 
     if len(spans.bases) == 1:
         first = spans.bases[0] + spans.offsets
         last = first + spans.length
-    else:  # a base and all of its runs are in one region
+    else:  # a base and all of its runs must be in one region
         first = spans.bases + int(spans.offsets.min())
         last = spans.bases + int((spans.offsets + spans.length).max())
     grows = last > first  # false if a sum overflows int64
@@ -297,9 +296,8 @@ def check_apart(spans: Spans, name: str) -> None:
     by_run = np.diff(np.sort(offsets))
     reach = int(bases[-1] - bases[0]) + longest
     is_by_run = not len(by_run) or int(by_run.min()) >= reach
-    if (
-        is_by_run and int(np.diff(bases).min()) >= longest
-    ):  # or each run's fragments precede those of the next run
+    # The other disjoint case: all fragments of each run precede those of the next run.
+    if is_by_run and int(np.diff(bases).min()) >= longest:
         return
     _check_apart(spans.addresses(), np.tile(spans.length, len(spans.bases)), name)
 

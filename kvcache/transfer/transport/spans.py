@@ -185,8 +185,8 @@ def check_match(local: Spans, remote: Spans) -> None:
         side.checked(name)
     if len(local.bases) != len(remote.bases) or not np.array_equal(local.length, remote.length):
         raise ValueError(
-            f"local has {len(local.bases)} bases and {len(local.length)} runs, remote "
-            f"{len(remote.bases)} and {len(remote.length)}: expected runs of the same lengths"
+            f"local has {len(local.bases)} bases and {len(local.length)} runs, but "
+            f"remote has {len(remote.bases)} and {len(remote.length)}: expected runs of the same lengths"
         )
 
 

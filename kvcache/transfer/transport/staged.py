@@ -55,7 +55,7 @@ _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Stop threads that wait in native code before the interpreter exits and terminates them there."""
+    """Stop the transports' threads, because the interpreter's exit would kill threads in native code."""
     for transport in list(_open):
         transport.close()
 
@@ -95,7 +95,8 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        self._ended: list[tuple[str, Connection]] = []  # ended, but with messages to take
+        # Ended connections whose messages have not been taken yet, with the names of their peers.
+        self._ended: list[tuple[str, Connection]] = []
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False
@@ -162,9 +163,8 @@ class StagedTransport(Transport):
             raise ValueError(
                 f"agent of the metadata is {theirs.agent!r}: expected the metadata of another agent"
             )
-        if (
-            theirs.incarnation == self.incarnation
-        ):  # otherwise the peer could reflect this side's proof
+        # Without this check, the peer could reflect this side's proof.
+        if theirs.incarnation == self.incarnation:
             raise ValueError(
                 "incarnation of the metadata is this side's own: expected the incarnation of another side"
             )

@@ -58,7 +58,7 @@ class PageMemory:
 
     @property
     def device(self) -> torch.device:
-        """The device on which all regions are."""
+        """The device that holds all regions."""
         return self.memory.device
 
     @property

@@ -15,12 +15,13 @@ from kvcache.worker.pages.memory import PageMemory
 
 
 class BlockParts(NamedTuple):
-    """A storage's caches, keyed by part ("key", "value" or "scales")."""
+    """A storage's number of blocks per page, and its caches keyed by part ("key", "value" or
+    "scales").
+    """
 
     blocks_per_page: int
-    views: dict[
-        str, list[torch.Tensor]
-    ]  # per layer [num_blocks, block_size, num_kv_heads, elements]
+    # For each part, one tensor per layer: [num_blocks, block_size, num_kv_heads, elements].
+    views: dict[str, list[torch.Tensor]]
 
 
 def contents_of(

@@ -23,12 +23,12 @@ import torch
 _log = logging.getLogger("kvcache")
 _CHUNK_BYTES = 256 << 20
 _HUGE_PAGE_BYTES = 2 << 20
-_PAGES_PER_STEP = 64  # 64 pages that consist of whole cache lines end at a system page boundary
+_PAGES_PER_STEP = 64  # 64 pages, each a multiple of 64 bytes, end at a system page boundary
 _SECONDS_BETWEEN_LOGS = 5.0
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: too little memory, or too low a lock limit
-_MADV_POPULATE_WRITE = (
-    23  # Linux 5.14 and later; Python's mmap lacks this constant, and its madvise holds the GIL
-)
+# Supported by Linux 5.14 and later. Python's mmap module does not define this constant, and its
+# `madvise` method does not release the GIL.
+_MADV_POPULATE_WRITE = 23
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -89,7 +89,7 @@ def pin(
     except _PinningError as error:
         _advise(mapping, "MADV_DOFORK")
         warnings.warn(
-            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be pinned, copies will be "
+            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be pinned; copies will be "
             f"slower: {error}",
             RuntimeWarning,
             stacklevel=4,
@@ -113,7 +113,7 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
         )
     except OSError as error:
         raise MemoryError(
-            f"this needs {num_bytes / 2**30:,.1f} GiB of host memory: the system refuses to map them "
+            f"this needs {num_bytes / 2**30:,.1f} GiB of host memory: the system refuses to map it "
             f"({error.strerror})"
         ) from error
     _advise(mapping, "MADV_HUGEPAGE")
@@ -188,13 +188,13 @@ def _register(address: int, num_bytes: int, device: torch.device) -> None:
     # does not need them.
     from kvcache.native import load
 
-    # Unlike torch's cudart, the op does not invalidate other threads' captures.
     problem = load.why_no_cuda()
     if problem is None and device.type != "cuda":
         problem = f"device is {device}: expected a CUDA device"
     if problem:
         raise _PinningError(problem)
     _populate(address, num_bytes)
+    # Unlike torch's cudart, the op does not invalidate other threads' graph captures.
     try:
         error = torch.ops.kvcache._host_register(device.index, address, num_bytes)
     except RuntimeError as why:  # the device is not available
@@ -254,7 +254,7 @@ def host_memory_bytes() -> int | None:
 
 
 def check_host_memory(num_bytes: int) -> None:
-    """Raise MemoryError if the host or the container has less than `num_bytes`."""
+    """Raise MemoryError if the memory of the host or the container is smaller than `num_bytes`."""
     limit = host_memory_bytes()
     if limit is not None and num_bytes > limit:
         raise MemoryError(

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-# (address of block 0's fragment, block stride in bytes, bytes per fragment)
+# A region: (address of block 0's fragment, block stride in bytes, bytes per fragment).
 Region = tuple[int, int, int]
 # Maximum number of fragments per block. A higher number suggests that `block_dim` is wrong.
 _MAX_FRAGMENTS = 4096

@@ -29,11 +29,10 @@ from kvcache.worker.swap.calibration import (
 )
 from kvcache.worker.swap.engine import SwapEngine
 
-FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
+FRAGMENTS = tuple(2**n for n in range(12, 23))  # sizes from 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # "both": both directions concurrently; "host": within host memory
-POOL_BYTES = (
-    2 << 30
-)  # size of the pool over which pages are scattered; larger than what a device's TLBs cover
+# Size of the pool over which pages are scattered. It exceeds the memory that a device's TLBs cover.
+POOL_BYTES = 2 << 30
 _COUNTS = (32, 256, 2048)  # numbers of fragments per swap to measure in a calibration
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
 _RUN = 16  # number of consecutive pages in a run
@@ -41,7 +40,7 @@ _PATTERNS = ("scattered", "runs")
 # Upper bound on any device's clock rate. With this value, `hold` never blocks for too short a time.
 _MOST_CYCLES_PER_S = 2e9
 _LEAST_HOLD_S, _MOST_HOLD_S = 200e-6, 0.1
-_STAGING_BYTES = 64 << 20  # staging bytes per direction; SwapEngine's default
+_STAGING_BYTES = 64 << 20  # per direction; the default of `SwapEngine`
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterat
 
 
 def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate:
-    """Measure one fragment size. Its pages are freed before the next size is measured."""
+    """Measure copies with one fragment size. Their pages are freed before the next size is measured."""
     source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
     host = source.on_host(source.num_blocks)
     # Write the memory first: unwritten memory maps to a single zero page, which would stay in the
@@ -233,7 +232,8 @@ def calibrate(
     progress: Callable[[Rate], None] = lambda rate: None,
     pool_bytes: int = POOL_BYTES,
 ) -> Calibration:
-    """Determine the fastest copy methods, and the smallest number of thread blocks that suffices.
+    """Determine the fastest copy methods, and the smallest number of thread blocks that reaches nearly
+    the maximum bandwidth.
 
     Args:
         device: The device.
@@ -277,7 +277,7 @@ def calibrate(
     ):
         progress(rate)
         case = (rate.direction, rate.fragment, rate.num_fragments)
-        # Switch methods only if the other is clearly faster, so that noise does not create steps.
+        # Select another method only if it is clearly faster, so that noise does not create steps.
         if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
             best[case] = rate
 

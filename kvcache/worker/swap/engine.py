@@ -145,9 +145,8 @@ class SwapEngine:
             if self._may_stage(direction):
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
-        self._begun: str | None = (
-            None  # name of the job that is being launched or whose launch was interrupted
-        )
+        # Name of the job that is being launched or whose launch was interrupted.
+        self._begun: str | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -336,7 +335,7 @@ class SwapEngine:
             if self._method == STAGING:
                 raise
             warnings.warn(
-                f"{num_bytes >> 20} MiB of device memory for staging are not available, swaps will be "
+                f"{num_bytes >> 20} MiB of device memory for staging are not available; swaps will be "
                 f"slower: {error}",
                 RuntimeWarning,
                 stacklevel=4,

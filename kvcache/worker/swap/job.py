@@ -41,10 +41,10 @@ class SwapJob:
         # For a swap-in, the numbers of the swap-outs that filled its source pages.
         self.fillers: np.ndarray | None = None
         self.error: SwapError | None = None
-        # Event after which the sources may be overwritten, and event after which all pages have
+        # The event after which the sources may be overwritten, and the event after which all pages have
         # arrived.
         self.released = self.done = None
-        # (number of leading layers, event after which they have arrived)
+        # Pairs of a number of leading layers and the event after which these layers have arrived.
         self.layers: list[tuple[int, object]] = []
 
     def poll(self) -> bool:

@@ -36,7 +36,8 @@ class SwapStaging:
         self._memory = memory
         self._pages_per_half = memory.num_blocks // 2
         self._streams = streams
-        self._emptied: list[object] = [None, None]  # event for each half when it is empty
+        # For each half, the event after which it is empty.
+        self._emptied: list[object] = [None, None]
         self._half = 0
         streams.wait(first, streams.record(streams.current()))
 

@@ -33,10 +33,10 @@ class GroupMetadata:
     block_size: int  # attention kernel's block size in tokens on one rank; FlashInfer's page_size
     window: int | None  # number of tokens that a query attends to, including itself; None: all
     max_seqlen_k: int  # upper bound of seqused_k
-    seqused_k: torch.Tensor  # [N] number of tokens on this context-parallel rank; 0: padding
+    seqused_k: torch.Tensor  # [N] number of tokens on this context-parallel rank; 0 for padding
     block_table: torch.Tensor | None  # [N, columns]; null block for padding and outside the window
     paged_kv_indptr: torch.Tensor | None  # [N + 1] start of each request in paged_kv_indices
-    paged_kv_indices: torch.Tensor | None  # [pages]; lengths from a device: [N * columns]
+    paged_kv_indices: torch.Tensor | None  # [pages], or [N * columns] for device lengths
     paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0 if there are no pages
     paged_kv_indptr_cpu: torch.Tensor | None
     paged_kv_last_page_len_cpu: torch.Tensor | None
@@ -253,7 +253,9 @@ class AttentionMetadataBuilder:
         elsewhere = [is_on_device(x) for x in given.values()]
         if any(elsewhere) and not all(elsewhere):
             names = [name for name, there in zip(given, elsewhere) if not there]
-            raise ValueError(f"{' and '.join(names)} is on the cpu: expected all on one device")
+            raise ValueError(
+                f"{' and '.join(names)} is on the cpu: expected all arguments on one device"
+            )
         on_device = any(elsewhere) and self.device.type == "cuda"
         if on_device:
             if query_lens.dim() != 1:

@@ -49,10 +49,10 @@ class HostDeviceBuffer:
     def before_write(self) -> None:
         """Wait until no upload reads the host side."""
         if self._pending:
-            # Poll the event, because waiting for it would invalidate the graph captures of all
-            # threads. An upload completes within microseconds.
             if self._is_unrecorded:  # an interrupt came between the launch and its event
                 torch.cuda.current_stream(self.gpu.device).synchronize()
+            # Poll the event, because waiting for it would invalidate the graph captures of all
+            # threads. An upload completes within microseconds.
             while not self._uploaded.query():
                 time.sleep(0)
             self._pending = self._is_unrecorded = False

@@ -69,7 +69,7 @@ class GroupTable:
 
     @property
     def slot_mapping(self) -> BufferView:
-        """[max_num_tokens]. Raises ValueError for a group without a slot mapping."""
+        """The slot mapping, [max_num_tokens]. Raises ValueError for a group without a slot mapping."""
         return self._tables.slot_mapping(self._group)
 
     @property
@@ -216,7 +216,7 @@ class GroupTable:
         if self.shape.slot_mapping:
             raise ValueError("the group has a slot mapping: expected a recurrent group")
         on_device = isinstance(num_tokens, torch.Tensor) and num_tokens.device.type != "cpu"
-        if on_device and not num_tokens.is_cuda:  # on the host, like slots
+        if on_device and not num_tokens.is_cuda:  # without kernels, compute on the host
             names = ("req_indices", "num_tokens", "num_drafts")
             given = [
                 cpu_tensor(each, name) if isinstance(each, torch.Tensor) else each

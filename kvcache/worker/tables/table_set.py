@@ -25,7 +25,8 @@ SHARED_PLACES = -1
 class _SlotCall(NamedTuple):
     """The part of the slot mappings that one call fills: the part for one group, or for all groups."""
 
-    place: int  # group's index in the slot buffer; SHARED_PLACES: all groups that share positions
+    # The group's index in the slot buffer, or SHARED_PLACES for all groups that share positions.
+    place: int
     fields: torch.Tensor  # the op's argument `groups`
     slots: BufferView
 
@@ -33,9 +34,10 @@ class _SlotCall(NamedTuple):
 class TableSet:
     """The tables, counts and slot mappings of all groups. A `GroupTable` is a view of one group.
 
-    Native code changes the rows on the host; each call may change any number of rows and groups. On
-    a CUDA device, `commit_updates` uploads the changes since the last call in one copy and applies
-    them in one launch. `commit_rows` uploads whole rows instead.
+    Native code changes the rows on the host; each call may change any number of rows and groups. The
+    native tables also track which changes are not on the device yet, so no change is lost if an
+    interrupt occurs. On a CUDA device, `commit_updates` uploads the changes since the last call in
+    one copy and applies them in one launch. `commit_rows` uploads whole rows instead.
     """
 
     def __init__(
@@ -127,12 +129,12 @@ class TableSet:
         """
         n = self.num_slots
         with_slots = [g for g, each in enumerate(self.shapes) if each.slot_mapping]
-        # Groups that share positions come first, because calls for all groups serve them together.
-        # Circular groups follow, because each has its own positions.
         self._circular = [g for g in with_slots if self.shapes[g].circular]
         own = [g for g in with_slots if self.shapes[g].encoder or self.shapes[g].circular]
         shared = [g for g in with_slots if g not in own]
         encoders = [g for g in with_slots if self.shapes[g].encoder]
+        # Groups that share positions come first, because calls for all groups serve them together.
+        # Circular groups follow, because each has its own positions.
         groups = shared + self._circular + encoders
         self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
         self._slots.cpu.fill_(-1)
@@ -176,8 +178,6 @@ class TableSet:
         return None if at in self._replayed else self._host_slots.num_on_device(at)
 
     # Rows ------------------------------------------------------------------------------------------
-    # The native tables track which changes are not on the device yet, so no change is lost if an
-    # interrupt occurs.
 
     @property
     def num_applied(self) -> int:
@@ -453,13 +453,12 @@ class TableSet:
         instance(idx_mapping, torch.Tensor, "idx_mapping")
         if num_computed_tokens is not None:
             instance(num_computed_tokens, torch.Tensor, "num_computed_tokens")
-        # Use at least as many columns as before, because otherwise an earlier batch's entries would
-        # remain.
         if not self._on_cuda:
             idx_mapping = cpu_tensor(idx_mapping, "idx_mapping")
             if num_computed_tokens is not None:
                 num_computed_tokens = cpu_tensor(num_computed_tokens, "num_computed_tokens")
-        # Set before the launch, so that the filled range is known even after an interrupt.
+        # Fill at least as many columns as before, because otherwise an earlier batch's entries would
+        # remain. The number is set before the launch, so that it is known even after an interrupt.
         before = self._batch_tokens
         self._batch_tokens = most = min(max(before, max_num_tokens), 2**31 - 1)
         on_cpu = not self._on_cuda
@@ -525,7 +524,7 @@ class TableSet:
         return self._fields[groups].contiguous()
 
     def identity(self, n: int, on_host: bool) -> torch.Tensor:
-        """Return int32[n] in which request i has row i."""
+        """Return int32[n] row indices that assign row i to request i."""
         if n > self.num_rows:
             raise ValueError(
                 f"there are {n} requests without rows: expected at most {self.num_rows}"
@@ -535,7 +534,7 @@ class TableSet:
     def _identity_of(
         self, query_start_loc: Ids | torch.Tensor | None, on_host: bool
     ) -> torch.Tensor:
-        """Return rows in which request i has row i, for all requests in `query_start_loc`."""
+        """Return row indices that assign row i to request i, for all requests in `query_start_loc`."""
         if query_start_loc is None:
             raise ValueError("neither req_indices nor query_start_loc is given: expected one")
         num_requests = len(query_start_loc) - 1
@@ -617,9 +616,8 @@ def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
         if wrong.size:
             raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: expected {wanted.__name__}")
     array = np.ascontiguousarray(array, wanted)
-    is_plain = (
-        array.flags.writeable and min(array.strides) >= 0
-    )  # a single entry may have any stride
+    # Even a contiguous array may have a negative stride if it has a single entry.
+    is_plain = array.flags.writeable and min(array.strides) >= 0
     return torch.from_numpy(array if is_plain else array.copy())
 
 
