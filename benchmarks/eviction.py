@@ -242,7 +242,10 @@ def compared(name: str, rates: list[float], lru: list[float]) -> str:
     ):
         sizes = [f"{size:,}" for size, gain in zip(CAPACITIES, gains) if is_so(gain)]
         if sizes:
-            where = "every size" if len(sizes) == len(gains) else ", ".join(sizes)
+            where = "every size"
+            if len(sizes) < len(gains):
+                *most, last = sizes
+                where = f"{', '.join(most)} and {last} blocks" if most else f"{last} blocks"
             found.append(f"{what} at {where}")
     return f"- `{name}`: {'; '.join(found)}.\n"
 

@@ -16,7 +16,8 @@ inline constexpr bool is_one_of = (std::is_same_v<T, Allowed> || ...);
 
 using Ull = unsigned long long;
 
-// Also atomic across OS threads, with CUDA's relaxed order. Returns the old value.
+// Replaces the value by `new_value(value)` and returns the old value. The update is atomic, also
+// with respect to other OS threads, and uses CUDA's relaxed memory order.
 template <class T, class F>
 T atomic_update(T* address, F new_value) {
   T old_value, replacement;

@@ -162,8 +162,8 @@ inline Status status_named(PyObject* name) {
   return py::cast<bool>(text.attr("startswith")("FINISHED")) ? Status::kFinished : Status::kOther;
 }
 
-// Returns a sequence's status, which is an enum member or text. Because the names of enum members
-// do not change, known members are cached.
+// Returns the status of a sequence, whose Python attribute is an enum member or a string. Because
+// the names of enum members do not change, known members are cached.
 inline Status status_of(py::handle seq) {
   // Maximum number of cached enum members. An engine has a single status enum, which normally has
   // fewer members.

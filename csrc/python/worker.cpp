@@ -59,7 +59,7 @@ struct GroupIds {
   Int32Input splits, ids;
 };
 
-// If values lie in the tables' own memory, copies them before the tables change.
+// If the input's values are stored in the tables' own memory, copies them before the tables change.
 void let_go(const HostTables& tables, Int32Input* input) {
   if (tables.overlaps(input->data(), input->size())) input->copy_values();
 }

@@ -364,7 +364,7 @@ def test_put_in_flight_at_a_new_epoch_is_not_announced():
     assert len(user.store.values) > 7 and not told(user)
 
 
-def test_events_of_the_manager_are_kept_if_the_store_does_not_know_its_keys():
+def test_events_of_the_manager_are_kept_if_the_store_cannot_list_its_keys():
     store = MemoryStore()
     store.knows_keys = False
     user = a_user(store)

@@ -30,7 +30,7 @@ def offer_in(text: Any) -> Offer:
         values = json.loads(text)
     except (TypeError, ValueError, RecursionError):
         raise ValueError(
-            f"custom_params[{KEY!r}] is not JSON: expected {ASK!r}, or the offer of another engine"
+            f"custom_params[{KEY!r}] is not JSON: expected {ASK!r} or another engine's offer as JSON"
         ) from None
     return Offer.from_dict(values)
 

@@ -533,7 +533,7 @@ class StoreTier:
                 self._holders[key] = left
 
     def _tell_found(self, keys: Sequence[BlockKey], rank: int) -> None:
-        """Record all blocks in a store that was just opened."""
+        """Report the blocks that a newly opened store contains."""
         for key in keys:
             if key.group >= len(self._manager.groups):
                 continue

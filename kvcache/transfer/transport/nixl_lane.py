@@ -139,7 +139,7 @@ class NixlLane(Lane):
                 else:
                     self._arrived[tag] = self._arrived.get(tag, 0) + 1
             else:
-                raise ValueError(f"kind is {shown(kind)}: expected room or arrived")
+                raise ValueError(f"kind is {shown(kind)}: expected 'room' or 'arrived'")
             self._changed.notify_all()
 
     def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], PieceStaging]:

@@ -94,7 +94,7 @@ class ServeProcess:
                 self._reader.join()
             log = self.log
         if is_late:
-            raise TimeoutError(f"the server did not end within 60 s: {log}")
+            raise TimeoutError(f"the server did not exit within 60 s: {log}")
         return log
 
     def send_signal(self, number: int) -> None:
