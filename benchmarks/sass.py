@@ -143,7 +143,9 @@ def parse(sass: str, resources: str) -> list[Kernel]:
             described.add(current.symbol)
     missing = kernels.keys() - described
     if missing:
-        raise ValueError(f"no resources are given for {sorted(missing)}: expected each kernel's")
+        raise ValueError(
+            f"no resources are given for {sorted(missing)}: expected the resources of every kernel"
+        )
     return list(kernels.values())
 
 

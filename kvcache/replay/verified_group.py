@@ -101,7 +101,7 @@ class TokenGroup(VerifiedGroup):
     def check_arrival(self, span: Span) -> Found:
         """Check for zeros before the end of a hit.
 
-        Applies if a hit of other groups ends inside a block of this group.
+        Applies if a hit in other groups ends inside a block of this group.
         """
         first = span.num_hit - span.num_hit % self.storage.block_size
         if self.is_cached or span.start != span.num_hit or first == span.num_hit:

@@ -264,7 +264,7 @@ def test_only_blocks_that_a_hit_can_read_are_cached_and_others_are_reused_first(
     assert manager.pool.num_cached == 2 + 2
     hit = manager.cache.find_prefix(Request("b", range(65))).block_ids
     manager.free(request)
-    # The request released 12 uncached blocks, which are allocated without evicting anything.
+    # Request a released 12 uncached blocks. Request c gets these, so nothing is evicted for it.
     other = Request("c", range(1_000, 1_040), write_cache=False)
     manager.step(new=[other])
     assert manager.pool.num_evicted == 0

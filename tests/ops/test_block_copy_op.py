@@ -194,7 +194,7 @@ def test_copy_engine_moves_the_same_bytes_as_the_kernel(backend, case, pages_per
     assert torch.equal(found, reference(*case))
 
 
-# Bytes per page of each region, all multiples of 16-byte vectors.
+# Bytes per page of each region, all multiples of 16, the size of a vector.
 WIDE = {
     "one vector": [16],
     "a chunk and a part of one": [4096 + 2048],

@@ -208,7 +208,7 @@ def test_missing_zstandard_package_is_reported(tmp_path, monkeypatch):
     path.write_bytes(b"\x28\xb5\x2f\xfd rest")
     monkeypatch.setattr(registry, "zstandard", None)
     with pytest.raises(
-        TraceError, match=r"trace.zst: is compressed with .* install .torch-kvcache\[cli\]"
+        TraceError, match=r"trace.zst is compressed with .* install .torch-kvcache\[cli\]"
     ):
         list(read_trace(path))
 

@@ -167,7 +167,7 @@ def _requests(name: str, form: str | None, with_tokens: bool) -> Iterator:
             found = True
             yield request
         if not found and form.endswith("_log"):
-            raise TraceError(f"{name}: has no requests: expected requests of form {form!r}")
+            raise TraceError(f"{name} has no requests: expected requests of form {form!r}")
 
 
 def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
@@ -179,7 +179,7 @@ def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
         return file
     if zstandard is None:
         raise TraceError(
-            f"{name}: is compressed with Zstandard, but the package zstandard is not installed: "
+            f"{name} is compressed with Zstandard, but the package zstandard is not installed: "
             "pip install 'torch-kvcache[cli]'"
         )
     return io.BufferedReader(_ZstdStream(file))

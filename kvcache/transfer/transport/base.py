@@ -145,7 +145,7 @@ class Transport(ABC):
             memory: The argument of an earlier `register`.
 
         Raises:
-            TimeoutError: A copy of the memory was still running after the transport's timeout.
+            TimeoutError: Data was still being copied to or from the memory after the transport's timeout.
         """
 
     @abstractmethod

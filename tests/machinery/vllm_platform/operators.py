@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch implementations of the operators of `torch.ops._C` that vLLM calls on a CPU.
 
-The operators are attributes of the namespace without a schema, so they also accept arguments that
-later versions of vLLM append.
+The operators have no schema: they are plain attributes of the namespace, so they also accept
+arguments that later versions of vLLM append.
 """
 
 import torch
