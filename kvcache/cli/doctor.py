@@ -179,9 +179,7 @@ def _ninja() -> str:
     )  # found even if its virtual environment is not activated
     found = which("ninja") or (str(beside) if beside.exists() else None)
     if found is None:
-        raise LookupError(
-            "ninja is not installed: pip install ninja (required only to build libraries at run time)"
-        )
+        raise LookupError("not installed: pip install ninja (only builds at run time need ninja)")
     return found
 
 
