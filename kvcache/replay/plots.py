@@ -29,6 +29,7 @@ _GRAY = "#444444"
 _COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214", "#762a83", "#35978f")  # one per policy
 # One color per miss reason.
 _SHADES = ("#b2182b", "#2166ac", "#e08214", "#762a83", "#35978f", "#999999", "#1b7837", "#c2a5cf")
+_ONE_PANEL = (9, 5.5)  # size in inches
 _WINDOW_SHARE = 50  # moving averages cover 1/50 of the requests
 
 
@@ -45,7 +46,7 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
     else:
         times, label = np.arange(1, len(series.prompt_tokens) + 1), "requests replayed"
     num_panels = 3 + is_timed + bool(series.missed_tokens)
-    with _figure(_title(report), num_panels, times, label, path) as panels:
+    with _panels(_title(report), num_panels, times, label, path) as panels:
         _draw_hit_rate(panels[0], times, series, report)
         _draw_evictions(panels[1], times, series)
         _draw_used_blocks(panels[2], times, series, report)
@@ -70,7 +71,7 @@ def draw_disaggregation(
         f"{report.loaded_requests:,} loaded from the prefill pool; {_speeds(report.service)}"
         f"{_overloaded(report.overload)}"
     )
-    with _figure(title, 4, times, label, path) as panels:
+    with _panels(title, 4, times, label, path) as panels:
         for axes, side, color in ((panels[0], "prefill", _USED), (panels[1], "decode", _HITS)):
             used = np.array(getattr(series, f"{side}_used_blocks"), np.int64)[order]
             capacity = getattr(report, f"{side}_blocks") - 1
@@ -90,25 +91,33 @@ def draw_disaggregation(
 
 
 @contextmanager
-def _figure(
-    title: str, num_panels: int, times: np.ndarray, label: str, path: str | os.PathLike
-) -> Iterator[Sequence[Axes]]:
-    """Yield vertically stacked panels with a shared time axis, then write the figure."""
+def _figure(title: str, path: str | os.PathLike, **options: object) -> Iterator[Any]:
+    """Yield the axes of a new figure, then write the figure. `options` are those of `subplots`."""
     import matplotlib
 
     matplotlib.use("Agg")  # writes only files, so no display is needed
     from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(layout="constrained", **options)
+    try:
+        yield axes
+        style = {"fontsize": 11, "linespacing": 1.5, "parse_math": False}
+        figure.suptitle(title, x=0.02, ha="left", **style)
+        figure.savefig(checked_path(path, "path"), dpi=130)
+    finally:
+        plt.close(figure)
+
+
+@contextmanager
+def _panels(
+    title: str, num_panels: int, times: np.ndarray, label: str, path: str | os.PathLike
+) -> Iterator[Sequence[Axes]]:
+    """Yield vertically stacked panels with a shared time axis, then write the figure."""
     from matplotlib.ticker import MaxNLocator
 
-    figure, panels = plt.subplots(
-        num_panels,
-        1,
-        sharex=True,
-        figsize=(9, 2 + 2 * num_panels),
-        height_ratios=(3, *[2] * (num_panels - 1)),
-        layout="constrained",
-    )
-    try:
+    options = {"sharex": True, "figsize": (9, 2 + 2 * num_panels)}
+    options["height_ratios"] = (3, *[2] * (num_panels - 1))
+    with _figure(title, path, nrows=num_panels, **options) as panels:
         for axes in panels[1:]:
             axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
             axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -119,11 +128,6 @@ def _figure(
         )
         panels[-1].xaxis.set_major_formatter("{x:,.10g}")
         panels[-1].set_xlim(0, times[-1] if len(times) and times[-1] > 0 else 1)
-        style = {"fontsize": 11, "linespacing": 1.5, "parse_math": False}
-        figure.suptitle(title, x=0.02, ha="left", **style)
-        figure.savefig(checked_path(path, "path"), dpi=130)
-    finally:
-        plt.close(figure)
 
 
 def _minutes_or_seconds(seconds: np.ndarray, what: str) -> tuple[np.ndarray, str]:
@@ -156,95 +160,62 @@ def draw_curve(curve: HitRateCurve, path: str | os.PathLike) -> None:
 
     Raises the same errors as `draw`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.ticker import NullLocator
 
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    top = 0.0
-    for (name, rates), color in zip(curve.token_hit_rates.items(), itertools.cycle(_COLORS)):
-        axes.plot(curve.sizes, rates, marker="o", markersize=3, color=color, label=name)
-        top = max([top, *rates])
-        if curve.exact is not None:
-            style = {"marker": "x", "linestyle": "none", "color": _GRAY, "label": f"{name}, exact"}
-            axes.plot(curve.sizes, curve.exact[name], **style)
-            top = max([top, *curve.exact[name]])
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    if len(curve.sizes) < 10:
-        axes.set_xticks(curve.sizes)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(0, min(1.0, 1.1 * max(top, 0.01)))
-    axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.set_xlabel(f"blocks of {curve.block_size} tokens")
-    _finish(axes, "Token hit rate by pool size")
     sampled = f"{curve.rate:.4%} of the blocks sampled" if curve.rate < 1 else "all blocks replayed"
-    figure.suptitle(
-        f"{curve.trace}: {curve.requests:,} requests, {curve.blocks:,} blocks\n{sampled}",
-        x=0.02,
-        ha="left",
-        fontsize=11,
-        linespacing=1.5,
-        parse_math=False,
-    )
-    try:
-        figure.savefig(checked_path(path, "path"), dpi=130)
-    finally:
-        plt.close(figure)
+    title = f"{curve.trace}: {curve.requests:,} requests, {curve.blocks:,} blocks\n{sampled}"
+    with _figure(title, path, figsize=_ONE_PANEL) as axes:
+        for (name, rates), color in zip(curve.token_hit_rates.items(), itertools.cycle(_COLORS)):
+            axes.plot(curve.sizes, rates, marker="o", markersize=3, color=color, label=name)
+            if curve.exact is not None:
+                style = {"marker": "x", "linestyle": "none", "color": _GRAY}
+                axes.plot(curve.sizes, curve.exact[name], label=f"{name}, exact", **style)
+        _finish_hit_rates(axes, curve.block_size, "Token hit rate by pool size")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        if len(curve.sizes) < 10:
+            axes.set_xticks(curve.sizes)
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
     """Plot the hit rates of all policies by pool size. Raises the same errors as `draw`."""
-    import matplotlib
+    sizes, rates_of = comparison.sizes, comparison.token_hit_rates
+    title = f"{comparison.trace}: {comparison.requests:,} requests\nChoose {comparison.choice}"
+    with _figure(title, path, figsize=_ONE_PANEL) as axes:
+        for (name, rates), color in zip(rates_of.items(), itertools.cycle(_COLORS)):
+            axes.plot(sizes, rates, marker="o", markersize=4, color=color, linewidth=2, label=name)
+        if comparison.optimum is not None:
+            style = {"color": _GRAY, "linewidth": 1, "linestyle": "--", "marker": "o"}
+            axes.plot(sizes, comparison.optimum, label="optimum (Belady)", markersize=2, **style)
+        _finish_hit_rates(axes, comparison.block_size, "Token hit rate by eviction policy")
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.set_xticks([], minor=True)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    sizes, top = comparison.sizes, 0.0
-    for (name, rates), color in zip(comparison.token_hit_rates.items(), itertools.cycle(_COLORS)):
-        axes.plot(sizes, rates, marker="o", markersize=4, color=color, linewidth=2, label=name)
-        top = max([top, *rates])
-    if comparison.optimum is not None:
-        style = {"color": _GRAY, "linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 2}
-        axes.plot(sizes, comparison.optimum, label="optimum (Belady)", **style)
-        top = max([top, *comparison.optimum])
+def _finish_hit_rates(axes: Axes, block_size: int, title: str) -> None:
+    top = max((max(line.get_ydata(), default=0.0) for line in axes.lines), default=0.0)
     axes.set_xscale("log")
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.set_xticks([], minor=True)
     axes.set_ylim(0, min(1.0, 1.1 * max(top, 0.01)))
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.set_xlabel(f"blocks of {comparison.block_size} tokens")
-    _finish(axes, "Token hit rate by eviction policy")
-    figure.suptitle(
-        f"{comparison.trace}: {comparison.requests:,} requests\nChoose {comparison.choice}",
-        x=0.02,
-        ha="left",
-        fontsize=11,
-        linespacing=1.5,
-        parse_math=False,
-    )
-    try:
-        figure.savefig(checked_path(path, "path"), dpi=130)
-    finally:
-        plt.close(figure)
+    axes.set_xlabel(f"blocks of {block_size} tokens")
+    _finish(axes, title)
 
 
 def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> None:
     """Plot the time to first token of all fleets by price or size. Raises the same errors as `draw`."""
-    import matplotlib
+    title = f"Fleets for {trace}: time to first token (dashed: required; circle: recommended)"
+    width, height = _ONE_PANEL
+    num_rows = 2 if plan.failures else 1
+    options = {"nrows": num_rows, "figsize": (width, height * num_rows), "squeeze": False}
+    with _figure(title, path, **options) as rows:
+        _draw_times(rows[0, 0], plan)
+        if plan.failures:
+            _draw_failures(rows[1, 0], plan)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+
+def _draw_times(axes: Axes, plan: FleetPlan) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    num_rows = 2 if plan.failures else 1
-    figure, rows = plt.subplots(
-        num_rows, figsize=(9, 5.5 * num_rows), layout="constrained", squeeze=False
-    )
-    axes = rows[0, 0]
     has_prices = all(each.price_per_hour is not None for each in plan.reports)
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in plan.reports:
@@ -264,8 +235,11 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("price per hour" if has_prices else "replicas")
     _finish(axes, "p99 in ms")
+
+
+def _draw_failures(axes: Axes, plan: FleetPlan) -> None:
     for found, color in zip(plan.failures, itertools.cycle(_COLORS)):
-        axes, fleet = rows[1, 0], found.report.fleet
+        fleet = found.report.fleet
         label = f"{_num_replicas(fleet):,} x {_fleet_name(fleet)}"
         axes.plot(found.time_s, found.hit_rates, color=color, label=label)
         axes.plot(found.time_s, found.undisturbed_hit_rates, color=color, linestyle=":")
@@ -275,14 +249,6 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
             f"seconds (dashed: {', '.join(found.failures)}; dotted line: without failures)"
         )
         _finish(axes, "hit rate")
-    figure.suptitle(
-        f"Fleets for {trace}: time to first token (dashed: required; circle: recommended)",
-        **{"x": 0.02, "ha": "left", "fontsize": 11, "parse_math": False},
-    )
-    try:
-        figure.savefig(checked_path(path, "path"), dpi=130)
-    finally:
-        plt.close(figure)
 
 
 _TIERS = ("host_blocks", "store_blocks")
