@@ -821,7 +821,11 @@ def test_repinned_session_releases_its_earlier_blocks():
     [
         ([(0, 4, 101, None)], ValueError, r"retention\[0\]: priority is 101: expected 0 to 100"),
         ([(4, 0, 1, None)], ValueError, r"retention\[0\]: stop is 0: expected 4 to"),
-        ([(0, 4, 1, -1.0)], ValueError, r"retention\[0\]: seconds is -1.0: expected 0 or more"),
+        (
+            [(0, 4, 1, -1.0)],
+            ValueError,
+            r"retention\[0\]: seconds is -1.0: expected a finite number",
+        ),
         (5, TypeError, "retention is 5: expected a list of tuples"),
         ([(0, 4)], TypeError, r"expected \(first token, stop, priority, seconds or None\)"),
     ],

@@ -83,6 +83,10 @@ class Engine:
             KVStorage.for_plan(self.plan, backend=backend, layout=layout, device=device)
             for _ in range(self.num_ranks)
         ]
+        # Memory that an earlier engine used could contain the KV that a test expects to be loaded.
+        for pages in self.all_pages():
+            for layer in range(pages.num_layers):
+                pages.layer(layer).fill_(0)
         self.manager = KVCacheManager.for_groups(
             self.plan.groups,
             self.plan.num_pages,
@@ -212,10 +216,14 @@ class Engine:
                     return f"{kind}: {seen} tokens of {end - first}"
         return None
 
+    def all_pages(self):
+        """Return the pages of all ranks."""
+        return [*{id(each[0].pages): each[0].pages for each in self.storages}.values()]
+
     # Engine steps.
 
     def apply(self, plan):
-        for pages in {id(each[0].pages): each[0].pages for each in self.storages}.values():
+        for pages in self.all_pages():
             for layer in range(pages.num_layers):
                 memory = pages.layer(layer)
                 for source, target in plan.copy.tolist():
