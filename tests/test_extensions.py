@@ -86,6 +86,7 @@ def test_kinds_and_backends_of_other_packages_are_found_by_name(run):
     assert said == ["10", "16", "8", "64", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [None, "ours"])
 def test_trace_formats_of_other_packages_are_found_by_name_and_content(run, tmp_path, form):
     (tmp_path / "trace").write_text("ours 7\nours 9\n")

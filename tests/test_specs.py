@@ -996,6 +996,7 @@ def test_a_request_never_touches_more_blocks_than_planned(case):
     assert planned <= states + sum(blocks_touched(group, plan, length) for group in whole)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(case=cases())
 def test_fewer_groups_would_need_over_10_percent_more_bytes(case):
@@ -1039,6 +1040,7 @@ def test_reported_maximum_length_fits_and_no_longer_one_does(case, part):
             plan_cache(layers, budget, **{**arguments, "max_model_len": longer})
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(case=cases())
 def test_reported_required_budget_is_minimal(case):
@@ -1066,6 +1068,7 @@ def test_max_model_len_is_fitted_to_the_budget():
         plan_cache(layers, 10**5, fit_max_model_len=True, **enough)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(case=cases(), part=st.floats(0, 1.5))
 def test_fitted_length_is_the_largest_that_fits(case, part):

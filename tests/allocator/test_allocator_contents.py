@@ -912,6 +912,7 @@ def simulate(seed: int, *, lose_pages: bool) -> None:
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lose_pages", [False, True], ids=["intact", "lost_pages"])
 @pytest.mark.parametrize("first", sampled(range(0, NUM_SEEDS, SEEDS_PER_TEST)))
 def test_every_read_finds_the_correct_kv(first, lose_pages):
@@ -962,6 +963,7 @@ def test_missing_fences_are_detected(monkeypatch):
     expect_error("a step in flight reads", lose_pages=False)
 
 
+@pytest.mark.slow
 def test_missing_row_dependency_is_detected(monkeypatch):
     step = KVCacheManager.step
 

@@ -18,6 +18,7 @@ NUM_SEEDS = 192  # 96,000 operations including exhaustive tests; `make soak` run
 SEEDS_PER_TEST = len(MIXES)  # covers every mix of groups once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", sampled(range(0, NUM_SEEDS, SEEDS_PER_TEST)))
 def test_random_operations_agree_with_the_model(first):
     print(f"seeds {first} to {first + SEEDS_PER_TEST - 1}, {OPERATIONS_PER_SEED} operations each")

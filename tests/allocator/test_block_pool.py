@@ -160,6 +160,7 @@ def test_crafted_hash_collisions_do_not_slow_lookups():
     assert min(ratios) < 5  # a scan over all colliding entries would make the ratio exceed 100
 
 
+@pytest.mark.slow
 def test_pool_uses_at_most_100_bytes_per_block_and_almost_none_before_its_first_use():
     """Measures the resident memory of a pool in which all blocks are used and that of an unused
     pool.

@@ -198,6 +198,7 @@ class Engine:
                     self.slots[group, block, at % BLOCK] = self.digest(tokens, at + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [25, 35, 400])
 @pytest.mark.parametrize(
     "groups", [(STATE, FULL), (STATE, FULL, GroupSpec("sliding_window", BLOCK, {"window": 6}))]

@@ -294,6 +294,7 @@ def test_negative_tokens_need_extra_keys_or_block_hashes():
     assert (manager.step(new=[given, embeds]).status == 0).all()
 
 
+@pytest.mark.slow
 def test_undrained_events_are_bounded_and_dropped_events_are_counted():
     manager = KVCacheManager(1, 2**17 + 2, 2**17, enable_events=True, num_preallocate_tokens=0)
     for i in range(9):  # each stores 2**17 blocks and evicts the previous ones

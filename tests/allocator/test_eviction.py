@@ -296,6 +296,7 @@ class Driver:
             assert found == [model.lookup(node, group) for node in range(NUM_NODES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "seed"), sampled(CASES, len(CASES) // 4))
 def test_every_victim_matches_the_model(name, options, seed):
     """Each policy runs 8,000 operations, divided among its cases."""
@@ -317,6 +318,7 @@ def test_100_000_victims_of_the_learned_policy_match_the_model(options):
     assert policy.num_ghosts > policy.NUM_GHOSTS and policy.num_releases > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(6)))
 def test_victims_among_chats_match_the_model(seed):
     """Turns, forks, shared prefixes and one-off prompts cover every class of requests at many ages."""
@@ -440,6 +442,7 @@ def serve(pool, prefixes, request_class=-1):
     return len(held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_victims_are_leaves_while_there_is_a_leaf(name):
     rng = random.Random(name)

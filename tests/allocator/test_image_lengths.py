@@ -124,6 +124,7 @@ def test_swapped_request_returns_with_its_own_image():
     check_invariants(manager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("hash_block_size", [None, 2])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])

@@ -320,6 +320,7 @@ def loops(rng):
             yield time, range(100_000 * first, 100_000 * first + 16 * int(rng.integers(1, 8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(12)))
 def test_hits_lost_to_lru_are_bounded(seed):
     """The policy starts with wrong counts, and it samples all blocks of the pool."""
@@ -398,6 +399,7 @@ def conversations_left_behind():
             yield [*block_tokens(i, 8), 1], 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "c", "never_used"),
     [
@@ -419,6 +421,7 @@ def test_hits_lost_to_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_
         assert behind <= 2 * c * (2 + math.log2(1 + num_uses / c))
 
 
+@pytest.mark.slow
 def test_recomputed_last_block_does_not_count_as_a_lost_hit():
     """At least one token must be computed after a hit, so the block of that token is then cached
     twice.

@@ -161,6 +161,7 @@ class Driver:
             assert pool.num_free == model.num_free()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "cost"), sampled([(k, 100_000 * (k % 2)) for k in range(8)], 2))
 def test_every_evicted_page_matches_the_model(seed, cost):
     driver = Driver(seed, cost)

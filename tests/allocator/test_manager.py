@@ -319,6 +319,7 @@ def test_plan_clears_all_freed_rows_of_steps_and_no_others():
     assert manager.step().clear_rows.tolist() == []
 
 
+@pytest.mark.slow
 def test_call_from_another_thread_is_rejected_and_changes_nothing():
     manager = make()
     request = Request("a", range(10))
@@ -565,6 +566,7 @@ def test_hash_seed_not_encodable_as_utf_8_is_reported():
         make(hash_seed="\ud800")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", ["num_gpu_blocks=2**31 - 1", "num_gpu_blocks=9, num_host_blocks=2**31 - 1"]
 )

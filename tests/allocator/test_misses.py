@@ -86,6 +86,7 @@ def _manager(**options) -> KVCacheManager:
     return KVCacheManager(BLOCK, options.pop("num_gpu_blocks", 41), 400, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_miss_reasons_match_an_oracle_that_records_every_event(seed: int) -> None:
     draw = random.Random(seed)

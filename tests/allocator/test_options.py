@@ -229,6 +229,7 @@ def test_pools_beyond_half_of_the_available_memory_are_not_committed():
     assert plan.append_ids[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_the_first_call_touches_no_new_memory_of_a_prefaulted_pool():
     """Compares how much an admission adds to the resident memory of the process. Page faults are not
     counted, because their number depends on the sizes of the pages that the kernel uses.

@@ -157,6 +157,7 @@ def test_another_seed_shares_no_hash():
     assert hashes[2] == {bytes(each) for each in hash_blocks(TOKENS, 4)}
 
 
+@pytest.mark.slow
 def test_only_documented_modules_listen_and_none_unpickle_or_create_temporary_files():
     """Checks the section "Who may listen" of docs/security.md."""
     of_listeners = {"socket", "asyncio", "zmq"}

@@ -267,6 +267,7 @@ def test_new_epoch_clears_both_tiers():
     assert engine.run("a2", range(16)).num_computed_tokens.tolist() == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", sampled([9, 6, 17]))
 @pytest.mark.parametrize("policy", eviction_names())
 def test_unbounded_host_tier_has_the_same_hits_as_an_unbounded_device(num_blocks, policy):

@@ -95,12 +95,14 @@ def test_table_shows_the_totals(capsys, trace):
     assert err == ""
 
 
+@pytest.mark.slow
 def test_plot_option_writes_a_figure(capsys, trace, tmp_path):
     pytest.importorskip("matplotlib")
     run_json(capsys, trace, "--plot", str(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_reasons_of_misses_are_printed(capsys, tmp_path):
     assert main(["replay", "--requests", "60", "--why", "--num-blocks", "200"]) == 0
     printed = capsys.readouterr().out
@@ -121,6 +123,7 @@ def test_reasons_of_misses_are_rejected_for_other_kinds_of_replays(capsys, optio
     assert "--why is given with" in error_of(capsys, "replay", *option, "--why")
 
 
+@pytest.mark.slow
 def test_timed_and_disaggregated_replays_are_drawn(capsys, trace, tmp_path):
     pytest.importorskip("matplotlib")
     for i, option in enumerate((["--timed"], ["--disaggregate", "101"])):
@@ -216,6 +219,7 @@ def test_table_has_one_row_per_group(capsys):
         assert text in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_requests", "num_tokens"), sampled([(40, 506_280), (300, 4_269_971)]))
 def test_requests_of_the_published_trace_verify_with_a_window(capsys, num_requests, num_tokens):
     path = str(shared_file("traces/mooncake_conversation.jsonl"))
@@ -364,6 +368,7 @@ def test_replay_reports_the_hits_of_a_store(capsys):
 TIERED = ("--requests", "200", "--num-blocks", "400", "--host-blocks", "2000")
 
 
+@pytest.mark.slow
 def test_replay_with_a_host_tier_is_verified_and_reported(capsys):
     found = run_json(
         capsys, *TIERED, "--requests", "60", "--num-blocks", "200", "--verify",
@@ -683,6 +688,7 @@ def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_replay_publishes_its_events(capsys, monkeypatch):
     pytest.importorskip("zmq")
     from kvcache.router_events import CacheView, EventPublisher
@@ -716,6 +722,7 @@ def test_replay_publishes_its_events(capsys, monkeypatch):
 # --- the process ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "unwanted"),
     [
@@ -734,6 +741,7 @@ def test_heavy_modules_are_imported_lazily(argv, unwanted):
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["--json"], []])
 def test_closed_pipe_exits_quietly(argv):
     process = spawn("replay", "--requests", "5", *argv)
@@ -746,6 +754,7 @@ FULL = "kvcache: standard output cannot be written: No space left on device\n"
 CLOSED = "kvcache: standard output is closed: expected it open, /dev/null at least\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 @pytest.mark.parametrize("unbuffered", sampled(["", "1"]))
 @pytest.mark.parametrize("argv", [["replay", "--requests", "5", "--json"], ["doctor"]])
@@ -759,6 +768,7 @@ def test_closed_stdout_prints_one_line(argv):
     assert in_shell(argv, ">&-") == (1, "", CLOSED)
 
 
+@pytest.mark.slow
 def test_closed_or_full_stderr_affects_neither_stdout_nor_exit_code():
     code, out, _ = in_shell(["replay", "--requests", "5", "--json"], "2>&-")
     assert code == 0 and json.loads(out)["requests"] == 5
@@ -780,6 +790,7 @@ def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_progress_bar_appears_only_on_a_terminal_without_json(trace):
     assert "3/3" in terminal_output("replay", trace)
     assert terminal_output("replay", trace, "--json") == ""
@@ -804,6 +815,7 @@ def terminal_output(*argv) -> str:
         os.close(terminal)
 
 
+@pytest.mark.slow
 def test_interrupt_exits_quietly(tmp_path):
     fifo = tmp_path / "endless.jsonl"
     os.mkfifo(fifo)

@@ -21,6 +21,7 @@ from tests.machinery.tokenizers import chat_tokenizer
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
+@pytest.mark.slow
 def test_demo_prints_a_table_and_writes_a_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "demo.png"
@@ -30,6 +31,7 @@ def test_demo_prints_a_table_and_writes_a_plot(capsys, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_demo_prints_json(capsys):
     assert main(["demo", "--users", "1", "--turns", "1", "--model", "gemma3", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -37,6 +39,7 @@ def test_demo_prints_json(capsys):
     assert figures["model"] == "gemma3" and figures["hit_rate"] >= 0
 
 
+@pytest.mark.slow
 def test_checkpoint_with_a_chat_template_gets_english_prompts(capsys, tmp_path):
     dense("llama", 2).save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
@@ -45,6 +48,7 @@ def test_checkpoint_with_a_chat_template_gets_english_prompts(capsys, tmp_path):
     assert "user:  What is the capital of France?" in out and "1 of 1 sequences" in out
 
 
+@pytest.mark.slow
 def test_quantized_kv_may_change_answers(capsys):
     options = ["--users", "1", "--turns", "1", "--kv-cache-dtype", "float8_e4m3fn", "--json"]
     assert main(["demo", *options]) == 0
@@ -62,6 +66,7 @@ def test_smollm2_names_the_missing_package(capsys, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_unwritable_plot_prints_one_line(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "full.png"
@@ -72,6 +77,7 @@ def test_unwritable_plot_prints_one_line(capsys, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["40", "80"])
 def test_progress_fits_the_terminal_and_prints_no_warning(width):
     terminal, stderr = os.openpty()
@@ -100,6 +106,7 @@ def test_progress_fits_the_terminal_and_prints_no_warning(width):
     assert max(map(len, frames)) <= int(width)
 
 
+@pytest.mark.slow
 def test_checkpoint_folder_is_served(capsys, tmp_path):
     dense("llama", 2).save_pretrained(tmp_path)
     assert main(["demo", "--users", "1", "--turns", "1", "--model", str(tmp_path), "--json"]) == 0
@@ -122,6 +129,7 @@ def test_invalid_model_prints_one_line(capsys, model, says):
     assert out == "" and err.count("\n") == 1 and says in err
 
 
+@pytest.mark.slow
 def test_turns_that_do_not_fit_print_one_line(capsys):
     assert main(["demo", "--turns", "100", "--users", "1", "--json"]) in (0, 2)
     err = capsys.readouterr().err

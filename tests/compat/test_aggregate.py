@@ -867,6 +867,7 @@ def corrupted(outputs, rank, rng):
     return bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(20), 2))
 def test_random_steps_match_the_model(seed):
     """25,000 steps in total, with empty outputs, failing calls and changing counts."""

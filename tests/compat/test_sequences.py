@@ -922,6 +922,7 @@ def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
     return answer, True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, window", [(1, None), (2, None), (4, None), (2, 5), (4, 3)])
 def test_can_swap_in_predicts_swap_in_and_append_slots(size, window):
     answers = collections.Counter()
@@ -1454,6 +1455,7 @@ def test_manager_belongs_to_its_first_thread():
 # Random calls ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(0, 200, 25), 2))
 def test_random_calls_match_the_model(seed):
     for each in range(seed, seed + 25):
@@ -1560,6 +1562,7 @@ class FreesWhenCollected:
             self.manager.free(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_allocations", range(1, 30))
 def test_finalizers_do_not_run_within_a_decode_step(num_allocations):
     # CPython before 3.12 may collect garbage during any object allocation.

@@ -31,6 +31,7 @@ def served(name="llama", num_users=4, num_turns=2, max_tokens=200, **options):
     return serve_chats(dense(name), name, chats, **options)
 
 
+@pytest.mark.slow
 def test_every_answer_is_compared_although_the_pool_is_too_small():
     course = Course()
     report = served(course=course)
@@ -44,6 +45,7 @@ def test_every_answer_is_compared_although_the_pool_is_too_small():
     assert max(held) <= course.num_blocks and course.held[-1] == 0
 
 
+@pytest.mark.slow
 def test_wrong_answers_are_counted(monkeypatch):
     extend = OutputProcessor._extend
 
@@ -56,6 +58,7 @@ def test_wrong_answers_are_counted(monkeypatch):
     assert report.agreeing_tokens < report.generated_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(tiny_model_names()))
 def test_every_offered_model_matches_generate(name):
     chats = make_chats(4, 1, 48, VOCAB_SIZE, seed=0)
@@ -63,6 +66,7 @@ def test_every_offered_model_matches_generate(name):
     assert report.identical_sequences == report.sequences == 6
 
 
+@pytest.mark.slow
 def test_quantized_kv_is_compared_with_the_dense_cache():
     report = served(kv_cache_dtype="float8_e4m3fn", num_turns=1)
     plain = served(num_turns=1)
@@ -73,6 +77,7 @@ def test_quantized_kv_is_compared_with_the_dense_cache():
     assert summary(report).startswith("KV in float8_e4m3fn, compared with a dense cache: ")
 
 
+@pytest.mark.slow
 def test_text_chats_end_at_end_tokens_and_are_shown():
     tokenizer, model = chat_tokenizer(), dense("llama")
     chats = make_text_chats(tokenizer, 4, 2, max_tokens=12, stop_token_ids=(END,))
@@ -92,6 +97,7 @@ def test_empty_list_of_chats_is_rejected():
         serve_chats(dense("llama"), "llama", [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_table_fits_narrow_terminals(width):
     from rich.console import Console

@@ -43,6 +43,7 @@ def served(paged, lines, max_tokens=12, **options):
 # Each model covers one mechanism: states next to K and V, states without K and V, both in one
 # module, learned positions, positions counted by the cache, biases, local layers in float32, or K
 # and V that are attended to twice.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type,is_batched",
     sampled(
@@ -67,11 +68,13 @@ def test_every_architecture_is_correct_or_rejected_by_name(model_type):
     assert verdict.answer in ("right", "refused", "not built"), verdict.reason
 
 
+@pytest.mark.slow
 def test_falcon_with_biases_instead_of_rope_is_served():
     model = tiny_architecture("falcon", alibi=True)
     assert judge_model(model, answers_of(model, prompts(), MAX_TOKENS)).answer == "right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sampled(["gpt_neo", "zaya"]))
 def test_drafts_are_correct_request_by_request(model_type):
     model = tiny_architecture(model_type)
@@ -95,6 +98,7 @@ def test_drafts_are_correct_request_by_request(model_type):
     paged.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float16, torch.float32]))
 @pytest.mark.parametrize("name", tiny_model_names())
 def test_rounding_differences_are_tolerated(name, dtype):
@@ -103,6 +107,7 @@ def test_rounding_differences_are_tolerated(name, dtype):
     paged.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type,fields,says",
     [
@@ -209,6 +214,7 @@ class TestTrainingMode:
 
 
 class TestTheCheckLeavesNoTrace:
+    @pytest.mark.slow
     @pytest.mark.parametrize("model_type", ["llama", "jamba", "gpt_neo"])
     def test_attach_restores_generators_flags_and_modules(self, model_type):
         model = tiny_architecture(model_type)
@@ -230,6 +236,7 @@ class TestTheCheckLeavesNoTrace:
         assert not paged.cache.tables[0].get_numpy_array().any()
         paged.detach()
 
+    @pytest.mark.slow
     def test_model_that_is_already_attached_stays_attached(self):
         model = tiny_architecture("jamba")
         first = attach(model, "8MiB", max_model_len=96)
@@ -253,6 +260,7 @@ class TestDefectsAreNoticed:
         assert paged.by_request and "logits differ from" in paged.why_by_request
         paged.detach()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", sampled(["llama", "bamba", "gemma3", "deepseek_v3"], 2))
     def test_slots_of_other_tokens_are_detected(self, monkeypatch, name):
         read = layer_places.Place.read
@@ -262,6 +270,7 @@ class TestDefectsAreNoticed:
         with pytest.raises(UnsupportedModel, match="logits differ from"):
             attach(tiny_model(name), "4MiB", max_model_len=96)
 
+    @pytest.mark.slow
     def test_state_that_is_not_stored_is_detected(self, monkeypatch):
         monkeypatch.setattr(LayerStates, "store", lambda *_: None)
         with pytest.raises(UnsupportedModel, match="tokens of earlier steps"):

@@ -141,6 +141,7 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
 
 
 # The other models are covered by the exhaustive variant below and by the random runs.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["gemma3", "llama", "bamba"]))
 def test_answers_equal_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)
@@ -180,6 +181,7 @@ def test_answers_of_many_sequences_equal_those_of_the_dense_cache(name, paged):
 
 # In the runs with the first three seeds, beams wait for each other or are recomputed after other
 # beams have finished.
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2867, 3006, 3338, *sampled([3, 0, 6, 1, 2, 4, 5, 7, 8])])
 def test_answers_of_random_runs_equal_those_of_the_dense_cache(seed):
     EngineRun(MODELS[seed % len(MODELS)], seed).run()
@@ -192,6 +194,7 @@ def test_answers_of_many_random_runs_equal_those_of_the_dense_cache(first):
         EngineRun(MODELS[seed % len(MODELS)], seed).run()
 
 
+@pytest.mark.slow
 def test_samples_of_a_seed_do_not_depend_on_the_batch(paged):
     params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=3, n=3)
     prompts = prompts_of(1, 6)
@@ -203,6 +206,7 @@ def test_samples_of_a_seed_do_not_depend_on_the_batch(paged):
         assert len(set(map(tuple, samples[0]))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["bamba", "llama", "gemma3"]))
 def test_beam_search_equals_a_search_without_a_cache(name, paged):
     engine = Engine(paged(name, requests=3.0))
@@ -216,6 +220,7 @@ def test_beam_search_equals_a_search_without_a_cache(name, paged):
     assert engine.metrics.forked_sequences > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["alone", "drafts"])
 def test_log_probabilities_equal_those_of_the_dense_model(drafter, paged):
     model = paged("llama")
@@ -237,6 +242,7 @@ def test_log_probabilities_equal_those_of_the_dense_model(drafter, paged):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["alone", "drafts"])
 def test_repetition_penalty_equals_that_of_transformers(drafter, paged):
     engine = Engine(paged("llama"), drafter=drafter)
@@ -285,10 +291,12 @@ class TestDefectsAreNoticed:
         finally:
             paged.detach()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", SOME)
     def test_unbroken_engine_gives_correct_answers(self, name):
         assert self.answers(name, lambda cache: None)[0]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", SOME)
     def test_wrong_slots_are_detected(self, name):
         def break_it(cache):
@@ -301,6 +309,7 @@ class TestDefectsAreNoticed:
 
         assert not self.answers(name, break_it)[0]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", SOME)
     def test_missing_swap_in_is_detected(self, name):
         def break_it(cache):
@@ -309,6 +318,7 @@ class TestDefectsAreNoticed:
         right, metrics = self.answers(name, break_it)
         assert metrics.swapped_in_pages and not right
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", SOME)
     def test_missing_copy_on_write_is_detected(self, name):
         def break_it(cache):
@@ -322,6 +332,7 @@ class TestDefectsAreNoticed:
         right, metrics = self.answers(name, break_it, drafter=drafter, n=3)
         assert metrics.copied_pages and not right
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", SOME)
     def test_stale_table_rows_are_detected(self, name):
         def break_it(cache):
@@ -341,6 +352,7 @@ class TestDefectsAreNoticed:
         assert not self.answers(name, break_it)[0]
 
 
+@pytest.mark.slow
 def test_prompts_of_one_token_start_from_an_empty_state(paged):
     """Stale states of earlier requests must not be read."""
     engine = Engine(paged("bamba", requests=1.3))
@@ -353,6 +365,7 @@ def test_prompts_of_one_token_start_from_an_empty_state(paged):
     assert [each.samples[0].token_ids for each in found] == answers
 
 
+@pytest.mark.slow
 def test_aborted_beams_release_all_blocks(paged):
     engine = Engine(paged("llama", requests=3))
     params = SamplingParams(max_tokens=30, beam_width=4)
@@ -380,6 +393,7 @@ class TestFlashInfer:
         monkeypatch.setattr(flashinfer_attention, "_HEAD_SIZES", (16, 32))
         return wrappers
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "name,layers_served", sampled([("gemma3", 4), ("llama", 4), ("bamba", 2)])
     )
@@ -413,6 +427,7 @@ class TestFlashInfer:
         assert sum(each.num_runs for each in served) == layers_served * engine.metrics.steps
         assert engine.metrics.accepted_drafts > 0 < engine.metrics.cached_prompt_tokens
 
+    @pytest.mark.slow
     def test_layers_unsupported_by_flashinfer_run_in_pytorch(self, served, paged, monkeypatch):
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
         for name in ("deepseek_v3", "gpt_oss"):  # K is wider than V, and attention has sinks
@@ -434,6 +449,7 @@ class TestFlashInfer:
         engine.generate([prompts[0]], SamplingParams(max_tokens=9))
         assert decode.num_runs == 4 * 8 and prefill.num_runs == num_prefills + 4
 
+    @pytest.mark.slow
     def test_cache_with_a_different_half_precision_than_the_model_is_rejected(
         self, served, paged, monkeypatch
     ):
@@ -462,6 +478,7 @@ class TestLowPrecision:
     same precision.
     """
 
+    @pytest.mark.slow
     @torch.inference_mode()
     @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
     def test_logits(self, dtype):

@@ -102,6 +102,7 @@ def all_masked(logits):
 
 
 class TestLogits:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("spoiled", "params"),
         spread(
@@ -131,6 +132,7 @@ class TestLogits:
         assert engine.metrics.failed_sequences == len(failing.samples)
         assert engine.metrics.failed_steps == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}, {"beam_width": 2}])
     def test_masked_logits_are_not_an_error(self, make_engine, monkeypatch, params):
         engine = make_engine()
@@ -170,6 +172,7 @@ class TestLogits:
 
 
 class TestSampling:
+    @pytest.mark.slow
     @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30, 1.7e308])
     def test_extreme_temperatures_are_served(self, make_engine, temperature):
         engine = make_engine()
@@ -222,6 +225,7 @@ class TestSampling:
         assert [sample.finish_reason for sample in found.samples] == ["length"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafts,expected",
     [
@@ -383,6 +387,7 @@ def test_a_request_aborted_while_the_model_runs_gets_no_token(make_engine, monke
     assert generation.samples[0].finish_reason == "abort"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [-1, 2.7, 2**31])
 def test_sampler_without_a_result_ends_only_its_own_sample(make_engine, monkeypatch, wrong):
     engine = make_engine()

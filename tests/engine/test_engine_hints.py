@@ -83,6 +83,7 @@ def test_failing_store_is_named_in_the_receipt():
     settle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eviction", ["priority", "learned"])
 def test_random_hints_never_change_answers(eviction):
     rng = random.Random(3)

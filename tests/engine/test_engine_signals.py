@@ -20,6 +20,7 @@ from tests.machinery.shared import sampled
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["by swap", "plain", "by recompute", "with drafts"]))
 def test_signals_at_many_instants_lose_no_token(name):
     # The strides 61 and 997 are prime, so that each step is interrupted at different lines.
@@ -27,6 +28,7 @@ def test_signals_at_many_instants_lose_no_token(name):
         assert engines.check_each_instant(name, first, stride) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(20)))
 def test_interrupts_at_random_instants_keep_the_state_valid(seed):
     with Alarm() as alarm:

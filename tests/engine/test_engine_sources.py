@@ -161,6 +161,7 @@ def test_other_requests_are_served_while_a_source_lookup_is_pending(filled):
     settle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "name"), spread([(i, MODELS[i % len(MODELS)]) for i in range(27)], 4)
 )

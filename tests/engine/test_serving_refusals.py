@@ -243,6 +243,7 @@ class TestLifeOfTheEngineLoop:
         with pytest.raises(RuntimeError, match="can be called only once"):
             loop.start()
 
+    @pytest.mark.slow
     def test_every_request_submitted_around_a_stop_ends(self, loop):
         """No request waits forever, whether it is submitted before, during or after the stop."""
 

@@ -310,6 +310,7 @@ def run(seed, name, num_operations):
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_random_hints_move_right_bytes_within_budget(name):
     receipts = Counter()

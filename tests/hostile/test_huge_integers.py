@@ -219,6 +219,7 @@ def modules():
     return sorted([*found, *root.glob("*.py"), *(root / name for name in others)])
 
 
+@pytest.mark.slow
 def test_errors_format_values_with_the_function_that_never_raises():
     """An error message with `{value!r}: expected` would itself raise if the value cannot be
     converted to text.

@@ -14,6 +14,7 @@ from tests.machinery.shared import sampled
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", sampled(sorted(OPTIONS, reverse=True), 2))
 @pytest.mark.parametrize("call", CALLS)
 def test_request_is_either_admitted_and_can_be_freed_or_unknown(call, options):
@@ -32,6 +33,7 @@ def test_sequence_has_either_freeable_blocks_or_none(call):
     assert others.check_sequences(call) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_moves", sampled([True, False]))
 def test_worker_has_applied_the_plan_or_can_apply_it_or_is_broken(with_moves):
     assert others.check_worker(with_moves) > 30
@@ -42,6 +44,7 @@ def test_table_changes_reach_the_device_after_an_interrupt(call):
     assert others.check_table(call) > 1
 
 
+@pytest.mark.slow
 def test_interrupted_aggregator_counts_reports_once():
     assert others.check_aggregator() > 30
 

@@ -189,6 +189,7 @@ def test_forked_process_has_a_separate_manager():
     check_invariants(manager)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_copies_pages_without_the_threads_of_its_parent():
     script = """
@@ -273,6 +274,7 @@ def long_prompt_manager() -> KVCacheManager:
     return KVCacheManager(16, 2_500_001, 2**26, num_preallocate_tokens=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["hash_blocks", "step", "find_prefix"])
 def test_hashing_millions_of_tokens_is_interrupted_and_changes_nothing(work, prompt):
     manager = long_prompt_manager()
@@ -290,6 +292,7 @@ def test_hashing_millions_of_tokens_is_interrupted_and_changes_nothing(work, pro
     assert len(manager.block_ids(request)) == len(prompt) // 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["step", "extend"])
 def test_an_interrupt_while_a_running_row_is_hashed_changes_nothing(work, prompt):
     manager, request = long_prompt_manager(), Request("a", range(3))
@@ -311,6 +314,7 @@ def test_an_interrupt_while_a_running_row_is_hashed_changes_nothing(work, prompt
     assert manager.num_computed_tokens(request) == (4 if work == "step" else 16)
 
 
+@pytest.mark.slow
 def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_rejected(prompt):
     manager, other, request = long_prompt_manager(), long_prompt_manager(), Request("a", prompt)
     errors = []
@@ -337,6 +341,7 @@ def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_rejected(prompt)
     check_invariants(manager)
 
 
+@pytest.mark.slow
 def test_a_signal_handler_cannot_change_the_arrays_of_a_step(prompt):
     manager = long_prompt_manager()
     manager.step(new=[Request("a", range(3))])

@@ -14,6 +14,7 @@ from tests.machinery.other_device.matrix import table
 from tests.project.test_layers import is_torch_free
 
 
+@pytest.mark.slow
 def test_every_public_name_works_on_the_other_device_or_is_rejected():
     rows = table()
     assert not [row for row in rows if row.is_wrong]

@@ -13,6 +13,7 @@ from tests.machinery.out_of_memory.runner import BROKEN_SAID, IS_WRONG, UNCHANGE
 from tests.machinery.shared import sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sampled(FAMILIES, 1))
 def test_failed_allocation_changes_nothing_or_breaks_the_object_visibly(family, capsys):
     counts = survey(family, FAMILIES[family](), timeout_s=240)

@@ -70,6 +70,7 @@ MENDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", walked())
 def test_each_public_call_accepts_its_valid_arguments(name):
     """The fuzzer derives invalid arguments from valid ones, so it can only test calls whose valid
@@ -130,6 +131,7 @@ __all__ = ["Broken"]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "count"),
     sampled(
@@ -150,6 +152,7 @@ def test_fuzzer_finds_planted_defects(kinds, count, tmp_path, monkeypatch):
     assert mumbled > 0.9 * counts.kinds["unclear"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", sampled(range(3)))
 def test_calls_with_invalid_arguments_are_rejected_by_name_and_change_nothing(share):
     counts = driver.run(SEED, 1000 * share, 600, [*MENDED, *SCENES])
@@ -163,6 +166,7 @@ def test_valid_calls_change_a_scene_and_equal_scenes_agree(name):
     assert SCENES[name]().follow() == SCENES[name]().follow()
 
 
+@pytest.mark.slow
 def test_ops_with_invalid_arguments_change_nothing():
     command = [
         sys.executable,

@@ -109,6 +109,7 @@ def built(checkout, compiler):
     return [process.communicate() for process in both]
 
 
+@pytest.mark.slow
 def test_source_distribution_contains_the_checkout(checkout):
     wanted = ["Makefile", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE", ".ci/run"]
     for folder in ("csrc", "kvcache", "tests", "benchmarks", "docs", "examples"):
@@ -147,6 +148,7 @@ def test_wheel_of_a_source_distribution_works_and_contains_the_sources(checkout,
     assert used.stdout.endswith("works\n") and "building" not in used.stderr, used.stderr
 
 
+@pytest.mark.slow
 def test_first_use_builds_in_one_process_while_others_wait(built):
     for out, err in built:
         assert out.endswith("works\n"), err
@@ -155,6 +157,7 @@ def test_first_use_builds_in_one_process_while_others_wait(built):
         assert said.count(f"no built {name} found, building it in") == 1
 
 
+@pytest.mark.slow
 def test_later_uses_load_the_built_library(checkout, compiler, built):
     again = run(checkout, USE, compiler=compiler)
     assert again.stdout.endswith("works\n") and "building" not in again.stderr
@@ -173,6 +176,7 @@ def without(tmp_path, *tools):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_missing_compiler_is_reported(checkout, tmp_path):
     path = without(tmp_path, "g++", "clang++", "c++")
     program, folder = "import kvcache.allocator", str(tmp_path / "j")
@@ -182,6 +186,7 @@ def test_missing_compiler_is_reported(checkout, tmp_path):
     assert "apt-get install g++" in done.stderr
 
 
+@pytest.mark.slow
 def test_missing_ninja_is_reported(checkout, tmp_path):
     program = "import sys; sys.executable = '/nowhere/python'; import kvcache.ops"
     path = without(tmp_path, "ninja")

@@ -63,6 +63,7 @@ def package(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "reason"),
     [
@@ -109,6 +110,7 @@ def test_cuda_torch_without_the_cuda_library_has_cpu_ops_and_reports_the_reason(
     assert reason in done.stdout.partition("CUDA ops")[2]
 
 
+@pytest.mark.slow
 def test_cpu_library_that_fails_to_load_fails_again(package):
     pytest.importorskip("torch")
     program = (
@@ -158,6 +160,7 @@ def would_build(checkout) -> bool:
     return done.returncode == 1
 
 
+@pytest.mark.slow
 @needs_make
 @pytest.mark.parametrize(
     ("changed", "builds"),

@@ -28,6 +28,7 @@ def setup(without, *command):
     return subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("without", "says"),
     [
@@ -47,6 +48,7 @@ def test_missing_requirement_is_reported_in_one_line(without, says):
     assert says in done.stderr and done.stdout == ""
 
 
+@pytest.mark.slow
 def test_prebuilt_libraries_are_copied(tmp_path):
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     names = [f"_core{suffix}", "libkvcache_cpu.so", "libkvcache_cuda.so"]

@@ -217,6 +217,7 @@ def large(num_requests, columns=3, block_size=4):
     }
 
 
+@pytest.mark.slow
 @each_backend
 @given(call=calls())
 def test_random_batches_match_the_reference(backend, call):
@@ -238,6 +239,7 @@ def test_row_longer_than_one_pass_of_a_thread_block_is_copied(backend):
     check(backend, call)
 
 
+@pytest.mark.slow
 @each_backend
 def test_many_requests_exceed_the_largest_tiles(backend):
     """A thread block handles at most 255 requests, so the grid has more than 128 blocks."""
@@ -492,6 +494,7 @@ def test_largest_positions_do_not_overflow(backend, length, window):
     assert call["paged_kv_indptr"].tolist() == [[0, pages, pages, pages]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("left_out", [(), OUTPUTS[2:3], OUTPUTS[3:], OUTPUTS[2:]])

@@ -470,6 +470,7 @@ def test_empty_copies_do_nothing(backend):
         assert (call["dst"] == 200).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("within", [False, True])
@@ -480,6 +481,7 @@ def test_opcheck(backend, within):
     torch.library.opcheck(torch.ops.kvcache.copy_blocks.default, (), call)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ASAN, reason="this tests the op, not the kernel")
 @each_real_backend
 def test_compiled_function_copies_pages(backend):

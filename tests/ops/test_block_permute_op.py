@@ -204,6 +204,7 @@ def check_shape(backend, name, where):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @each_backend
 @pytest.mark.parametrize(
     ("remote_block_size", "num_blocks"), sampled([(6, 900), (6, 1900), (1, 1900), (2, 1900)])

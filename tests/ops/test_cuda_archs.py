@@ -92,6 +92,7 @@ __global__ void kernel(const uint4* from, uint4* to) {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "is_asynchronous"), [("75", False), ("80", True)])
 def test_asynchronous_copies_compile_for_architectures_without_them(
     tmp_path, arch, is_asynchronous

@@ -43,12 +43,14 @@ def _flags_of_the_processor():
         return []
 
 
+@pytest.mark.slow
 def test_fp8_without_division_equals_true_division(tmp_path):
     num_scales, num_floats = (20_000, 500_000_000) if EXHAUSTIVE else (100, 5_000_000)
     num_compared = run(tmp_path, "division", num_scales, num_floats, 1)
     assert num_compared > num_scales * 2 * 65536
 
 
+@pytest.mark.slow
 def test_fp8_conversions_equal_nvidias_header(tmp_path):
     home = build.cuda_home()
     include = home / "include" if home else None

@@ -62,6 +62,7 @@ def test_kernel_fault_is_reported_with_its_location(call, report):
     assert report in done.stderr and call.partition("_(")[0] + "_kernel" in done.stderr
 
 
+@pytest.mark.slow
 @under_sanitizers
 @pytest.mark.parametrize("sanitized", sampled([False, True]))
 def test_misaligned_kernel_access_raises(sanitized):

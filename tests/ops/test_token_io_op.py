@@ -529,6 +529,7 @@ def test_inputs_are_unchanged(backend, op, outputs, form):
     assert changed == outputs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
 @each_real_backend
 @pytest.mark.parametrize("form", sampled(sorted(FORMS)))

@@ -47,6 +47,7 @@ def run_page(page, tmp_path) -> tuple[int, str]:
     return run_code(code_of(page), tmp_path / "stderr")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_code_of_a_page_runs_in_order(page, tmp_path):
     code, errors = run_page(page, tmp_path)
@@ -58,6 +59,7 @@ def test_pages_that_should_contain_code_contain_some():
     assert {"README.md", "serving.md", "tutorial.md", "coming_from.md", "hybrid_models.md"} <= names
 
 
+@pytest.mark.slow
 def test_error_in_a_page_names_its_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")

@@ -52,6 +52,7 @@ SERVERS = {"prefill_decode_proxy.py"}
 EXAMPLES = [path for path in sorted((REPO / "examples").glob("*.py")) if path.name not in SERVERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path, tmp_path):
     program = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
@@ -59,6 +60,7 @@ def test_examples_run(path, tmp_path):
     assert code == 0, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_docstring_examples_give_the_documented_results(name):
     module = importlib.import_module(name)

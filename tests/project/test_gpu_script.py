@@ -82,6 +82,7 @@ def test_rows_and_findings_are_kept_and_reported(runner):
     assert found["learned"] == ["it is fast"] and "it is fast" in runner.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -132,6 +133,7 @@ def alive(marker):
 
 
 # A process in its own session whose parent has exited can no longer be attributed to a stage.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("new_session", "ends"), sampled([(True, False), (False, False), (False, True)])
 )
@@ -172,6 +174,7 @@ GARBAGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(GARBAGE)))
 def test_garbage_in_the_output_affects_neither_the_run_nor_the_json(runner, tmp_path, number):
     (tmp_path / "garbage").write_bytes(GARBAGE[number])
@@ -200,6 +203,7 @@ def test_log_keeps_the_beginning_and_the_end_of_long_output(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [FIRST, SECOND])
 def test_stages_leave_few_files_with_plain_names(runner, number):
     sections = [stage(each.name, GOOD, log=each.log) for each in of_run(number)]
@@ -209,6 +213,7 @@ def test_stages_leave_few_files_with_plain_names(runner, number):
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
 
 
+@pytest.mark.slow
 def test_stages_after_the_time_limit_are_reported_as_not_run(tmp_path):
     runner = Runner(tmp_path, total_s=8.0)
     assert not runner.all(stage("long", "import time; time.sleep(60)", 4.0), stage("late", GOOD))
@@ -415,6 +420,7 @@ def in_bare_tree(folder, program):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_machine_facts_need_no_built_libraries(tmp_path):
     done = in_bare_tree(
         tmp_path,
@@ -440,6 +446,7 @@ def gpu(*arguments, **environment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks none of the tools")
 def test_make_gpu_lists_missing_tools_and_leaves_no_files(tmp_path):
     done = gpu("--results", str(tmp_path))
@@ -703,6 +710,7 @@ def pytest_file(folder, *tests):
 SKIP = "pytest.skip('no device')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tests", "status", "num_failed"),
     sampled([((SKIP, SKIP), "all skipped", 1), ((SKIP, "pass"), "ok", 0), ((), "ok", 0)]),
@@ -715,12 +723,14 @@ def test_file_whose_tests_are_all_skipped_is_a_failure(
     assert found["status"] == status and say._num_failed == num_failed
 
 
+@pytest.mark.slow
 def test_swap_tests_are_limited_by_steps_instead_of_seconds(tmp_path):
     """With 3 s each, the 14 cases would take most of the file's time limit."""
     body = "import os; assert os.environ['KVCACHE_TEST_SWAP_STEPS'] == '60'"
     assert kernel_tests.tested(pytest_file(tmp_path, body), 60)["passed"] == 1
 
 
+@pytest.mark.slow
 def test_file_that_times_out_keeps_its_counts(tmp_path, monkeypatch, capsys):
     slow = "import time; time.sleep(600)"
     file = pytest_file(tmp_path, "pass", "pass", "assert False", SKIP, "pass", slow)
@@ -733,6 +743,7 @@ def test_file_that_times_out_keeps_its_counts(tmp_path, monkeypatch, capsys):
     assert found["status"].startswith("ran longer than") and say._num_failed == 1
 
 
+@pytest.mark.slow
 def test_run_without_a_passed_test_is_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(say, "_num_failed", 0)
     monkeypatch.setattr(kernel_tests, "gpu_test_files", lambda folder: [pytest_file(tmp_path)])

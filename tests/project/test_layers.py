@@ -243,6 +243,7 @@ def imported_modules(path: Path):
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@pytest.mark.slow
 def test_imports_go_downwards():
     for path in FILES:
         package = package_of(module_name(path))
@@ -260,6 +261,7 @@ def test_no_ring_may_import_an_outer_ring():
             assert order[target] <= order[package], f"{package} may import {target}, an outer layer"
 
 
+@pytest.mark.slow
 def test_imports_contain_no_cycles():
     modules = {module_name(path) for path in FILES}
     imported = {}
@@ -272,6 +274,7 @@ def test_imports_contain_no_cycles():
     assert not imported, f"import cycle among {sorted(imported)}"
 
 
+@pytest.mark.slow
 def test_no_two_classes_share_a_name():
     found = {}
     for path in FILES:
@@ -281,6 +284,7 @@ def test_no_two_classes_share_a_name():
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
+@pytest.mark.slow
 def test_control_plane_does_not_mention_torch():
     for path in FILES:
         if is_torch_free(module_name(path)):

@@ -52,6 +52,7 @@ NEW_IN_TYPING = {
 }
 
 
+@pytest.mark.slow
 def test_imports_exist_in_python_3_10():
     """This is checked statically, because the tests run with a newer Python."""
     for path in sorted((REPO / "kvcache").rglob("*.py")):

@@ -14,6 +14,7 @@ def test_names_are_unique():
     assert len(names) == len(ALL) and set(SURVIVORS) <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted({each.path for each in ALL}))
 def test_planted_code_occurs_once_in_its_file(path):
     assert [problem(each) for each in ALL if each.path == path and problem(each)] == []

@@ -40,10 +40,12 @@ def found(request):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_stubs_and_a_file_without_mistakes_pass(found):
     assert [line for line in found if "mistakes.py" not in line] == []
 
 
+@pytest.mark.slow
 def test_common_mistakes_are_detected_by_the_type_checker(found):
     text = (TYPED / "mistakes.py").read_text()
     expected = {

@@ -99,6 +99,7 @@ def test_summary_recommends_a_policy(rates, says):
     assert Comparison("", 1, 16, sizes, rates).choice.startswith(says)
 
 
+@pytest.mark.slow
 def test_command_compares_policies(capsys, tmp_path):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")

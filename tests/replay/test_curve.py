@@ -57,6 +57,7 @@ def random_workload(seed, num=120):
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_lru_curve_of_all_blocks_equals_replays_at_every_size(seed):
     requests = random_workload(seed)
@@ -85,6 +86,7 @@ def test_learned_curve_of_all_blocks_is_close_to_replays():
     assert max(map(abs, curve.with_exact(exact).errors["learned"])) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "learned"])
 def test_sampled_curve_is_close_to_replays(policy):
     requests = list(chat_workload(700, 1))
@@ -357,6 +359,7 @@ def test_replays_on_a_pool_check_their_arguments():
 # --- command --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command_prints_the_curve_and_its_error(capsys, trace, tmp_path):
     plot = tmp_path / "curve.png"
     argv = ["replay", str(trace), "--curve", "--exact", "--sizes", "4,7,11"]

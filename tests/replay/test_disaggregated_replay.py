@@ -93,6 +93,7 @@ def test_request_larger_than_the_decode_pool_is_rejected():
 HYBRIDS = ["full_attention,sliding_window:window=16", "full_attention,recurrent"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", sampled([HYBRIDS[0], None, HYBRIDS[1]]))
 def test_random_workloads_release_all_blocks(groups):
     seed = random.randrange(2**32)
@@ -118,6 +119,7 @@ def test_random_workloads_release_all_blocks(groups):
         assert done <= 60 - report.rejected_requests
 
 
+@pytest.mark.slow
 def test_command_prints_a_table_and_json(capsys):
     arguments = ["replay", "--disaggregate", "301:lease_s=5", "--num-blocks", "801"]
     arguments += ["--requests", "60"]

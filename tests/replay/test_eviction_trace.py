@@ -64,6 +64,7 @@ def test_learned_hits_on_two_tiers_exceed_the_minimum(on_two_tiers):
     assert 67_237 < report.hit_tokens // 512 < 105_592
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count,device,host,num_declined",
     sampled([(2_500, 500, 3_000, 30_000), (None, 1_000, 10_000, 50_000)]),

@@ -46,6 +46,7 @@ def replayed(requests, fleet, hardware=HARDWARE):
     return replayer.run(requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ROUTERS)
 def test_one_replica_behaves_as_in_a_timed_replay(router):
     fleet = Fleet(replicas=1, num_blocks=401, router=router, concurrency=8)
@@ -56,6 +57,7 @@ def test_one_replica_behaves_as_in_a_timed_replay(router):
     assert report.mean_ms_to_first_token == pytest.approx(expected.mean_ms_to_first_token, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_replicas_are_independent_replays_of_the_requests_that_they_receive():
     fleet = Fleet(replicas=3, num_blocks=301, router="round_robin", concurrency=4)
     report = simulate_fleet(chats(), fleet, HARDWARE)
@@ -240,6 +242,7 @@ def test_empty_workloads_and_missing_prices_of_tiers_are_rejected():
         simulate_fleet(chats(), Fleet(1, 100, host_blocks=10), Hardware(price_per_hour=1.0))
 
 
+@pytest.mark.slow
 def test_samples_of_sessions_estimate_a_large_fleet_within_their_error():
     shape = ChatShape(num_conversations=200)
     workload = lambda: chat_workload(3000, 5, shape)  # noqa: E731
@@ -255,6 +258,7 @@ def test_samples_of_sessions_estimate_a_large_fleet_within_their_error():
     assert difference < max(4 * sampled.hit_rate_error, 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["least_loaded", "prefix"])
 def test_the_search_finds_the_fewest_replicas(router):
     hardware = Hardware(prefill_speed=150.0, decode_speed=20.0, price_per_hour=2.0, watts=500.0)
@@ -293,6 +297,7 @@ def test_the_search_ends_at_any_number_of_replicas(first):
         assert len(simulated) == len({*simulated}) <= 14
 
 
+@pytest.mark.slow
 def test_the_cheapest_of_several_tiers_is_recommended():
     hardware = Hardware(
         *(1000.0, 20.0),
@@ -310,6 +315,7 @@ def test_the_cheapest_of_several_tiers_is_recommended():
     assert plan.recommended.price_per_hour == 1.0
 
 
+@pytest.mark.slow
 def test_plans_without_a_sufficient_fleet_report_the_reason():
     plan = plan_fleet(chats(), Fleet(replicas=1, num_blocks=11), p99_ms=100.0)
     assert plan.recommended is None
@@ -375,6 +381,7 @@ def test_the_command_knows_all_routers():
     assert list(_ROUTERS) == list(ROUTERS)
 
 
+@pytest.mark.slow
 def test_the_command_writes_an_example_that_it_reads(tmp_path, capsys):
     path, plot = tmp_path / "hardware.json", tmp_path / "plan.png"
     pytest.importorskip("matplotlib")

@@ -185,6 +185,7 @@ def test_a_wrong_index_costs_only_a_prefill():
     assert attempts == [(0, 0), (1, 0), (0, 1584)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("router", "host_blocks"), [("prefix", 0), ("prefix", 300), ("session", 0)]
 )
@@ -200,6 +201,7 @@ def test_routers_that_follow_events_choose_like_routers_that_query_managers(rout
     assert following.report == exact.report and exact.report.token_hit_rate > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_is_served_by_a_replica_that_can_be_reached(seed):
     rng = random.Random(seed)
@@ -241,6 +243,7 @@ def test_every_request_is_served_by_a_replica_that_can_be_reached(seed):
     assert min(each.computed_ms for each in simulation._replicas) >= 0
 
 
+@pytest.mark.slow
 def test_reports_compare_phases_with_an_undisturbed_run():
     workload = [*chat_workload(600, 1, ChatShape(num_conversations=60))]
     fleet = Fleet(2, 1501, router="session")
@@ -337,6 +340,7 @@ def test_failures_that_do_not_apply_to_the_fleet_are_rejected():
         )
 
 
+@pytest.mark.slow
 def test_plans_simulate_the_failures_of_the_best_fleet_of_each_router(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plan.png"

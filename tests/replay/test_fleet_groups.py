@@ -85,6 +85,7 @@ def test_loads_of_groups_take_the_time_of_their_blocks():
     assert simulate_fleet(pair, store, hardware).price_per_hour == 1.0 + 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ROUTERS)
 def test_groups_work_with_all_tiers_pools_and_failures(router):
     workload = [*chat_workload(60, 3, ChatShape(num_conversations=20))]

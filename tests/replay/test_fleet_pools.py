@@ -33,6 +33,7 @@ def run(requests, fleet, *failures, hardware=HARDWARE):
     return simulation.run(requests), simulation
 
 
+@pytest.mark.slow
 def test_one_pair_of_pools_behaves_as_in_a_disaggregated_replay():
     hardware, num_blocks = Hardware(2000.0, 20.0, bytes_per_token=1e5), 1501
     workload = [*chat_workload(250, 0)]
@@ -149,6 +150,7 @@ def test_the_search_finds_the_fewest_replicas_of_both_pools(needed, found):
     assert fewest((None, None), least=6) == (6, needed[1])
 
 
+@pytest.mark.slow
 def test_plans_recommend_the_numbers_of_both_pools(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     workload = [*chat_workload(120, 3, ChatShape(num_conversations=20))]

@@ -56,6 +56,7 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
 # --- valid replays --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("concurrency", "chunk_tokens"), spread([(4, 100), (1, None), (1, 100), (4, None)], 1)
 )
@@ -89,6 +90,7 @@ def test_chats_verify_and_have_hits(groups, hash_block_size, chunk_tokens, concu
     check_invariants(replayer.manager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cached", "hits"), [(0, True), (1, False)])
 def test_circular_windows_verify(cached, hits):
     """Each prompt holds few blocks in the circular group, regardless of its length. If the group is
@@ -167,6 +169,7 @@ def group_lists(draw) -> list[GroupSpec]:
     ]
 
 
+@pytest.mark.slow
 @given(
     workloads(),
     group_lists(),
@@ -512,6 +515,7 @@ def test_group_options_are_parsed():
         hybrid("full_attention,recurrent:cached=0", 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "num_blocks", "interval", "least"),
     [
@@ -538,6 +542,7 @@ def test_learned_keeps_windows_and_states_with_their_chains(groups, num_blocks, 
     assert hits["learned"] >= least * hits["lru"]
 
 
+@pytest.mark.slow
 def test_caching_all_states_with_learned_costs_few_hits():
     """States at the ends of chunks are evicted first, so caching them costs only a few hits."""
     hits = []

@@ -320,6 +320,7 @@ def test_hits_equal_the_reference_cache(workload, block_size, capacity, concurre
     check_invariants(replayer.manager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capacity", "hit_blocks", "hit_rate"),
     sampled(
@@ -390,6 +391,7 @@ def verifying(block_size=4, num_blocks=33, concurrency=1, **knobs) -> Replayer:
     )
 
 
+@pytest.mark.slow
 @given(
     workloads(),
     st.integers(1, 5),
@@ -410,6 +412,7 @@ def test_correct_cache_verifies(workload, block_size, capacity, concurrency, lay
         assert report.verified_tokens == sum(item.num_tokens for item in workload)
 
 
+@pytest.mark.slow
 def test_the_published_trace_verifies():
     requests = itertools.islice(read_mooncake(shared_file(TRACE)), 300)
     report = verifying(512, 2_001, 3).run(requests)
@@ -616,6 +619,7 @@ def test_reasons_of_misses_sum_to_the_missed_tokens():
     assert Replayer(block_size=16, num_blocks=301).run(chat_workload(2)).missed_tokens is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"explain_misses": 1}])
 @pytest.mark.parametrize("num_requests", [0, 1, 60])
 def test_figure_is_written(tmp_path, num_requests, options):

@@ -84,6 +84,7 @@ def test_unbounded_host_reaches_maximum_hits_of_published_trace(capacity):
     assert (report.host_evicted_blocks, report.unwritten_blocks) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_blocks", "host_write", "eviction"),
     spread(itertools.product([250, 500], ["back", "through"], POLICIES), 4),
@@ -137,6 +138,7 @@ def test_report_contains_the_options():
 # --- a store below the tiers -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, 300])
 @pytest.mark.parametrize("chunk_tokens", [None, 64])
 def test_unbounded_store_equals_unbounded_device(num_host_blocks, chunk_tokens):
@@ -155,6 +157,7 @@ def test_unbounded_store_equals_unbounded_device(num_host_blocks, chunk_tokens):
     check_invariants(replayer.manager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "groups", ["full_attention,sliding_window:window=50:block_size=8", "full_attention,recurrent"]
 )
@@ -193,6 +196,7 @@ def test_store_events_reproduce_the_store_content():
 # --- bytewise verification ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency, host_write", spread(zip(itertools.cycle([1, 4]), WRITES), 2))
 @pytest.mark.parametrize("chunk_tokens", sampled([64, None]))
 @pytest.mark.parametrize(
@@ -223,6 +227,7 @@ def test_chats_verify_through_a_host(
         assert report.loaded_blocks > 50
 
 
+@pytest.mark.slow
 @given(
     workloads(),
     group_lists(),
@@ -313,6 +318,7 @@ ORDERS = [PAGE_SECTIONS, ("copy", "swap_out", "zero", "swap_in")]
 ORDERS += [each for each in itertools.permutations(PAGE_SECTIONS) if each not in ORDERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", sampled([(order,) for order in ORDERS], 2))
 def test_wrong_order_of_plan_sections_is_detected(monkeypatch, order):
     """Swap-outs must be read first, so every order in which they are not must be detected.

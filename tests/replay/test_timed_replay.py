@@ -168,6 +168,7 @@ def test_timestamps_must_be_in_all_lines_or_none(tmp_path, form, timed_first):
         list(read_trace(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_tokens", sampled([64, None]))
 def test_timed_chats_verify(chunk_tokens):
     sizes = {"block_size": 16, "num_blocks": 800}

@@ -118,6 +118,7 @@ def check_read(path, form):
     assert time.process_time() - started < 3.0
 
 
+@pytest.mark.slow
 def test_damaged_traces_are_read_or_reported(tmp_path):
     rng, path = random.Random(SEED), tmp_path / "trace"
     for i in range(1500):
@@ -193,6 +194,7 @@ def test_impossible_path_is_rejected(path):
         read_trace(path)
 
 
+@pytest.mark.slow
 def test_standard_output_stays_open():
     code = "from kvcache.replay import read_mooncake\n"
     code += "try: list(read_mooncake(1))\nexcept TypeError: print('still there')"
@@ -200,6 +202,7 @@ def test_standard_output_stays_open():
     assert done.stdout == "still there\n"
 
 
+@pytest.mark.slow
 def test_command_prints_one_line_for_damaged_traces(tmp_path, capsys):
     rng, path = random.Random(SEED + 1), tmp_path / "trace"
     for i in range(150):

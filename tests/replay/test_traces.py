@@ -186,6 +186,7 @@ def compressed(how, data):
     return pytest.importorskip("zstandard").compress(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gzip", "zstd"])
 def test_compressed_traces_are_read_directly(tmp_path, how):
     plain = written(tmp_path, *[{"prompt": f"a b {i}"} for i in range(20_000)])

@@ -532,6 +532,7 @@ class Watched(Driver):
 SEEDS_PER_TEST = len(MIXES)  # covers every mix of groups once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", sampled(range(0, 20 * SEEDS_PER_TEST, SEEDS_PER_TEST)))
 def test_view_equals_the_cached_blocks(first):
     print(f"seeds {first} to {first + SEEDS_PER_TEST - 1}")

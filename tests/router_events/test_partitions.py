@@ -30,6 +30,7 @@ def context_in(network, name):
     return context
 
 
+@pytest.mark.slow
 def test_subscriber_connects_again_after_the_publishers_connection_was_lost(monkeypatch):
     monkeypatch.setattr(subscriber, "_PROBE_SECONDS", 1)
     with Network("engine", "router") as network, contextlib.ExitStack() as stack:

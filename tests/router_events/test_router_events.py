@@ -464,6 +464,7 @@ def test_bytes_that_are_not_zmq_do_not_affect_other_readers(context, publisher):
     assert len(asker.answers()) == 2
 
 
+@pytest.mark.slow
 def test_stalled_reader_does_not_block_others(context):
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         for i in range(3000):
@@ -481,6 +482,7 @@ def test_stalled_reader_does_not_block_others(context):
         assert [number for _, number, _ in idle.answers()] == [*range(3000)]
 
 
+@pytest.mark.slow
 def test_disconnected_reader_is_dropped(context):
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         for i in range(3000):
@@ -518,6 +520,7 @@ def resident_mib():
         return int(file.read().split()[1]) * resource.getpagesize() >> 20
 
 
+@pytest.mark.slow
 def test_bytes_queued_for_readers_are_bounded(context):
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         large_batches(publisher, 60)
@@ -537,6 +540,7 @@ def test_bytes_queued_for_readers_are_bounded(context):
         assert len(readers) == 30
 
 
+@pytest.mark.slow
 def test_bytes_queued_for_all_readers_are_bounded(context, monkeypatch):
     monkeypatch.setattr(replay_server, "MOST_BYTES", 2**21)
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
@@ -558,6 +562,7 @@ def test_batch_larger_than_the_bounds_is_replayed(context, monkeypatch):
         assert [number for _, number, _ in asker.answers()] == [*range(5)]
 
 
+@pytest.mark.slow
 def test_reader_that_stalls_for_long_is_dropped(context, monkeypatch):
     monkeypatch.setattr(replay_server, "SLOW_SECONDS", 1.0)
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
@@ -767,6 +772,7 @@ def test_endless_messages_do_not_block_a_poll(context, monkeypatch):
     stranger.close()
 
 
+@pytest.mark.slow
 def test_slow_replay_does_not_block_a_poll(context):
     publisher, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     publisher.bind("inproc://dripping")
@@ -866,6 +872,7 @@ def test_messages_of_an_earlier_publisher_are_not_attributed_to_the_next(context
             assert reader.view.hashes() == {*range(100, 108)} and reader.next_seq == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_before", [5, 7, 8])
 @pytest.mark.parametrize("num_after", [0, 3, 7, 8, 20])
 @pytest.mark.parametrize("polls", [False, True])
@@ -956,6 +963,7 @@ class RandomCourse:
             self.publisher.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", sampled(range(0, 200, 10)))
 def test_reader_that_loses_messages_converges_to_the_cached_blocks(context, first):
     totals = np.zeros(4, int)

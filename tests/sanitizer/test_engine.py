@@ -18,6 +18,7 @@ from tests.machinery.engine_driver import EngineRun
 RUNS = int(os.environ.get("KVCACHE_SANITIZER_RUNS", "1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_store", [False, True], ids=["plain", "store"])
 @pytest.mark.parametrize("name", MODELS)
 def test_random_workloads_have_no_reports(name, with_store, monkeypatch):
@@ -59,6 +60,7 @@ def serve(engine, num_tokens=8, **params):
     return {str(report.kind) for report in engine.sanitizer.reports}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "falcon_h1"])
 def test_workload_without_planted_defects_has_no_reports(name):
     engine = engine_of(name)
@@ -163,11 +165,13 @@ def small_pool(**options) -> Engine:
     return engine_of(pages=18, host_pages=40, preemption="swap", **options)
 
 
+@pytest.mark.slow
 def test_swaps_without_defects_have_no_reports():
     engine = small_pool()
     assert serve(engine, 30) == set() and engine.metrics.swapped_in_pages
 
 
+@pytest.mark.slow
 def test_exchanged_pages_of_a_swap_in_are_reported():
     engine = small_pool()
 
@@ -182,12 +186,14 @@ def test_exchanged_pages_of_a_swap_in_are_reported():
     assert "wrong-content" in serve(engine, 30)
 
 
+@pytest.mark.slow
 def test_skipped_swap_in_is_reported():
     engine = small_pool()
     change_plan(engine, lambda plan: {"swap_in": plan.swap_in[:-1]} if len(plan.swap_in) else {})
     assert {"wrong-content", "read-before-written"} & serve(engine, 30) and names_two(engine)
 
 
+@pytest.mark.slow
 def test_skipped_swap_out_is_reported():
     engine = small_pool()
     change_plan(engine, lambda plan: {"swap_out": plan.swap_out[1:]} if len(plan.swap_out) else {})
@@ -252,6 +258,7 @@ def test_batch_with_rows_in_another_order_is_reported(monkeypatch):
     assert {"slot-mismatch", "wrong-content"} & serve(engine) and names_two(engine)
 
 
+@pytest.mark.slow
 def test_window_block_dropped_too_early_is_reported():
     engine = engine_of("gemma3")
 
@@ -269,6 +276,7 @@ def test_window_block_dropped_too_early_is_reported():
     assert "wrong-content" in serve(engine, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["falcon_h1", "bamba"])
 def test_skipped_state_copy_is_reported(name):
     engine = engine_of(name)
@@ -276,6 +284,7 @@ def test_skipped_state_copy_is_reported(name):
     assert {"wrong-state", "read-before-written"} & serve(engine, 30)
 
 
+@pytest.mark.slow
 def test_state_page_of_another_row_is_reported(monkeypatch):
     engine = engine_of("falcon_h1")
     pages = GroupTable.state_pages

@@ -31,6 +31,7 @@ class Model:
         return self.slots.get((block, offset)) == (group, tuple(tokens[: position + 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls_match_a_dict_of_slots(seed):
     print(f"seed {seed}")

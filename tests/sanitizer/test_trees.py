@@ -29,6 +29,7 @@ def path_of(tokens, parents, node):
     return tuple(path[::-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_trees_match_a_dict_of_slots(seed, tmp_path):
     print(f"seed {seed}")

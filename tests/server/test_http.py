@@ -11,6 +11,7 @@ from tests.machinery.http.process import ServeProcess
 from tests.machinery.shared import sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed,count", sampled([(0, 60), (1, 900)]))
 def test_random_requests_never_crash_or_hang_the_server_or_return_500(seed, count):
     with ServeProcess(*fuzz.OPTIONS) as server:
@@ -20,6 +21,7 @@ def test_random_requests_never_crash_or_hang_the_server_or_return_500(seed, coun
     assert counts["right: 200"] > 0 < counts["changed: 400"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns,seed,per_turn", sampled([(1, 0, 2), (3, 1, 4)]))
 def test_honest_clients_are_answered_despite_hostile_ones(turns, seed, per_turn):
     _, num_wrong = storm.storm(turns, seed, 0.2, per_turn=per_turn)

@@ -187,6 +187,7 @@ class TestCompletions:
         assert len({each.id for each in pieces}) == 1
         assert len(pieces) > 5  # the answer is streamed token by token rather than all at once
 
+    @pytest.mark.slow
     def test_choices_of_several_prompts_and_samples_are_in_order(self, served):
         prompts = ["ab", [99, 100, 101], "ef"]
         for prompt in (prompts[0], prompts[1]):
@@ -235,6 +236,7 @@ class TestCompletions:
         served.wait_until_empty()
         assert served.state()["metrics"]["generated_tokens"] - before < 60
 
+    @pytest.mark.slow
     def test_token_that_ends_an_answer_is_not_shown(self):
         token_ids = greedy(dense("llama"), ByteTexts().encode(GREETING), 30)
         texts = ByteTexts()
@@ -293,6 +295,7 @@ class TestChat:
         whole = f"{self.AS_TEXT}{message.content}\nuser: And?\nassistant: "
         assert texts == {dense_answer(whole, 9)}
 
+    @pytest.mark.slow
     def test_without_a_limit_generation_continues_to_the_models_limit(self, served):
         answer = self.ask(served)
         assert answer.usage.total_tokens == 256
@@ -408,6 +411,7 @@ class TestClientsThatGoAway:
         "samples": lambda s: sum(x["state"] == "running" for x in s["sequences"]) == 3,
     }
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("is_stream", [False, True])
     @pytest.mark.parametrize("phase", ["prompt", "answer", "samples"])
     def test_disconnecting_while_a_request_runs_aborts_it(self, served, phase, is_stream):
@@ -418,6 +422,7 @@ class TestClientsThatGoAway:
         served.wait_until_empty()
         assert served.state()["metrics"]["aborted_requests"] == aborted + 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("is_stream", [False, True])
     @pytest.mark.parametrize("phase", ["waiting", "swapped"])
     def test_disconnecting_while_the_pool_is_full_frees_all_blocks(self, served, phase, is_stream):
@@ -427,6 +432,7 @@ class TestClientsThatGoAway:
         self.leave(served, self.PHASES[phase], prompt=prompts, max_tokens=150, stream=is_stream)
         served.wait_until_empty()
 
+    @pytest.mark.slow
     def test_other_requests_continue_after_a_disconnect(self, served):
         served.slow_seconds = 0.02
         answers = []
@@ -437,6 +443,7 @@ class TestClientsThatGoAway:
         other.join()
         assert answers == [dense_answer(GREETING, 60)]
 
+    @pytest.mark.slow
     def test_request_cancelled_before_the_engine_receives_it_is_dropped(self, served):
         """The request arrives while a step is being computed, and is cancelled before that step
         ends.
@@ -476,6 +483,7 @@ class TestFailures:
         served.wait_until_empty()
         assert served.complete().choices[0].text == dense_answer(GREETING)
 
+    @pytest.mark.slow
     def test_stopping_the_server_ends_its_requests(self):
         with serving() as served:
             served.slow_seconds = 0.05
@@ -529,6 +537,7 @@ def test_metrics_are_parsed_by_prometheus(served):
 
 
 class TestEvents:
+    @pytest.mark.slow
     def test_router_receives_the_cached_blocks(self):
         pytest.importorskip("zmq")
         from kvcache.router_events import EventPublisher, EventSubscriber
@@ -556,6 +565,7 @@ class TestEvents:
         with pytest.raises(RuntimeError, match="the publisher is closed"):
             publisher.publish([])
 
+    @pytest.mark.slow
     def test_answers_continue_if_events_fail(self):
         pytest.importorskip("zmq")
         from kvcache.router_events import EventPublisher
@@ -732,6 +742,7 @@ def test_invalid_checkpoint_folder_is_rejected(tmp_path, capsys):
 class TestProcess:
     """The log that a server process writes to stderr."""
 
+    @pytest.mark.slow
     def test_log_has_a_line_per_request_and_none_per_probe(self):
         with ServeProcess("--log-level", "info") as server:
             assert ask(server.port, "POST", "/v1/completions", b"{}").status == 400
@@ -744,6 +755,7 @@ class TestProcess:
         assert len(lines) == 1 and '"POST /v1/completions HTTP/1.1" 400' in lines[0]
         assert "/health" not in server.log and "/state" not in server.log
 
+    @pytest.mark.slow
     def test_open_address_without_a_key_is_warned_about(self):
         with ServeProcess("--host", "0.0.0.0") as server:
             pass
@@ -770,6 +782,7 @@ def browser():
         opened.close()
 
 
+@pytest.mark.slow
 def test_page_shows_requests_and_cache_in_a_browser(served, browser, tmp_path):
     page = browser.new_page()
     complaints = []
@@ -817,6 +830,7 @@ def test_reasons_of_misses_are_logged_counted_and_shown(caplog):
     assert "not seen before" not in second
 
 
+@pytest.mark.slow
 def test_page_shows_the_reasons_of_misses(browser):
     with serving(explain_misses=1) as served:
         served.complete(prompt=GREETING, max_tokens=3)
@@ -827,6 +841,7 @@ def test_page_shows_the_reasons_of_misses(browser):
         page.close()
 
 
+@pytest.mark.slow
 def test_reloading_the_page_keeps_its_history(served, browser):
     served.complete(max_tokens=9)
     served.wait_until_empty()
@@ -842,6 +857,7 @@ def test_reloading_the_page_keeps_its_history(served, browser):
     page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme,ground", [("light", 255), ("dark", 13)])
 def test_page_follows_the_color_scheme_and_fits_a_phone(served, browser, scheme, ground):
     page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
@@ -853,6 +869,7 @@ def test_page_follows_the_color_scheme_and_fits_a_phone(served, browser, scheme,
     page.close()
 
 
+@pytest.mark.slow
 def test_page_reports_that_the_server_is_gone(browser):
     with serving() as served:
         page = browser.new_page()

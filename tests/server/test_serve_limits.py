@@ -309,6 +309,7 @@ class TestTrust:
 
 
 class TestAnswers:
+    @pytest.mark.slow
     @pytest.mark.parametrize("temperature", [5e-324, 1e-310])
     def test_tiny_temperature_selects_the_likeliest_token(self, served, temperature):
         answer = post(served, temperature=temperature, max_tokens=12)
@@ -339,6 +340,7 @@ class TestAnswers:
             served.forward = forward
         assert other[0].json()["choices"][0]["text"] == dense_answer(GREETING)
 
+    @pytest.mark.slow
     def test_excess_waiting_requests_are_rejected(self, served):
         served.slow_seconds = 0.2
         asked = {"max_tokens": 60}
@@ -356,6 +358,7 @@ class TestAnswers:
                 thread.join()
         assert post(served).status_code == 200
 
+    @pytest.mark.slow
     def test_request_with_many_prompts_does_not_delay_others(self, served):
         forward, may_go_on = served.forward, served.may_go_on
         # For each step, whether the batch has the other request, which is recognized by its longer
@@ -415,6 +418,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
 
 
 class TestSlowClients:
+    @pytest.mark.slow
     @pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD, HEAD + b"\r\n{"])
     def test_connection_with_half_a_request_is_closed(self, impatient, sent):
         started = time.monotonic()
@@ -431,6 +435,7 @@ class TestSlowClients:
                     time.sleep(0.05)
             rest_of(connection)
 
+    @pytest.mark.slow
     def test_second_request_on_a_connection_has_its_own_time_limit(self, impatient):
         with connected(impatient) as connection:
             get = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -447,12 +452,14 @@ class TestSlowClients:
             rest_of(connection)
             assert 0.3 < time.monotonic() - started < 25
 
+    @pytest.mark.slow
     def test_answer_may_take_longer_than_the_request_time_limit(self, impatient):
         impatient.slow_seconds = 0.05
         answer = post(impatient, max_tokens=30)
         impatient.slow_seconds = 0.0
         assert answer.json()["usage"]["completion_tokens"] == 30
 
+    @pytest.mark.slow
     def test_client_that_does_not_read_is_disconnected(self):
         body = json.dumps(BODY | {"max_tokens": 200, "stream": True, "prompt": [[5]] * 40})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -465,6 +472,7 @@ class TestSlowClients:
             running.wait_until(lambda state: state["metrics"]["aborted_requests"] > 0, 60)
             running.wait_until_empty()
 
+    @pytest.mark.slow
     def test_slowest_connection_is_closed_for_new_ones(self):
         limits = Limits(max_connections=5, request_seconds=60, grace_seconds=0.1)
         with serving(limits=limits) as running:
@@ -506,6 +514,7 @@ class TestShutdown:
         ) as answer:
             got.extend(answer.iter_lines())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("grace,is_whole", [(20, True), (0.3, False)])
     def test_streams_finish_or_end_with_an_error(self, grace, is_whole):
         asked = {"max_tokens": 60 if is_whole else 200, "stream": True}
@@ -546,6 +555,7 @@ class TestShutdown:
         for answer in answers:
             assert "the server is shutting down" in message_of(answer, 503)
 
+    @pytest.mark.slow
     def test_new_requests_get_503_while_answers_finish(self):
         with serving(limits=Limits(grace_seconds=30)) as running:
             running.slow_seconds, got = 0.02, []

@@ -157,6 +157,7 @@ def offer_of(server, body, key=None):
     return reply.status, json.loads(reply.body)
 
 
+@pytest.mark.slow
 def test_strangers_get_no_offers_and_peers_cannot_exhaust_the_pool():
     (server,) = [ServeProcess("--peer", "127.0.0.1:1", "--port", "0", environment=SECRET)]
     key, prompt = offer_key(SECRET["KVCACHE_TRANSFER_SECRET"].encode()), [*range(1, 200)]

@@ -137,6 +137,7 @@ def behind(prefill, *options):
     return ServeProcess("--prefill-from", f"127.0.0.1:{prefill.port}", *options)
 
 
+@pytest.mark.slow
 def test_prompt_is_prefilled_by_another_server(alone):
     with ServeProcess("--prefill") as prefill, behind(prefill, "--block-size", "32") as server:
         assert answer(server) == (alone, 199)
@@ -154,6 +155,7 @@ def test_prompt_is_prefilled_by_another_server(alone):
             each.wait_until_empty()
 
 
+@pytest.mark.slow
 def test_prompts_are_computed_while_the_prefill_server_is_down(alone):
     with ServeProcess("--prefill") as prefill, behind(prefill) as server:
         prefill.send_signal(signal.SIGKILL)
@@ -163,6 +165,7 @@ def test_prompts_are_computed_while_the_prefill_server_is_down(alone):
         server.wait_until_empty()
 
 
+@pytest.mark.slow
 def test_prompts_are_computed_if_the_prefill_server_is_too_slow(alone):
     with ServeProcess("--prefill") as prefill, behind(prefill, "--prefill-timeout", "1") as server:
         prefill.send_signal(signal.SIGSTOP)
@@ -177,6 +180,7 @@ def test_prompts_are_computed_if_the_prefill_server_is_too_slow(alone):
         server.wait_until_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -194,6 +198,7 @@ def test_server_that_does_not_match_is_rejected_by_name(alone, options, reason):
         assert reason in server.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSTOP]))
 def test_requests_survive_the_end_of_the_prefill_server(number):
     prompts = [[i + 1, *PROMPT] for i in range(16)]

@@ -83,6 +83,7 @@ def check_load(receiver, request, offer, end):
 # Correct bytes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_transfers_between_processes_with_different_tp_block_size_and_layout(transport, engines):
     rng = random.Random(1)
@@ -107,6 +108,7 @@ SIDES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [FULL, HYBRID, STATES], ids=["full", "hybrid", "states"])
 @pytest.mark.parametrize("pair", sampled([[(4, 2)], [(0, 1), (3, 1)], None]), ids=str)
 def test_transfers_between_different_engines(pair, kinds, engines):
@@ -700,6 +702,7 @@ def test_peer_without_the_secret_is_rejected(engines):
     assert receiver.drained()
 
 
+@pytest.mark.slow
 def test_stopped_sender_delays_a_load_only_until_the_deadline(engines):
     receiver = engines("decode", options={"timeout_s": 1.0})
     with EngineProcess("prefill") as sender:
@@ -773,6 +776,7 @@ def check_load_again(receiver, name, tokens, offer):
         time.sleep(0.3)
 
 
+@pytest.mark.slow
 def test_sender_can_be_killed_and_restarted_under_its_name(engines):
     receiver = engines("decode", options={"timeout_s": 5.0})
     with EngineProcess("prefill") as sender:
@@ -792,6 +796,7 @@ def test_sender_can_be_killed_and_restarted_under_its_name(engines):
         assert receiver.drained()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_random_faults_change_no_answer(transport):
     """`python -m benchmarks.disaggregation` runs a longer version of this test."""
@@ -829,6 +834,7 @@ def until(condition, timeout_s=30):
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [FULL, STATES], ids=["full", "states"])
 @pytest.mark.parametrize("sides", [(0, 1), (4, 3)], ids=str)
 def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
@@ -916,6 +922,7 @@ def test_prefill_can_be_withdrawn_during_a_load(engines):
     assert sender.drained() and receiver.drained()
 
 
+@pytest.mark.slow
 def test_layers_are_read_from_another_process_until_it_is_killed(engines):
     receiver = engines("decode", block=32, kinds=HYBRID)
     with EngineProcess("prefill", tp=2, layout="HND", kinds=HYBRID) as sender:

@@ -40,6 +40,7 @@ def test_table_has_exactly_one_row_per_field():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_each_field_changes_the_fingerprint_or_is_listed_as_irrelevant(name):
     row = TABLE[name]

@@ -67,6 +67,7 @@ def test_prefix_is_loaded_from_the_peer_that_has_it(fleet_of):
     assert three.source.stats.asked_requests == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", spread(range(39), 2))
 def test_random_runs_with_faulty_peers_return_the_models_answers(fleet_of, seed):
     fleet = fleet_of(3, seed, model=["llama", "gemma3"][seed % 2])
@@ -74,6 +75,7 @@ def test_random_runs_with_faulty_peers_return_the_models_answers(fleet_of, seed)
     assert fleet.num_compared > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "count", "tokens"),
     [
@@ -100,6 +102,7 @@ def test_prompt_is_computed_if_a_peer_cannot_offer_it(fleet_of, caplog, fault, c
         assert "the server at 127.0.0.1:1: ConnectionRefusedError" in caplog.text
 
 
+@pytest.mark.slow
 def test_late_offer_of_a_slow_peer_is_declined(fleet_of):
     fleet = fleet_of(timeout_s=0.2)
     one, two = fleet.peers
@@ -178,6 +181,7 @@ def test_invalid_arguments_of_a_source_are_rejected_by_name(options, message):
 # --- offers of cached blocks ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [["full"], ["full", "window"]])
 @pytest.mark.parametrize("num_tokens", [95, 96, 97, 98])
 def test_cached_prefix_is_offered_without_computing(kinds, num_tokens):
@@ -507,6 +511,7 @@ def test_index_follows_a_peer_across_its_end_and_restart(network, remote, caplog
     assert "peer a:1 is not used: it is down" in caplog.text and "peer a:1 is used" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

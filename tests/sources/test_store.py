@@ -67,6 +67,7 @@ def a_user(store=None, groups=(FULL,), **options):
 # Sharing through a store --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, 90])
 @pytest.mark.parametrize("mix", MIXES)
 def test_blocks_computed_by_one_engine_are_loaded_by_another(mix, num_host_blocks):
@@ -421,6 +422,7 @@ def test_invalid_result_is_counted_as_a_miss(wrong, counter):
     other.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer", [5, None, [], [True], [-1], ["x"] * 7, [None] * 7, [1 << 70] * 7, [9] * 8]
 )
@@ -566,6 +568,7 @@ def test_cancelled_load_releases_everything():
 # Random schedules ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(30), 5))
 def test_content_is_correct_for_any_store_behavior(seed):
     """Every token that is read is compared to the expected token, and the events must match the

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from tests.machinery.ranked_engine import FORMS, prompts_of, serve
 
 
+@pytest.mark.slow
 def test_answers_are_correct_although_ranks_are_killed(tmp_path):
     loaded = {}
     for name in ("TP 2", "PP 2", "TP 4"):

@@ -344,6 +344,7 @@ def test_storage_events_name_blocks_that_all_ranks_hold():
     other.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(60), 5))
 def test_content_is_correct_for_any_behavior_of_ranks_and_stores(seed):
     choose = random.Random(seed)

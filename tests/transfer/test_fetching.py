@@ -156,6 +156,7 @@ def engines(rng):
     return mine, theirs, plan, num_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", sampled([20, 200]))
 def test_any_token_range_arrives_with_null_pages_on_both_sides(trials):
     seed = random.randrange(2**32)

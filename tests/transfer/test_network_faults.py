@@ -91,6 +91,7 @@ def come(two, kind, within_s=60.0):
         assert time.monotonic() < deadline, f"no {kind} succeeds any more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", FAULTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
@@ -109,6 +110,7 @@ def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
         come(two, "write")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("name", NAMES)
 def test_partition_raises_in_time(name, kind):
@@ -120,6 +122,7 @@ def test_partition_raises_in_time(name, kind):
         come(two, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_partition_during_transfer_gives_no_wrong_bytes(name):
     with Network(*AGENTS) as network, Two(network, name) as two:

@@ -375,6 +375,7 @@ print(ours - start, peak() - ours)
 """
 
 
+@pytest.mark.slow
 def test_conversion_makes_no_temporary_copy_of_the_payload():
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -68,6 +68,7 @@ def test_readers_are_spread_evenly_over_replicas(heads, is_mla, sizes):
         assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "is_mla"),
     sampled([(2, False), (1, True), (1, False), (4, False), (8, False)]),

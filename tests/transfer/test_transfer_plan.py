@@ -43,6 +43,7 @@ def test_plans_are_correct_for_all_parallel_sizes_and_numbers_of_heads(share):
     assert counts["right"] + counts["right, permuted"] == counts.total() == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", spread([(each,) for each in PARALLEL], 2), ids=str)
 def test_plans_are_correct_for_all_layouts_and_packings(parallel):
     some = itertools.islice(page_product([parallel], block_sizes=(4, 8)), 0, None, 7)
@@ -129,6 +130,7 @@ def drawn_side(rng, heads, num_layers, scales):
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(30)))
 def test_plans_are_correct_for_random_uneven_stages_with_scales(seed):
     rng = np.random.default_rng(seed)

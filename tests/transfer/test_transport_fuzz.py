@@ -109,6 +109,7 @@ def encoded(rng, header, payload, how_often):
     return bytes(data)
 
 
+@pytest.mark.slow
 def test_mutated_handshakes_are_rejected(name, rng, monkeypatch):
     with Side(name, "side") as side:
         before = side.memory.copy()
@@ -225,6 +226,7 @@ def drawn_frame(rng, address):
     return header, payload
 
 
+@pytest.mark.slow
 def test_malicious_frames_of_connected_peer_are_rejected(name, rng):
     with Side(name, "side") as side:
         before = side.memory.copy()

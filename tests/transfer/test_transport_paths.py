@@ -260,6 +260,7 @@ def test_runs_are_merged_within_regions_of_both_sides():
         assert (got[1].length == got[0].length).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gloo", pytest.param("nixl", marks=needs_nixl)])
 @pytest.mark.parametrize("num_pieces", [1, 3, 4, 5, 6, 7, 9, 14])
 def test_pieces_arrive_in_order_at_slow_receiver(name, num_pieces):

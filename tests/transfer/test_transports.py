@@ -144,6 +144,7 @@ def copied(destination, source, to, at, length):
     return result
 
 
+@pytest.mark.slow
 def test_both_directions_write_exactly_the_requested_bytes(side, name):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -219,6 +220,7 @@ def test_notification_arrives_once_after_the_bytes(side, name, size):
         assert set(bytes.fromhex(peer.ask("pool", first=size, last=2 * size)["hex"])) == {77}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted_here", [True, False])
 def test_digests_do_not_change_the_bytes(name, wanted_here):
     with (
@@ -235,6 +237,7 @@ def test_digests_do_not_change_the_bytes(name, wanted_here):
         assert got == pattern(1).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_bytes_changed_in_transit_raise(name, size, monkeypatch):
     with Side(name, digest=True) as side, Peer(name, lie="corrupt") as peer:
@@ -300,6 +303,7 @@ class Flips:
         return target.copy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_flipped_request_bits_never_give_wrong_bytes(name, kind, monkeypatch):
     """The bits are flipped before the digest of the request's frame is computed."""
@@ -425,6 +429,7 @@ def test_stopped_peer_raises_within_the_deadline(side, name):
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
 
 
+@pytest.mark.slow
 def test_peer_that_holds_a_transfer_is_disconnected(name):
     with Side(name, timeout_s=1) as side, Peer(name) as peer:
         side.transport.connect(peer.metadata)
@@ -451,6 +456,7 @@ def test_peer_that_holds_a_transfer_is_disconnected(name):
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_cancelled_transfer_does_not_affect_others(name, size):
     """Transfers with many pieces are cancelled at any point, in both directions."""
@@ -1249,6 +1255,7 @@ def test_torch_default_group_is_unaffected(name, peer):
         assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True])
 def test_closed_connections_leak_no_descriptors(name, kill):
     """UCX keeps the sockets of removed NIXL peers open, up to the number of sockets that 16

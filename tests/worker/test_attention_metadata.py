@@ -321,6 +321,7 @@ def test_block_tables_equal_gather(lengths, padding):
         assert torch.equal(batch[g].block_table, table)
 
 
+@pytest.mark.slow
 @given(batch=BatchOfTokens.strategy())
 def test_paged_attention_equals_dense_attention(batch):
     """With the tensors for both backends, attention reads the correct K and V.

@@ -182,6 +182,7 @@ def test_requested_calibration_must_match_this_machine(tmp_path, monkeypatch):
         assert calibration_of(torch.device("cuda")).machine == "NVIDIA L4"
 
 
+@pytest.mark.slow
 def test_bench_prints_a_table_or_json(capsys):
     assert main(["bench", "--mib", "8", "--device", "cpu", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -123,6 +123,7 @@ class Race:
         return self.wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", sampled([range(6), range(6, 30)]), ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_reads_are_correct_under_any_stream_order(form, seeds):
@@ -182,6 +183,7 @@ def without_order_within_a_lane(monkeypatch):
     monkeypatch.setattr(SwapEngine, "_after_the_job_before", lambda *args: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "defect",
@@ -200,6 +202,7 @@ def test_missing_dependency_is_detected(monkeypatch, form, defect):
 STAGED = ["staging of one page", "staging", "now staging, now the kernel"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "form"),
     [

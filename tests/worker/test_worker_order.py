@@ -115,6 +115,7 @@ class Plans:
         return self.wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", sampled([range(4), range(4, 24)]), ids=str)
 @pytest.mark.parametrize("form", WORKER_FORMS)
 def test_plans_are_correct_under_any_stream_order(form, seeds):
@@ -191,18 +192,21 @@ IMPLIED = [name for name in MISSING if name.startswith("a swap-out after")]
 BETWEEN_DIRECTIONS = [name for name in MISSING if name.startswith("a swap-")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [name for name in MISSING if name not in IMPLIED])
 def test_missing_stream_dependency_is_detected(monkeypatch, missing):
     MISSING[missing](monkeypatch)
     assert any(Plans(seed, method="kernel").run() for seed in range(200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", BETWEEN_DIRECTIONS)
 def test_dependencies_between_swap_directions_are_detected(monkeypatch, missing):
     MISSING[missing](monkeypatch)
     assert any(Race(seed, method="kernel").run(60) for seed in range(400))
 
 
+@pytest.mark.slow
 def test_layerwise_swap_in_is_complete_in_next_plan(monkeypatch):
     """Applying the next plan waits for the layers for which no other call has waited."""
     form = FORMS["layer by layer"]
