@@ -18,8 +18,8 @@ from kvcache.engine import Delta, SamplingParams, TokenLogprob
 from kvcache.server.admission import Admission
 from kvcache.server.engine_loop import Answer, EngineError, EngineLoop
 from kvcache.server.errors import CLOSED, error_body
-from kvcache.server.fields import Asked, StreamOptions
 from kvcache.server.hints import Hints
+from kvcache.server.request_fields import Asked, StreamOptions
 from kvcache.server.request_log import RequestLog, RequestRecord
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import AnswerText, Texts

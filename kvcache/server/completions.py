@@ -12,13 +12,13 @@ from kvcache.checks import shown
 from kvcache.engine import SamplingParams
 from kvcache.server.admission import Admission
 from kvcache.server.answers import Choices, Form, Source, streamed_answer, whole_answer
-from kvcache.server.bodies import apart, parsed, read_body, refuse_untrusted
+from kvcache.server.body_reader import apart, parsed, read_body, refuse_untrusted
 from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import CONTEXT_CODE, AskError
-from kvcache.server.fields import Asked, AskedChat, AskedCompletion, StreamOptions
 from kvcache.server.hints import AskedHints, Hints
 from kvcache.server.limits import Limits
 from kvcache.server.prompts import PromptReader
+from kvcache.server.request_fields import Asked, AskedChat, AskedCompletion, StreamOptions
 from kvcache.server.request_log import RequestLog
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import Texts

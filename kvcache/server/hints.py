@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from kvcache.hints import Hint, Receipt, hints_of_envelope
 from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import AskError
-from kvcache.server.fields import Fields, Messages, refuse
+from kvcache.server.request_fields import Fields, Messages, refuse
 
 _TOO_LATE = (
     "a request loads its own prefix: expected the prefetch at /v1/kv_hints, before it arrives"

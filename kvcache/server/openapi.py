@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from kvcache.server.errors import ErrorAnswer
-from kvcache.server.fields import AskedChat, AskedCompletion
 from kvcache.server.hints import AskedHints
 from kvcache.server.prompts import AskedText, AskedTokens
+from kvcache.server.request_fields import AskedChat, AskedCompletion
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": AskedCompletion,

@@ -15,7 +15,7 @@ from kvcache.checks import MAX_INT32
 from kvcache.engine import Engine
 from kvcache.router_events import EventPublisher
 from kvcache.server.admission import Admission
-from kvcache.server.bodies import apart, parsed, read_body, refuse_untrusted
+from kvcache.server.body_reader import apart, parsed, read_body, refuse_untrusted
 from kvcache.server.engine_loop import EngineLoop
 from kvcache.sources.peers import PeerSource
 from kvcache.sources.peers.source import OFFER_PATH

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvcache.engine import SamplingParams
 from kvcache.server.admission import Admission
-from kvcache.server.bodies import apart, parsed, read_body, refuse_untrusted
+from kvcache.server.body_reader import apart, parsed, read_body, refuse_untrusted
 from kvcache.server.engine_loop import EngineError, EngineLoop
 from kvcache.server.errors import CLOSED, AskError
 from kvcache.sources.disaggregation import Connector

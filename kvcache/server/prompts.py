@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from fastapi import Request
 from pydantic import Field, model_validator
 
-from kvcache.server.bodies import apart, parsed, read_body
+from kvcache.server.body_reader import apart, parsed, read_body
 from kvcache.server.errors import CONTEXT_CODE, AskError
-from kvcache.server.fields import Fields, Message, Messages, refuse
+from kvcache.server.request_fields import Fields, Message, Messages, refuse
 from kvcache.server.texts import Texts
 
 _TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]

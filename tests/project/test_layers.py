@@ -178,7 +178,7 @@ TORCH_FREE_MODULES = {
     "kvcache.sources.store.identity",
     "kvcache.sources.store.prefixes",
     "kvcache.sources.store.stats",
-    "kvcache.sources.store.values",
+    "kvcache.sources.store.value_format",
     "kvcache.sources.store.writes",
 }
 

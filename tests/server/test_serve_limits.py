@@ -20,10 +20,10 @@ import openai
 
 from kvcache.server import ByteTexts, Limits
 from kvcache.server.admission import Admission, Busy
-from kvcache.server.bodies import parsed
+from kvcache.server.body_reader import parsed
 from kvcache.server.engine_loop import EngineError
 from kvcache.server.errors import AskError
-from kvcache.server.fields import AskedChat, AskedCompletion
+from kvcache.server.request_fields import AskedChat, AskedCompletion
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import AnswerText
 from tests.server.test_serve import GREETING, HTTP, dense_answer, serving

@@ -27,7 +27,7 @@ from kvcache import (
 from kvcache.allocator import check_invariants
 from kvcache.sources.store import Circuit, StoredPrefixes, StoreTier, fingerprint
 from kvcache.sources.store import tier as tier_module
-from kvcache.sources.store.values import BlockKey, faults, key_of_text, key_text, seal
+from kvcache.sources.store.value_format import BlockKey, faults, key_of_text, key_text, seal
 from tests.machinery.shared import sampled
 from tests.machinery.simulated_device import SimulatedStreams
 from tests.machinery.stores import FAULTS, MemoryStore, StoreUser, patient

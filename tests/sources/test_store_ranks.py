@@ -26,7 +26,7 @@ from kvcache.replay.running import Running
 from kvcache.replay.verifier import KVVerifier
 from kvcache.sources.store import Share, StoreRank, StoreTier, cache_identity, fingerprint
 from kvcache.sources.store.orders import LookUp, StoreResults
-from kvcache.sources.store.values import key_of_text
+from kvcache.sources.store.value_format import key_of_text
 from tests.machinery.shared import sampled
 from tests.machinery.stores import FAULTS, MemoryStore, StoreUser, patient
 from tests.sources.test_store import LONG, MIXES, match_of, prompts, told

@@ -39,7 +39,7 @@ from kvcache.sources.circuit import Circuit
 from kvcache.sources.store.base import BlockStore
 from kvcache.sources.store.identity import FINGERPRINT_BYTES
 from kvcache.sources.store.registry import open_store
-from kvcache.sources.store.values import HEADER_BYTES, BlockKey, faults, key_text, seal
+from kvcache.sources.store.value_format import HEADER_BYTES, BlockKey, faults, key_text, seal
 
 _log = logging.getLogger("kvcache.hicache")
 _OPTIONS = ("store", "capacity")

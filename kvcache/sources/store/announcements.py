@@ -7,7 +7,7 @@ import numpy as np
 
 from kvcache.allocator import KVCacheManager
 from kvcache.events import BlockRemoved, BlockStored
-from kvcache.sources.store.values import BlockKey
+from kvcache.sources.store.value_format import BlockKey
 from kvcache.sources.store.writes import Described
 from kvcache.step import NO_IDS
 

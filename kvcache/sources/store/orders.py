@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvcache.sources.store.identity import Share
-from kvcache.sources.store.values import BlockKey
+from kvcache.sources.store.value_format import BlockKey
 
 
 class LookUp(NamedTuple):

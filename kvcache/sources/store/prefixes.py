@@ -14,7 +14,7 @@ import numpy as np
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.checks import instance, instances, integer
 from kvcache.kinds import make_kind
-from kvcache.sources.store.values import BlockKey
+from kvcache.sources.store.value_format import BlockKey
 
 
 class NeededBlock(NamedTuple):

@@ -36,7 +36,7 @@ from kvcache.sources.store.orders import (
 )
 from kvcache.sources.store.staging import ValueStaging
 from kvcache.sources.store.thread import READ, WRITE, Call, StoreThread
-from kvcache.sources.store.values import BlockKey, faults, key_of_text, key_text, seal
+from kvcache.sources.store.value_format import BlockKey, faults, key_of_text, key_text, seal
 from kvcache.worker import KVStorage, Pages, SwapEngine, SwapJob
 from kvcache.worker.pages.page_copy import PageCopy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.sources.store.values import HEADER_BYTES
+from kvcache.sources.store.value_format import HEADER_BYTES
 from kvcache.worker import Pages
 from kvcache.worker.pages.pinning import allocate_host
 

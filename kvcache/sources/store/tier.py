@@ -41,7 +41,7 @@ from kvcache.sources.store.orders import (
 from kvcache.sources.store.prefixes import StoredPrefixes
 from kvcache.sources.store.rank import StoreRank
 from kvcache.sources.store.stats import StoreStats
-from kvcache.sources.store.values import BlockKey
+from kvcache.sources.store.value_format import BlockKey
 from kvcache.sources.store.writes import Described, WaitingBlocks
 from kvcache.step import StepReport
 from kvcache.worker import KVStorage, Pages

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache.allocator import KVCacheManager
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
-from kvcache.sources.store.values import BlockKey
+from kvcache.sources.store.value_format import BlockKey
 
 
 class Described(NamedTuple):
