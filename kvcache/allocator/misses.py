@@ -24,8 +24,8 @@ MISS_REASONS = {
 - `external`: the KV came from `Admit.external`.
 - `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
 - `not_loaded`: the hit needs more host blocks than `Admit.max_host_blocks` allows.
-- `evicted`, `removed`: also used for all earlier missed tokens if a later block of the request was
-  evicted or removed.
+- `evicted`, `removed`: the block, or a later block of the request, was evicted to make room, or was
+  removed by a reset, an invalidation or a call to `evict`.
 - `in_flight`: a running request holds blocks with the same content that are not computed yet. Only the
   64 most recent requests are compared.
 - `other_keys`: one of the 64 most recent requests had the same tokens with different extra keys.

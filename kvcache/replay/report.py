@@ -166,7 +166,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         ("token hit rate", f"{report.token_hit_rate:.4f}", f"{report.hit_tokens:,} tokens"),
         *_device(report),
         ("hit blocks", f"{report.hit_blocks:,}", size),
-        ("evicted blocks", f"{report.evicted_blocks:,}", "cached blocks that were reused"),
+        ("evicted blocks", f"{report.evicted_blocks:,}", "cached blocks replaced by others"),
     ]
     pool = [
         ("capacity", f"{report.capacity_blocks:,}", "blocks" if is_hybrid else f"blocks{held}"),
@@ -301,7 +301,7 @@ def _verification(report: ReplayReport) -> list[tuple[str, str, str]]:
         return []
     style = "red" if report.mismatches else "green"
     return [
-        ("verified tokens", f"{report.verified_tokens:,}", "written or hit, then compared"),
+        ("verified tokens", f"{report.verified_tokens:,}", "written or hit, read, compared"),
         ("mismatches", f"[{style}]{report.mismatches:,}[/]", "tokens with wrong KV"),
         ("verification", f"{report.verify_us_per_request:,.1f}", "us per request"),
     ]
