@@ -24,7 +24,7 @@ CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.
 demo: setup
 	$(BIN)/kvcache demo
 
-# Run all tests that take less than half a second each, in about three minutes on two cores.
+# Run the tests that take less than about a second each, in about three minutes on two cores.
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not (slow or exhaustive)"
 
@@ -38,8 +38,7 @@ test-exhaustive: setup
 	HYPOTHESIS_PROFILE=exhaustive $(BIN)/python -m pytest -n auto --dist worksteal \
 	  -m "exhaustive or hypothesis" $(SHARE:%=--share %)
 
-# Plant defects one at a time. The tests that are not marked exhaustive must
-# detect each of them.
+# Plant defects one at a time. The tests that are not marked exhaustive must detect each of them.
 planted-breaks: setup
 	$(BIN)/python -m tests.machinery.planted_breaks
 

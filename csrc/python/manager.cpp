@@ -404,7 +404,7 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   return child_row;
 }
 
-// The getter of a property that any thread can read if the manager is sound.
+// Getter of a property that may be read from any thread. Throws if the manager is not sound.
 template <auto kMethod>
 int64_t sound(const Manager& manager) {
   manager.check_sound();

@@ -21,8 +21,8 @@ namespace {
 // name.
 class PlanType {
  public:
-  // Arrays for empty sections, shared by all plans: int32[0], [1] (containing a 0), [0, 2] and
-  // [0, 3].
+  // The arrays of empty sections, which all plans share. Shapes: `ids` [0], `splits` [1] (a zero),
+  // `pairs` [0, 2], `replace` [0, 3].
   struct EmptySections {
     py::object ids, splits, pairs, replace;
   };

@@ -61,8 +61,8 @@ class HostTables {
   // Appends ids to a row of one group, after emptying the row if `reset` is true.
   void append_row(int64_t group, int64_t row, const int32_t* ids, int64_t n, bool reset);
 
-  // Move or swap the (source, target) pairs of rows, one pair after another, or empty rows. The
-  // functions apply to one group or, if `group` is -1, to all groups.
+  // `move_rows` and `swap_rows` process pairs of a source and a target row in the given order, and
+  // `clear_rows` empties rows. All apply to one group or, if `group` is -1, to all groups.
   void move_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void swap_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void clear_rows(const int32_t* rows, int64_t n, int64_t group = -1);

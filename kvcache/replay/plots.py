@@ -53,11 +53,7 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
         if series.missed_tokens:
             _draw_misses(panels[num_panels - 1], times, series)
         if is_timed:
-            title = (
-                f"Time to first token: mean {_duration(report.mean_ms_to_first_token)}, "
-                f"99th percentile {_duration(report.p99_ms_to_first_token)}"
-            )
-            _draw_first_token(panels[3], times, series.ms_to_first_token, title)
+            _draw_first_token(panels[3], times, series.ms_to_first_token, report)
 
 
 def draw_disaggregation(
@@ -83,11 +79,7 @@ def draw_disaggregation(
         panels[2].plot(times, waiting, color=_EVICTIONS, linewidth=1)
         panels[2].set_ylim(0, 1.05 * max([1, *waiting]))
         _finish(panels[2], f"Waiting requests: at most {max([0, *waiting]):,}")
-        first = (
-            f"Time to first token: mean {_duration(report.mean_ms_to_first_token)}, "
-            f"99th percentile {_duration(report.p99_ms_to_first_token)}"
-        )
-        _draw_first_token(panels[3], times, np.array(series.ms_to_first_token)[order], first)
+        _draw_first_token(panels[3], times, np.array(series.ms_to_first_token)[order], report)
 
 
 @contextmanager
@@ -141,7 +133,10 @@ def _duration(ms: float) -> str:
 
 
 def _draw_first_token(
-    axes: Axes, times: np.ndarray, ms_to_first_token: Sequence[float], title: str
+    axes: Axes,
+    times: np.ndarray,
+    ms_to_first_token: Sequence[float],
+    report: ReplayReport | DisaggregationReport,
 ) -> None:
     from matplotlib.ticker import LogLocator
 
@@ -152,7 +147,11 @@ def _draw_first_token(
         axes.yaxis.set_major_locator(LogLocator(10, numticks=6))
         axes.set_ylim(max(1e-3, seconds[seconds > 0].min() / 2), 2 * seconds.max())
     axes.yaxis.set_major_formatter("{x:,g} s")
-    _finish(axes, title)
+    _finish(
+        axes,
+        f"Time to first token: mean {_duration(report.mean_ms_to_first_token)}, "
+        f"99th percentile {_duration(report.p99_ms_to_first_token)}",
+    )
 
 
 def draw_curve(curve: HitRateCurve, path: str | os.PathLike) -> None:

@@ -1761,7 +1761,7 @@ class ModelManager:
         group = self.groups[g]
         if group.pages == ENCODER:
             return 0
-        # Every step since the page was allocated has updated the state, which the next step reads.
+        # The next step reads the state, which every step since the page was allocated has updated.
         if group.pages == STATE:
             return min(state.held[g].state_start, state.num_computed - 1)
         return column * group.block_size
