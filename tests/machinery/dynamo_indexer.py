@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 from tests.machinery.network import die_with_parent
-from tests.machinery.pasted import free_port
+from tests.machinery.ports import free_port
 
 BLOCK, TIERS = 16, {"device": "GPU", "host_pinned": "CPU"}
 START = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from tests.machinery.network import die_with_parent
+from tests.machinery.ports import free_port
 
 
 def is_installed() -> bool:
@@ -69,9 +70,3 @@ class Master:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

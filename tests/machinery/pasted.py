@@ -14,7 +14,6 @@ In expected lines, "…" stands for any text.
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tests.machinery.ports import free_port
 from tests.machinery.shared import REPO
 
 MARK = re.compile(r"<!-- (run|not run|log|output): ([^(]+?)(?: \((.+)\))? -->")
@@ -260,13 +260,6 @@ def is_installed(distribution: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def free_port() -> int:
-    """Return a port on which nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def answers(port: int) -> bool:

@@ -25,7 +25,7 @@ from kvcache.replay.content import prefix_keys
 from kvcache.replay.fleet import ROUTERS, Fleet, Hardware, simulate_fleet
 from kvcache.replay.fleet.routers import PrefixAware, RoundRobin
 from tests.machinery.dynamo_indexer import Indexer, needs_dynamo
-from tests.machinery.pasted import free_port
+from tests.machinery.ports import free_port
 
 BLOCK, SERVERS = 16, 3
 
@@ -43,8 +43,11 @@ class Server:
         self.endpoints, self.indexer = (events, replays), indexer
 
     def wait(self):
-        lines = iter(self.process.stderr.readline, "")
-        self.url = next(filter(None, (re.search(r"http://\S+/v1", line) for line in lines)))[0]
+        lines = []
+        while not (found := re.search(r"http://\S+/v1", lines[-1] if lines else "")):
+            lines.append(self.process.stderr.readline())
+            assert lines[-1], f"the server ended: {''.join(lines)}"
+        self.url = found[0]
         self.indexer.register(self.number, *self.endpoints)
 
     def complete(self, tokens):

@@ -24,7 +24,7 @@ from kvcache.sources.disaggregation.offer_calls import OfferServer, offer_key
 from kvcache.sources.peers import PeerSource
 from tests.machinery.dense_models import greedy
 from tests.machinery.http.process import ServeProcess, ask, connect, reply_of, request_of
-from tests.machinery.pasted import free_port
+from tests.machinery.ports import free_port
 from tests.machinery.shared import sampled
 from tests.server.test_serve_sources import counts, needs_nixl, wait_until
 

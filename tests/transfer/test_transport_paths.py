@@ -299,7 +299,40 @@ def test_close_ends_threads_after_a_failed_write(monkeypatch):
         pair.sides[0].disconnect(pair.peer)
         with pytest.raises(TransferError):
             move.wait(20)
-    gc.collect()
+    _wait_for_ends_of_threads(before)
+
+
+@needs_nixl
+def test_close_while_a_piece_starts_ends_threads(monkeypatch):
+    """Regression: a piece that was queued after the lane's close kept the agent alive until Python
+    collected reference cycles.
+    """
+    before = _threads()
+    gc.disable()
+    try:
+        with Pair(1 << 20, direct_bytes=None) as pair:
+            lane = pair.sides[0]._connections[pair.peer].lane
+            start = lane._agent.begin
+
+            def begin(*args):
+                handle = start(*args)
+                pair.sides[0].disconnect(pair.peer)
+                return handle
+
+            monkeypatch.setattr(lane._agent, "begin", begin)
+            at = pair.mine.ctypes.data, pair.theirs.ctypes.data
+            move = pair.sides[0].write(pair.peer, *map(np.atleast_1d, at), np.array([1 << 20]))
+            with pytest.raises(TransferError):
+                move.wait(20)
+            monkeypatch.undo()
+        pair = lane = start = begin = move = None
+        _wait_for_ends_of_threads(before)
+    finally:
+        gc.enable()
+
+
+def _wait_for_ends_of_threads(before):
+    """Wait until all threads that have started since `before` have ended."""
     deadline = time.monotonic() + 60
     while left := [name for task, name in _threads().items() if task not in before]:
         assert time.monotonic() < deadline, left

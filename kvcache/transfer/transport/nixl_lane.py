@@ -160,9 +160,11 @@ class NixlLane(Lane):
             if self._is_closed:
                 return
             self._is_closed = True
+            # Each piece refers to the lane, so a queue that is not empty would keep the agent alive. A
+            # sending thread fails on an empty queue and ends.
+            self.unsent.clear()
+            self._under_way.clear()
             self._changed.notify_all()
-        self.unsent.clear()  # a sending thread fails on the empty queue and ends
-        self._under_way.clear()
         if self.direct is not None:
             self.direct.close()
         else:
@@ -181,6 +183,12 @@ class NixlLane(Lane):
         self._agent.release()
 
     # Methods that pieces call.
+
+    def queue(self, pieces: deque[_Sending], piece: _Sending) -> None:
+        """Append a piece to one of the lane's queues. Raises ConnectionError if the lane is closed."""
+        with self._changed:
+            self._check_open()
+            pieces.append(piece)
 
     def take_room(self, tag: int, timeout_s: float) -> int | None:
         """Return the slot for the next piece with a tag, or None if no slot becomes free within
@@ -225,7 +233,7 @@ class NixlLane(Lane):
         ]
         peer, length = self._connection.peer.incarnation, np.array([sending.piece.nbytes])
         sending.handle = self._agent.begin("WRITE", peer, sides, length)
-        self._under_way.append(sending)
+        self.queue(self._under_way, sending)
 
     def wait_until_written(self, sending: _Sending, deadline: float) -> None:
         """Wait for a piece in flight and for all earlier pieces."""
@@ -253,7 +261,7 @@ class _Sending:
         self._lane, self.piece, self.tag = lane, piece, tag
         self.handle: Handle | None = None
         self.is_announced = False  # whether the piece was announced to the peer
-        lane.unsent.append(self)
+        lane.queue(lane.unsent, self)
         lane.begin_unsent()
 
     def begin(self, timeout_s: float = 0.0) -> bool:

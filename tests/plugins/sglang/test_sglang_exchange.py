@@ -27,7 +27,7 @@ from kvcache.plugins.sglang.options import options_from_environment
 from kvcache.plugins.sglang.params import offer_in, offer_of, params_for
 from kvcache.sources.disaggregation.offer import sealed
 from tests.machinery.engine_process import some_prompts
-from tests.machinery.pasted import free_port
+from tests.machinery.ports import free_port
 from tests.machinery.sglang_process import STUBS, SGLangEngine
 from tests.machinery.shared import REPO, sampled
 from tests.machinery.vllm_engine import Engine
