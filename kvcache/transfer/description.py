@@ -346,8 +346,12 @@ class CacheDescription:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CacheDescription:
-        """Create a description from the result of `to_dict`. Raises ValueError if the format
-        version or the set of fields differs.
+        """Create a description from the result of `to_dict`.
+
+        Raises:
+            TypeError: `values` is not a mapping.
+            ValueError: The format version is not the version of this library, or fields are unknown
+                or missing.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"values is a {type(values).__name__}: expected a mapping")

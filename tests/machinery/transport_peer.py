@@ -75,7 +75,7 @@ def tell_lies(how: str) -> None:
 
 
 def take_longer(what: str) -> None:
-    """Patch the transport so that this step takes half a second longer."""
+    """Make the step `what` of the transport half a second slower. Only "open" has an effect."""
     if what == "open":
         real = connection.Connection.open
 

@@ -812,7 +812,7 @@ class Engine:
 
 
 def find_all(model, engine):
-    """In a separate process, collect the findings for each defect of a model."""
+    """Plant each defect that applies to a model, in a separate process, and return the findings."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, model, engine],
         capture_output=True,
@@ -826,7 +826,10 @@ def find_all(model, engine):
 
 
 def run(model, engine, names=None):
-    """Return the findings for each defect of a model. Without a defect, there must be no findings."""
+    """Plant each defect that applies to a model, one at a time, and return the findings.
+
+    Without a defect, there must be no findings.
+    """
     fill_at_random()
     without_checkpoints()
     one = Engine(model, engine)

@@ -19,7 +19,7 @@ SOURCES = REPO / "csrc" / "tests" / "exact"
 
 
 def run(tmp_path, program, *arguments, include=()):
-    # With -mfma, the compiler uses the processor's FMA instruction. Otherwise, calls of fma() would
+    # With -mfma, the compiler uses the processor's FMA instruction. Otherwise, calls to fma() would
     # take most of the time.
     flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-w"]
     if "fma" in _flags_of_the_processor():

@@ -35,7 +35,8 @@ class StoreThread:
     """Calls a store in a separate thread, one call at a time. Reads take precedence over writes.
 
     The thread is a daemon, so a call that never returns does not prevent the process from exiting.
-    Such a call keeps only its own memory alive. `close` waits for queued calls for a limited time.
+    Until such a call returns, the store, the queued calls and everything that they refer to stay in
+    memory. `close` waits for queued calls for a limited time.
     """
 
     def __init__(self, store: BlockStore, open_store: Callable[[], Any]) -> None:
