@@ -45,9 +45,14 @@ const CacheGroup* MissReasons::group_of(const std::vector<CacheGroup>& groups) {
   return best;
 }
 
+MissReport& MissReasons::report_of(int32_t row) {
+  const auto i = static_cast<size_t>(row);
+  if (i >= reports_.size()) reports_.resize(i + 1);
+  return reports_[i];
+}
+
 void MissReasons::note(int32_t row, const Asked& asked, const Found& found) {
-  if (static_cast<size_t>(row) >= reports_.size()) reports_.resize(static_cast<size_t>(row) + 1);
-  MissReport& report = reports_[static_cast<size_t>(row)];
+  MissReport& report = report_of(row);
   report = of(asked, found);
   for (size_t i = 0; asked.reads && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
   add_recent(asked, row);
@@ -55,8 +60,7 @@ void MissReasons::note(int32_t row, const Asked& asked, const Found& found) {
 }
 
 void MissReasons::note_fork(int32_t row, const TokenChain& chain) {
-  if (static_cast<size_t>(row) >= reports_.size()) reports_.resize(static_cast<size_t>(row) + 1);
-  MissReport& report = reports_[static_cast<size_t>(row)];
+  MissReport& report = report_of(row);
   report = {};
   report.num_tokens = report.num_hit = chain.num_tokens();
 }

@@ -125,6 +125,8 @@ class MissReasons {
   static constexpr int kMostUnknown = 3;
 
   MissReport of(const Asked& asked, const Found& found) const;
+  // The place for the report of this row.
+  MissReport& report_of(int32_t row);
   int64_t last_hit(const TokenChain& chain) const;
   int64_t num_hashed(const TokenChain& chain) const {
     return static_cast<int64_t>(chain.known_hashes().size()) * parts_.hash_block_size;
