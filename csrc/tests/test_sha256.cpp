@@ -80,14 +80,41 @@ TEST(hashing_two_messages_gives_both_digests) {
       const std::vector<uint8_t> texts[] = {first, second};
       const size_t num_chunks = sha256_pad(first.data(), size);
       CHECK_EQ(sha256_pad(second.data(), size), num_chunks);
-      const uint8_t* const chunks[] = {first.data(), second.data()};
       uint8_t out[2][32], expected[32];
-      uint8_t* const outs[] = {out[0], out[1]};
-      each.digest_two(chunks, num_chunks, outs);
+      const Sha256Message messages[] = {{first.data(), out[0]}, {second.data(), out[1]}};
+      each.digest_two(messages, num_chunks);
       for (size_t i = 0; i < 2; ++i) {
         sha256(texts[i].data(), size, expected, sha256_implementations().back());
         CHECK(std::equal(out[i], out[i] + 32, expected));
       }
+    }
+  }
+}
+
+TEST(a_linked_message_has_the_digest_of_the_complete_message) {
+  for (const Sha256Implementation& each : sha256_implementations()) {
+    for (size_t size = 35; size < 300; ++size) {
+      std::vector<uint8_t> texts[2], padded[2];
+      uint8_t links[2][32], out[2][32], expected[2][32];
+      Sha256Message messages[2];
+      size_t num_chunks = 0;
+      for (size_t k = 0; k < 2; ++k) {
+        texts[k].resize(size);
+        for (size_t i = 0; i < size; ++i) texts[k][i] = static_cast<uint8_t>((k + 3) * i * i + k);
+        padded[k] = texts[k];
+        padded[k].resize(size + kSha256Padding);
+        num_chunks = sha256_pad(padded[k].data(), size);
+        std::copy_n(texts[k].data() + Sha256Message::kLinkAt, 32, links[k]);
+        std::fill_n(padded[k].data() + Sha256Message::kLinkAt, 32, uint8_t{0xEE});
+        messages[k] = {padded[k].data(), out[k], links[k]};
+        sha256(texts[k].data(), size, expected[k], sha256_implementations().back());
+        each.digest(messages[k], num_chunks);
+        CHECK(std::equal(out[k], out[k] + 32, expected[k]));
+      }
+      if (each.digest_two == nullptr) continue;
+      std::fill_n(&out[0][0], sizeof(out), uint8_t{0});
+      each.digest_two(messages, num_chunks);
+      for (size_t k = 0; k < 2; ++k) CHECK(std::equal(out[k], out[k] + 32, expected[k]));
     }
   }
 }

@@ -21,18 +21,6 @@ struct Named {
 constexpr Named kAlgorithms[] = {{"sha256_cbor", HashAlgorithm::kSha256Cbor},
                                  {"xxh3_128_cbor", HashAlgorithm::kXxh3Cbor}};
 
-// `digest` may overwrite this many bytes after the end of the data.
-constexpr size_t kDigestOverwritten = kSha256Padding;
-
-void digest(HashAlgorithm algorithm, uint8_t* data, size_t size, Hash* out) {
-  if (algorithm == HashAlgorithm::kSha256Cbor) {
-    sha256_in_place(data, size, out->bytes);
-  } else {
-    *out = {};  // clears the bytes after the digest
-    xxh3_128(data, size, out->bytes);
-  }
-}
-
 }  // namespace
 
 std::vector<std::string> hash_algorithm_names() {
@@ -52,54 +40,34 @@ HashAlgorithm hash_algorithm_of(std::string_view name) {
 }
 
 Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {
-  std::vector<uint8_t> buffer(seed.size() + kBytesWritten + kDigestOverwritten);
+  std::vector<uint8_t> buffer(seed.size() + kBytesWritten + kSha256Padding);
   uint8_t* p = write_head(buffer.data(), kText, static_cast<uint32_t>(seed.size()));
   p = std::copy(seed.begin(), seed.end(), p);
-  Hash out;
-  digest(algorithm, buffer.data(), static_cast<size_t>(p - buffer.data()), &out);
+  const auto size = static_cast<size_t>(p - buffer.data());
+  Hash out{};  // clears the bytes after a short digest
+  if (algorithm == HashAlgorithm::kSha256Cbor) {
+    sha256_in_place(buffer.data(), size, out.bytes);
+  } else {
+    xxh3_128(buffer.data(), size, out.bytes);
+  }
   return out;
 }
 
-void BlockHasher::hash(const BlockContent& block, Hash* out) {
-  const size_t size = encode(block, &buffers_[0]);
-  digest(block.algorithm, buffers_[0].data(), size, out);
-}
-
-void BlockHasher::hash_two(const BlockContent& first, const BlockContent& second, Hash* out) {
-  static const Sha256Implementation& sha256 = sha256_implementations().front();
-  const auto is_sha256 = [](const BlockContent& block) {
-    return block.algorithm == HashAlgorithm::kSha256Cbor;
-  };
-  if (sha256.digest_two == nullptr || !is_sha256(first) || !is_sha256(second)) {
-    hash(first, &out[0]);
-    hash(second, &out[1]);
-    return;
-  }
-  const size_t sizes[] = {encode(first, &buffers_[0]), encode(second, &buffers_[1])};
-  uint8_t* const data[] = {buffers_[0].data(), buffers_[1].data()};
-  uint8_t* const bytes[] = {out[0].bytes, out[1].bytes};
-  const size_t num_chunks[] = {sha256_pad(data[0], sizes[0]), sha256_pad(data[1], sizes[1])};
-  if (num_chunks[0] == num_chunks[1]) {
-    sha256.digest_two(data, num_chunks[0], bytes);
-  } else {
-    for (size_t i = 0; i < 2; ++i) sha256.digest(data[i], num_chunks[i], bytes[i]);
-  }
-}
-
-size_t BlockHasher::encode(const BlockContent& block, Buffer* buffer) {
+void BlockHasher::Encoded::encode(const BlockContent& block) {
   // Bytes of the encoded block that are not counted separately below, plus the bytes after its end
   // that may be overwritten.
-  constexpr size_t kOther = 16 + kDigestOverwritten;
-  static_assert(kDigestOverwritten >= kIntsOverwritten);
+  constexpr size_t kOther = 16 + kSha256Padding;
+  static_assert(kSha256Padding >= kIntsOverwritten);
   const std::string_view extra = block.extra;
   const size_t capacity =
       static_cast<size_t>(block.num_tokens) * kMaxHeadBytes + sizeof(Hash) + extra.size() + kOther;
-  if (buffer->size() < capacity) buffer->resize(capacity);
-  const auto parent_size = static_cast<size_t>(digest_bytes(block.algorithm));
-  uint8_t* p = buffer->data();
+  if (bytes.size() < capacity) bytes.resize(capacity);
+  algorithm = block.algorithm;
+  const auto parent_size = static_cast<size_t>(digest_bytes(algorithm));
+  uint8_t* p = bytes.data();
   p = write_head(p, kArray, 3);
   p = write_head(p, kBytes, static_cast<uint32_t>(parent_size));
-  std::memcpy(p, block.parent.bytes, parent_size);
+  parent_at = static_cast<size_t>(p - bytes.data());
   p = write_head(p + parent_size, kArray, static_cast<uint32_t>(block.num_tokens));
   p = write_ints(p, block.tokens, block.num_tokens);
   if (extra.empty()) {
@@ -107,7 +75,38 @@ size_t BlockHasher::encode(const BlockContent& block, Buffer* buffer) {
   } else {
     p = std::copy(extra.begin(), extra.end(), p);
   }
-  return static_cast<size_t>(p - buffer->data());
+  size = static_cast<size_t>(p - bytes.data());
+  if (algorithm == HashAlgorithm::kSha256Cbor) num_chunks = sha256_pad(bytes.data(), size);
+}
+
+void BlockHasher::Encoded::hash(const Hash& parent, Hash* out) {
+  if (algorithm == HashAlgorithm::kSha256Cbor) {
+    static const Sha256Implementation& sha256 = sha256_implementations().front();
+    sha256.digest({bytes.data(), out->bytes, parent.bytes}, num_chunks);
+    return;
+  }
+  std::copy_n(parent.bytes, digest_bytes(algorithm), bytes.data() + parent_at);
+  *out = {};  // clears the bytes after the digest
+  xxh3_128(bytes.data(), size, out->bytes);
+}
+
+void BlockHasher::hash_two(const std::array<BlockContent, 2>& blocks,
+                           const std::array<const Hash*, 2>& parents, Hash* out) {
+  static const Sha256Implementation& sha256 = sha256_implementations().front();
+  for (size_t i = 0; i < 2; ++i) encoded_[i].encode(blocks[i]);
+  const auto is_sha256 = [](const Encoded& each) {
+    return each.algorithm == HashAlgorithm::kSha256Cbor;
+  };
+  if (sha256.digest_two == nullptr || !std::all_of(encoded_.begin(), encoded_.end(), is_sha256) ||
+      encoded_[0].num_chunks != encoded_[1].num_chunks) {
+    for (size_t i = 0; i < 2; ++i) encoded_[i].hash(*parents[i], &out[i]);
+    return;
+  }
+  const Sha256Message messages[] = {
+      {encoded_[0].bytes.data(), out[0].bytes, parents[0]->bytes},
+      {encoded_[1].bytes.data(), out[1].bytes, parents[1]->bytes},
+  };
+  sha256.digest_two(messages, encoded_[0].num_chunks);
 }
 
 std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const int32_t* tokens, size_t num_tokens,
@@ -116,12 +115,16 @@ std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const int32_t* tokens, si
   BlockHasher hasher;
   std::vector<Hash> out(num_tokens / static_cast<size_t>(block_size));
   Pieces pieces;
-  for (size_t i = 0; i < out.size(); ++i) {
-    hasher.hash(
-        {algorithm, i == 0 ? parent : out[i - 1], tokens + i * static_cast<size_t>(block_size),
-         block_size, extras.empty() ? std::string_view() : extras[i]},
-        &out[i]);
-    pieces.pass(block_size);
+  for (size_t done = 0; done < out.size();) {
+    const size_t n = std::min(out.size() - done, blocks_per_run(block_size));
+    const auto content_of = [&](size_t i) -> BlockContent {
+      const size_t block = done + i;
+      return {algorithm, tokens + block * static_cast<size_t>(block_size), block_size,
+              extras.empty() ? std::string_view() : extras[block]};
+    };
+    hasher.hash_run(done == 0 ? parent : out[done - 1], n, content_of, &out[done]);
+    done += n;
+    pieces.pass(static_cast<int64_t>(n) * block_size);
   }
   return out;
 }

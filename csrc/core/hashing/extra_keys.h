@@ -66,6 +66,7 @@ class ExtraKeys {
   // `parent`. It covers the lengths of the block's items, which the keys do not contain.
   uint64_t variant_behind(uint64_t parent) const;
   bool has_items() const { return !items_.empty(); }
+  bool has_embeds() const { return embeds_ != nullptr; }
 
  private:
   // Finds the items that overlap tokens [start, stop).

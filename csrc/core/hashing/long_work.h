@@ -2,7 +2,9 @@
 // Splits long computations into pieces, so that the application can interrupt them between pieces.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 
@@ -16,6 +18,12 @@ inline void (*between_pieces)(bool is_long) = nullptr;
 // pieces of one block.
 inline int64_t tokens_per_piece = int64_t{1} << 16;
 constexpr std::chrono::milliseconds kLong{5};
+
+// The number of consecutive blocks to hash between two calls of `Pieces::pass`.
+inline size_t blocks_per_run(int64_t block_size) {
+  constexpr int64_t kMost = 32;
+  return static_cast<size_t>(std::clamp<int64_t>(tokens_per_piece / block_size, 1, kMost));
+}
 
 // Counts processed tokens, and ends the piece when it is full.
 class Pieces {

@@ -51,13 +51,24 @@ inline void store_big_endian(uint32_t word, uint8_t* p) {
 
 inline uint32_t rotate_right(uint32_t word, int n) { return word >> n | word << (32 - n); }
 
-void digest_portable(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
+// Returns a chunk of a message. The first chunk of a linked message is assembled in `linked`.
+inline const uint8_t* chunk_of(const Sha256Message& message, size_t i, uint8_t* linked) {
+  const uint8_t* const chunk = message.chunks + i * kChunkBytes;
+  if (i > 0 || message.link == nullptr) return chunk;
+  std::copy_n(chunk, kChunkBytes, linked);
+  std::copy_n(message.link, kSha256Bytes, linked + Sha256Message::kLinkAt);
+  return linked;
+}
+
+void digest_portable(const Sha256Message& message, size_t num_chunks) {
   uint32_t state[8];
   std::copy_n(kFirstState, 8, state);
-  for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
+  uint8_t linked[kChunkBytes];
+  for (size_t at = 0; at < num_chunks; ++at) {
+    const uint8_t* const chunk = chunk_of(message, at, linked);
     uint32_t schedule[16];  // words of this round and the next 15
     uint32_t words[8];      // a to h of FIPS 180-4; their positions shift by one each round
-    for (int i = 0; i < 16; ++i) schedule[i] = load_big_endian(chunks + 4 * i);
+    for (int i = 0; i < 16; ++i) schedule[i] = load_big_endian(chunk + 4 * i);
     std::copy_n(state, 8, words);
     for (int first = 0; first < kNumRounds; first += 16) {
 #pragma GCC unroll 16
@@ -78,7 +89,7 @@ void digest_portable(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
     }
     for (int i = 0; i < 8; ++i) state[i] += words[i];
   }
-  for (int i = 0; i < 8; ++i) store_big_endian(state[i], out + 4 * i);
+  for (int i = 0; i < 8; ++i) store_big_endian(state[i], message.out + 4 * i);
 }
 
 #if defined(__x86_64__)
@@ -92,11 +103,24 @@ bool has_sha_ni() {
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_SSE4_1) != 0;
 }
 
+// Replaces the bytes of a linked message in its first chunk, in registers.
+__attribute__((target("sse4.1"))) inline void insert_link(const Sha256Message& message,
+                                                          __m128i* chunk) {
+  constexpr int kBefore = Sha256Message::kLinkAt, kShift = 16 - kBefore;
+  const auto* const link = reinterpret_cast<const __m128i*>(message.link);
+  const __m128i first = _mm_loadu_si128(link), second = _mm_loadu_si128(link + 1);
+  const uint8_t* const behind = message.chunks + kBefore + kSha256Bytes;
+  const __m128i rest = _mm_loadu_si128(reinterpret_cast<const __m128i*>(behind));
+  chunk[0] = _mm_alignr_epi8(first, _mm_slli_si128(chunk[0], kShift), kShift);
+  chunk[1] = _mm_alignr_epi8(second, first, kShift);
+  chunk[2] = _mm_alignr_epi8(rest, second, kShift);
+}
+
 // Hashes N messages in an interleaved order, because each round depends on the previous round of
 // the same message.
 template <int N>
-__attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* const* chunks,
-                                                         size_t num_chunks, uint8_t* const* out) {
+__attribute__((target("sha,sse4.1"))) void digest_sha_ni(const Sha256Message* messages,
+                                                         size_t num_chunks) {
   const __m128i to_big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
   const auto* const words = reinterpret_cast<const __m128i*>(kFirstState);
   const auto* const constants = reinterpret_cast<const __m128i*>(kConstants);
@@ -114,6 +138,12 @@ __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* const* c
     std::copy_n(abef, N, abef_before);
     std::copy_n(cdgh, N, cdgh_before);
     __m128i schedules[N][4];  // the last 16 words
+    for (int k = 0; k < N; ++k) {
+      const auto* const given =
+          reinterpret_cast<const __m128i*>(messages[k].chunks + chunk * kChunkBytes);
+      for (int i = 0; i < 4; ++i) schedules[k][i] = _mm_loadu_si128(given + i);
+      if (chunk == 0 && messages[k].link != nullptr) insert_link(messages[k], schedules[k]);
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < kNumRounds / 4; ++i) {
 #pragma GCC unroll 2
@@ -121,8 +151,6 @@ __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* const* c
         __m128i* const schedule = schedules[k];
         __m128i& next = schedule[i % 4];
         if (i < 4) {
-          const uint8_t* const words_of_chunk = chunks[k] + chunk * kChunkBytes;
-          next = _mm_loadu_si128(reinterpret_cast<const __m128i*>(words_of_chunk) + i);
           next = _mm_shuffle_epi8(next, to_big_endian);
         } else {
           const __m128i last = schedule[(i + 3) % 4];
@@ -144,14 +172,14 @@ __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* const* c
     const __m128i feba = _mm_shuffle_epi32(abef[k], 0x1B);
     const __m128i dchg = _mm_shuffle_epi32(cdgh[k], 0xB1);
     const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xF0), efgh = _mm_alignr_epi8(dchg, feba, 8);
-    auto* const digest = reinterpret_cast<__m128i*>(out[k]);
+    auto* const digest = reinterpret_cast<__m128i*>(messages[k].out);
     _mm_storeu_si128(digest, _mm_shuffle_epi8(abcd, to_big_endian));
     _mm_storeu_si128(digest + 1, _mm_shuffle_epi8(efgh, to_big_endian));
   }
 }
 
-void digest_one_sha_ni(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
-  digest_sha_ni<1>(&chunks, num_chunks, &out);
+void digest_one_sha_ni(const Sha256Message& message, size_t num_chunks) {
+  digest_sha_ni<1>(&message, num_chunks);
 }
 
 #elif defined(__aarch64__)
@@ -171,16 +199,18 @@ __attribute__((target("sha2")))
 #else
 __attribute__((target("+crypto")))
 #endif
-void digest_armv8(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
+void digest_armv8(const Sha256Message& message, size_t num_chunks) {
   uint32x4_t abcd = vld1q_u32(kFirstState), efgh = vld1q_u32(kFirstState + 4);
-  for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
+  uint8_t linked[kChunkBytes];
+  for (size_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const uint8_t* const bytes = chunk_of(message, chunk, linked);
     const uint32x4_t abcd_before = abcd, efgh_before = efgh;
     uint32x4_t schedule[4];  // the last 16 words
 #pragma GCC unroll 16
     for (int i = 0; i < kNumRounds / 4; ++i) {
       uint32x4_t& next = schedule[i % 4];
       if (i < 4) {
-        next = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(chunks + 16 * i)));
+        next = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(bytes + 16 * i)));
       } else {
         next = vsha256su0q_u32(next, schedule[(i + 1) % 4]);
         next = vsha256su1q_u32(next, schedule[(i + 2) % 4], schedule[(i + 3) % 4]);
@@ -193,8 +223,8 @@ void digest_armv8(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
     abcd = vaddq_u32(abcd, abcd_before);
     efgh = vaddq_u32(efgh, efgh_before);
   }
-  vst1q_u8(out, vrev32q_u8(vreinterpretq_u8_u32(abcd)));
-  vst1q_u8(out + 16, vrev32q_u8(vreinterpretq_u8_u32(efgh)));
+  vst1q_u8(message.out, vrev32q_u8(vreinterpretq_u8_u32(abcd)));
+  vst1q_u8(message.out + 16, vrev32q_u8(vreinterpretq_u8_u32(efgh)));
 }
 
 #endif
@@ -231,7 +261,8 @@ size_t sha256_pad(uint8_t* data, size_t size) {
 
 void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
                      const Sha256Implementation& implementation) {
-  implementation.digest(data, sha256_pad(data, size), out);
+  const size_t num_chunks = sha256_pad(data, size);
+  implementation.digest({data, out}, num_chunks);
 }
 
 void sha256(const uint8_t* data, size_t size, uint8_t* out,

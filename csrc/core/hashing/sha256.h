@@ -8,13 +8,26 @@
 
 namespace kvcache {
 
+inline constexpr size_t kSha256Bytes = 32;  // size of a digest
+
+// A padded message, which consists of chunks of 64 bytes.
+//
+// A linked message contains a digest that may have been computed just before. Copying it into the
+// message would delay the start of the computation until the CPU has written it to its cache.
+struct Sha256Message {
+  static constexpr size_t kLinkAt = 3;  // position of the digest in a linked message
+
+  const uint8_t* chunks;
+  uint8_t* out;                   // where to write the digest
+  const uint8_t* link = nullptr;  // replaces the bytes at kLinkAt; null: not linked
+};
+
 struct Sha256Implementation {
   const char* name;  // "sha_ni", "armv8" or "portable"
-  // Writes the 32-byte digest of padded data, which consists of chunks of 64 bytes.
-  void (*digest)(const uint8_t* chunks, size_t num_chunks, uint8_t* out);
-  // Writes the digests of two messages of num_chunks chunks each. Null if this is not faster than
+  void (*digest)(const Sha256Message& message, size_t num_chunks);
+  // Computes the digests of two messages of num_chunks chunks each. Null if this is not faster than
   // two calls of `digest`.
-  void (*digest_two)(const uint8_t* const* chunks, size_t num_chunks, uint8_t* const* out);
+  void (*digest_two)(const Sha256Message* messages, size_t num_chunks);
 };
 
 // Returns the implementations that this CPU supports, fastest first. The last one is "portable".

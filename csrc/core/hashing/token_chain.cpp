@@ -134,11 +134,23 @@ class TokenChain::Hashing {
   const TokenChain* chain() const { return chain_; }
 
   bool is_done() const { return !chain_->has_unhashed_blocks(); }
-  BlockContent next() const {
-    const auto i = static_cast<int64_t>(chain_->hashes_.size());
-    return {chain_->scheme_.algorithm, i == 0 ? chain_->parent_ : chain_->hashes_.back(),
-            chain_->tokens_->data() + i * chain_->block_size_, chain_->block_size_,
-            chain_->extra_keys_.of_block(i, chain_->block_size_)};
+  // The number of blocks to hash in one run. With items, it is one, because `put` needs the extra
+  // keys of the block for which `content` was called last. With embeddings, it is one, because
+  // reading them may run Python code, which may use the same hasher.
+  size_t run_length() const {
+    if (chain_->extra_keys_.has_items() || chain_->extra_keys_.has_embeds()) return 1;
+    const auto num_left = static_cast<size_t>(chain_->num_hashable()) - chain_->hashes_.size();
+    return std::min(num_left, blocks_per_run(chain_->block_size_));
+  }
+  // The hash of the last block that is hashed, or the parent of the first block.
+  const Hash& last() const {
+    return chain_->hashes_.empty() ? chain_->parent_ : chain_->hashes_.back();
+  }
+  // Returns the content of a block that is not hashed yet; 0 is the first one.
+  BlockContent content(size_t following) const {
+    const auto i = static_cast<int64_t>(chain_->hashes_.size() + following);
+    return {chain_->scheme_.algorithm, chain_->tokens_->data() + i * chain_->block_size_,
+            chain_->block_size_, chain_->extra_keys_.of_block(i, chain_->block_size_)};
   }
   void put(const Hash& hash) {
     if (chain_->extra_keys_.has_items()) {
@@ -163,6 +175,7 @@ const HashList& TokenChain::hashes() {
 
 void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
   static thread_local BlockHasher hasher;
+  static thread_local std::vector<Hash> run;
   Pieces pieces;
   std::array<std::optional<Hashing>, 2> pair;
   size_t num_begun = 0;
@@ -178,16 +191,23 @@ void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
     }
     if (!pair[0]) std::swap(pair[0], pair[1]);
     if (!pair[0]) return;
-    Hash hashes[2];
+    Hashing& first = *pair[0];
+    const int64_t block_size = first.chain()->block_size_;
     if (pair[1]) {
-      hasher.hash_two(pair[0]->next(), pair[1]->next(), hashes);
-      pair[1]->put(hashes[1]);
-      pieces.pass(pair[1]->chain()->block_size_);
-    } else {
-      hasher.hash(pair[0]->next(), &hashes[0]);
+      Hash hashes[2];
+      Hashing& second = *pair[1];
+      hasher.hash_two({first.content(0), second.content(0)}, {&first.last(), &second.last()},
+                      hashes);
+      first.put(hashes[0]);
+      second.put(hashes[1]);
+      pieces.pass(block_size + second.chain()->block_size_);
+      continue;
     }
-    pair[0]->put(hashes[0]);
-    pieces.pass(pair[0]->chain()->block_size_);
+    run.resize(first.run_length());
+    hasher.hash_run(
+        first.last(), run.size(), [&](size_t i) { return first.content(i); }, run.data());
+    for (const Hash& hash : run) first.put(hash);
+    pieces.pass(static_cast<int64_t>(run.size()) * block_size);
   }
 }
 
