@@ -231,15 +231,15 @@ std::vector<int64_t> as_list(const MissReport::Counts& counts) {
 }
 
 // Returns a tuple: the number of tokens; the number of hit tokens; the numbers of missed tokens by
-// reason; (is_evicted, taker, ms ago) for the first lost block, or None; the number of tokens
-// shared with a recent request, or -1; that request's id; and the extra key that differs.
+// reason; (is_evicted, was_on_host, taker, ms ago) for the first lost block, or None; the number of
+// tokens shared with a recent request, or -1; that request's id; and the extra key that differs.
 py::tuple explain(Manager& self, const RequestRows& requests, const py::object& request,
                   const std::shared_ptr<TokenChain>& chain) {
   const MissReport report = self.explain(chain, requests.find(request));
   py::object lost = py::none();
   if (report.lost) {
-    lost = py::make_tuple(report.lost->is_evicted, static_cast<int>(report.lost->taker),
-                          report.lost->ms_ago);
+    lost = py::make_tuple(report.lost->is_evicted, report.lost->was_on_host,
+                          static_cast<int>(report.lost->taker), report.lost->ms_ago);
   }
   return py::make_tuple(report.num_tokens, report.num_hit, as_list(report.missed), lost,
                         report.num_alike, report.alike, report.differs_in);

@@ -85,7 +85,7 @@ TEST(an_abort_removes_the_step_and_all_later_steps) {
     journal.begin();
     journal.note_published(i, admitted(i + 1), 0, 0, i + 1, 1);
     journal.note_dropped(i, admitted(i + 1), 0, i + 1);
-    journal.note_left(admitted(i + 1));
+    journal.note_left(i, admitted(i + 1));
     journal.issue({});
   }
   const auto aborted = journal.abort_from(2);
@@ -97,7 +97,7 @@ TEST(an_abort_removes_the_step_and_all_later_steps) {
   CHECK_EQ(journal.last().published[1].id, 4);
   CHECK_EQ(journal.last().dropped.size(), 3);
   CHECK_EQ(journal.last().left.size(), 3);
-  journal.note_forgotten(aborted[0].published[0], nullptr);
+  journal.note_forgotten(aborted[0].left[0], 0, 4);
   CHECK_EQ(journal.last().dropped.back().id, 4);
   CHECK(journal.abort_from(3).empty());  // already aborted
   step(&journal);

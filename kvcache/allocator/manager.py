@@ -234,7 +234,7 @@ class KVCacheManager:
             self.block_sizes,
             cp,
             self._page_bytes,
-            options.eviction,
+            (options.eviction, options.host_eviction),
         )
         self._in_step_hits = IN_STEP_HITS.index(options.in_step_hits)
         if options.in_step_hits == "share" and any(

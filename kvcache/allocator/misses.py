@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # The order must match MissReason in csrc/core/manager/miss_reasons.h.
 MISS_REASONS = {
-    "not_read": "not looked up, because the request or the manager does not use the cache",
+    "not_read": "not looked up",
     "external": "received from another source",
     "not_taken": "cached, but not used, because a shorter hit was taken",
     "not_loaded": "cached on the host, but not loaded",
@@ -21,13 +21,15 @@ MISS_REASONS = {
 }
 """Reasons for misses, and their descriptions.
 
+- `not_read`: the request or the manager does not use the cache, or the request is a fork whose parent
+  had not computed the tokens.
 - `external`: the KV came from `Admit.external`.
 - `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
 - `not_loaded`: the hit needs more host blocks than `Admit.max_host_blocks` allows.
 - `evicted`, `removed`: the block, or a later block of the request, was evicted to make room, or was
   removed by a reset, an invalidation or a call to `evict`.
 - `in_flight`: a running request holds blocks with the same content that are not computed yet. Only the
-  64 most recent requests are compared.
+  64 most recent admissions are compared, and forks are not among them.
 - `other_keys`: one of the 64 most recent requests had the same tokens with different extra keys.
 - `new`: also used for blocks that left the cache so long ago that their records were dropped.
 - `tail`: tokens after the last position at which a hit can end. The last token is always computed.
@@ -51,10 +53,11 @@ class MissReport:
         hit_tokens: Number of tokens that were found in the cache and used.
         missed_tokens: Number of tokens that were not hit, by reason. Reasons without tokens are omitted.
             The values add up to `num_tokens - hit_tokens`.
-        lost_seconds_ago: Number of seconds since the first missing block left the cache, considering
-            only blocks whose eviction or removal was recorded. None if there is no such block.
-        evicted_by: Name of the eviction policy that evicted this block. None if the block was not
-            evicted.
+        lost_seconds_ago: Number of seconds since the first missing block left the cache, modulo about
+            310 days, considering only blocks whose eviction or removal was recorded. None if there is
+            no such block.
+        evicted_by: Name of the eviction policy that evicted this block, from the device or from the
+            host. None if the block was not evicted.
         evicted_for: Purpose for which the evicted block's page was needed, such as "a new request
             without a hit".
         nearest_id: ID of the recent request that shares the longest prefix of tokens with this request.
@@ -101,17 +104,17 @@ class MissReport:
         return ""
 
 
-def report_of(request_id: str, eviction: str, native: tuple) -> MissReport:
-    """Convert the native manager's report."""
+def report_of(request_id: str, policies: tuple[str, str], native: tuple) -> MissReport:
+    """Convert the native manager's report. `policies` evict from the device and from the host."""
     num_tokens, num_hit, missed, lost, num_alike, alike, differs_in = native
-    is_evicted, taker, ms_ago = lost or (False, 0, 0)
+    is_evicted, was_on_host, taker, ms_ago = lost or (False, False, 0, 0)
     return MissReport(
         request_id,
         num_tokens,
         num_hit,
         {reason: n for reason, n in zip(MISS_REASONS, missed, strict=True) if n},
         None if lost is None else ms_ago / 1000,
-        eviction if is_evicted else None,
+        policies[was_on_host] if is_evicted else None,
         _TAKERS[taker] if is_evicted else None,
         alike or None,
         max(num_alike, 0),

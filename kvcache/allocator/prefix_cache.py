@@ -83,11 +83,11 @@ class PrefixCache:
         block_sizes: tuple[int, ...],
         context_parallel: ContextParallel,
         page_bytes: int,
-        eviction: str,
+        policies: tuple[str, str],
     ) -> None:
         self._native, self._requests, self._chain_key = native, requests, chain_key
         self._groups, self._block_sizes, self._page_bytes = groups, block_sizes, page_bytes
-        self._context_parallel, self._eviction = context_parallel, eviction
+        self._context_parallel, self._policies = context_parallel, policies
         self._epoch = 0
 
     @property
@@ -263,7 +263,7 @@ class PrefixCache:
         (16, {'new': 16, 'tail': 8}, 'r1', 20)
         """
         found = self._native.explain(self._requests, request, self._chain(request))
-        return report_of(request.request_id, self._eviction, found)
+        return report_of(request.request_id, self._policies, found)
 
     def access(self, request: Request, now: float) -> None:
         """Notify the eviction policy that the request's blocks were accessed at time `now`, in

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request
@@ -347,6 +348,75 @@ def test_fork_has_no_misses() -> None:
     assert manager.cache.explain(child) == MissReport(
         "b", 20, 20, {}, nearest_id="a", nearest_tokens=20
     )
+
+
+def test_tokens_that_the_parent_of_a_fork_has_not_computed_are_not_hits() -> None:
+    """Regression: all tokens of a fork were reported as hits."""
+    manager = _manager(num_gpu_blocks=41)
+    parent = Request("a", range(40))
+    manager.step(new=[Admit(parent, 8)])
+    child = Request("b", [*range(8), *range(100, 140)])
+    manager.fork(parent, child)
+    report = manager.cache.explain(child)
+    assert report.hit_tokens == manager.num_computed_tokens(child) == 8
+    assert report.missed_tokens == {"not_read": 40}
+    assert manager.cache.stats.missed_tokens["not_read"] == 0
+
+
+def test_rows_of_an_earlier_epoch_are_not_reported_as_in_flight() -> None:
+    """Regression: blocks that their row never publishes were reported as being computed."""
+    manager = _manager(num_gpu_blocks=41)
+    manager.step(new=[Admit(Request("a", range(40)), 8)])
+    later = Request("b", range(40))
+    assert manager.cache.explain(later).missed_tokens == {"in_flight": 28, "tail": 4}
+    manager.cache.start_epoch()
+    assert "in_flight" not in manager.cache.explain(later).missed_tokens
+
+
+def test_items_of_another_length_are_other_keys() -> None:
+    """Regression: blocks were compared by hashes, which do not contain the lengths of items."""
+    manager = _manager(num_gpu_blocks=41)
+    manager.step(new=[Admit(Request("a", range(40), mm_items=[("image", 4, 4)]), 8)])
+    report = manager.cache.explain(Request("b", range(40), mm_items=[("image", 4, 8)]))
+    assert report.missed_tokens == {"in_flight": 4, "other_keys": 32, "tail": 4}
+    assert report.differs_in == "mm_items"
+
+
+@pytest.mark.parametrize("first_row", [0, 22])
+def test_other_prompt_embeddings_are_other_keys(first_row: int) -> None:
+    """Regression: only the numbers of rows were compared."""
+    manager = _manager(num_gpu_blocks=41)
+    rows = np.zeros((40, 8), np.float32)
+    manager.step(new=[Request("a", [-1] * 40, prompt_embeds=rows)])
+    others = rows.copy()
+    others[first_row] = 1
+    report = manager.cache.explain(Request("b", [-1] * 40, prompt_embeds=others))
+    assert report.hit_tokens == first_row // BLOCK * BLOCK
+    assert report.missed_tokens == {"other_keys": 36 - report.hit_tokens, "tail": 4}
+    assert report.differs_in == "prompt_embeds"
+
+
+def test_report_names_the_policy_of_the_tier_that_evicted_last() -> None:
+    """Regression: an eviction from the host was attributed to the policy of the device."""
+    options = {"eviction": "s3_fifo", "host_eviction": "lru", "num_host_blocks": 5}
+    manager = _manager(num_gpu_blocks=13, **options)
+
+    def serve(request: Request, *args: list[int]) -> None:
+        manager.report(StepReport(manager.step(*args, new=[request]).step_id, True))
+
+    first, second = Request("a", range(17)), Request("b", range(300, 344))
+    serve(first)
+    manager.free(first)
+    running = Request("c", range(500, 600))
+    manager.report(StepReport(manager.step(new=[Admit(running, 4)]).step_id, True))
+    serve(second)  # moves the blocks of the first request to the host
+    manager.free(second)
+    asked = Request("d", range(17))
+    assert manager.cache.cached_tokens(asked).with_host == 16
+    plan = manager.step([manager.row(running)], [32])  # moves the blocks of the second one there
+    manager.report(StepReport(plan.step_id, True))
+    assert manager.cache.cached_tokens(asked).with_host == 0
+    assert manager.cache.explain(asked).evicted_by == "lru"
 
 
 def test_sampling_keeps_the_sum_and_finds_most_of_the_evicted_tokens() -> None:

@@ -57,7 +57,7 @@ bool ExtraKeys::begins_like(const ExtraKeys& other, int64_t num_blocks) const {
 }
 
 uint64_t ExtraKeys::digest() const {
-  uint64_t digest = static_cast<uint64_t>(num_blocks_with_rows());
+  uint64_t digest = std::hash<const RowDigests*>()(embeds_.get());
   const auto add = [&digest](uint64_t value) {
     digest = (digest ^ value) * 0x9E3779B97F4A7C15;
     digest ^= digest >> 32;
@@ -77,7 +77,12 @@ const char* ExtraKeys::first_difference(const ExtraKeys& other) const {
   if (cache_salt_ != other.cache_salt_) return "cache_salt";
   if (lora_ != other.lora_) return "lora";
   if (items_ != other.items_) return "mm_items";
-  return num_blocks_with_rows() == other.num_blocks_with_rows() ? "" : "prompt_embeds";
+  const auto num_known =
+      static_cast<int64_t>(std::min(embed_digests_.size(), other.embed_digests_.size()));
+  const bool are_equal = num_blocks_with_rows() == other.num_blocks_with_rows() &&
+                         std::equal(embed_digests_.begin(), embed_digests_.begin() + num_known,
+                                    other.embed_digests_.begin());
+  return are_equal ? "" : "prompt_embeds";
 }
 
 const Hash& ExtraKeys::embed_digest(int64_t block) const {

@@ -49,10 +49,11 @@ class ExtraKeys {
   // Whether the first num_blocks blocks have equal keys. Rethrows the errors of row digests.
   bool begins_like(const ExtraKeys& other, int64_t num_blocks) const;
 
-  // Returns a digest of all keys except embedding rows.
+  // Returns a digest of all keys. Requests with equal embedding rows have different digests unless
+  // they share one `RowDigests`.
   uint64_t digest() const;
-  // Returns the name of the first kind of keys that differs, or an empty string if none does. Of
-  // embedding rows, only the number is compared.
+  // Returns the name of the first kind of keys that differs, or an empty string if none does.
+  // Embedding rows whose digests are not known yet are considered equal.
   const char* first_difference(const ExtraKeys& other) const;
 
   // A number derived from the cache salt. It is the same in every process; 0: no salt.

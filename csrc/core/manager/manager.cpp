@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <unordered_set>
 #include <utility>
 
 #include "core/limits.h"
@@ -240,7 +241,8 @@ int64_t Manager::unpin(const std::string& session) {
 
 void Manager::evict(const BlockId* ids, int64_t n) {
   const Call call(this);
-  release_.note_forgotten();
+  const std::unordered_set<BlockId> evicted(ids, ids + n);
+  recovery_.note_evicted([&evicted](BlockId id) { return evicted.count(id) > 0; });
   tiers_.pool().evict(ids, n);
 }
 
@@ -534,9 +536,9 @@ bool Manager::reset_group(int64_t group) {
     if (rows_.is_in_use(row) && rows_.blocks(row)[group].num_alive() > 0) return false;
   }
   if (tiers_.host() != nullptr && tiers_.host()->num_onboards() > 0) return false;
-  const Soundness::Change change = this->change("reset_prefix_cache");
-  release_.note_forgotten();
   const auto id = static_cast<uint8_t>(group);
+  recovery_.note_evicted([&](BlockId block) { return tiers_.pool().group_of(block) == id; });
+  const Soundness::Change change = this->change("reset_prefix_cache");
   tiers_.pool().evict_group(id);
   if (tiers_.host_pages() != nullptr) tiers_.host_pages()->evict_group(id);
   return true;

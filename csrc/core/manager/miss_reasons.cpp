@@ -11,6 +11,15 @@ namespace kvcache {
 
 namespace {
 
+// Whether both chains have this hash, and the prefixes that end with it have the same content.
+bool have_same_content(const TokenChain& one, const TokenChain& other, size_t hash) {
+  const HashList& hashes = one.known_hashes();
+  const HashList& others = other.known_hashes();
+  const auto i = static_cast<int64_t>(hash);
+  return hash < std::min(hashes.size(), others.size()) && hashes[hash] == others[hash] &&
+         one.variant(i) == other.variant(i);
+}
+
 uint64_t word_of(const Hash& hash) {
   uint64_t word;
   std::memcpy(&word, hash.bytes, sizeof(word));
@@ -59,10 +68,12 @@ void MissReasons::note(int32_t row, const Asked& asked, const Found& found) {
   lost_.set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
 }
 
-void MissReasons::note_fork(int32_t row, const TokenChain& chain) {
+void MissReasons::note_fork(int32_t row, int64_t num_tokens, int64_t num_computed) {
   MissReport& report = report_of(row);
   report = {};
-  report.num_tokens = report.num_hit = chain.num_tokens();
+  report.num_tokens = num_tokens;
+  report.num_hit = std::min(num_computed, num_tokens);
+  report.missed[static_cast<size_t>(MissReason::kNotRead)] = num_tokens - report.num_hit;
 }
 
 MissReport MissReasons::of_row(int32_t row) const {
@@ -177,7 +188,6 @@ int64_t MissReasons::find_lost(const TokenChain& chain, int64_t first, int64_t s
 int64_t MissReasons::find_recent(const TokenChain& chain, const Sign& sign, int64_t first,
                                  int64_t stop, bool is_in_flight) const {
   const int64_t bs = group_->block_size;
-  const HashList& hashes = chain.known_hashes();
   int64_t end = first;
   for (size_t i = 0; i < kMostRecent && sign.missed_word != 0; ++i) {
     const Sign& other = signs_[i];
@@ -188,13 +198,11 @@ int64_t MissReasons::find_recent(const TokenChain& chain, const Sign& sign, int6
     if (each.chain == nullptr || !each.chain->write_cache()) continue;
     if (is_in_flight) {
       if (!parts_.rows->is_still(each.row, each.admission)) continue;
+      if ((*parts_.rows)[each.row].is_stale) continue;  // never publishes its blocks
       if (!group_->keeps_all && (*parts_.rows)[each.row].num_computed > first) continue;
     }
-    const HashList& others = each.chain->known_hashes();
-    const size_t num_hashes = std::min(hashes.size(), others.size());
     for (int64_t block = sign.first_missed; block * bs < stop; ++block) {
-      const size_t at = hash_index(block);
-      if (at >= num_hashes || !(hashes[at] == others[at])) break;
+      if (!have_same_content(chain, *each.chain, hash_index(block))) break;
       end = std::max(end, (block + 1) * bs);
     }
   }
@@ -210,8 +218,8 @@ int64_t MissReasons::find_other_keys(const TokenChain& chain, const Sign& sign, 
     if (signs_[i].fingerprint != sign.fingerprint || signs_[i].keys == sign.keys) continue;
     const Recent& each = recent_[i];
     if (each.chain == nullptr || at >= each.chain->known_hashes().size()) continue;
-    // The hashes agree, so the keys differ only in items later in the prompt.
-    if (each.chain->known_hashes()[at] == chain.known_hashes()[at]) continue;
+    // With the same content, the keys differ only in items later in the prompt.
+    if (have_same_content(chain, *each.chain, at)) continue;
     end = std::max(end, num_equal(chain, *each.chain, std::min(each.num_tokens, stop)));
   }
   return end - end % parts_.finder->unit();

@@ -24,7 +24,7 @@ namespace kvcache {
 
 // Except for kNotRead, the reasons are listed in the order of their ranges in a request.
 enum class MissReason : uint8_t {
-  kNotRead,    // the request or the manager does not use the cache
+  kNotRead,    // the request is a fork, or the request or the manager does not use the cache
   kExternal,   // the KV came from another source (`NewRow::num_external`)
   kNotTaken,   // cached, but the request took a shorter hit, because the longer one did not fit
   kNotLoaded,  // on the host, but not loaded
@@ -89,8 +89,9 @@ class MissReasons {
   void release_dropped() { dropped_.clear(); }
   // Records that the request is admitted as this row. Called before blocks are evicted for it.
   void note(int32_t row, const Asked& asked, const Found& found);
-  // Records that the row is a fork, which has no misses.
-  void note_fork(int32_t row, const TokenChain& chain);
+  // Records that the row is a fork. It shares the computed tokens of its parent and looks up
+  // nothing.
+  void note_fork(int32_t row, int64_t num_tokens, int64_t num_computed);
   void set_taker(Taker taker) { lost_.set_taker(taker); }
 
   // Returns the report for the admission of this row.

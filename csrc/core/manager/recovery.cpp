@@ -32,10 +32,10 @@ Recompute Recovery::abort_from(int64_t step_id) {
   const std::vector<StepJournal::Step> aborted = c_.journal->abort_from(step_id);
   if (aborted.empty()) return {};
   Invalidation invalid(invalidation_context(), /*by_hash=*/false);
-  Chains left;
+  LeftRows left;
   for (const StepJournal::Step& step : aborted) {
     undo(step, &invalid);
-    for (const StepJournal::Left& each : step.left) left.emplace(each.admission, each.chain);
+    for (const StepJournal::Left& each : step.left) left.emplace(each.admission, each);
   }
   for (const StepJournal::Step& step : aborted) {
     for (const StepJournal::Published& each : step.published) add_published(each, left, &invalid);
@@ -77,7 +77,7 @@ void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
 
 // Adds blocks that an aborted step published, unless they were computed earlier. `left`: chains of
 // rows that have released blocks.
-void Recovery::add_published(const StepJournal::Published& published, const Chains& left,
+void Recovery::add_published(const StepJournal::Published& published, const LeftRows& left,
                              Invalidation* invalid) const {
   if (c_.pool->generation(published.id) != published.generation) return;
   int64_t num_valid = 0;  // for a freed row, no tokens are known to be valid
@@ -90,9 +90,9 @@ void Recovery::add_published(const StepJournal::Published& published, const Chai
   invalid->add_block(published.id, num_valid);
   // An earlier step may also have written to the block, and the row may have used it for later
   // tokens. For states, this was recorded when the row left the page.
-  const auto chain = left.find(published.admission);
-  if (chain == left.end() || (*c_.groups)[published.group].rules->traits.updates_in_place) return;
-  c_.journal->note_forgotten(published, chain->second);
+  const auto row = left.find(published.admission);
+  if (row == left.end() || (*c_.groups)[published.group].rules->traits.updates_in_place) return;
+  c_.journal->note_forgotten(row->second, published.first_token, published.id);
 }
 
 Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
@@ -153,6 +153,26 @@ void Recovery::restart(int32_t row) {
   parts_.release->let_go(row);
   c_.resend(row);
   parts_.server->restart(row);
+}
+
+void Recovery::note_evicted(const std::function<bool(BlockId)>& is_evicted) {
+  parts_.release->note_forgotten();
+  for (const StepJournal::Step& step : c_.journal->in_flight()) {
+    for (const StepJournal::Left& left : step.left) {
+      const auto num_hashes = static_cast<int64_t>(left.chain->known_hashes().size());
+      for (const CacheGroup& group : *c_.groups) {
+        // The journal already contains pages of states.
+        if (!group.is_cached || group.rules->traits.updates_in_place) continue;
+        for (int64_t b = 0; (b + 1) * group.num_hashes <= num_hashes; ++b) {
+          const int64_t hash = (b + 1) * group.num_hashes - 1;
+          const BlockId id = c_.pool->find(left.chain->known_hashes()[static_cast<size_t>(hash)],
+                                           group.id, left.chain->variant(hash));
+          if (id == kNullBlock || !is_evicted(id)) continue;
+          c_.journal->note_forgotten(left, b * group.block_size, id);
+        }
+      }
+    }
+  }
 }
 
 void Recovery::clear_cache() {

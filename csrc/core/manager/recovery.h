@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -45,6 +46,10 @@ class Recovery {
   // Releases the blocks of the row. The row continues from its hit in the device cache.
   void restart(int32_t row);
 
+  // Called before the hashes of the device blocks for which `is_evicted` returns true are removed.
+  // Records in the journal those that freed rows have published, because lookups will not find
+  // them.
+  void note_evicted(const std::function<bool(BlockId)>& is_evicted);
   // Removes the hashes of both tiers.
   void clear_cache();
   // Removes the hashes of both tiers, and prevents rows from publishing the content that they hold.
@@ -60,9 +65,8 @@ class Recovery {
     return {c_.groups, parts_.hash_block_size, c_.pool, c_.host, c_.rows, c_.journal};
   }
   void undo(const StepJournal::Step& step, Invalidation* invalid);
-  // Keyed by admission number.
-  using Chains = std::unordered_map<int64_t, std::shared_ptr<TokenChain>>;
-  void add_published(const StepJournal::Published& published, const Chains& left,
+  using LeftRows = std::unordered_map<int64_t, StepJournal::Left>;  // by admission number
+  void add_published(const StepJournal::Published& published, const LeftRows& left,
                      Invalidation* invalid) const;
   Recompute recompute(const Invalidation::Limits& limits);
 

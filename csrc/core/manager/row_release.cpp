@@ -29,7 +29,7 @@ void RowRelease::let_go(int32_t row) {
 // lookups cannot find.
 void RowRelease::note_left(int32_t row) const {
   if (!c_.journal->notes((*c_.rows)[row])) return;
-  c_.journal->note_left((*c_.rows)[row]);
+  c_.journal->note_left(row, (*c_.rows)[row]);
   if (c_.host != nullptr) note_onboards(row);
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];

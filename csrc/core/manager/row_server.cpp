@@ -494,7 +494,9 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
         std::max<int64_t>(each.num_partial, r.num_computed / parts_.hash_block_size));
   }
   parts_.publisher->refresh(other);
-  if (parts_.misses != nullptr) parts_.misses->note_fork(other, *child);
+  if (parts_.misses != nullptr) {
+    parts_.misses->note_fork(other, child->num_tokens(), r.num_computed);
+  }
   if (r.by_step) c_.journal->inherit(row, parent, other, r);
   c_.resend(other);
   return {Status::kServed, other, {}, {}};

@@ -50,15 +50,13 @@ void StepJournal::note_dropped(int32_t row, const Row& r, int64_t first_token, B
   in_flight_.back().dropped.push_back({row, id, r.admission, first_token, r.chain});
 }
 
-void StepJournal::note_left(const Row& r) {
-  if (notes(r)) in_flight_.back().left.push_back({r.admission, r.chain});
+void StepJournal::note_left(int32_t row, const Row& r) {
+  if (notes(r)) in_flight_.back().left.push_back({row, r.admission, r.chain});
 }
 
-void StepJournal::note_forgotten(const Published& published,
-                                 const std::shared_ptr<TokenChain>& chain) {
+void StepJournal::note_forgotten(const Left& left, int64_t first_token, BlockId id) {
   if (in_flight_.empty()) return;
-  in_flight_.back().dropped.push_back(
-      {published.row, published.id, published.admission, published.first_token, chain});
+  in_flight_.back().dropped.push_back({left.row, id, left.admission, first_token, left.chain});
 }
 
 void StepJournal::inherit(int32_t row, const Row& r, int32_t child, const Row& c) {

@@ -39,6 +39,7 @@ class StepJournal {
     std::shared_ptr<TokenChain> chain;  // chain of the row, which may have been freed
   };
   struct Left {  // a row that has released its blocks
+    int32_t row;
     int64_t admission;
     std::shared_ptr<TokenChain> chain;
   };
@@ -81,10 +82,9 @@ class StepJournal {
     in_flight_.back().published.push_back({row, id, r.admission, first_token, group, generation});
   }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
-  void note_left(const Row& r);
-  // Records a block that an aborted step published and that the row had since released. Lookups no
-  // longer find this block.
-  void note_forgotten(const Published& published, const std::shared_ptr<TokenChain>& chain);
+  void note_left(int32_t row, const Row& r);
+  // Records a published block that its row has released. Lookups no longer find this block.
+  void note_forgotten(const Left& left, int64_t first_token, BlockId id);
   // Whether notes on this row are recorded.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
   // Copies the notes of the parent to a child, which holds the same blocks.

@@ -29,8 +29,9 @@ class LostBlocks {
   static constexpr size_t kLeastRecords = 262'144;
   struct Loss {
     bool is_evicted;
-    Taker taker;     // purpose for which the block was evicted
-    int64_t ms_ago;  // rounded to kMsPerUnit
+    bool was_on_host;  // left the host tier, not the device
+    Taker taker;       // purpose for which the block was evicted
+    int64_t ms_ago;    // rounded to kMsPerUnit, modulo about 310 days
   };
   static constexpr int64_t kMsPerUnit = 100;
 
@@ -51,9 +52,9 @@ class LostBlocks {
 
   // Records that a block has left the cache, either evicted to make room or removed for another
   // reason.
-  void note(const Hash& hash, uint8_t group, bool is_evicted) {
+  void note(const Hash& hash, uint8_t group, bool is_evicted, bool was_on_host) {
     const uint64_t mixed = LostBlocks::mixed(hash);
-    if (is_sampled(mixed) && group == group_) add(mixed, is_evicted);
+    if (is_sampled(mixed) && group == group_) add(mixed, is_evicted, was_on_host);
   }
   // Prefetches the record of a block that will leave the cache soon.
   void prefetch(const Hash& hash) const {
@@ -67,17 +68,18 @@ class LostBlocks {
     for (const Record& each : buckets_[index_of(mixed)]) {
       if (each.key != key_of(mixed)) continue;
       const uint32_t age = (now_ - each.time) & kTimeMask;
-      return Loss{each.is_evicted != 0, static_cast<Taker>(each.taker), kMsPerUnit * int64_t{age}};
+      return Loss{each.is_evicted != 0, each.was_on_host != 0, static_cast<Taker>(each.taker),
+                  kMsPerUnit * int64_t{age}};
     }
     return std::nullopt;
   }
   size_t num_bytes() const { return buckets_.size() * sizeof(Bucket); }
 
  private:
-  static constexpr uint32_t kTimeMask = (uint32_t{1} << 29) - 1;
+  static constexpr uint32_t kTimeMask = (uint32_t{1} << 28) - 1;
   struct Record {
     uint32_t key;  // 0: unused
-    uint32_t time : 29, taker : 2, is_evicted : 1;
+    uint32_t time : 28, taker : 2, is_evicted : 1, was_on_host : 1;
   };
   static constexpr size_t kPerBucket = 8;
   struct alignas(64) Bucket : std::array<Record, kPerBucket> {};  // newest record first
@@ -93,13 +95,13 @@ class LostBlocks {
   }
   size_t index_of(uint64_t mixed) const { return mixed & (buckets_.size() - 1); }
   bool is_sampled(uint64_t mixed) const { return mixed >> 32 <= last_sampled_; }
-  void add(uint64_t mixed, bool is_evicted) {
+  void add(uint64_t mixed, bool is_evicted, bool was_on_host) {
     Bucket& bucket = buckets_[index_of(mixed)];
     const uint32_t key = key_of(mixed);
     size_t i = 0;
     while (i + 1 < kPerBucket && bucket[i].key != key) ++i;
     std::copy_backward(bucket.begin(), bucket.begin() + i, bucket.begin() + i + 1);
-    bucket[0] = {key, now_ & kTimeMask, static_cast<uint32_t>(taker_), is_evicted};
+    bucket[0] = {key, now_ & kTimeMask, static_cast<uint32_t>(taker_), is_evicted, was_on_host};
   }
   static size_t num_buckets(int64_t num_sampled) {
     size_t num = kLeastRecords / kPerBucket;
