@@ -22,6 +22,7 @@ import pytest
 from kvcache import (
     Admit,
     External,
+    GroupSpec,
     KVCacheManager,
     Request,
     Status,
@@ -179,6 +180,8 @@ class Simulation:
             (1, self.take_cached),
             (2, self.finish_receiving),
             (1, self.release_blocks),
+            (1, self.evict),
+            (1, self.reset),
         ]
         if lose_pages:
             operations.append((1, self.lose_or_invalidate))
@@ -545,6 +548,16 @@ class Simulation:
             for slot, content in slots.items():
                 if before.get(page, {}).get(slot) != content:
                     slots[slot] = BAD
+
+    def evict(self) -> None:
+        most = self.manager.pool.num_total
+        count = self.choose.integer(0, 4)
+        self.manager.cache.evict([self.choose.integer(1, most) for _ in range(count)])
+
+    def reset(self) -> None:
+        self.manager.cache.reset(self.choose.pick([None, *range(len(self.groups))]))
+        if self.may_lose():
+            self.check_what_is_kept("after a reset")
 
     def lose_or_invalidate(self) -> None:
         """Lose a page's contents, or report an earlier loss."""
@@ -918,6 +931,34 @@ def simulate(seed: int, *, lose_pages: bool) -> None:
 def test_every_read_finds_the_correct_kv(first, lose_pages):
     for seed in range(first, first + SEEDS_PER_TEST):
         simulate(seed, lose_pages=lose_pages)
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["evict", "reset"])
+def test_block_that_left_the_cache_before_its_failure_is_reported(reset):
+    """Regression: blocks that were computed from the failed block stayed in the cache if the failed
+    block was evicted after its request had been freed.
+    """
+    groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 32})]
+    options = {"num_preallocate_tokens": 0, "fence_frees": True}
+    manager = KVCacheManager.for_groups(groups[: 1 + reset], 100, 1024, **options)
+    request = Request("a", range(70))
+    plan = manager.step(new=[request])
+    failed = int(manager.block_ids(request, int(reset))[0])
+    manager.free(request)
+    if reset:
+        assert manager.cache.reset(1)
+    else:
+        manager.cache.evict([failed])
+    manager.report(StepReport(plan.step_id, True, failed_pages=[failed]))
+    # Another request computes the first block again, so that a lookup passes it.
+    again = Request("b", range(70 if reset else 17))
+    manager.report(StepReport(manager.step(new=[again]).step_id, True))
+    expected = 64 if reset else 16
+    assert manager.num_computed_tokens(again) == len(again.token_ids)
+    hit = manager.cache.find_prefix(Request("c", range(70)))
+    assert hit.num_tokens == expected
+    blocks = manager.block_ids(again, 0)[: expected // 16].tolist()
+    assert hit.block_ids[0].tolist() == blocks if reset else hit.block_ids.tolist() == blocks
 
 
 def test_every_mix_is_simulated():
