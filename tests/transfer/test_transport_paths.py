@@ -331,6 +331,27 @@ def test_close_while_a_piece_starts_ends_threads(monkeypatch):
         gc.enable()
 
 
+@needs_nixl
+@pytest.mark.parametrize("when", ["queued", "queuing", "waiting"])
+def test_pieces_of_a_closed_lane_raise(monkeypatch, when):
+    """Regression: the sending thread failed with IndexError on a queue that `close` had cleared."""
+    with Pair(1 << 20, direct_bytes=None) as pair:
+        lane = pair.sides[0]._connections[pair.peer].lane
+        piece = lane._memory[0, 0]
+        sending = lane.send(piece, tag=1)  # the peer has no room for this tag
+
+        def begin(*_):
+            lane.close()
+            return True
+
+        if when == "queued":
+            lane.close()
+        else:
+            monkeypatch.setattr(nixl_lane._Sending, "begin", begin)
+        with pytest.raises(ConnectionError, match="the connection has ended"):
+            lane.send(piece, tag=1) if when == "queuing" else sending.wait(5)
+
+
 def _wait_for_ends_of_threads(before):
     """Wait until all threads that have started since `before` have ended."""
     deadline = time.monotonic() + 60

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from kvcache import Pages
-from kvcache.transfer.transport import connection, gloo, lane
+from kvcache.transfer.transport import connection, gloo, lane, staged
 from kvcache.transfer.transport.base import TransferError
 from kvcache.transfer.transport.channel import ChannelError, receive_frame, send_frame
 from kvcache.transfer.transport.factory import make_transport
@@ -669,28 +669,116 @@ def test_unregistered_memory_is_unreachable_until_it_is_registered_again(name, s
         assert (reader.pool[:size] == 7).all() and not reader.pool[size:].any()
 
 
-def test_unregistering_waits_for_copies_in_progress(monkeypatch):
-    """Callers may unmap the memory as soon as `unregister` returns."""
-    begun, may_end, log = threading.Event(), threading.Event(), []
-    gather = RegisteredMemory.gather
+class HeldCopies:
+    """Copies into staging memory that do not end before `may_end` is set, in all transports."""
 
-    def slow(memory, *arguments):
-        begun.set()
-        may_end.wait(10)
-        gather(memory, *arguments)
-        log.append("copied")
+    def __init__(self, monkeypatch):
+        self.begun, self.may_end, self.log = threading.Event(), threading.Event(), []
+        gather = RegisteredMemory.gather
 
+        def held(memory, *arguments):
+            self.begun.set()
+            self.may_end.wait(20)
+            gather(memory, *arguments)
+            self.log.append("copied")
+
+        monkeypatch.setattr(RegisteredMemory, "gather", held)
+
+
+@pytest.mark.parametrize("how", ["unregister", "close"])
+@pytest.mark.parametrize("before", ["connected", "disconnected", "messages taken"])
+def test_memory_may_be_unmapped_after_copies_in_progress(how, before, monkeypatch):
+    """Callers may unmap the memory as soon as `unregister` or `close` returns.
+
+    Regression: `close` did not wait for the copies of disconnected peers, and waited for other
+    copies for only a second. Neither did `unregister`, if `notifications` was called in between.
+    """
+    monkeypatch.setattr(staged, "_LINGER_S", 0.05)
+    copies = HeldCopies(monkeypatch)
     with Side("gloo") as reader, Side("gloo") as source:
-        monkeypatch.setattr(RegisteredMemory, "gather", slow)
         peer = reader.transport.connect(source.transport.metadata())
         transfer = reader.read(source, 0, 0, LARGE, name=peer)
-        assert begun.wait(10)
-        threading.Timer(0.2, may_end.set).start()
-        source.transport.unregister([(source.address, source.pool.nbytes)])
-        log.append("unregistered")
+        assert copies.begun.wait(10)
+        if before != "connected":
+            source.transport.disconnect(reader.transport.agent)
+        if before == "messages taken":
+            source.transport.notifications()
+        threading.Timer(0.3, copies.may_end.set).start()
+        if how == "unregister":
+            source.transport.unregister([(source.address, source.pool.nbytes)])
+        else:
+            source.transport.close()
+        copies.log.append(how)
         with pytest.raises(TransferError):
             transfer.wait(10)
-    assert log[:2] == ["copied", "unregistered"]
+    assert copies.log[:2] == ["copied", how]
+
+
+def test_close_raises_while_a_copy_runs(name, monkeypatch):
+    """Regression: `close` returned without an error."""
+    monkeypatch.setattr(staged, "_LINGER_S", 0.05)
+    options = {"direct_bytes": None} if name == "nixl" else {}
+    copies = HeldCopies(monkeypatch)
+    with Side(name, **options) as source, Side(name, **options) as reader:
+        port = json.loads(source.transport.metadata())["port"]
+        peer = reader.transport.connect(source.transport.metadata())
+        transfer = reader.read(source, 0, 0, LARGE, name=peer)
+        assert copies.begun.wait(10)
+        source.transport.timeout_s = 0.3
+        said = f"bytes to {reader.transport.agent} still accesses registered memory after 0.3 s"
+        for _ in range(2):  # a later call does not conceal the copy
+            with pytest.raises(TimeoutError, match=said):
+                source.transport.close()
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1)
+        assert getattr(source.transport, "_agent", None) is None
+        copies.may_end.set()
+        source.transport.close()
+        assert copies.log == ["copied"]
+        with pytest.raises(TransferError):
+            transfer.wait(10)
+
+
+def test_exit_closes_all_transports_while_a_copy_runs(monkeypatch, caplog):
+    with Side("gloo") as one, Side("gloo") as other:
+        transports = [one.transport, other.transport]
+        close = staged.StagedTransport.close
+
+        def late(transport):
+            close(transport)
+            raise TimeoutError("a thread still copies")
+
+        monkeypatch.setattr(staged.StagedTransport, "close", late)
+        monkeypatch.setattr(staged, "_open", transports)
+        staged._close_all()
+        monkeypatch.undo()
+        assert all(each._is_closed for each in transports)
+    for each in transports:
+        said = f"the transport of agent {each.agent!r} was not closed: a thread still copies"
+        assert said in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["unregister", "close"])
+def test_hung_peer_does_not_delay_the_end_of_transfers(how, name):
+    """Regression: `unregister` waited for a thread that did not copy, but waited for the peer."""
+    with Side(name, piece_bytes=1 << 16) as side, Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        side.read(peer, 0, 0, POOL_BYTES).wait(20)
+        peer.signal(signal.SIGSTOP)
+        known = side.transport._connections["peer"]
+        # Wait for pieces that the peer does not send.
+        work = lane.Job(Spans.of([side.address], [SMALL], "local"), 1 << 20, 20.0, lambda: None)
+        known._flows[1].put(work)
+        wait_until(lambda: known._flows[1]._current is work)
+        time.sleep(0.1)
+        begin = time.monotonic()
+        if how == "unregister":
+            side.transport.unregister([(side.address, side.pool.nbytes)])
+        else:
+            side.transport.close()
+        assert time.monotonic() - begin < 10
+        peer.signal(signal.SIGCONT)
 
 
 def test_fragments_are_not_merged_across_regions(name):

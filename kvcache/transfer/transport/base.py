@@ -125,7 +125,7 @@ class Transport(ABC):
 
         Args:
             memory: The pages of a pool, or (address, bytes) of host memory. The caller must keep the
-                memory alive until `close`.
+                memory alive until `close` returns.
 
         Raises:
             ValueError: A size is zero, or the memory is already registered under another device.
@@ -307,4 +307,13 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all connections and threads, and stop listening. Later calls have no effect."""
+        """End all connections and threads, and stop listening.
+
+        Waits until no thread accesses registered memory, including transfers that NIXL performs
+        directly, which over TCP may not end while a peer hangs. Threads that only wait for a peer
+        may end later. Later calls have no effect, except that they wait again.
+
+        Raises:
+            TimeoutError: A thread still accessed registered memory after the transport's timeout.
+                Everything else was closed. The memory must stay alive until a later call returns.
+        """

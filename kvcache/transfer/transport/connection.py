@@ -228,6 +228,19 @@ class Connection:
             found += part.threads if part is not None else ()
         return found
 
+    @property
+    def copying(self) -> list[threading.Thread]:
+        """Return the threads that may access registered memory. After `close`, none are added."""
+        found = [flow.thread for flow in self._flows if flow.is_copying]
+        if self.lane is not None:
+            found += [thread for thread in self.lane.threads if thread.is_alive()]
+        return found
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether messages have not been taken yet, or threads are running."""
+        return bool(self._messages) or any(thread.is_alive() for thread in self.threads)
+
     def begin(
         self, kind: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float
     ) -> StagedTransfer:
@@ -304,8 +317,8 @@ class Connection:
         """Return the messages received since the last call."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
-    def fail(self, reason: str) -> None:
-        """End the connection, failing all its transfers."""
+    def fail(self, reason: str, linger_s: float = 0.0) -> None:
+        """End the connection, failing all its transfers. See `close` for `linger_s`."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -313,12 +326,12 @@ class Connection:
             transfers, self._transfers = self._transfers, {}
         for transfer, *_ in transfers.values():
             transfer.fail(reason)
-        self.close()
+        self.close(linger_s)
 
-    def close(self, timeout_s: float = 0.0) -> None:
-        """Close the channel and the flows, after sending queued frames for up to `timeout_s`."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the channel and the flows, after sending queued frames for up to `linger_s`."""
         if self.channel is not None:
-            self.channel.close(timeout_s)
+            self.channel.close(linger_s)
         for flow in self._flows:
             flow.close()
         if self.lane is not None:

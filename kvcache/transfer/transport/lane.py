@@ -56,7 +56,7 @@ class Lane(ABC):
     """Moves pieces of staging memory to and from one peer. Pieces with equal tags arrive in order.
 
     Attributes:
-        threads: The threads that end with the lane.
+        threads: The threads that end with the lane. Until then, they may access registered memory.
     """
 
     threads: Sequence[threading.Thread] = ()
@@ -230,6 +230,12 @@ class Flow:
     def put(self, job: Job) -> None:
         """Queue a job."""
         self._jobs.put(job)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the thread accesses registered memory. Once False after `close`, it stays False."""
+        job = self._current
+        return job is not None and not job.is_idle
 
     def close(self) -> None:
         """Stop the thread. The current job's remaining pieces are not copied."""

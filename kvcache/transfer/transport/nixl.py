@@ -77,11 +77,13 @@ class NixlTransport(StagedTransport):
         return self._direct_bytes is not None
 
     def close(self) -> None:
-        super().close()
-        with self._agent_lock:
-            agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.release()
+        try:
+            super().close()
+        finally:
+            with self._agent_lock:
+                agent, self._agent = self._agent, None
+            if agent is not None:
+                agent.release()
 
     def agent_for_connection(self) -> Agent:
         """Return an agent with which all memory is registered.

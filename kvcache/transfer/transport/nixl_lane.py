@@ -73,8 +73,8 @@ class NixlLane(Lane):
         self._arrived: dict[int, int] = {}
         self._is_closed = False
         self._peer_slots: list[int] = []
-        # Pieces that were not started yet, and pieces that were not announced to the peer yet. Only
-        # the sending thread accesses these queues.
+        # Pieces that were not started yet, and pieces that were not announced to the peer yet. The
+        # sending thread adds and removes pieces, and `close` clears the queues.
         self.unsent: deque[_Sending] = deque()
         self._under_way: deque[_Sending] = deque()
         self.is_direct = False  # whether both sides' pages are registered with NIXL
@@ -160,8 +160,7 @@ class NixlLane(Lane):
             if self._is_closed:
                 return
             self._is_closed = True
-            # Each piece refers to the lane, so a queue that is not empty would keep the agent alive. A
-            # sending thread fails on an empty queue and ends.
+            # Each piece refers to the lane, so a queue that is not empty would keep the agent alive.
             self.unsent.clear()
             self._under_way.clear()
             self._changed.notify_all()
@@ -184,11 +183,20 @@ class NixlLane(Lane):
 
     # Methods that pieces call.
 
-    def queue(self, pieces: deque[_Sending], piece: _Sending) -> None:
-        """Append a piece to one of the lane's queues. Raises ConnectionError if the lane is closed."""
+    def queue(self, piece: _Sending) -> None:
+        """Queue a new piece. Raises ConnectionError if the lane is closed."""
         with self._changed:
             self._check_open()
-            pieces.append(piece)
+            self.unsent.append(piece)
+
+    def first(self, pieces: deque[_Sending]) -> _Sending | None:
+        """Return the first piece of one of the lane's queues, or None if the queue is empty.
+
+        Raises ConnectionError if the lane is closed.
+        """
+        with self._changed:
+            self._check_open()
+            return pieces[0] if pieces else None
 
     def take_room(self, tag: int, timeout_s: float) -> int | None:
         """Return the slot for the next piece with a tag, or None if no slot becomes free within
@@ -209,8 +217,7 @@ class NixlLane(Lane):
         """Start writing pieces in order while the peer has room, and announce the pieces that were
         written.
         """
-        while self.unsent and self.unsent[0].begin():
-            self.unsent.popleft()
+        while (first := self.first(self.unsent)) is not None and first.begin():
             self._announce_written()
         self._announce_written()
 
@@ -226,26 +233,30 @@ class NixlLane(Lane):
                 del self._arrived[tag]
 
     def write(self, sending: _Sending, slot: int) -> None:
-        """Start writing a piece into one of the peer's slots."""
+        """Start writing the first piece of `unsent` into one of the peer's slots."""
         sides = [
             (np.array([sending.piece.data_ptr()]), *_HOST),
             (np.array([self._peer_slots[slot]]), *_HOST),
         ]
         peer, length = self._connection.peer.incarnation, np.array([sending.piece.nbytes])
         sending.handle = self._agent.begin("WRITE", peer, sides, length)
-        self.queue(self._under_way, sending)
+        with self._changed:
+            self._check_open()
+            self._under_way.append(self.unsent.popleft())
 
     def wait_until_written(self, sending: _Sending, deadline: float) -> None:
         """Wait for a piece in flight and for all earlier pieces."""
         while not sending.is_announced:
-            self._under_way[0].handle.wait(deadline, lambda: self._is_closed)
+            self.first(self._under_way).handle.wait(deadline, lambda: self._is_closed)
             self._announce_written()
 
     def _announce_written(self) -> None:
         """Announce written pieces to the peer, in order."""
-        while self._under_way and self._under_way[0].handle.is_done():
-            first = self._under_way.popleft()
+        while (first := self.first(self._under_way)) is not None and first.handle.is_done():
             first.handle.release()
+            with self._changed:
+                self._check_open()
+                self._under_way.popleft()
             first.is_announced = True
             self._channel.put({"op": "lane", "kind": "arrived", "tag": first.tag})
 
@@ -261,7 +272,7 @@ class _Sending:
         self._lane, self.piece, self.tag = lane, piece, tag
         self.handle: Handle | None = None
         self.is_announced = False  # whether the piece was announced to the peer
-        lane.queue(lane.unsent, self)
+        lane.queue(self)
         lane.begin_unsent()
 
     def begin(self, timeout_s: float = 0.0) -> bool:
@@ -275,9 +286,8 @@ class _Sending:
         lane, deadline = self._lane, time.monotonic() + timeout_s
         # Start earlier pieces first, because the peer grants room in the order of the pieces.
         while self.handle is None:
-            if not lane.unsent[0].begin(max(deadline - time.monotonic(), 0.0)):
+            if not lane.first(lane.unsent).begin(max(deadline - time.monotonic(), 0.0)):
                 raise TimeoutError("the peer did not make room in time")
-            lane.unsent.popleft()
             lane.begin_unsent()
         lane.wait_until_written(self, deadline)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
+import logging
 import secrets
 import socket
 import threading
@@ -47,8 +48,9 @@ _MOST_GREETING = 64  # maximum number of sides that connect at the same time
 _PIECE_BYTES = 8 << 20  # default piece size in bytes; tuned only on a machine with two busy cores
 _CALL_S = 0.005  # interval in seconds at which to check whether a peer has connected
 _RETRY_S = 0.05  # pause in seconds after a failure to accept a connection
-_LINGER_S = 1.0  # seconds for which `close` sends queued frames
-
+_LINGER_S = 1.0  # seconds for which `close` sends queued frames, and then waits for idle threads
+_COPY_S = 0.005  # interval in seconds at which to check whether copies have ended
+_log = logging.getLogger(__name__)
 
 _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
 
@@ -57,7 +59,10 @@ _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
 def _close_all() -> None:
     """Stop the transports' threads, because the interpreter's exit would kill threads in native code."""
     for transport in list(_open):
-        transport.close()
+        try:
+            transport.close()
+        except TimeoutError as error:
+            _log.error("the transport of agent %r was not closed: %s", transport.agent, error)
 
 
 class StagedTransport(Transport):
@@ -95,7 +100,7 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        # Ended connections whose messages have not been taken yet, with the names of their peers.
+        # Ended connections that are still needed, with the names of their peers.
         self._ended: list[tuple[str, Connection]] = []
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
@@ -145,7 +150,7 @@ class StagedTransport(Transport):
         with self._lock:
             self._is_withdrawing = True
         try:
-            self._disconnect_all("its memory was unregistered")
+            self._end_all("its memory was unregistered")
             self._on_unregistered(regions)
             self.memory.remove(regions)
         finally:
@@ -186,7 +191,7 @@ class StagedTransport(Transport):
                 connection.fail(f"the peer was not reached: {error}")
                 with self._lock:
                     if self._connections.get(theirs.agent) is connection:
-                        del self._connections[theirs.agent]
+                        self._retire(theirs.agent)
             if not isinstance(error, OSError | ValueError):  # such as an invalid host name
                 raise
             if CROSSING in (str(error), connection.reason) and self._await_call(theirs, deadline):
@@ -202,8 +207,9 @@ class StagedTransport(Transport):
     def notifications(self) -> list[tuple[str, bytes]]:
         with self._lock:
             all_peers = [*self._ended, *self._connections.items()]
-            self._ended = []
-        return [(name, each) for name, known in all_peers for each in known.take_messages()]
+            found = [(name, each) for name, known in all_peers for each in known.take_messages()]
+            self._forget_ended()
+        return found
 
     def peers(self) -> list[str]:
         with self._lock:
@@ -226,38 +232,45 @@ class StagedTransport(Transport):
 
     def close(self) -> None:
         with self._lock:
-            if self._is_closed:
-                return
             self._is_closed = True
-            connections = list(self._connections.values())
         with suppress(OSError):  # some systems report that a listening socket is not connected
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join(self.timeout_s)
-        for connection in connections:
-            connection.close(_LINGER_S)
-            connection.fail("the transport was closed")
-        for connection in connections:
-            for thread in connection.threads:
-                if thread.is_alive() and thread is not threading.current_thread():
-                    thread.join(_LINGER_S)  # a thread that is not alive may not have started yet
+        self._end_all("the transport was closed", _LINGER_S)
 
     # Connections.
 
-    def _disconnect_all(self, reason: str) -> None:
-        """Disconnect all peers, and wait until no thread copies data for them."""
+    def _end_all(self, reason: str, linger_s: float = 0.0) -> None:
+        """End all connections after sending queued frames for up to `linger_s`, and wait until no
+        thread accesses registered memory for them.
+
+        Raises TimeoutError if a thread still does so after the transport's timeout.
+        """
         with self._lock:
-            ended = [*self._connections.values(), *(known for _, known in self._ended)]
             for name in list(self._connections):
                 self._retire(name)
+            ended = [known for _, known in self._ended]
         for connection in ended:
-            connection.fail(reason)
+            connection.fail(reason, linger_s)
+            connection.close()  # another thread may have ended the connection, but not closed it yet
+
+        def copying() -> list[threading.Thread]:
+            return [thread for connection in ended for thread in connection.copying]
+
         deadline = time.monotonic() + self.timeout_s
+        while (left := copying()) and time.monotonic() < deadline:
+            left[0].join(_COPY_S)
+        # The other threads end soon, except for those in which gloo waits for a peer that hangs.
+        deadline = time.monotonic() + _LINGER_S
         for thread in [thread for connection in ended for thread in connection.threads]:
-            if thread.is_alive():
+            # A thread that is not alive may not have started yet.
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
-            if thread.is_alive():
-                raise TimeoutError(f"{thread.name} still copies after {self.timeout_s:g} s")
+        if left := copying():
+            raise TimeoutError(
+                f"{left[0].name} still accesses registered memory after {self.timeout_s:g} s"
+            )
 
     def _metadata(self) -> Metadata:
         regions = [[each.begin, each.end - each.begin, each.kind] for each in self.memory.regions]
@@ -380,8 +393,13 @@ class StagedTransport(Transport):
         self._connections[connection.peer.agent] = connection
 
     def _retire(self, name: str) -> None:
+        """Move a connection to `_ended`. The caller holds the lock."""
+        self._forget_ended()
         if (ended := self._connections.pop(name, None)) is not None:
             self._ended.append((name, ended))
+
+    def _forget_ended(self) -> None:
+        self._ended = [each for each in self._ended if each[1].is_needed]
 
     def _live(self, name: str) -> Connection | None:
         known = self._connections.get(name)
