@@ -26,6 +26,7 @@ ExtraKeys::ExtraKeys(const std::optional<std::pair<std::string, std::string>>& l
                      std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
                      std::shared_ptr<const RowDigests> embeds)
     : items_(std::move(items)), embeds_(std::move(embeds)), by_first_(items_.size()) {
+  is_keyed_ = lora || !items_.empty() || embeds_ != nullptr;
   if (lora) {
     append_key(&lora_, 3, "lora");
     append_string(&lora_, kText, lora->first);
@@ -101,7 +102,7 @@ void ExtraKeys::find_items(int64_t start, int64_t stop) {
   touching_.erase(std::remove_if(touching_.begin(), touching_.end(), is_past), touching_.end());
 }
 
-std::string_view ExtraKeys::of_block(int64_t block, int64_t block_size) {
+std::string_view ExtraKeys::encode(int64_t block, int64_t block_size) {
   const int64_t start = block * block_size;
   if (!items_.empty()) find_items(start, start + block_size);
   const bool has_salt = block == 0 && !cache_salt_.empty();

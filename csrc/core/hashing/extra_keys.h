@@ -62,7 +62,10 @@ class ExtraKeys {
   // Returns the CBOR of a block's keys, which is empty without keys and valid until the next call.
   // Blocks must be requested in ascending order (repeats are allowed), because items are traversed
   // once.
-  std::string_view of_block(int64_t block, int64_t block_size);
+  std::string_view of_block(int64_t block, int64_t block_size) {
+    const bool has_keys = is_keyed_ || (block == 0 && !cache_salt_.empty());
+    return has_keys ? encode(block, block_size) : std::string_view();
+  }
   // The variant (core/pool/variants.h) of the last requested block, after a block of variant
   // `parent`. It covers the lengths of the block's items, which the keys do not contain.
   uint64_t variant_behind(uint64_t parent) const;
@@ -70,11 +73,13 @@ class ExtraKeys {
   bool has_embeds() const { return embeds_ != nullptr; }
 
  private:
+  std::string_view encode(int64_t block, int64_t block_size);
   // Finds the items that overlap tokens [start, stop).
   void find_items(int64_t start, int64_t stop);
   int64_t num_blocks_with_rows() const { return embeds_ == nullptr ? 0 : embeds_->num_blocks(); }
   const Hash& embed_digest(int64_t block) const;
 
+  bool is_keyed_ = false;          // whether blocks after the first may have keys
   std::string lora_, cache_salt_;  // CBOR, empty if unset
   uint32_t tenant_ = 0;
   std::vector<MmItem> items_;

@@ -21,7 +21,7 @@ constexpr std::chrono::milliseconds kLong{5};
 
 // The number of consecutive blocks to hash between two calls of `Pieces::pass`.
 inline size_t blocks_per_run(int64_t block_size) {
-  constexpr int64_t kMost = 32;
+  constexpr int64_t kMost = 64;
   return static_cast<size_t>(std::clamp<int64_t>(tokens_per_piece / block_size, 1, kMost));
 }
 

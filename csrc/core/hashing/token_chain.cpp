@@ -152,15 +152,15 @@ class TokenChain::Hashing {
     return {chain_->scheme_.algorithm, chain_->tokens_->data() + i * chain_->block_size_,
             chain_->block_size_, chain_->extra_keys_.of_block(i, chain_->block_size_)};
   }
-  void put(const Hash& hash) {
-    if (chain_->extra_keys_.has_items()) {
+  void put(const Hash* hashes, size_t n) {
+    if (chain_->extra_keys_.has_items()) {  // n is 1
       GrowingArray<uint64_t>& variants = chain_->variants_;
       // An earlier attempt that threw may have left an extra entry.
       variants.resize(chain_->hashes_.size());
       variants.push_back(
           chain_->extra_keys_.variant_behind(variants.empty() ? 0 : variants.back()));
     }
-    chain_->hashes_.push_back(hash);
+    chain_->hashes_.append(hashes, n);
   }
 
  private:
@@ -198,15 +198,15 @@ void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
       Hashing& second = *pair[1];
       hasher.hash_two({first.content(0), second.content(0)}, {&first.last(), &second.last()},
                       hashes);
-      first.put(hashes[0]);
-      second.put(hashes[1]);
+      first.put(&hashes[0], 1);
+      second.put(&hashes[1], 1);
       pieces.pass(block_size + second.chain()->block_size_);
       continue;
     }
     run.resize(first.run_length());
     hasher.hash_run(
         first.last(), run.size(), [&](size_t i) { return first.content(i); }, run.data());
-    for (const Hash& hash : run) first.put(hash);
+    first.put(run.data(), run.size());
     pieces.pass(static_cast<int64_t>(run.size()) * block_size);
   }
 }
