@@ -84,10 +84,10 @@ class Engine:
 
     - If the model raises an exception, the exception propagates and the step is undone. The next
       `step` computes the same tokens again.
-    - If a single request fails, because its logits contain NaN or inf or because its drafter or
-      sampler raises an exception, the request ends with `finish_reason` "error". The attribute
-      `error` of its last `Delta` and of its `Sample` contains the cause. Other requests are not
-      affected. Logits of -inf are allowed as long as a row has a finite value.
+    - If a single request fails, because its logits contain NaN or inf or because its drafter,
+      sampler or `free` raises an exception, the request ends with `finish_reason` "error". The
+      attribute `error` of its last `Delta` and of its `Sample` contains the cause. Other requests
+      are not affected. Logits of -inf are allowed as long as a row has a finite value.
     - If a signal arrives (Ctrl-C), its handler runs only after the step, including the forward pass,
       has completed. If the handler raises an exception, the next `step` returns the tokens, so no
       tokens are lost or duplicated. `num_unfinished` includes requests whose last tokens have not
@@ -334,7 +334,10 @@ class Engine:
     def stop(self, request_id: str, index: int) -> bool:
         """End one sample as if it had reached a stop token.
 
-        Returns False if the sample has already ended or is a beam.
+        Before the first token, all samples of a request are still one sequence, sample 0: stopping
+        sample 0 ends the whole request, and the other samples cannot be stopped yet.
+
+        Returns False if the sample has already ended, does not exist yet or is a beam.
         """
         check_name(request_id, "request_id")
         index = integer(index, "index")

@@ -131,7 +131,7 @@ class OutputProcessor:
                 continue
             generation = sample.generation
             try:
-                if not all(are_finite[rows]):
+                if not are_finite[rows.start]:
                     raise ValueError(
                         f"logits of request {shown(generation.request_id)} are NaN or inf, or all -inf: "
                         "expected finite logits, and -inf only for some"
@@ -145,7 +145,7 @@ class OutputProcessor:
                 continue
             for each in samples:
                 try:
-                    delta = self._extend(each, logits, rows.start, best[rows])
+                    delta = self._extend(each, logits, rows.start, best[rows], are_finite[rows])
                 except Exception as error:
                     delta = self.end(each, "error", error)
                 self.deltas.append(delta)
@@ -203,9 +203,17 @@ class OutputProcessor:
         self.deltas += deltas
         return num
 
-    def _extend(self, sample: Sample, logits: torch.Tensor, at: int, best: list[int]) -> Delta:
+    def _extend(
+        self,
+        sample: Sample,
+        logits: torch.Tensor,
+        at: int,
+        best: list[int],
+        are_finite: list[bool],
+    ) -> Delta:
         """Accept drafts up to the first one that differs from the sample's own choice, and append one
-        more token.
+        more token. A draft whose own logits are not finite is not accepted: the next step computes
+        its position again and reports the error, as without drafts.
         """
         params, drafts = sample.generation.params, sample.drafts
         picks: list[int] = []
@@ -226,7 +234,7 @@ class OutputProcessor:
                 reason = "stop"
             elif len(picks) == room:
                 reason = "length"
-            if reason or i == len(drafts) or drafts[i] != token:
+            if reason or i == len(drafts) or drafts[i] != token or not are_finite[i + 1]:
                 break
         self.metrics.generated_tokens += len(picks)
         self.metrics.accepted_drafts += len(picks) - 1
@@ -234,9 +242,9 @@ class OutputProcessor:
         if logprobs is not None:
             sample.logprobs += logprobs
         if reason:
-            self.end(sample, reason)
+            return self.end(sample, reason)._replace(token_ids=picks, logprobs=logprobs)
         request_id = sample.generation.request_id
-        return Delta(request_id, sample.index, picks, reason, logprobs=logprobs)
+        return Delta(request_id, sample.index, picks, logprobs=logprobs)
 
     def _with_new_samples(self, sample: Sample) -> list[Sample]:
         """Return the sample and, if its first token is being chosen, the samples forked from it."""
@@ -301,11 +309,19 @@ class OutputProcessor:
         return [self.end(sample, reason, error) for sample in running]
 
     def end(self, sample: Sample, reason: FinishReason, error: Exception | None = None) -> Delta:
-        """Release the resources of a sample. The request ends with its last sample."""
+        """Release the resources of a sample. The request ends with its last sample.
+
+        If the request's `free` raises an exception, the sample ends with this error.
+        """
         self._columns = None  # so that this reference does not keep the sample alive
         generation = sample.generation
-        is_complete = reason in ("stop", "length")
-        self.scheduler.finish(sample, free=generation.free if is_complete else None)
+        free = generation.free if reason in ("stop", "length") else None
+        try:
+            self.scheduler.finish(sample, free=free)
+        except Exception as failure:
+            if free is None:
+                raise
+            return self.end(sample, "error", failure)
         sample.finish_reason, sample.error = reason, error
         if error is not None:
             self.metrics.failed_sequences += 1

@@ -85,6 +85,39 @@ def spoil(engine, monkeypatch, prompt, spoiled):
     monkeypatch.setattr(engine.model, "forward", wrong)
 
 
+def spoil_after(engine, monkeypatch, token):
+    """Make all rows of logits that follow this token NaN."""
+    forward = engine.model.forward
+
+    def wrong(batch):
+        logits = forward(batch).clone()
+        logits[batch.token_ids[batch.logits_indices] == token] = NAN
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", wrong)
+
+
+def drafter_of(prompt, answer, count=4):
+    """Return a drafter that proposes the next `count` tokens of the answer to this prompt."""
+
+    def draft(request):
+        if request.token_ids[: len(prompt)].tolist() != prompt:
+            return []
+        known = request.num_tokens - len(prompt)
+        return answer[known : known + count]
+
+    return draft
+
+
+def served_alone(engine, prompt, **params):
+    """Serve one request. Return its sample, the tokens of all its deltas, and its last delta."""
+    generation = engine.add(prompt, SamplingParams(**params))
+    deltas = []
+    while engine.num_unfinished:
+        deltas += engine.step()
+    return generation.samples[0], [token for each in deltas for token in each.token_ids], deltas[-1]
+
+
 def all_nan(logits):
     logits[:] = NAN
 
@@ -157,6 +190,34 @@ class TestLogits:
         failing = engine.add(prompt, SamplingParams(max_tokens=10))
         others.run()
         assert failing.samples[0].finish_reason == "error"
+
+    def test_invalid_logits_after_a_rejected_draft_have_no_effect(self, make_engine, monkeypatch):
+        prompt, wrong = list(range(200, 230)), 7
+        wanted = greedy(dense("llama", 2), prompt, 10)
+        assert wrong not in wanted
+        engine = make_engine(drafter=lambda request: [wrong, wrong])
+        spoil_after(engine, monkeypatch, wrong)
+        sample, tokens, _ = served_alone(engine, prompt, max_tokens=10)
+        assert sample.finish_reason == "length"
+        assert tokens == sample.token_ids == wanted
+        assert engine.metrics.drafted_tokens > 0 == engine.metrics.accepted_drafts
+
+    @pytest.mark.parametrize("is_drafted", [False, True])
+    @pytest.mark.parametrize("num_good", [1, 2, 4])
+    def test_tokens_before_invalid_logits_are_returned(
+        self, make_engine, monkeypatch, num_good, is_drafted
+    ):
+        prompt = list(range(200, 230))
+        answer = greedy(dense("llama", 2), prompt, 10)
+        last = answer[num_good - 1]
+        assert last not in answer[: num_good - 1]
+        engine = make_engine(drafter=drafter_of(prompt, answer) if is_drafted else None)
+        spoil_after(engine, monkeypatch, last)
+        sample, tokens, end = served_alone(engine, prompt, max_tokens=10, logprobs=0)
+        assert sample.finish_reason == end.finish_reason == "error"
+        assert "are NaN or inf" in str(end.error) and sample.error is end.error
+        assert tokens == sample.token_ids == answer[:num_good]
+        assert len(sample.logprobs) == num_good
 
     @pytest.mark.parametrize("wrong", [lambda x: x[:, :-1], lambda x: x[:-1], lambda x: x[0]])
     def test_logits_with_an_invalid_shape_fail_the_step(self, make_engine, monkeypatch, wrong):
@@ -323,8 +384,8 @@ def test_rejected_requests_are_returned_even_if_the_model_fails(make_engine, mon
 class TestFreeCallbacks:
     """The `free` callback of a request runs while the engine processes the tokens of a whole batch."""
 
-    def run(self, engine, free):
-        params = SamplingParams(max_tokens=4)
+    def run(self, engine, free, **params):
+        params = SamplingParams(max_tokens=4, **params)
         ending = engine.add(PROMPTS[0], params, free=free)
         others = [engine.add(prompt, SamplingParams(max_tokens=9)) for prompt in PROMPTS[1:]]
         deltas = []
@@ -353,20 +414,49 @@ class TestFreeCallbacks:
         model = dense("llama", 2)
         assert others[0].samples[0].token_ids == greedy(model, PROMPTS[1], 9)
 
-    def test_failing_free_ends_only_its_own_request(self, make_engine):
-        engine = make_engine()
+    @pytest.mark.parametrize("is_drafted", [False, True])
+    def test_failing_free_ends_only_its_own_request(self, make_engine, is_drafted):
+        model = dense("llama", 2)
+        answer = greedy(model, PROMPTS[0], 4)
+        engine = make_engine(drafter=drafter_of(PROMPTS[0], answer) if is_drafted else None)
 
         def free(request):
             raise OSError("no connector")
 
-        ending, others, deltas = self.run(engine, free)
-        assert ending.samples[0].finish_reason == "error"
-        assert isinstance(ending.samples[0].error, OSError)
-        last = [delta for step in deltas for delta in step if delta.request_id == ending.request_id]
-        assert last[-1].finish_reason == "error" and last[-1].token_ids == []
-        model = dense("llama", 2)
+        ending, others, deltas = self.run(engine, free, logprobs=0)
+        (sample,) = ending.samples
+        assert sample.finish_reason == "error" and isinstance(sample.error, OSError)
+        assert engine.metrics.failed_sequences == 1
+        own = [delta for step in deltas for delta in step if delta.request_id == ending.request_id]
+        assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + ["error"]
+        assert own[-1].error is sample.error
+        assert [len(delta.token_ids) for delta in own] == ([1, 3] if is_drafted else [1] * 4)
+        assert [token for delta in own for token in delta.token_ids] == sample.token_ids == answer
+        assert [each for delta in own for each in delta.logprobs] == sample.logprobs
         for prompt, generation in zip(PROMPTS[1:], others):
             assert generation.samples[0].token_ids == greedy(model, prompt, 9)
+
+
+class TestStop:
+    PARAMS = SamplingParams(max_tokens=6, temperature=1.0, n=3, seed=1)
+
+    def test_stop_ends_only_one_sample(self, make_engine):
+        engine = make_engine()
+        generation = engine.add(PROMPTS[0], self.PARAMS)
+        engine.step()
+        assert engine.stop(generation.request_id, 1)
+        assert not engine.stop(generation.request_id, 1)
+        while engine.num_unfinished:
+            engine.step()
+        ended = [(len(each.token_ids), each.finish_reason) for each in generation.samples]
+        assert ended == [(6, "length"), (1, "stop"), (6, "length")]
+
+    def test_samples_are_one_sequence_before_the_first_token(self, make_engine):
+        engine = make_engine()
+        generation = engine.add(PROMPTS[0], self.PARAMS)
+        assert not engine.stop(generation.request_id, 1)
+        assert engine.stop(generation.request_id, 0)
+        assert generation.is_finished and engine.num_unfinished == 0
 
 
 def test_a_request_aborted_while_the_model_runs_gets_no_token(make_engine, monkeypatch):

@@ -592,9 +592,12 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "engine_failures engine serve",
         [
             (
-                "if reason or i == len(drafts) or drafts[i] != token:",
-                "if reason or i == len(drafts):",
+                "if reason or i == len(drafts) or drafts[i] != token or",
+                "if reason or i == len(drafts) or",
             ),
+            ("or not are_finite[i + 1]", ""),
+            ("if not are_finite[rows.start]:", "if not all(are_finite[rows]):"),
+            ("._replace(token_ids=picks, logprobs=logprobs)", ""),
             ("elif len(picks) == room:", "elif len(picks) > room:"),
             ("decoding.num_computed <= 1", "decoding.num_computed < 1"),
             ("if columns.are_individual or np", "if np"),
