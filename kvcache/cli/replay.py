@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -288,12 +288,11 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     workload = _hinted(args, workload)
     try:
         with (
+            _trace_errors(name),
             _progress(args) as advance,
             events_published(publisher, replayer.drain_events, advance) as on_request,
         ):
             report = replayer.run(workload, name, on_request)
-    except replay.TraceError as error:
-        raise UsageError(str(error)) from None
     except import_module("kvcache.kinds").KindError as error:
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     return report, series
@@ -317,26 +316,25 @@ def _compare(args: argparse.Namespace) -> int:
     policies = args.compared or replay.COMPARED
     name, workload = read_workload(args)
     try:
-        requests = list(workload)
-        with _progress(args, len(requests) * len(policies) * len(args.sizes)) as advance:
-            found = replay.compare(
-                requests,
-                policies,
-                args.sizes,
-                trace=name,
-                with_optimum=args.specs is None
-                and args.hash_block_size is None
-                and args.service is None,
-                on_request=advance,
-                **_groups(args),
-                **args.policies,
-                hash_block_size=args.hash_block_size,
-                chunk_tokens=args.chunk_tokens,
-                concurrency=args.concurrency,
-                service=args.service,
-            )
-    except replay.TraceError as error:
-        raise UsageError(str(error)) from None
+        with _trace_errors(name):
+            requests = list(workload)
+            with _progress(args, len(requests) * len(policies) * len(args.sizes)) as advance:
+                found = replay.compare(
+                    requests,
+                    policies,
+                    args.sizes,
+                    trace=name,
+                    with_optimum=args.specs is None
+                    and args.hash_block_size is None
+                    and args.service is None,
+                    on_request=advance,
+                    **_groups(args),
+                    **args.policies,
+                    hash_block_size=args.hash_block_size,
+                    chunk_tokens=args.chunk_tokens,
+                    concurrency=args.concurrency,
+                    service=args.service,
+                )
     except MemoryError as error:
         raise UsageError(
             f"--sizes has {args.sizes[-1] + 1}: expected fewer, because this many do not fit into memory "
@@ -359,19 +357,18 @@ def _curve(args: argparse.Namespace) -> int:
     # Keep the requests, because complete replays need their tokens.
     name, workload = read_workload(args, None if args.exact else replay.read_block_ids)
     try:
-        requests = list(workload) if args.exact else workload
-        with _progress(args, len(requests) if args.exact else None) as advance:
-            found = replay.hit_rate_curve(
-                requests,
-                args.curve,
-                args.sizes,
-                block_size=args.block_size,
-                rate=args.rate,
-                trace=name,
-                on_request=advance,
-            )
-    except replay.TraceError as error:
-        raise UsageError(str(error)) from None
+        with _trace_errors(name):
+            requests = list(workload) if args.exact else workload
+            with _progress(args, len(requests) if args.exact else None) as advance:
+                found = replay.hit_rate_curve(
+                    requests,
+                    args.curve,
+                    args.sizes,
+                    block_size=args.block_size,
+                    rate=args.rate,
+                    trace=name,
+                    on_request=advance,
+                )
     except ValueError as error:  # the sample contains no block
         raise UsageError(f"--rate: {error}") from None
     except MemoryError as error:
@@ -431,10 +428,8 @@ def _disaggregate(args: argparse.Namespace) -> int:
             service=args.service,
             series=series,
         )
-        with _progress(args) as advance:
+        with _trace_errors(name), _progress(args) as advance:
             report = replayer.run(workload, name, advance)
-    except replay.TraceError as error:
-        raise UsageError(str(error)) from None
     except MemoryError as error:
         raise UsageError(
             f"--num-blocks is {args.num_blocks}, --disaggregate is {args.disaggregate}: expected fewer "
@@ -499,6 +494,17 @@ def read_workload(
     return f"chat (seed {seed})", itertools.islice(requests, args.limit)
 
 
+@contextmanager
+def _trace_errors(name: str) -> Iterator[None]:
+    """Report errors of the trace as UsageError."""
+    try:
+        yield
+    except import_module("kvcache.replay").TraceError as error:
+        raise UsageError(str(error)) from None
+    except import_module("kvcache.replay.workload").ArrivalError as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
 def _trace(path: str, form: str | None, read: Callable[..., Iterator]) -> Iterator[WorkloadRequest]:
     is_empty = True
     try:
@@ -523,12 +529,13 @@ def _progress(
 
 
 def _num_expected(args: argparse.Namespace) -> int | None:
-    """Return the number of requests, or None for a pipe, whose requests would be consumed by
-    counting.
+    """Return the number of requests. It is unknown for a pipe, whose requests would be consumed by
+    counting, and for a compressed trace. In these cases, return `--limit` (None: no limit).
     """
+    traces = import_module("kvcache.replay.traces.registry")
     if args.trace is None:
         num_requests = args.requests or options.CHAT_REQUESTS
-    elif os.path.isfile(args.trace):
+    elif os.path.isfile(args.trace) and not traces.is_compressed(args.trace):
         with open(args.trace, "rb") as file:
             num_requests = sum(not line.isspace() for line in file)
     else:

@@ -21,7 +21,7 @@ from kvcache.kinds import kind_class
 from kvcache.replay.groups import checked_groups
 from kvcache.replay.report import overload_rows
 from kvcache.replay.service import Service, overload
-from kvcache.replay.workload import WorkloadRequest, checked_workload
+from kvcache.replay.workload import WorkloadRequest, check_arrival, checked_workload
 from kvcache.sources.base import Arrived
 from kvcache.sources.disaggregation.connector import Connector
 from kvcache.sources.disaggregation.layout import GroupLayout
@@ -333,6 +333,8 @@ class DisaggregatedReplayer:
         """
         instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
+            _, last_ms = self._arrivals_ms or (0, 0)
+            check_arrival(item, last_ms)
             self._at(item.arrival_ms / 1000, lambda item=item: self._arrive(item))
             # Process only the events up to this arrival. Requests that are read later may arrive
             # before the remaining events.

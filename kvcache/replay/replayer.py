@@ -8,7 +8,14 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
+from kvcache.allocator import (
+    MISS_REASONS,
+    Admit,
+    CacheArguments,
+    External,
+    KVCacheManager,
+    Request,
+)
 from kvcache.checks import MAX_INT32, instance, integer, number
 from kvcache.events import CacheEvent
 from kvcache.hints import Hint, HintBudget, HintExecutor
@@ -42,7 +49,7 @@ class Series:
     hit_tokens: list[int] = field(default_factory=list)
     evicted_blocks: list[int] = field(default_factory=list)  # cumulative number of evicted blocks
     used_blocks: list[int] = field(default_factory=list)  # blocks that running requests hold
-    # Missed tokens by reason. Empty without `explain_misses`.
+    # Missed tokens by reason, or 0 for rejected requests. Empty without `explain_misses`.
     missed_tokens: dict[str, list[int]] = field(default_factory=dict)
     # Arrival times. Empty in untimed replays.
     arrival_ms: list[float] = field(default_factory=list)
@@ -172,11 +179,14 @@ class Replayer:
         # Times from arrival to first token, of all served requests.
         self._first_token_ms: list[float] = []
         self._peak_running = 0
-        self._num_requests = self._num_rejected = 0
+        self._num_requests = self._num_rejected = self._num_out_of_order = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
         self._store_hit_tokens = 0
-        # Missed tokens by reason, as of the last entry of `series`.
+        # Missed tokens of the served requests by reason. Empty without `explain_misses`.
         self._missed: dict[str, int] = {}
+        if self.manager.options.explain_misses is not None:
+            # External tokens are hits.
+            self._missed = {reason: 0 for reason in MISS_REASONS if reason != "external"}
         self._hash_ns = self._step_ns = self._free_ns = 0
 
     def run(
@@ -242,6 +252,8 @@ class Replayer:
             self._last_arrival_ms = item.arrival_ms
             self._let_time_pass(item.arrival_ms)
         else:
+            self._num_out_of_order += item.arrival_ms < self._last_arrival_ms
+            self._last_arrival_ms = max(item.arrival_ms, self._last_arrival_ms)
             # In workloads without times, one request arrives per second.
             self._now_ms = max(item.arrival_ms, self._now_ms + 1000 * (item.arrival_ms == 0))
             self.manager.cache.set_now(self._now_ms / 1000)
@@ -457,6 +469,8 @@ class Replayer:
             self._hints.hit(new.request)
             new.row, new.num_hit = int(plan.rows[-1]), starts[-1]
             new.num_computed = self.manager.num_computed_tokens(new.request)
+            if self._missed:
+                new.missed = self.manager.cache.explain(new.request).missed_tokens
             if new.num_store_hit:
                 self._store.load(new.request, new.num_hit, new.num_store_hit)
             if has_host:
@@ -539,6 +553,8 @@ class Replayer:
         self._hit_tokens += running.num_hit
         self._host_hit_tokens += running.num_host_hit
         self._store_hit_tokens += running.num_store_hit
+        for reason in self._missed:
+            self._missed[reason] += running.missed.get(reason, 0)
         self._free(running)
         for each in running.item.hints:
             if each.lead_ms is None:
@@ -546,8 +562,10 @@ class Replayer:
 
     def _reject(self, running: Running) -> None:
         self._num_rejected += 1
-        if self.series is not None and running.place < len(self.series.prompt_tokens):
-            self.series.prompt_tokens[running.place] = self.series.hit_tokens[running.place] = 0
+        series = self.series
+        if series is not None and running.place < len(series.prompt_tokens):
+            for of in (series.prompt_tokens, series.hit_tokens, *series.missed_tokens.values()):
+                of[running.place] = 0
         self._free(running)
 
     def _free(self, running: Running) -> None:
@@ -562,10 +580,8 @@ class Replayer:
         series.hit_tokens.append(new.num_hit if is_served else 0)
         series.evicted_blocks.append(pool.num_evicted)
         series.used_blocks.append(pool.num_total - pool.num_free)
-        missed = self.manager.cache.stats.missed_tokens or {}
-        for reason, count in missed.items():
-            series.missed_tokens.setdefault(reason, []).append(count - self._missed.get(reason, 0))
-        self._missed = missed
+        for reason in self._missed:
+            series.missed_tokens.setdefault(reason, []).append(new.missed.get(reason, 0))
         if self._clock is not None:
             series.arrival_ms.append(new.item.arrival_ms)
             series.ms_to_first_token.append(self._first_token_ms[-1] if is_served else 0.0)
@@ -598,7 +614,8 @@ class Replayer:
             chunk_tokens=self.chunk_tokens,
             groups=groups if self._reports_groups else None,
             eviction=None if eviction == "lru" else eviction,
-            missed_tokens=self.manager.cache.stats.missed_tokens,
+            missed_tokens=dict(self._missed) or None,
+            out_of_order_requests=self._num_out_of_order or None,
         )
         if self.manager.host_pool is not None:
             self._add_host_counts(report)

@@ -42,8 +42,11 @@ class ReplayReport:
         groups: For each given group, its `kind`, `block_size` and `options`, and the manager's
             counts `hit_blocks`, `stored_blocks` and `evicted_blocks`.
         eviction: The eviction policy. None: the default.
-        missed_tokens: With `explain_misses`: prompt tokens of admitted requests that were not hits,
-            by reason (`kvcache.allocator.MISS_REASONS`).
+        missed_tokens: With `explain_misses`: prompt tokens of the served requests that were not hits,
+            by reason (`kvcache.allocator.MISS_REASONS` without `external`, because tokens from a
+            store are hits). The values add up to `prompt_tokens - hit_tokens`.
+        out_of_order_requests: Requests of an untimed replay whose timestamps are earlier than that
+            of a previous request. The clock does not go back for them. None: there are none.
         host_blocks: Size of the host tier, including its null block.
         host_hit_tokens: The part of `hit_tokens` that starts, in each request, at the first block
             loaded from the host.
@@ -95,6 +98,7 @@ class ReplayReport:
     groups: list[dict] | None = None
     eviction: str | None = None
     missed_tokens: dict[str, int] | None = None
+    out_of_order_requests: int | None = None
     host_blocks: int | None = None
     host_write: str | None = None
     host_eviction: str | None = None
@@ -161,6 +165,9 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         ("rejected", f"{report.rejected_requests:,}", "did not fit into the pool"),
         ("prompt tokens", f"{report.prompt_tokens:,}", "of the served requests"),
     ]
+    if report.out_of_order_requests is not None:
+        note = "requests with timestamps before an earlier one, at which the clock stays"
+        workload.append(("out of order", f"{report.out_of_order_requests:,}", note))
     size = "over all groups" if is_hybrid else f"of {report.block_size} tokens"
     cache = [
         ("token hit rate", f"{report.token_hit_rate:.4f}", f"{report.hit_tokens:,} tokens"),
@@ -205,7 +212,7 @@ def _misses(report: ReplayReport) -> list[tuple[str, str, str]]:
     if missed is None:
         return []
     total = max(sum(missed.values()), 1)
-    rows = [("missed tokens", f"{sum(missed.values()):,}", "of the admitted requests")]
+    rows = [("missed tokens", f"{sum(missed.values()):,}", "of the served requests")]
     for reason, count in missed.items():
         if count:
             rows.append(

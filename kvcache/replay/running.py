@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ class Running:
     num_host_hit: int = 0  # hit tokens that start at the first block loaded from the host
     num_store_hit: int = 0  # hit tokens that were loaded from a store, at the end of the hit
     link: str = "store"  # where `num_store_hit` tokens were loaded from, in a fleet
+    missed: dict[str, int] = field(default_factory=dict)  # `MissReport.missed_tokens`
     num_loaded_bytes: int = 0  # total bytes loaded for hits, in a fleet
     may_load: bool = True  # whether the request may load from a store
     num_computed: int = 0  # number of computed tokens, including the hit

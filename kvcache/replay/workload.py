@@ -14,6 +14,10 @@ from kvcache.hints import Hint
 MAX_LEAD_MS = 600_000  # limits how far ahead replays read the trace
 
 
+class ArrivalError(ValueError):
+    """Raised if a request of a timed workload arrives before the previous request."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestHint:
     """A hint about the prompt of a request of a workload.
@@ -107,9 +111,9 @@ def checked_workload(
 
 
 def check_arrival(item: WorkloadRequest, last_ms: int) -> None:
-    """Raise ValueError if a request arrives before the previous one, which arrived at `last_ms`."""
+    """Raise ArrivalError if a request arrives before the previous one, which arrived at `last_ms`."""
     if item.arrival_ms < last_ms:
-        raise ValueError(
+        raise ArrivalError(
             f"request {item.index} arrives at {item.arrival_ms} ms, but the previous request at "
             f"{last_ms} ms: expected a timed trace in order of arrival"
         )

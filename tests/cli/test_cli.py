@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import json
 import os
 import re
@@ -17,6 +19,7 @@ import pytest
 
 import kvcache
 from kvcache.cli import doctor, main
+from kvcache.cli.replay import _num_expected
 from kvcache.replay import Replayer, chat_workload
 from tests.machinery.shared import REPO, sampled, shared_file
 
@@ -116,6 +119,35 @@ def test_reasons_of_misses_are_printed(capsys, tmp_path):
     path = tmp_path / "figure.png"
     run_json(capsys, "--requests", "20", "--why", "--timed", "--plot", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan"],
+        ["replay", "--timed"],
+        ["replay", "--timed", "--prefetch", "1"],
+        ["replay", "--timed", "--compare", "lru"],
+        ["replay", "--disaggregate", "99"],
+    ],
+)
+def test_unordered_trace_prints_one_line(capsys, tmp_path, argv):
+    path = tmp_path / "back.jsonl"
+    path.write_text("".join(json.dumps({**LINE, "timestamp": at}) + "\n" for at in (9, 4)))
+    assert error_of(capsys, argv[0], str(path), *argv[1:]) == (
+        "kvcache: back.jsonl: request 1 arrives at 4 ms, but the previous request at 9 ms: expected a "
+        "timed trace in order of arrival\n"
+    )
+
+
+@pytest.mark.parametrize("limit", [None, 2, 9])
+def test_number_of_expected_requests_is_unknown_for_compressed_traces(trace, tmp_path, limit):
+    packed = tmp_path / "packed"
+    packed.write_bytes(gzip.compress(Path(trace).read_bytes()))
+    args = argparse.Namespace(trace=trace, limit=limit)
+    assert _num_expected(args) == min(3, limit or 3)
+    args.trace = str(packed)
+    assert _num_expected(args) == limit
 
 
 @pytest.mark.parametrize("option", [["--compare"], ["--disaggregate", "100"]])

@@ -85,6 +85,13 @@ def test_blocks_under_lease_fill_the_prefill_pool():
     assert report.loaded_requests == 3
 
 
+def test_unordered_trace_is_rejected():
+    with pytest.raises(
+        ValueError, match="request 1 arrives at 50 ms, but the previous request at 100"
+    ):
+        replayed([request(0, 100, 0, 40, 0), request(1, 50, 100, 40, 0)])
+
+
 def test_request_larger_than_the_decode_pool_is_rejected():
     report = replayed([request(0, 0, 0, 80, 5), request(1, 0, 500, 20, 5)], decode=12)
     assert (report.rejected_requests, report.loaded_requests) == (1, 1)

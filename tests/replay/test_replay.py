@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -26,6 +26,8 @@ from kvcache.replay import (
     read_mooncake,
 )
 from kvcache.replay.content import VOCABULARY, kv_of_content, prefix_keys
+from kvcache.replay.hinted import with_prefetches
+from kvcache.replay.report import report_table
 from kvcache.replay.verifier import KVVerifier
 from tests.machinery.shared import sampled, shared_file
 
@@ -607,16 +609,38 @@ def test_series_sum_to_the_totals():
     assert series.prompt_tokens[-1] == 0 and report.rejected_requests == 1
 
 
-def test_reasons_of_misses_sum_to_the_missed_tokens():
+@pytest.mark.parametrize("tiers", [{}, {"num_store_blocks": 2_000}, {"num_host_blocks": 2_001}])
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_reasons_of_misses_sum_to_the_missed_tokens(tiers, prefetches):
     series = Series()
-    replayer = Replayer(block_size=16, num_blocks=301, series=series, explain_misses=1)
-    report = replayer.run([*chat_workload(80, seed=2), *as_workload([range(10_000)])])
+    replayer = Replayer(block_size=16, num_blocks=301, series=series, explain_misses=1, **tiers)
+    prompts = [*chat_workload(80, seed=2), *as_workload([range(10_000)])]
+    report = replayer.run(with_prefetches(prompts, 2) if prefetches else prompts)
+    assert bool(report.prefetched_tokens) == (prefetches and bool(tiers))
+    assert report.store_hit_tokens != 0  # None without a store
     missed = report.missed_tokens
     assert sum(missed.values()) == report.prompt_tokens - report.hit_tokens
-    assert missed["evicted"] > 0 and missed["new"] > 0 and missed["tail"] > 0
+    assert "external" not in missed
+    assert (missed["evicted"] > 0) != bool(tiers) and missed["new"] > 0 and missed["tail"] > 0
     assert {reason: sum(counts) for reason, counts in series.missed_tokens.items()} == missed
     assert {len(counts) for counts in series.missed_tokens.values()} == {81}
     assert Replayer(block_size=16, num_blocks=301).run(chat_workload(2)).missed_tokens is None
+
+
+def test_requests_with_earlier_timestamps_are_reported():
+    def report(*arrivals_ms):
+        items = [
+            replace(each, arrival_ms=at)
+            for each, at in zip(chat_workload(len(arrivals_ms)), arrivals_ms, strict=True)
+        ]
+        return Replayer(block_size=16, num_blocks=301).run(items)
+
+    jumped = report(0, 1_000, 10**9, 2_000, 3_000, 10**9)
+    assert jumped.out_of_order_requests == 2
+    assert any("out of order" in str(row) for row in report_table(jumped).columns[0].cells)
+    for ordered in (report(0, 0, 0), report(5, 5, 7)):
+        assert ordered.out_of_order_requests is None
+        assert "out of order" not in report_table(ordered).columns[0].cells
 
 
 @pytest.mark.slow

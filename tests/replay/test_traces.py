@@ -204,6 +204,22 @@ def test_compressed_traces_are_read_directly(tmp_path, how):
             list(read_trace(packed))
 
 
+def test_zstandard_files_with_skippable_frames_and_large_windows_are_read(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    plain = written(tmp_path, *[{"prompt": f"a b {i}"} for i in range(20)])
+    data = plain.read_bytes()
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=False)
+    large = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    packed = tmp_path / "packed"
+    frames = [zstandard.compress(data), large.compress(data) + large.flush()]
+    frames += [bytes([magic]) + b"\x2a\x4d\x18\x04\0\0\0abcd" + frames[0] for magic in (0x50, 0x5F)]
+    for frame in frames:
+        packed.write_bytes(frame)
+        assert registry.is_compressed(packed)
+        assert len(list(read_trace(packed))) == 20
+    assert not registry.is_compressed(plain)
+
+
 def test_missing_zstandard_package_is_reported(tmp_path, monkeypatch):
     path = tmp_path / "trace.zst"
     path.write_bytes(b"\x28\xb5\x2f\xfd rest")

@@ -27,6 +27,8 @@ _ZstdError = zlib.error if zstandard is None else zstandard.ZstdError
 
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
 _Of = TypeVar("_Of", bound=Callable[[Iterator[Line]], Iterator[BlockIdRequest]])
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_SKIPPABLE_MAGIC = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f
 _MOST_LOOKED_AT = 10_000  # maximum number of log lines before the first request
 MOST_LINE_BYTES = 2**26  # exceeds the size of a prompt with several million tokens
 
@@ -39,7 +41,7 @@ class _ZstdStream(io.RawIOBase):
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._rest = file, memoryview(b"")
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._begin_frame()
 
     def readable(self) -> bool:
         return True
@@ -52,13 +54,18 @@ class _ZstdStream(io.RawIOBase):
             if is_over:
                 if not data:
                     return 0
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._begin_frame()
             elif not data:
                 raise EOFError("the last frame is incomplete")
             self._rest = memoryview(self._frame.decompress(data))
         size = min(len(buffer), len(self._rest))
         buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
+
+    def _begin_frame(self) -> None:
+        # Allows all windows of `zstd --long`. Only the used part of a window occupies memory.
+        largest = 2**zstandard.WINDOWLOG_MAX
+        self._frame = zstandard.ZstdDecompressor(max_window_size=largest).decompressobj()
 
 
 class _TraceFormat(NamedTuple):
@@ -170,13 +177,28 @@ def _requests(name: str, form: str | None, with_tokens: bool) -> Iterator:
             raise TraceError(f"{name} has no requests: expected requests of form {form!r}")
 
 
+def is_compressed(path: str | os.PathLike) -> bool:
+    """Return whether `read_trace` decompresses the file."""
+    with open(path, "rb") as file:
+        return _compression(file.read(4)) is not None
+
+
+def _compression(magic: bytes) -> str | None:
+    if magic.startswith(b"\x1f\x8b"):
+        return "gzip"
+    # `pzstd` writes a skippable frame first.
+    if magic == _ZSTD_MAGIC or (magic[1:] == _SKIPPABLE_MAGIC and magic[0] >> 4 == 5):
+        return "zstd"
+    return None
+
+
 def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
     """Return a stream of the file's content, decompressed if necessary."""
-    magic = file.peek(4)[:4]
-    if magic.startswith(b"\x1f\x8b"):
-        return gzip.GzipFile(fileobj=file)
-    if magic != b"\x28\xb5\x2f\xfd":
+    how = _compression(file.peek(4)[:4])
+    if how is None:
         return file
+    if how == "gzip":
+        return gzip.GzipFile(fileobj=file)
     if zstandard is None:
         raise TraceError(
             f"{name} is compressed with Zstandard, but the package zstandard is not installed: "
