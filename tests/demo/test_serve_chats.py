@@ -49,8 +49,9 @@ def test_every_answer_is_compared_although_the_pool_is_too_small():
 def test_wrong_answers_are_counted(monkeypatch):
     extend = OutputProcessor._extend
 
-    def wrong(self, sample, logits, at, best):
-        return extend(self, sample, logits.flip(-1), at, [511 - token for token in best])
+    def wrong(self, sample, logits, at, best, are_finite):
+        picks = [511 - token for token in best]
+        return extend(self, sample, logits.flip(-1), at, picks, are_finite)
 
     monkeypatch.setattr(OutputProcessor, "_extend", wrong)
     report = served(num_users=2, num_turns=1)
