@@ -21,8 +21,8 @@ MISS_REASONS = {
 }
 """Reasons for misses, and their descriptions.
 
-- `not_read`: the request or the manager does not use the cache, or the request is a fork whose parent
-  had not computed the tokens.
+- `not_read`: the request or the manager does not use the cache, or its parent had not computed the
+  tokens when the request was forked.
 - `external`: the KV came from `Admit.external`.
 - `not_taken`: the longer hit did not fit, or the caller passed fewer blocks to `admit`.
 - `not_loaded`: the hit needs more host blocks than `Admit.max_host_blocks` allows.

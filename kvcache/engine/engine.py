@@ -337,6 +337,9 @@ class Engine:
         Before the first token, all samples of a request are still one sequence, sample 0: stopping
         sample 0 ends the whole request, and the other samples cannot be stopped yet.
 
+        If the request's `free` raises an exception, the sample ends with this error instead
+        (`Sample.error`).
+
         Returns False if the sample has already ended, does not exist yet or is a beam.
         """
         check_name(request_id, "request_id")

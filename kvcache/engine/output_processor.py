@@ -212,8 +212,8 @@ class OutputProcessor:
         are_finite: list[bool],
     ) -> Delta:
         """Accept drafts up to the first one that differs from the sample's own choice, and append one
-        more token. A draft whose own logits are not finite is not accepted: the next step computes
-        its position again and reports the error, as without drafts.
+        more token. Behind a draft whose own logits are not finite, nothing is accepted: unless the
+        sample ends with this token, the next step computes its logits again and reports the error.
         """
         params, drafts = sample.generation.params, sample.drafts
         picks: list[int] = []

@@ -166,7 +166,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         ("prompt tokens", f"{report.prompt_tokens:,}", "of the served requests"),
     ]
     if report.out_of_order_requests is not None:
-        note = "requests with timestamps before an earlier one, at which the clock stays"
+        note = "requests with timestamps earlier than a previous one"
         workload.append(("out of order", f"{report.out_of_order_requests:,}", note))
     size = "over all groups" if is_hybrid else f"of {report.block_size} tokens"
     cache = [

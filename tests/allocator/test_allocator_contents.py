@@ -961,6 +961,20 @@ def test_block_that_left_the_cache_before_its_failure_is_reported(reset):
     assert hit.block_ids[0].tolist() == blocks if reset else hit.block_ids.tolist() == blocks
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_evicted_block_that_another_request_has_computed_too_is_traced(is_first):
+    """Regression: a lookup returned the other request's block with the same hash."""
+    options = {"num_preallocate_tokens": 0, "fence_frees": True}
+    manager = KVCacheManager(16, 100, 1024, **options)
+    short, long = Request("a", range(17)), Request("b", range(70))
+    plan = manager.step(new=[long, short] if is_first else [short, long])
+    failed = int(manager.block_ids(long, 0)[0])
+    manager.free(long)
+    manager.cache.evict([failed])
+    manager.report(StepReport(plan.step_id, True, failed_pages=[failed]))
+    assert manager.cache.find_prefix(Request("c", range(70))).num_tokens <= 16
+
+
 def test_every_mix_is_simulated():
     mixes = {KV_MIXES.index(Chooser(seed).pick(KV_MIXES)) for seed in range(NUM_SEEDS)}
     assert mixes == set(range(len(KV_MIXES)))

@@ -881,3 +881,20 @@ class TestHashedTokens:
             with pytest.raises(error, match=re.escape(message)):
                 call()
             assert len(hashed) == 2 and hashed.num_tokens == 9
+
+
+@pytest.mark.parametrize("num_blocks", [1, 5, 64])
+def test_reading_embeddings_may_hash_another_request(num_blocks):
+    """Regression: both calls stored their hashes in the same buffer."""
+    manager, other = (KVCacheManager(16, 4000, 100_000) for _ in range(2))
+    rows = np.arange(10 * 16 * 4, dtype=np.float32).reshape(-1, 4)
+
+    class Rows(np.ndarray):
+        def __getitem__(self, key):
+            other.cache.hashes(Request("other", range(num_blocks * 16)))
+            return super().__getitem__(key)
+
+    tokens = list(range(10 * 16))
+    expected = manager.cache.hashes(Request("a", tokens, prompt_embeds=rows))
+    found = manager.cache.hashes(Request("b", tokens, prompt_embeds=rows.view(Rows)))
+    assert found.tobytes() == expected.tobytes()

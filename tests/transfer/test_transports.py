@@ -1343,6 +1343,21 @@ def test_torch_default_group_is_unaffected(name, peer):
         assert not torch.distributed.is_initialized()
 
 
+def test_connect_does_not_outlive_a_close_in_another_thread(monkeypatch):
+    """Regression: `connect` checked whether the transport was closed only at its beginning."""
+    with Side("gloo", "a") as one, Side("gloo", "b") as other:
+        parse = staged.parse_metadata
+
+        def parse_and_close(*args):
+            one.transport.close()
+            return parse(*args)
+
+        monkeypatch.setattr(staged, "parse_metadata", parse_and_close)
+        with pytest.raises(RuntimeError, match="the transport of agent 'a' is closed"):
+            one.transport.connect(other.transport.metadata())
+        assert one.transport.peers() == other.transport.peers() == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True])
 def test_closed_connections_leak_no_descriptors(name, kill):

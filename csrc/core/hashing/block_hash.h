@@ -44,7 +44,7 @@ class BlockHasher {
  public:
   // Writes the hashes of n consecutive blocks to `out`. `content_of(i)` returns the content of the
   // i-th block, and `parent` is the hash of the block before the first one. With n > 1,
-  // `content_of` must not use this hasher.
+  // `content_of` must not use this hasher, in which the previous block is already encoded.
   template <class ContentOf>
   void hash_run(const Hash& parent, size_t n, const ContentOf& content_of, Hash* out) {
     // The next block is encoded before the hash of the current block is needed, so that the CPU

@@ -49,8 +49,8 @@ class ExtraKeys {
   // Whether the first num_blocks blocks have equal keys. Rethrows the errors of row digests.
   bool begins_like(const ExtraKeys& other, int64_t num_blocks) const;
 
-  // Returns a digest of all keys. Requests with equal embedding rows have different digests unless
-  // they share one `RowDigests`.
+  // Returns a digest of all keys. Embedding rows are compared by object, not by value: two
+  // `RowDigests` with equal rows give different digests.
   uint64_t digest() const;
   // Returns the name of the first kind of keys that differs, or an empty string if none does.
   // Embedding rows whose digests are not known yet are considered equal.

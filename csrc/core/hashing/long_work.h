@@ -20,9 +20,10 @@ inline int64_t tokens_per_piece = int64_t{1} << 16;
 constexpr std::chrono::milliseconds kLong{5};
 
 // The number of consecutive blocks to hash between two calls of `Pieces::pass`.
+inline constexpr int64_t kMostBlocksPerRun = 64;
 inline size_t blocks_per_run(int64_t block_size) {
-  constexpr int64_t kMost = 64;
-  return static_cast<size_t>(std::clamp<int64_t>(tokens_per_piece / block_size, 1, kMost));
+  const int64_t fit = tokens_per_piece / block_size;
+  return static_cast<size_t>(std::clamp<int64_t>(fit, 1, kMostBlocksPerRun));
 }
 
 // Counts processed tokens, and ends the piece when it is full.

@@ -103,7 +103,7 @@ bool has_sha_ni() {
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_SSE4_1) != 0;
 }
 
-// Replaces the bytes of a linked message in its first chunk, in registers.
+// Inserts the link into the first chunk of a linked message, which is in registers.
 __attribute__((target("sse4.1"))) inline void insert_link(const Sha256Message& message,
                                                           __m128i* chunk) {
   constexpr int kBefore = Sha256Message::kLinkAt, kShift = 16 - kBefore;

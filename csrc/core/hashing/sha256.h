@@ -12,8 +12,9 @@ inline constexpr size_t kSha256Bytes = 32;  // size of a digest
 
 // A padded message, which consists of chunks of 64 bytes.
 //
-// A linked message contains a digest that may have been computed just before. Copying it into the
-// message would delay the start of the computation until the CPU has written it to its cache.
+// A linked message contains a digest that may have been computed just before. If it were copied
+// into the message, the computation would have to wait until the copied bytes can be read from
+// memory.
 struct Sha256Message {
   static constexpr size_t kLinkAt = 3;  // position of the digest in a linked message
 

@@ -142,11 +142,11 @@ class TokenChain::Hashing {
     const auto num_left = static_cast<size_t>(chain_->num_hashable()) - chain_->hashes_.size();
     return std::min(num_left, blocks_per_run(chain_->block_size_));
   }
-  // The hash of the last block that is hashed, or the parent of the first block.
+  // The hash of the last hashed block, or the parent of the chain if no block is hashed yet.
   const Hash& last() const {
     return chain_->hashes_.empty() ? chain_->parent_ : chain_->hashes_.back();
   }
-  // Returns the content of a block that is not hashed yet; 0 is the first one.
+  // Returns the content of a block. `following` counts from the first block that is not hashed yet.
   BlockContent content(size_t following) const {
     const auto i = static_cast<int64_t>(chain_->hashes_.size() + following);
     return {chain_->scheme_.algorithm, chain_->tokens_->data() + i * chain_->block_size_,
@@ -175,7 +175,6 @@ const HashList& TokenChain::hashes() {
 
 void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
   static thread_local BlockHasher hasher;
-  static thread_local std::vector<Hash> run;
   Pieces pieces;
   std::array<std::optional<Hashing>, 2> pair;
   size_t num_begun = 0;
@@ -203,11 +202,12 @@ void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
       pieces.pass(block_size + second.chain()->block_size_);
       continue;
     }
-    run.resize(first.run_length());
-    hasher.hash_run(
-        first.last(), run.size(), [&](size_t i) { return first.content(i); }, run.data());
-    first.put(run.data(), run.size());
-    pieces.pass(static_cast<int64_t>(run.size()) * block_size);
+    // Local, because reading embeddings may run Python code that calls this function.
+    Hash run[kMostBlocksPerRun];
+    const size_t num_run = first.run_length();
+    hasher.hash_run(first.last(), num_run, [&](size_t i) { return first.content(i); }, run);
+    first.put(run, num_run);
+    pieces.pass(static_cast<int64_t>(num_run) * block_size);
   }
 }
 

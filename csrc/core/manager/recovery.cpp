@@ -161,14 +161,19 @@ void Recovery::note_evicted(const std::function<bool(BlockId)>& is_evicted) {
     for (const StepJournal::Left& left : step.left) {
       const auto num_hashes = static_cast<int64_t>(left.chain->known_hashes().size());
       for (const CacheGroup& group : *c_.groups) {
-        // The journal already contains pages of states.
+        // A page of a state is recorded when its row leaves it.
         if (!group.is_cached || group.rules->traits.updates_in_place) continue;
         for (int64_t b = 0; (b + 1) * group.num_hashes <= num_hashes; ++b) {
           const int64_t hash = (b + 1) * group.num_hashes - 1;
-          const BlockId id = c_.pool->find(left.chain->known_hashes()[static_cast<size_t>(hash)],
-                                           group.id, left.chain->variant(hash));
-          if (id == kNullBlock || !is_evicted(id)) continue;
-          c_.journal->note_forgotten(left, b * group.block_size, id);
+          const BlockId oldest =
+              c_.pool->find(left.chain->known_hashes()[static_cast<size_t>(hash)], group.id,
+                            left.chain->variant(hash));
+          if (oldest == kNullBlock) continue;
+          BlockId id = oldest;
+          do {  // any of the blocks with this hash may be the one that the row held
+            if (is_evicted(id)) c_.journal->note_forgotten(left, b * group.block_size, id);
+            id = c_.pool->next_of_hash(id);
+          } while (id != oldest);
         }
       }
     }

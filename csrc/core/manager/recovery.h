@@ -47,8 +47,8 @@ class Recovery {
   void restart(int32_t row);
 
   // Called before the hashes of the device blocks for which `is_evicted` returns true are removed.
-  // Records in the journal those that freed rows have published, because lookups will not find
-  // them.
+  // Records in the journal which of these blocks belong to prefixes of freed rows whose steps may
+  // be in flight. If one of the blocks fails later, lookups cannot find it.
   void note_evicted(const std::function<bool(BlockId)>& is_evicted);
   // Removes the hashes of both tiers.
   void clear_cache();

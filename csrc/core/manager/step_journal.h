@@ -83,7 +83,7 @@ class StepJournal {
   }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
   void note_left(int32_t row, const Row& r);
-  // Records a published block that its row has released. Lookups no longer find this block.
+  // Records a block that its row has released and that lookups do not find, or soon will not find.
   void note_forgotten(const Left& left, int64_t first_token, BlockId id);
   // Whether notes on this row are recorded.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }

@@ -137,6 +137,9 @@ class BlockPool {
     const BlockId id = index_.find(hash, group);
     return is_variant(id, variant) ? id : kNullBlock;
   }
+  // Returns the next younger block with the same hash as this one, which `find` has returned. The
+  // youngest block is followed by the oldest.
+  BlockId next_of_hash(BlockId id) const { return blocks_[id].younger; }
   BlockId find_partial(const Hash& hash, uint8_t group, uint64_t variant = 0) const {
     return partial_.find(hash, group, variant);
   }

@@ -48,7 +48,9 @@ _MOST_GREETING = 64  # maximum number of sides that connect at the same time
 _PIECE_BYTES = 8 << 20  # default piece size in bytes; tuned only on a machine with two busy cores
 _CALL_S = 0.005  # interval in seconds at which to check whether a peer has connected
 _RETRY_S = 0.05  # pause in seconds after a failure to accept a connection
-_LINGER_S = 1.0  # seconds for which `close` sends queued frames, and then waits for idle threads
+# Seconds for which `close` sends queued frames, and for which it then waits for threads that do not
+# copy.
+_LINGER_S = 1.0
 _COPY_S = 0.005  # interval in seconds at which to check whether copies have ended
 _log = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        # Ended connections that are still needed, with the names of their peers.
+        # Ended connections with untaken messages or running threads, and the names of their peers.
         self._ended: list[tuple[str, Connection]] = []
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
@@ -174,6 +176,7 @@ class StagedTransport(Transport):
                 "incarnation of the metadata is this side's own: expected the incarnation of another side"
             )
         with self._lock:
+            self._check_open()
             if self._is_withdrawing:
                 raise ConnectionError(f"agent {self.agent!r} is unregistering memory")
             known = connection = self._live(theirs.agent)
@@ -256,7 +259,8 @@ class StagedTransport(Transport):
             connection.close()  # another thread may have ended the connection, but not closed it yet
 
         def copying() -> list[threading.Thread]:
-            return [thread for connection in ended for thread in connection.copying]
+            found = [thread for connection in ended for thread in connection.copying]
+            return [thread for thread in found if thread is not threading.current_thread()]
 
         deadline = time.monotonic() + self.timeout_s
         while (left := copying()) and time.monotonic() < deadline:
