@@ -349,7 +349,8 @@ class PrefixCache:
         """Make all current hashes unreachable. To be called after the weights have changed.
 
         Running requests keep their blocks. Tokens that were computed before this call are not
-        cached.
+        cached. Report the steps in flight first: if a step fails afterward, requests that had hits on
+        a failed block, but no longer hold it, do not recompute.
         """
         self._native.start_epoch()
         self._epoch += 1
