@@ -530,8 +530,7 @@ def _progress(
 
 def _num_expected(args: argparse.Namespace) -> int | None:
     """Return the number of requests. It is unknown for a pipe, whose requests would be consumed by
-    counting, and for a compressed trace. In these cases, return
-    `--limit`, or None without a limit.
+    counting, and for a compressed trace. In these cases, return `--limit`, or None without a limit.
     """
     traces = import_module("kvcache.replay.traces.registry")
     if args.trace is None:
