@@ -60,8 +60,8 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
 
 void CacheTiers::record_lost(LostBlocks* lost) {
   lost_ = lost;
-  pool_.record_lost(lost, /*is_host=*/false);
-  if (host_ != nullptr) host_->pages().record_lost(lost, /*is_host=*/true);
+  pool_.record_lost(lost, Tier::kDevice);
+  if (host_ != nullptr) host_->pages().record_lost(lost, Tier::kHost);
 }
 
 void CacheTiers::notify_clock() {

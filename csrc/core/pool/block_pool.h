@@ -234,9 +234,9 @@ class BlockPool {
   void set_eviction_listener(EvictionListener* listener) { eviction_listener_ = listener; }
 
   // Records the blocks that leave the cache; null: none. The record must outlive all calls.
-  void record_lost(LostBlocks* lost, bool is_host) {
+  void record_lost(LostBlocks* lost, Tier tier) {
     lost_ = lost;
-    is_lost_on_host_ = is_host;
+    tier_ = tier;
   }
 
   // Makes the pool share the soundness state of the object that contains it.
@@ -269,7 +269,7 @@ class BlockPool {
   }
   void note_lost(const Block& block, bool is_evicted) {
     if (lost_ == nullptr || !is_indexed(block)) return;
-    lost_->note(block.hash, block.group, is_evicted, is_lost_on_host_);
+    lost_->note(block.hash, block.group, is_evicted, tier_ == Tier::kHost);
   }
   void take_evicted(int64_t n, BlockId* out);
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
@@ -339,7 +339,6 @@ class BlockPool {
   Tier tier_ = Tier::kDevice;
   EvictionListener* eviction_listener_ = nullptr;
   LostBlocks* lost_ = nullptr;
-  bool is_lost_on_host_ = false;
   std::unique_ptr<Residency> residency_;
   bool is_plain_;  // whether there is no policy and no block was ever pinned
   std::unique_ptr<Candidates> candidates_;
