@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/eviction/simulated_cache.h"
 #include "core/hash.h"
 #include "core/pool/published_blocks.h"
 
@@ -66,6 +67,11 @@ class EvictionPolicy {
   // Called once, before all other calls. The policy may read the hashes of the pool's blocks at any
   // time; a block's hash is available from before `on_publish` until after `on_forget`.
   virtual void attach(const PublishedBlocks&) {}
+  // Called at most once, after `attach`, if a hit needs more than a chain of device blocks: states,
+  // windows, or the pages of a host tier (`num_host_blocks`; 0: no host tier). From then on, the
+  // manager reports the hits of each request to `simulated()`, unless it is null.
+  virtual void compare_requests(int64_t /*num_host_blocks*/) {}
+  virtual SimulatedCache* simulated() { return nullptr; }
 
   // Called when the block becomes a candidate: it is cached, not held and not pinned, and has no
   // cached child. Called again after a child or pin is removed, so the rank must not depend on the

@@ -28,14 +28,15 @@
 
 namespace kvcache {
 
-class Learned : public EvictionPolicy {
+class Learned : public EvictionPolicy, private SimulatedCache {
  public:
   // `double_cost_tokens`: prefix length after which a block costs twice as much to recompute as the
   // first block, and is worth twice as much; 0: all blocks cost the same. `tenant_share`: fraction
   // of the blocks that requests with the same cache salt may keep while other requests need space;
   // 1: no limit.
   Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1)
-      : double_cost_tokens_(double_cost_tokens),
+      : num_blocks_(num_blocks),
+        double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
         levels_(num_blocks, model_.get(), tenant_share) {}
 
@@ -43,14 +44,24 @@ class Learned : public EvictionPolicy {
   const std::shared_ptr<ReuseModel>& model() const { return model_; }
 
   void attach(const PublishedBlocks& blocks) override { blocks_ = blocks; }
+  void compare_requests(int64_t num_host_blocks) override {
+    model_->guard().compare_requests(num_blocks_, num_host_blocks);
+  }
+  SimulatedCache* simulated() override {
+    return model_->guard().compares_requests() ? this : nullptr;
+  }
   void insert(BlockId id) override { levels_.of(id).segments.insert(id); }
   void remove(BlockId id) override { levels_.of(id).segments.remove(id); }
   BlockId victim() override { return levels_.victim(); }
 
   void on_publish(BlockId, const Hash* hash, uint8_t group, bool is_first) override {
-    // A recomputed window block or state does not count as a missed hit.
-    if (hash == nullptr || is_side(group)) return;
+    if (hash == nullptr) return;
     const uint32_t key = ReuseModel::key_of(*hash, group);
+    if (is_side(group)) {
+      // A recomputed window block or state does not count as a missed hit.
+      if (simulated() != nullptr) model_->guard().note_use(key, /*is_hit=*/false);
+      return;
+    }
     // If another block still caches this content, its recomputation was not caused by an eviction.
     if (is_first) model_->guard().note_use(key, /*is_hit=*/false);
     model_->note_use(key);
@@ -61,11 +72,9 @@ class Learned : public EvictionPolicy {
       if (block == nullptr) continue;
       const uint32_t key = ReuseModel::key_of(block->hash, block->group);
       model_->note_use(key);
-      if (is_side(block->group)) {
-        note_side_hit(ids[i]);
-      } else {
-        model_->guard().note_use(key, /*is_hit=*/true);
-      }
+      const bool is_side = this->is_side(block->group);
+      if (is_side) note_side_hit(ids[i]);
+      if (!is_side || simulated() != nullptr) model_->guard().note_use(key, /*is_hit=*/true);
     }
   }
   void on_retain(const BlockId* ids, int64_t n) override {
@@ -147,6 +156,16 @@ class Learned : public EvictionPolicy {
   }
 
  private:
+  bool has(const Hash& hash, uint8_t group) const override {
+    return model_->guard().has(ReuseModel::key_of(hash, group));
+  }
+  void use_end(const Hash& hash, uint8_t group) override {
+    model_->guard().note_end(ReuseModel::key_of(hash, group));
+  }
+  void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) override {
+    model_->guard().note_request(num_blocks, num_hit - num_simulated);
+  }
+
   static constexpr int32_t kNone = Segments::kNone;
   static constexpr int64_t kPrefetchBlocks = 8;
   // Blocks without a reported release are numerous, so they are sampled at the rate for a segment
@@ -325,6 +344,7 @@ class Learned : public EvictionPolicy {
     return static_cast<float>(1 + tokens / double_cost_tokens_);
   }
 
+  int64_t num_blocks_;
   double double_cost_tokens_;
   std::shared_ptr<ReuseModel> model_;
   Levels levels_;

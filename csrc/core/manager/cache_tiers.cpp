@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/cache_tiers.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -32,6 +33,14 @@ bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const B
          (pages != nullptr && pages->has_policy());
 }
 
+// Whether a hit needs more than a chain of device blocks.
+bool needs_more_than_chains(const ManagerSetup& setup) {
+  return setup.options.num_host_blocks > 0 ||
+         std::any_of(setup.groups.begin(), setup.groups.end(), [](const CacheGroup& group) {
+           return group.is_cached && !group.keeps_all;
+         });
+}
+
 void compare(const BlockPool& pool, const PerBlock<int32_t>& counted, const char* what) {
   for (BlockId id = 1; id < pool.num_blocks(); ++id) {
     if (counted[id] == pool.ref_count(id)) continue;
@@ -56,6 +65,7 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
     if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
   }
   if (setup->options.track_residency) pool_.track_residency();
+  if (needs_more_than_chains(*setup)) pool_.compare_requests(setup->options.num_host_blocks);
 }
 
 void CacheTiers::record_lost(LostBlocks* lost) {

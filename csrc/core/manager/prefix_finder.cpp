@@ -72,6 +72,11 @@ BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
 // Returns the number of consecutive blocks of a group that are found, starting with the first
 // block; at most num_blocks.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
+  if (simulated_ != nullptr) {
+    int64_t n = 0;
+    while (n < num_blocks && is_found(group, n)) ++n;
+    return n;
+  }
   std::vector<BlockId>& found = hit_.blocks[group.id];
   // If the first block is missing, the prompt is cold, and no memory is prepared for the other
   // blocks.
@@ -125,14 +130,8 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   reads = reads && is_enabled_ && chain.num_tokens() > 0;
   const HashList& hashes = reads ? chain.known_hashes() : kNone;
   const int64_t max_tokens = std::max<int64_t>(std::min(chain.num_tokens() - 1, most_tokens), 0);
-  hashes_ = &hashes;
-  variants_ = reads ? chain.variants() : nullptr;
-  num_hashed_ = static_cast<int64_t>(hashes.size()) * hash_block_size_;
-  with_partial_ = with_partial;
-  with_host_ = with_host && host_ != nullptr;
+  begin(hashes, reads ? chain.variants() : nullptr, with_partial, with_host);
   hit_.num_host_blocks = 0;
-  step_ = with_partial ? unit_ : whole_unit_;
-  num_leading_.assign(groups_->size(), -1);
   for (std::vector<BlockId>& blocks : hit_.blocks) blocks.clear();
   for (auto& on_host : hit_.on_host) on_host.clear();
   std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
@@ -142,6 +141,39 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   if (limits_more_) hit_.num_tokens = accepted_by_all(hit_.num_tokens, /*only_shared=*/false);
   for (const CacheGroup& group : *groups_) collect(group);
   return hit_;
+}
+
+void PrefixFinder::begin(const HashList& hashes, const uint64_t* variants, bool with_partial,
+                         bool with_host) {
+  hashes_ = &hashes;
+  variants_ = variants;
+  num_hashed_ = static_cast<int64_t>(hashes.size()) * hash_block_size_;
+  with_partial_ = with_partial;
+  with_host_ = with_host && host_ != nullptr;
+  step_ = with_partial ? unit_ : whole_unit_;
+  num_leading_.assign(groups_->size(), -1);
+}
+
+void PrefixFinder::compare(SimulatedCache* cache, const TokenChain& chain, int64_t num_hit) {
+  if (!is_enabled_ || !chain.read_cache() || chain.num_tokens() == 0) return;
+  begin(chain.known_hashes(), chain.variants(), /*with_partial=*/false, /*with_host=*/false);
+  simulated_ = cache;
+  const int64_t most = std::min(chain.num_tokens() - 1, num_hashed_);
+  const int64_t num_shared = accepted_by_all(most, /*only_shared=*/true);
+  const int64_t num_simulated =
+      limits_more_ ? accepted_by_all(num_shared, /*only_shared=*/false) : num_shared;
+  simulated_ = nullptr;
+  // With the other policy, the request would read or recompute the blocks at these ends.
+  for (const CacheGroup& group : *groups_) {
+    if (group.keeps_all || !group.is_cached || !group.rules->traits.has_hits) continue;
+    for (const int64_t end : {num_simulated, has_tokens_ ? num_shared : num_simulated}) {
+      for (int64_t b = group.first_hit_block(end); b < end / group.block_size; ++b) {
+        cache->use_end(hash_at((b + 1) * group.block_size), group.id);
+      }
+    }
+  }
+  cache->note_admission(num_hashed_ / whole_unit_, num_hit / whole_unit_,
+                        num_simulated / whole_unit_);
 }
 
 // Iterates to a fixed point, because shortening the hit in one group shortens it in all groups.

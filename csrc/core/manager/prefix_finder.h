@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/eviction/simulated_cache.h"
 #include "core/groups/cache_group.h"
 #include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
@@ -81,6 +82,10 @@ class PrefixFinder {
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads,
                         int64_t most_tokens = kUnbounded);
 
+  // Reports to a simulated cache the hit of an admitted request, and the hit that the request would
+  // have had in the simulated cache. Only whole blocks count. Does not change the last hit.
+  void compare(SimulatedCache* cache, const TokenChain& chain, int64_t num_hit);
+
   // Hits end at multiples of this number of tokens: `unit` for all hits, `whole_unit` for hits of
   // whole blocks.
   int64_t unit() const { return unit_; }
@@ -91,6 +96,8 @@ class PrefixFinder {
   bool limits_shared(const CacheGroup& group) const {
     return keeps_any_ ? group.keeps_all : !group.rules->traits.updates_in_place;
   }
+  // Starts a search for whole or partial blocks with these hashes.
+  void begin(const HashList& hashes, const uint64_t* variants, bool with_partial, bool with_host);
   int64_t accepted_by_all(int64_t num_tokens, bool only_shared);
   int64_t accepted(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
@@ -102,6 +109,9 @@ class PrefixFinder {
   BlockId device_block(const CacheGroup& group, int64_t block) const;
   BlockId host_page(const CacheGroup& group, int64_t block) const;
   bool is_found(const CacheGroup& group, int64_t block) const {
+    if (simulated_ != nullptr) {
+      return simulated_->has(hash_at((block + 1) * group.block_size), group.id);
+    }
     return device_block(group, block) != kNullBlock || host_page(group, block) != kNullBlock;
   }
   int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
@@ -122,6 +132,7 @@ class PrefixFinder {
   int64_t step_ = 1;        // unit_ or whole_unit_
   int64_t num_hashed_ = 0;  // tokens
   bool with_host_ = false;
+  SimulatedCache* simulated_ = nullptr;  // the cache to search; null: the pools
   std::vector<int64_t> num_leading_;  // number of leading blocks found, per group; -1: unknown
   PrefixHit hit_;
 };

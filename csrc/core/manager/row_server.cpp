@@ -346,6 +346,9 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
     parts_.misses->note(row, {chain, asked.reads(), hit.num_tokens, asked.num_external, asked.name},
                         found_);
   }
+  if (SimulatedCache* simulated = c_.pool->simulated(); simulated != nullptr && r.reads) {
+    parts_.finder->compare(simulated, *chain, hit.num_tokens);
+  }
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
   parts_.publisher->announce_hit(row, hit);  // called before anything may be evicted

@@ -178,6 +178,13 @@ class BlockPool {
   // Whether there is an eviction policy. Without a policy, the notifications below have no effect.
   bool has_policy() const { return candidates_ != nullptr; }
   const EvictionPolicy* policy() const { return has_policy() ? &candidates_->policy() : nullptr; }
+  // See EvictionPolicy.
+  void compare_requests(int64_t num_host_blocks) {
+    if (has_policy()) candidates_->policy().compare_requests(num_host_blocks);
+  }
+  SimulatedCache* simulated() {
+    return has_policy() ? candidates_->policy().simulated() : nullptr;
+  }
   void hit(const BlockId* ids, int64_t n) {
     if (has_policy()) notify_hit(ids, n);
   }

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// A cache that an eviction policy simulates, to compare its own hits with those of another policy.
+#pragma once
+
+#include <cstdint>
+
+#include "core/hash.h"
+
+namespace kvcache {
+
+class SimulatedCache {
+ public:
+  // Whether the cache contains this block, on the device or on the host.
+  virtual bool has(const Hash& hash, uint8_t group) const = 0;
+  // A request reads or recomputes this window block or state in the simulated cache. Only called
+  // for blocks that the request would have read or recomputed at the end of its simulated hit.
+  virtual void use_end(const Hash& hash, uint8_t group) = 0;
+  // A request of `num_blocks` blocks was admitted. It hits `num_hit` of them, and would hit
+  // `num_simulated` of them in the simulated cache.
+  virtual void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) = 0;
+
+ protected:
+  ~SimulatedCache() = default;
+};
+
+}  // namespace kvcache
