@@ -25,6 +25,7 @@
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
+#include "core/eviction/learned/state_budget.h"
 
 namespace kvcache {
 
@@ -33,12 +34,14 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   // `double_cost_tokens`: prefix length after which a block costs twice as much to recompute as the
   // first block, and is worth twice as much; 0: all blocks cost the same. `tenant_share`: fraction
   // of the blocks that requests with the same cache salt may keep while other requests need space;
-  // 1: no limit.
-  Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1)
+  // 1: no limit. `state_share`: the same for all states and window blocks together.
+  Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1,
+          double state_share = 1)
       : num_blocks_(num_blocks),
         double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
-        levels_(num_blocks, model_.get(), tenant_share) {}
+        levels_(num_blocks, model_.get(), tenant_share),
+        budget_(num_blocks, state_share) {}
 
   // Shared with the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<ReuseModel>& model() const { return model_; }
@@ -50,9 +53,18 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   SimulatedCache* simulated() override {
     return model_->guard().compares_requests() ? this : nullptr;
   }
-  void insert(BlockId id) override { levels_.of(id).segments.insert(id); }
-  void remove(BlockId id) override { levels_.of(id).segments.remove(id); }
-  BlockId victim() override { return levels_.victim(); }
+  void insert(BlockId id) override {
+    levels_.of(id).segments.insert(id);
+    if (budget_.is_limited()) add_to_budget(id);
+  }
+  void remove(BlockId id) override {
+    levels_.of(id).segments.remove(id);
+    if (budget_.is_limited()) budget_.remove(id);
+  }
+  BlockId victim() override {
+    const BlockId state = budget_.victim([&](BlockId id) { return worth_of(id); });
+    return state != kNullBlock ? state : levels_.victim();
+  }
 
   void on_publish(BlockId, const Hash* hash, uint8_t group, bool is_first) override {
     if (hash == nullptr) return;
@@ -144,6 +156,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   }
   void clear() override {
     levels_.clear();
+    budget_.clear();
     model_->guard().clear();
   }
   ReleasedAs released_as(BlockId id) const override { return levels_.released_as(id); }
@@ -151,7 +164,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   void learn(const std::vector<double>& counts) override { model_->set_counts(counts); }
   bool falls_back() const override { return model_->guard().falls_back(); }
   size_t num_bytes() const override {
-    return sizeof(*this) + model_->num_bytes() + levels_.num_bytes() +
+    return sizeof(*this) + model_->num_bytes() + levels_.num_bytes() + budget_.num_bytes() +
            chain_.capacity() * sizeof(Released) + left_.capacity() * sizeof(BlockId);
   }
 
@@ -239,6 +252,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
       if (is_candidate) segments->remove(id);
       segments->assign(id, to);
       if (is_candidate) segments->insert(id);
+      if (is_candidate && budget_.is_limited()) add_to_budget(id);
       const Block* block = blocks_.find(id);
       if (block == nullptr) continue;
       const uint32_t key = ReuseModel::key_of(block->hash, block->group);
@@ -309,7 +323,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     if (is_candidate) levels_.of(block.id).segments.remove(block.id);
     Levels::Level& level = levels_.move(block.id, given_to(block, features), features.tenant);
     level.segments.release(block.id, segment_in(level));
-    if (is_candidate) return level.segments.insert(block.id);
+    if (is_candidate) return insert(block.id);
     levels_.told().set_told(block.id);
   }
   // Whether the group consists of windows or states. Such blocks are used only at the ends of hits,
@@ -328,6 +342,23 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     const int32_t s = level.segments.of(id);
     if (s == kNone || level.segments.is_candidate(id)) return;
     level.assign_loose(id, ReuseClass::hit(level.segments[s].reuse_class), model_->clock());
+  }
+  void add_to_budget(BlockId id) {
+    budget_.remove(id);  // its class may have changed
+    const Block* block = blocks_.find(id);
+    if (block == nullptr || !is_side(block->group)) return;
+    const Segments& segments = levels_.of(id).segments;
+    const int32_t s = segments.of(id);
+    budget_.insert(id, s == kNone ? ReuseClass::kLoose : segments[s].reuse_class);
+  }
+  // The value by which states and window blocks are compared: while the policy follows LRU, the
+  // release time.
+  double worth_of(BlockId id) const {
+    const Levels::Level& level = levels_.of(id);
+    const int32_t s = level.segments.of(id);
+    if (s == kNone) return 0;
+    return model_->guard().falls_back() ? static_cast<double>(level.segments[s].time)
+                                        : level.order.worth(s);
   }
   GivenPriority given_to(const Released& block, const ReleaseFeatures& features) const {
     if (features.num_retention == 0) return {};
@@ -348,6 +379,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   double double_cost_tokens_;
   std::shared_ptr<ReuseModel> model_;
   Levels levels_;
+  StateBudget budget_;
   PublishedBlocks blocks_;
   // The first `num_in_chain_` entries are the blocks of the current release, in chain order.
   std::vector<Released> chain_;

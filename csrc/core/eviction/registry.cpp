@@ -47,11 +47,11 @@ const Entry kEntries[] = {
        return std::make_unique<LastAccess>(num_blocks);
      }},
     {"learned",
-     {{"double_cost_tokens", 0, 0, 1e9}, {"tenant_share", 1, 0, 1}},
+     {{"double_cost_tokens", 0, 0, 1e9}, {"tenant_share", 1, 0, 1}, {"state_share", 1, 0, 1}},
      true,
      [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<Learned>(num_blocks, values.at("double_cost_tokens"),
-                                        values.at("tenant_share"));
+                                        values.at("tenant_share"), values.at("state_share"));
      },
      [](int64_t num_blocks, const EvictionPolicy* device) -> std::unique_ptr<EvictionPolicy> {
        const auto* learned = dynamic_cast<const Learned*>(device);

@@ -36,9 +36,8 @@ bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const B
 // Whether a hit needs more than a chain of device blocks.
 bool needs_more_than_chains(const ManagerSetup& setup) {
   return setup.options.num_host_blocks > 0 ||
-         std::any_of(setup.groups.begin(), setup.groups.end(), [](const CacheGroup& group) {
-           return group.is_cached && !group.keeps_all;
-         });
+         std::any_of(setup.groups.begin(), setup.groups.end(),
+                     [](const CacheGroup& group) { return group.is_cached && !group.keeps_all; });
 }
 
 void compare(const BlockPool& pool, const PerBlock<int32_t>& counted, const char* what) {

@@ -133,7 +133,7 @@ class PrefixFinder {
   int64_t num_hashed_ = 0;  // tokens
   bool with_host_ = false;
   SimulatedCache* simulated_ = nullptr;  // the cache to search; null: the pools
-  std::vector<int64_t> num_leading_;  // number of leading blocks found, per group; -1: unknown
+  std::vector<int64_t> num_leading_;     // number of leading blocks found, per group; -1: unknown
   PrefixHit hit_;
 };
 

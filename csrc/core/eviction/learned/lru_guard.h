@@ -12,17 +12,17 @@
 namespace kvcache {
 
 // Counts the hits of the pool and the hits that it would have had with LRU. Let C be the number of
-// simulated blocks that an LRU cache of this size holds. If the pool falls C hits behind LRU, the
-// policy must evict the oldest segment first, like LRU, for the next C uses. This period doubles
-// each time the pool falls behind again. It is halved whenever the policy has gained 2 C hits over
-// LRU since the last change.
+// simulated blocks that an LRU cache of this size holds. The policy may lose C / 4 hits, and its
+// earlier lead over LRU, but at most C hits. It must then evict the oldest segment first, like LRU,
+// for the next 2 C uses. This period doubles each time the policy loses as much again. It is halved
+// whenever the policy has gained 2 C hits over LRU since the last change.
 //
 // By default, the guard simulates a sample of the blocks, and counts each use of a block. If a hit
 // needs more than a chain of device blocks, `compare_requests` makes it simulate all blocks and the
 // host tier. The caller then determines the hits of each request.
 //
 // Bound for a sample: after n uses of sampled blocks, the pool has at most
-// 2 C (2 + log2(1 + n / C)) hits fewer than LRU. Proof and assumptions: docs/eviction.md.
+// 1.25 C (2 + log2(1 + n / (2 C))) hits fewer than LRU. Proof and assumptions: docs/eviction.md.
 class LruGuard {
  public:
   explicit LruGuard(int64_t num_blocks)
@@ -74,7 +74,7 @@ class LruGuard {
 
  private:
   static constexpr int64_t kMostSampled = 4'096;  // the sample has fewer than twice this number
-  static constexpr int kMostLevel = 40;
+  static constexpr int kMostLevel = 30;
 
   LruGuard(int64_t num_blocks, int64_t one_of)  // samples one of `one_of` blocks
       : last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
@@ -82,6 +82,7 @@ class LruGuard {
   bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
 
   void count(int64_t num_used, int64_t gain) {
+    lead_ += gain;
     if (falls_back()) {
       num_left_ -= num_used;
       return;
@@ -89,8 +90,10 @@ class LruGuard {
     gain_ += gain;
     deficit_ = std::max<int64_t>(deficit_ - gain, 0);
     const int64_t capacity = shadow_.capacity();
-    if (deficit_ >= capacity) {
-      num_left_ = capacity << level_;
+    const int64_t most = std::max<int64_t>(capacity / 4, 1);
+    // lead_ + deficit_ is the lead when the policy was furthest ahead.
+    if (deficit_ >= std::clamp(most + lead_ + deficit_, most, capacity)) {
+      num_left_ = 2 * capacity << level_;
       level_ = std::min(level_ + 1, kMostLevel);
       deficit_ = gain_ = 0;
     } else if (gain_ >= 2 * capacity) {
@@ -100,9 +103,10 @@ class LruGuard {
   }
 
   bool compares_requests_ = false;
-  uint32_t last_sampled_;  // keys up to this one are sampled
+  uint32_t last_sampled_;            // keys up to this one are sampled
   std::unique_ptr<ShadowLru> host_;  // receives what `shadow_` evicts; null: none
   ShadowLru shadow_;
+  int64_t lead_ = 0;      // hits gained over LRU
   int64_t gain_ = 0;      // hits gained over LRU since the last change of the level
   int64_t deficit_ = 0;   // hits lost to LRU since the policy was furthest ahead
   int64_t num_left_ = 0;  // number of uses for which the policy must still follow LRU

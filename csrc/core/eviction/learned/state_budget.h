@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Limits the space that idle states and window blocks occupy while other blocks need space.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <vector>
+
+#include "core/hash.h"
+
+namespace kvcache {
+
+// Lists the idle states and window blocks of each class in the order in which they became idle. If
+// there are more of them than the budget allows, the one with the lowest value is the next victim.
+// Within a class, only the first and the last one are compared, as in WorthOrder.
+class StateBudget {
+ public:
+  // `share`: fraction of the blocks that states and window blocks may keep; 1: no limit.
+  StateBudget(int64_t num_blocks, double share)
+      : most_(static_cast<int64_t>(share * static_cast<double>(num_blocks - 1))),
+        is_limited_(share < 1),
+        listed_as_(static_cast<size_t>(is_limited_ ? num_blocks : 0)) {}
+
+  bool is_limited() const { return is_limited_; }
+  // Requires a limit, like `remove` and `clear`. The block must not be listed.
+  void insert(BlockId id, int reuse_class) {
+    listed_as_[static_cast<size_t>(id)] = ++num_inserted_;
+    std::deque<Entry>& list = lists_[reuse_class];
+    list.push_back({id, num_inserted_});
+    ++num_listed_;
+    if (++num_entries_ > 2 * num_listed_ + kMostStale) drop_stale();
+  }
+  void remove(BlockId id) {  // has no effect if the block is not listed
+    int64_t& number = listed_as_[static_cast<size_t>(id)];
+    num_listed_ -= number != 0;
+    number = 0;
+  }
+  void clear() {
+    listed_as_.assign(listed_as_.size(), 0);
+    lists_.clear();
+    num_listed_ = num_entries_ = 0;
+  }
+  // Returns the block with the lowest `worth(id)`, or the null block while the limit is not
+  // exceeded.
+  template <class Worth>
+  BlockId victim(Worth worth) {
+    if (!is_limited_ || num_listed_ <= most_) return kNullBlock;
+    BlockId found = kNullBlock;
+    double least = 0;
+    for (auto at = lists_.begin(); at != lists_.end();) {
+      std::deque<Entry>& list = at->second;
+      for (; !list.empty() && is_stale(list.front()); --num_entries_) list.pop_front();
+      for (; !list.empty() && is_stale(list.back()); --num_entries_) list.pop_back();
+      if (list.empty()) {
+        at = lists_.erase(at);
+        continue;
+      }
+      for (const BlockId id : {list.front().id, list.back().id}) {
+        const double worth_of_id = worth(id);
+        if (found == kNullBlock || worth_of_id < least) found = id, least = worth_of_id;
+      }
+      ++at;
+    }
+    return found;
+  }
+  size_t num_bytes() const {
+    return listed_as_.size() * sizeof(int64_t) + static_cast<size_t>(num_entries_) * sizeof(Entry);
+  }
+
+ private:
+  static constexpr int64_t kMostStale = 64;
+  struct Entry {
+    BlockId id;
+    int64_t number;  // of the insertion
+  };
+  bool is_stale(const Entry& entry) const {
+    return listed_as_[static_cast<size_t>(entry.id)] != entry.number;
+  }
+  void drop_stale() {
+    num_entries_ = 0;
+    for (auto& [reuse_class, list] : lists_) {
+      std::deque<Entry> kept;
+      for (const Entry& entry : list) {
+        if (!is_stale(entry)) kept.push_back(entry);
+      }
+      list.swap(kept);
+      num_entries_ += static_cast<int64_t>(list.size());
+    }
+  }
+
+  int64_t most_;
+  bool is_limited_;
+  std::vector<int64_t> listed_as_;          // number of the insertion; 0: not listed
+  std::map<int, std::deque<Entry>> lists_;  // by class; some entries are stale
+  int64_t num_entries_ = 0, num_listed_ = 0, num_inserted_ = 0;
+};
+
+}  // namespace kvcache
