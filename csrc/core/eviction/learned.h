@@ -62,7 +62,8 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     if (budget_.is_limited()) budget_.remove(id);
   }
   BlockId victim() override {
-    const BlockId state = budget_.victim([&](BlockId id) { return worth_of(id); });
+    const BlockId state =
+        budget_.victim([&](BlockId id, int64_t num_hit) { return worth_of_state(id, num_hit); });
     return state != kNullBlock ? state : levels_.victim();
   }
 
@@ -89,9 +90,10 @@ class Learned : public EvictionPolicy, private SimulatedCache {
       if (!is_side || simulated() != nullptr) model_->guard().note_use(key, /*is_hit=*/true);
     }
   }
-  void on_retain(const BlockId* ids, int64_t n) override {
+  void on_retain(const BlockId* ids, const int64_t* hit_ends, int64_t n) override {
     for (int64_t i = 0; i < n; ++i) {
       note_side(ids[i]);
+      if (budget_.is_limited()) budget_.set_hit(ids[i], hit_ends[i]);
       levels_.of(ids[i]).assign_loose(ids[i], ReuseClass::kLikely, model_->clock());
     }
   }
@@ -149,6 +151,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     if (!evicted && hash != nullptr) model_->guard().forget(ReuseModel::key_of(*hash, group));
     levels_.forget(id);
     levels_.told().take_told(id);
+    if (budget_.is_limited()) budget_.set_hit(id, 0);
   }
   void set_now(int64_t ms) override {
     levels_.set_now(ms);
@@ -319,6 +322,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   // Moves a window or state block to a segment of the chain. The block may be idle.
   template <class SegmentIn>
   void release_end(const Released& block, const ReleaseFeatures& features, SegmentIn segment_in) {
+    if (budget_.is_limited()) budget_.set_hit(block.id, block.prefix_tokens);
     const bool is_candidate = levels_.of(block.id).segments.is_candidate(block.id);
     if (is_candidate) levels_.of(block.id).segments.remove(block.id);
     Levels::Level& level = levels_.move(block.id, given_to(block, features), features.tenant);
@@ -351,14 +355,14 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     const int32_t s = segments.of(id);
     budget_.insert(id, s == kNone ? ReuseClass::kLoose : segments[s].reuse_class);
   }
-  // The value by which states and window blocks are compared: while the policy follows LRU, the
-  // release time.
-  double worth_of(BlockId id) const {
+  // The value by which states and window blocks are compared. A state is worth more if it makes
+  // longer hits possible. While the policy follows LRU, the value is the release time.
+  double worth_of_state(BlockId id, int64_t num_hit) const {
     const Levels::Level& level = levels_.of(id);
     const int32_t s = level.segments.of(id);
     if (s == kNone) return 0;
     return model_->guard().falls_back() ? static_cast<double>(level.segments[s].time)
-                                        : level.order.worth(s);
+                                        : level.order.worth(s) * static_cast<double>(num_hit);
   }
   GivenPriority given_to(const Released& block, const ReleaseFeatures& features) const {
     if (features.num_retention == 0) return {};

@@ -21,29 +21,30 @@ class StateBudget {
   StateBudget(int64_t num_blocks, double share)
       : most_(static_cast<int64_t>(share * static_cast<double>(num_blocks - 1))),
         is_limited_(share < 1),
-        listed_as_(static_cast<size_t>(is_limited_ ? num_blocks : 0)) {}
+        blocks_(static_cast<size_t>(is_limited_ ? num_blocks : 0)) {}
 
   bool is_limited() const { return is_limited_; }
-  // Requires a limit, like `remove` and `clear`. The block must not be listed.
+  // The calls below require a limit, except for `clear` and `victim`. The block must not be listed.
   void insert(BlockId id, int reuse_class) {
-    listed_as_[static_cast<size_t>(id)] = ++num_inserted_;
+    of(id).listed_as = ++num_inserted_;
     std::deque<Entry>& list = lists_[reuse_class];
     list.push_back({id, num_inserted_});
     ++num_listed_;
     if (++num_entries_ > 2 * num_listed_ + kMostStale) drop_stale();
   }
   void remove(BlockId id) {  // has no effect if the block is not listed
-    int64_t& number = listed_as_[static_cast<size_t>(id)];
-    num_listed_ -= number != 0;
-    number = 0;
+    num_listed_ -= of(id).listed_as != 0;
+    of(id).listed_as = 0;
   }
+  // Sets the length in tokens of a likely hit that reads the block; 0: none is known.
+  void set_hit(BlockId id, int64_t num_tokens) { of(id).num_hit = num_tokens; }
   void clear() {
-    listed_as_.assign(listed_as_.size(), 0);
+    blocks_.assign(blocks_.size(), {});
     lists_.clear();
     num_listed_ = num_entries_ = 0;
   }
-  // Returns the block with the lowest `worth(id)`, or the null block while the limit is not
-  // exceeded.
+  // Returns the block with the lowest `worth(id, num_hit)`, where `num_hit` was set by `set_hit`.
+  // Returns the null block while the limit is not exceeded.
   template <class Worth>
   BlockId victim(Worth worth) {
     if (!is_limited_ || num_listed_ <= most_) return kNullBlock;
@@ -58,7 +59,7 @@ class StateBudget {
         continue;
       }
       for (const BlockId id : {list.front().id, list.back().id}) {
-        const double worth_of_id = worth(id);
+        const double worth_of_id = worth(id, of(id).num_hit);
         if (found == kNullBlock || worth_of_id < least) found = id, least = worth_of_id;
       }
       ++at;
@@ -66,7 +67,7 @@ class StateBudget {
     return found;
   }
   size_t num_bytes() const {
-    return listed_as_.size() * sizeof(int64_t) + static_cast<size_t>(num_entries_) * sizeof(Entry);
+    return blocks_.size() * sizeof(PerBlock) + static_cast<size_t>(num_entries_) * sizeof(Entry);
   }
 
  private:
@@ -75,8 +76,13 @@ class StateBudget {
     BlockId id;
     int64_t number;  // of the insertion
   };
+  struct PerBlock {
+    int64_t listed_as = 0;  // number of the insertion; 0: not listed
+    int64_t num_hit = 0;    // tokens
+  };
+  PerBlock& of(BlockId id) { return blocks_[static_cast<size_t>(id)]; }
   bool is_stale(const Entry& entry) const {
-    return listed_as_[static_cast<size_t>(entry.id)] != entry.number;
+    return blocks_[static_cast<size_t>(entry.id)].listed_as != entry.number;
   }
   void drop_stale() {
     num_entries_ = 0;
@@ -92,7 +98,7 @@ class StateBudget {
 
   int64_t most_;
   bool is_limited_;
-  std::vector<int64_t> listed_as_;          // number of the insertion; 0: not listed
+  std::vector<PerBlock> blocks_;
   std::map<int, std::deque<Entry>> lists_;  // by class; some entries are stale
   int64_t num_entries_ = 0, num_listed_ = 0, num_inserted_ = 0;
 };
