@@ -89,9 +89,8 @@ class EvictionPolicy {
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/, bool /*is_first*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // a request hits these cached blocks
   // These window and state blocks were published because they are likely to be hit by a repeated
-  // prompt or by another request with the same prefix. `hit_ends`: for each block, the length in
-  // tokens of the hit that would read it. Sent while the blocks are held.
-  virtual void on_retain(const BlockId*, const int64_t* /*hit_ends*/, int64_t) {}
+  // prompt or by another request with the same prefix. Sent while the blocks are held.
+  virtual void on_retain(const BlockId*, int64_t) {}
   // Likely future hits of a request would read these cached window and state blocks, which may be
   // held. `hit_ends`: for each block, the length in tokens of the hit that would read it. Sent
   // before the request releases its blocks.

@@ -90,10 +90,10 @@ class Learned : public EvictionPolicy, private SimulatedCache {
       if (!is_side || simulated() != nullptr) model_->guard().note_use(key, /*is_hit=*/true);
     }
   }
-  void on_retain(const BlockId* ids, const int64_t* hit_ends, int64_t n) override {
+  void on_retain(const BlockId* ids, int64_t n) override {
     for (int64_t i = 0; i < n; ++i) {
       note_side(ids[i]);
-      if (budget_.is_limited()) budget_.set_hit(ids[i], hit_ends[i]);
+      if (budget_.is_limited()) budget_.set_hit(ids[i], kUnknownHit);
       levels_.of(ids[i]).assign_loose(ids[i], ReuseClass::kLikely, model_->clock());
     }
   }
@@ -187,6 +187,9 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   // Blocks without a reported release are numerous, so they are sampled at the rate for a segment
   // of this size.
   static constexpr int64_t kLooseBlocks = 4'096;
+  // Assumed length in tokens of the hits that read a state which no request has released. These
+  // hits are often short: the states of system prompts are hit while requests hold them.
+  static constexpr int64_t kUnknownHit = 4'096;
   struct Released {  // a block with a hash
     int64_t prefix_tokens;
     BlockId id;
@@ -345,6 +348,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     Levels::Level& level = levels_.of(id);
     const int32_t s = level.segments.of(id);
     if (s == kNone || level.segments.is_candidate(id)) return;
+    if (budget_.is_limited()) budget_.set_hit(id, kUnknownHit);
     level.assign_loose(id, ReuseClass::hit(level.segments[s].reuse_class), model_->clock());
   }
   void add_to_budget(BlockId id) {

@@ -77,7 +77,7 @@ void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block
   const int64_t end = (hash + 1) * c_.hash_block_size;
   const RetainedEnds& retained = c_.rows->info(row).retained;
   if (serves_chains(*c_.groups, group) && CacheGroup::first_retained(end, retained, 0) == end) {
-    c_.pool->notify_retain(id, end);
+    c_.pool->notify_retain(&id, 1);
   }
   note(row, group, block, id);
 }
@@ -90,11 +90,10 @@ void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_
   if (group.keeps_all && first_block > each.num_dropped) content.before = each[first_block - 1];
   publish_ids(content, group, ids, n);
   const bool notifies = serves_chains(*c_.groups, group);
-  const RetainedEnds& retained = c_.rows->info(row).retained;
   for (int64_t i = 0; notifies && i < n; ++i) {
-    if (!group.is_read_at(first_block + i, retained)) continue;
-    const int64_t end = (first_block + i + 1) * group.block_size;
-    c_.pool->notify_retain(ids[i], CacheGroup::first_retained(end, retained, 0));
+    if (group.is_read_at(first_block + i, c_.rows->info(row).retained)) {
+      c_.pool->notify_retain(ids + i, 1);
+    }
   }
   if (!c_.journal->notes(r)) return;
   for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);

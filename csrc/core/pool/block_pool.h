@@ -182,7 +182,9 @@ class BlockPool {
   void compare_requests(int64_t num_host_blocks) {
     if (has_policy()) candidates_->policy().compare_requests(num_host_blocks);
   }
-  SimulatedCache* simulated() { return has_policy() ? candidates_->policy().simulated() : nullptr; }
+  SimulatedCache* simulated() {
+    return has_policy() ? candidates_->policy().simulated() : nullptr;
+  }
   void hit(const BlockId* ids, int64_t n) {
     if (has_policy()) notify_hit(ids, n);
   }
@@ -191,10 +193,10 @@ class BlockPool {
     if (has_policy()) notify_policy_release(ids, prefix_tokens, n, features);
   }
   // See `on_retain` and `on_release_ends` of EvictionPolicy.
-  void notify_retain(BlockId id, int64_t hit_end) {
-    if (!has_policy()) return;
+  void notify_retain(const BlockId* ids, int64_t n) {
+    if (!has_policy() || n == 0) return;
     const Soundness::Change change = this->change("notify_retain");
-    candidates_->policy().on_retain(&id, &hit_end, 1);
+    candidates_->policy().on_retain(ids, n);
   }
   void notify_release_ends(const BlockId* ids, const int64_t* hit_ends, int64_t n) {
     if (!has_policy() || n == 0) return;
