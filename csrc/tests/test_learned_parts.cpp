@@ -20,6 +20,7 @@
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 #include "core/eviction/learned/shadow_lru.h"
+#include "core/eviction/learned/state_budget.h"
 #include "core/eviction/learned/worth_order.h"
 #include "tests/check.h"
 
@@ -385,7 +386,7 @@ TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
       behind += int64_t{is_hit} - int64_t{guarded.use(key, true)};
       behind_unguarded += int64_t{is_hit} - int64_t{unguarded.use(key, false)};
       const auto c = static_cast<double>(capacity);
-      const double bound = 2 * c * (2 + std::log2(1 + static_cast<double>(n) / c));
+      const double bound = 1.25 * c * (2 + std::log2(1 + static_cast<double>(n) / (2 * c)));
       CHECK(static_cast<double>(behind) <= bound);
       if (n == kUses) num_exceeded += static_cast<double>(behind_unguarded) > bound;
     }
@@ -396,7 +397,7 @@ TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
 }
 
 TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {
-  LruGuard guard(11);  // samples all keys, and 10 fit
+  LruGuard guard(17);  // samples all keys, and 16 fit
   const auto lose = [&] {
     int num = 0;
     for (; !guard.falls_back(); ++num) {
@@ -411,19 +412,129 @@ TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {
   };
   const auto wait = [&] {
     int num = 0;
-    for (; guard.falls_back(); ++num) win();
+    for (; guard.falls_back(); ++num) {
+      guard.note_use(4, false);
+      guard.forget(4);
+    }
     return num;
   };
-  CHECK_EQ(lose(), 10);
-  CHECK_EQ(wait(), 10);
-  CHECK_EQ(lose(), 10);
-  CHECK_EQ(wait(), 20);
-  for (int i = 0; i < 19; ++i) win();
-  CHECK_EQ(lose(), 10);
-  CHECK_EQ(wait(), 40);  // the policy did not gain enough
-  for (int i = 0; i < 20; ++i) win();
-  CHECK_EQ(lose(), 10);
-  CHECK_EQ(wait(), 40);
+  CHECK_EQ(lose(), 4);
+  CHECK_EQ(wait(), 32);
+  CHECK_EQ(lose(), 4);
+  CHECK_EQ(wait(), 64);
+  for (int i = 0; i < 31; ++i) win();
+  CHECK_EQ(lose(), 16);   // the policy is ahead and may lose more
+  CHECK_EQ(wait(), 128);  // but it did not gain enough to halve the period
+  for (int i = 0; i < 32; ++i) win();
+  CHECK_EQ(lose(), 16);
+  CHECK_EQ(wait(), 128);
+}
+
+// With a second cache, an evicted key moves there, and a key that is loaded stays in both.
+TEST(the_simulated_host_receives_what_the_simulated_device_evicts) {
+  LruGuard guard(100);
+  CHECK(!guard.compares_requests());
+  guard.compare_requests(/*num_blocks=*/3, /*num_host_blocks=*/4);  // 2 blocks and 3 pages
+  const auto use = [&](uint32_t key) {
+    guard.note_use(key, false);
+    guard.note_release(key);
+  };
+  for (const uint32_t key : {2u, 4u, 6u, 8u}) use(key);  // 2 and 4 are on the host
+  CHECK(guard.has(2) && guard.has(4) && guard.has(6) && guard.has(8));
+  use(2);  // loaded; evicts 6
+  use(10);
+  use(12);  // the host has 6, 8, 2 from the oldest to the youngest, and has evicted 4
+  CHECK(!guard.has(4) && guard.has(6) && guard.has(8) && guard.has(2));
+  guard.note_end(8);  // device: 12, 8; host: 8, 2, 10
+  CHECK(!guard.has(6) && guard.has(8) && guard.has(10));
+  guard.clear();
+  CHECK(!guard.has(12) && guard.has(8));
+  guard.clear_host();
+  CHECK(!guard.has(8));
+}
+
+TEST(a_guard_that_compares_requests_counts_their_blocks) {
+  LruGuard guard(100);
+  guard.compare_requests(/*num_blocks=*/17, /*num_host_blocks=*/0);
+  guard.note_use(2, false);  // uses count only by request
+  guard.note_release(2);
+  for (int i = 0; i < 100; ++i) guard.note_use(2, false);
+  CHECK(!guard.falls_back());
+  guard.note_request(/*num_used=*/10, /*gain=*/-3);
+  CHECK(!guard.falls_back());
+  guard.note_request(10, -9);
+  CHECK(guard.falls_back());
+  guard.note_request(31, 0);
+  CHECK(guard.falls_back());
+  guard.note_request(10, 0);
+  CHECK(!guard.falls_back());
+}
+
+// The same as StateBudget, as a plain list of the blocks in the order of their insertion.
+TEST(the_victim_of_a_budget_is_the_least_valuable_end_of_a_class) {
+  for (uint32_t seed = 1; seed <= 20; ++seed) {
+    std::mt19937 random(seed);
+    constexpr BlockId kBlocks = 40;
+    const double share = 0.1 * (random() % 5);
+    StateBudget budget(kBlocks + 1, share);
+    struct Listed {
+      BlockId id;
+      int reuse_class;
+    };
+    std::vector<Listed> model;
+    std::vector<int64_t> hits(kBlocks + 1, 0);
+    std::vector<double> worths(kBlocks + 1);
+    for (double& worth : worths) worth = static_cast<double>(random());
+    const auto worth_of = [&](BlockId id, int64_t num_hit) {
+      CHECK_EQ(num_hit, hits[static_cast<size_t>(id)]);
+      return worths[static_cast<size_t>(id)];
+    };
+    int64_t num_victims = 0;
+    for (int step = 0; step < 3'000; ++step) {
+      const BlockId id = 1 + static_cast<BlockId>(random() % kBlocks);
+      const auto at = std::find_if(model.begin(), model.end(),
+                                   [&](const Listed& each) { return each.id == id; });
+      if (random() % 400 == 0) {
+        budget.clear();
+        model.clear();
+        std::fill(hits.begin(), hits.end(), 0);
+      } else if (random() % 5 == 0) {
+        hits[static_cast<size_t>(id)] = random() % 100;
+        budget.set_hit(id, hits[static_cast<size_t>(id)]);
+      } else if (at == model.end()) {
+        model.push_back({id, static_cast<int>(random() % 3)});
+        budget.insert(id, model.back().reuse_class);
+      } else {
+        model.erase(at);
+        budget.remove(id);
+        budget.remove(id);
+      }
+      BlockId expected = kNullBlock;
+      for (int c = 0; c < 3; ++c) {
+        std::vector<BlockId> of_class;
+        for (const Listed& each : model) {
+          if (each.reuse_class == c) of_class.push_back(each.id);
+        }
+        for (size_t i = 0; i < of_class.size(); ++i) {
+          if (i > 0 && i + 1 < of_class.size()) continue;
+          const BlockId other = of_class[i];
+          if (expected == kNullBlock || worth_of(other, hits[static_cast<size_t>(other)]) <
+                                            worths[static_cast<size_t>(expected)]) {
+            expected = other;
+          }
+        }
+      }
+      const auto most = static_cast<size_t>(share * kBlocks);
+      if (model.size() <= most) expected = kNullBlock;
+      num_victims += expected != kNullBlock;
+      CHECK_EQ(budget.victim(worth_of), expected);
+    }
+    CHECK(num_victims > 0);
+    CHECK(budget.num_bytes() < 64 * (2 * kBlocks + 200));
+  }
+  StateBudget unlimited(10, 1);
+  CHECK(!unlimited.is_limited());
+  CHECK_EQ(unlimited.victim([](BlockId, int64_t) { return 0.0; }), kNullBlock);
 }
 
 TEST(loose_blocks_share_a_segment_while_it_is_young_and_small) {

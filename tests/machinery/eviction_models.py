@@ -533,7 +533,7 @@ class LruGuard:
         self.one_of = max((num_blocks - 1) // 4_096, 1)
         self.capacity = max((num_blocks - 1) // self.one_of, 1)
         self.shadow, self.held = {}, set()  # released keys, oldest first; held keys
-        self.gain = self.deficit = self.num_left = self.level = 0
+        self.lead = self.gain = self.deficit = self.num_left = self.level = 0
 
     def note_use(self, key, is_hit):
         if key > (2**32 - 1) // self.one_of:
@@ -542,15 +542,17 @@ class LruGuard:
         self.shadow.pop(key, None)
         self.held.add(key)
         self.shrink()
+        gain = is_hit - is_hit_of_lru
+        self.lead += gain
         if self.num_left:
             self.num_left -= 1
             return
-        gain = is_hit - is_hit_of_lru
         self.gain += gain
         self.deficit = max(self.deficit - gain, 0)
-        if self.deficit >= self.capacity:
-            self.num_left = self.capacity << self.level
-            self.level = min(self.level + 1, 40)
+        least = max(self.capacity // 4, 1)
+        if self.deficit >= min(max(least + self.lead + self.deficit, least), self.capacity):
+            self.num_left = 2 * self.capacity << self.level
+            self.level = min(self.level + 1, 30)
             self.deficit = self.gain = 0
         elif self.gain >= 2 * self.capacity:
             self.level, self.gain = max(self.level - 1, 0), 0

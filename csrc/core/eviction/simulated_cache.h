@@ -12,8 +12,8 @@ class SimulatedCache {
  public:
   // Whether the cache contains this block, on the device or on the host.
   virtual bool has(const Hash& hash, uint8_t group) const = 0;
-  // A request reads or recomputes this window block or state in the simulated cache. Only called
-  // for blocks that the request would have read or recomputed at the end of its simulated hit.
+  // In the simulated cache, the hit of a request that is being admitted would end with this window
+  // block or state, or the request would recompute it.
   virtual void use_end(const Hash& hash, uint8_t group) = 0;
   // A request of `num_blocks` blocks was admitted. It hits `num_hit` of them, and would hit
   // `num_simulated` of them in the simulated cache.

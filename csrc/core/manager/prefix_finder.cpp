@@ -155,7 +155,7 @@ void PrefixFinder::begin(const HashList& hashes, const uint64_t* variants, bool 
 }
 
 void PrefixFinder::compare(SimulatedCache* cache, const TokenChain& chain, int64_t num_hit) {
-  if (!is_enabled_ || !chain.read_cache() || chain.num_tokens() == 0) return;
+  if (!is_enabled_ || chain.num_tokens() == 0) return;
   begin(chain.known_hashes(), chain.variants(), /*with_partial=*/false, /*with_host=*/false);
   simulated_ = cache;
   const int64_t most = std::min(chain.num_tokens() - 1, num_hashed_);

@@ -49,9 +49,12 @@ class LruGuard {
     if (!is_hit_of_lru && host_ != nullptr && host_->contains(key)) host_->touch(key);  // loaded
   }
   // The following three calls require `compare_requests`. `note_request` records that a request
-  // uses `num_used` blocks and hits `gain` blocks more than with LRU.
+  // uses `num_used` blocks and hits `gain` blocks more than with LRU. `note_end` records that, with
+  // LRU, the request would use this window block or state.
   void note_request(int64_t num_used, int64_t gain) { count(num_used, gain); }
-  void note_end(uint32_t key) { shadow_.touch(key); }
+  void note_end(uint32_t key) {
+    if (has(key)) shadow_.touch(key);
+  }
   bool has(uint32_t key) const {
     return shadow_.contains(key) || (host_ != nullptr && host_->contains(key));
   }

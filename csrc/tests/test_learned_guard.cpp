@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// The guard of the learned policy compares the hits of requests with those of a simulated LRU
+// cache. In these tests the policy always follows LRU, so the simulated hits must be the real ones.
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/eviction/learned.h"
+#include "core/groups/full_attention.h"
+#include "core/groups/recurrent_state.h"
+#include "core/groups/sliding_window.h"
+#include "core/manager/manager.h"
+#include "tests/check.h"
+
+using namespace kvcache;
+
+namespace {
+
+struct Compared {
+  int64_t num_requests = 0, num_blocks = 0, num_hit = 0, num_simulated = 0;
+};
+
+// Records the compared hits.
+class FollowsLru : public Learned {
+ public:
+  FollowsLru(int64_t num_blocks, Compared* compared)
+      : Learned(num_blocks, /*double_cost_tokens=*/0), compared_(compared) {}
+
+  void compare_requests(int64_t num_host_blocks) override {
+    Learned::compare_requests(num_host_blocks);
+    model()->guard().note_request(/*num_used=*/0, /*gain=*/-1'000'000);  // falls back
+  }
+  // The guard is not notified, so it keeps falling back.
+  void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) override {
+    ++compared_->num_requests;
+    compared_->num_blocks += num_blocks;
+    compared_->num_hit += num_hit;
+    compared_->num_simulated += num_simulated;
+  }
+
+ private:
+  Compared* compared_;
+};
+
+// Conversations of up to 40 blocks that share one of three system prompts, one request at a time.
+class Conversations {
+ public:
+  // `ends_at_checkpoints`: whether steps end where states are kept.
+  Conversations(const ManagerOptions& options, uint32_t seed, bool ends_at_checkpoints)
+      : random_(seed), manager_(options), ends_at_checkpoints_(ends_at_checkpoints) {}
+
+  void serve(int num_requests) {
+    for (int i = 0; i < num_requests; ++i) {
+      manager_.set_now(1'000 * i);
+      std::vector<int32_t>& ids = next();
+      for (int n = 1 + below(60); n > 0; --n) ids.push_back(fresh_++);
+      run(ids);
+    }
+    manager_.check_invariants();
+  }
+
+ private:
+  int32_t below(uint32_t n) { return static_cast<int32_t>(random_() % n); }
+
+  std::vector<int32_t>& next() {
+    if (!all_.empty() && below(3) > 0) {
+      std::vector<int32_t>& ids =
+          all_[all_.size() - 1 -
+               static_cast<size_t>(
+                   below(static_cast<uint32_t>(std::min<size_t>(all_.size(), 12))))];
+      if (ids.size() < 160) return ids;
+    }
+    const int32_t system = below(3);
+    all_.emplace_back(static_cast<size_t>(8 + 8 * system), 1'000'000 + system);
+    return all_.back();
+  }
+  int64_t step_size(TokenChain* chain, int32_t row, int64_t most) {
+    return ends_at_checkpoints_ ? manager_.checkpoint_tokens(*chain, row, most) : most;
+  }
+  void run(const std::vector<int32_t>& ids) {
+    auto tokens = std::make_shared<TokenIds>();
+    tokens->append(ids.data(), static_cast<int64_t>(ids.size()));
+    auto chain = std::make_shared<TokenChain>(tokens, 4, Hash{}, ExtraKeys(), true, true);
+    StepRequest request;
+    const int64_t first = step_size(chain.get(), /*row=*/-1, kChunk);
+    request.new_rows = {NewRow{chain, first}};
+    StepPlan plan = manager_.step(request);
+    CHECK_EQ(plan.status[0], static_cast<uint8_t>(Status::kServed));
+    const int32_t row = plan.rows[0];
+    manager_.report(plan.step_id, /*completed=*/true, {}, {});
+    const auto num_tokens = static_cast<int64_t>(ids.size());
+    for (int64_t computed = plan.num_computed_tokens[0] + first; computed < num_tokens;) {
+      const int64_t most = std::min(num_tokens - computed, kChunk);
+      const auto n = static_cast<int32_t>(step_size(chain.get(), row, most));
+      StepRequest more;
+      more.rows = &row;
+      more.num_tokens = &n;
+      more.num_rows = 1;
+      plan = manager_.step(more);
+      CHECK_EQ(plan.status[0], static_cast<uint8_t>(Status::kServed));
+      manager_.report(plan.step_id, /*completed=*/true, {}, {});
+      computed += n;
+    }
+    manager_.free(row);
+  }
+
+  static constexpr int64_t kChunk = 32;
+  std::mt19937 random_;
+  Manager manager_;
+  bool ends_at_checkpoints_;
+  std::vector<std::vector<int32_t>> all_;
+  int32_t fresh_ = 0;
+};
+
+using Kinds = std::vector<std::shared_ptr<const AttentionKind>>;
+
+// `share`: the largest permitted difference between all hits, as a fraction of the hits.
+void check_alike(const Kinds& kinds, int64_t num_host_blocks, int64_t retention_interval,
+                 double share, bool ends_at_checkpoints = true) {
+  Compared all;
+  for (uint32_t seed = 1; seed <= 4; ++seed) {
+    ManagerOptions options{};
+    for (const auto& kind : kinds) options.groups.push_back({kind, 4});
+    options.num_blocks = 180;
+    options.max_model_len = 400;
+    options.num_host_blocks = num_host_blocks;
+    options.retention_interval = retention_interval;
+    options.eviction.make = [&](int64_t n) { return std::make_unique<FollowsLru>(n, &all); };
+    Conversations(options, seed, ends_at_checkpoints).serve(800);
+  }
+  CHECK_EQ(all.num_requests, 3'200);
+  CHECK(0.05 * static_cast<double>(all.num_blocks) < static_cast<double>(all.num_hit));
+  const double difference = std::abs(static_cast<double>(all.num_hit - all.num_simulated));
+  if (difference <= share * static_cast<double>(all.num_hit)) return;
+  kvcache::test::fail(__FILE__, __LINE__,
+                      std::to_string(all.num_hit) + " blocks were hit, and " +
+                          std::to_string(all.num_simulated) + " in the simulated cache");
+}
+
+const auto full = std::make_shared<FullAttention>();
+const auto window = std::make_shared<SlidingWindow>(12);
+const auto state = std::make_shared<RecurrentState>();
+
+// The hits differ slightly: a real cache evicts when it allocates a block, a simulated one only
+// when the block is published.
+TEST(the_simulated_hits_with_states_are_those_of_lru) {
+  for (const int64_t interval : {-1, 0}) {
+    check_alike({full, state}, /*num_host_blocks=*/0, interval, 0.02);
+    check_alike({full, window, state}, 0, interval, 0.03);
+  }
+  // The simulated cache keeps states for longer than a pool in which steps end anywhere.
+  check_alike({full, state}, 0, -1, 0.15, /*ends_at_checkpoints=*/false);
+}
+
+TEST(the_simulated_hits_with_windows_are_those_of_lru) {
+  for (const int64_t interval : {-1, 0}) check_alike({full, window}, 0, interval, 0.03);
+  check_alike({window}, 0, -1, 0.01);
+}
+
+TEST(the_simulated_hits_with_a_host_are_those_of_lru) {
+  check_alike({full}, 200, -1, 0.01);
+  check_alike({full}, 30, -1, 0.01);
+  for (const int64_t interval : {-1, 0}) check_alike({full, state}, 120, interval, 0.02);
+}
+
+TEST(hits_of_full_attention_on_the_device_are_compared_block_by_block) {
+  ManagerOptions options{};
+  options.groups.push_back({full, 4});
+  options.num_blocks = 40;
+  options.max_model_len = 400;
+  Compared compared;
+  options.eviction.make = [&](int64_t n) { return std::make_unique<FollowsLru>(n, &compared); };
+  Conversations(options, 1, true).serve(10);
+  CHECK_EQ(compared.num_requests, 0);
+}
+
+}  // namespace
+
+TEST_MAIN()
