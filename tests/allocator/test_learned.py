@@ -11,10 +11,11 @@ import warnings
 import numpy as np
 import pytest
 
-from kvcache import KVCacheManager, LearnedReuse, Request
+from kvcache import GroupSpec, KVCacheManager, LearnedReuse, Request
 from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager
 from kvcache.replay import Replayer, chat_workload
+from kvcache.step import StepReport
 from tests.machinery.shared import sampled
 
 
@@ -239,7 +240,8 @@ def test_requests_without_salt_have_no_share():
     assert left(None) == 48 and left("x") + left("y") == 48
     with pytest.raises(ValueError, match=r"option 'tenant_share' is 1\.5: expected 0 to 1"):
         KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"tenant_share": 1.5})
-    with pytest.raises(ValueError, match="one of the options 'double_cost_tokens', 'state_share', 'tenant_share'"):
+    names = "one of the options 'double_cost_tokens', 'tenant_share', 'state_share'"
+    with pytest.raises(ValueError, match=names):
         KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"share": 1})
 
 
@@ -367,6 +369,116 @@ def test_hits_lost_to_lru_are_bounded_while_other_requests_hold_blocks(seed):
             learned.free(ended)
             lru.free(ended)
         assert behind <= 1.25 * c * (2 + math.log2(1 + num_uses / (2 * c)))
+
+
+GROUPS = {
+    "states": [GroupSpec("full_attention", 16), GroupSpec("recurrent", 16)],
+    "windows": [
+        GroupSpec("full_attention", 16),
+        GroupSpec("sliding_window", 16, {"window": 32}),
+    ],
+    "host": [GroupSpec("full_attention", 16)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sampled(range(6)))
+@pytest.mark.parametrize("kind", GROUPS)
+def test_hits_lost_to_lru_are_bounded_with_windows_states_and_a_host(kind, seed):
+    """The guard compares the hits of requests, because a hit needs more than a chain."""
+    rng = np.random.default_rng(seed)
+    num_blocks = int(rng.integers(40, 100))
+    managers = []
+    for eviction in ("learned", "lru"):
+        host = {"num_host_blocks": num_blocks // 2, "host_eviction": eviction}
+        manager = KVCacheManager.for_groups(
+            GROUPS[kind], num_blocks, 2**16, num_preallocate_tokens=0, eviction=eviction,
+            **host if kind == "host" else {},
+        )  # fmt: skip
+        manager.cache.set_now(0)
+        managers.append(manager)
+    reached, used = np.full((298, 26), 1e6), rng.choice([0, 9e5], (298, 26))
+    managers[0].cache.learn_from(LearnedReuse(reached, used))
+    behind = num_uses = 0
+    c = num_blocks - 1
+    for i, (time, tokens) in enumerate(itertools.islice(loops(rng), 3_000)):
+        request, answer = Request(str(i), tokens), int(rng.choice([0, 100, 300, 1000]))
+        for manager, sign in zip(managers, (-1, 1)):
+            manager.cache.set_now(time)
+            plan = manager.step(new=[request])
+            manager.report(StepReport(plan.step_id, completed=True))
+            behind += sign * int(plan.num_computed_tokens[0]) // 16
+            manager.free(request, num_output_tokens=answer)
+        num_uses += len(tokens) // 16
+        # Half of the bound for one group is enough, because the groups share the blocks.
+        assert behind <= 0.5 * 1.25 * c * (2 + math.log2(1 + num_uses / (2 * c)))
+
+
+def states_of(manager, prompts):
+    """Return which prompts still have their state: only then can they be hit."""
+    found = [
+        manager.cache.find_prefix(Request(f"probe {i}", [*each, 0])).num_tokens
+        for i, each in enumerate(prompts)
+    ]
+    return [num_tokens > 0 for num_tokens in found]
+
+
+def test_states_beyond_their_share_are_evicted_first():
+    """Each prompt leaves four blocks and one state. Two of the 20 blocks may be states."""
+    manager = KVCacheManager.for_groups(
+        GROUPS["states"], 21, 2**16, num_preallocate_tokens=0, eviction="learned",
+        eviction_options={"state_share": 0.1},
+    )  # fmt: skip
+    prompts = [[*range(1000 * i, 1000 * i + 64)] for i in range(5)]
+    for i, prompt in enumerate(prompts[:4]):
+        manager.cache.set_now(i)
+        request = Request(str(i), prompt)
+        manager.step(new=[request])
+        manager.free(request)
+    assert states_of(manager, prompts[:4]) == [True] * 4  # no block was needed
+    request = Request("last", prompts[4])
+    manager.step(new=[request])  # needs five blocks
+    manager.free(request)
+    assert sum(states_of(manager, prompts)) == 3  # two idle ones, and one that was held
+    check_invariants(manager)
+
+
+def test_share_of_states_prefers_states_of_long_prompts():
+    manager = KVCacheManager.for_groups(
+        GROUPS["states"], 61, 2**16, num_preallocate_tokens=0, eviction="learned",
+        eviction_options={"state_share": 0.02},
+    )  # fmt: skip
+    prompts = [[*range(1000 * i, 1000 * i + 16 * n)] for i, n in enumerate((5, 20, 5, 10))]
+    for i, prompt in enumerate(prompts):
+        request = Request(str(i), prompt)
+        manager.step(new=[request])
+        manager.free(request)
+    request = Request("last", range(90_000, 90_000 + 16 * 20))
+    manager.step(new=[request])
+    assert states_of(manager, prompts) == [False, True, False, False]
+    with pytest.raises(ValueError, match=r"option 'state_share' is -1: expected 0 to 1"):
+        KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"state_share": -1})
+
+
+@pytest.mark.parametrize("seed", sampled(range(4)))
+def test_random_calls_with_a_share_of_states_keep_the_invariants(seed):
+    rng = np.random.default_rng(seed)
+    manager = KVCacheManager.for_groups(
+        GROUPS["states" if seed % 2 else "windows"], 60, 2**16, num_preallocate_tokens=0,
+        eviction="learned", eviction_options={"state_share": float(rng.choice([0, 0.05, 0.3]))},
+    )  # fmt: skip
+    running = []
+    for i, (time, tokens) in enumerate(itertools.islice(loops(rng), 400)):
+        manager.cache.set_now(time)
+        request = Request(str(i), tokens)
+        while manager.step(new=[request]).status[0] != 0:
+            manager.free(running.pop())
+        running.insert(int(rng.integers(0, len(running) + 1)), request)
+        if len(running) > 3:
+            manager.free(running.pop())
+        if rng.random() < 0.02:
+            manager.cache.evict(rng.integers(1, 60, 5))
+        check_invariants(manager)
 
 
 def block_tokens(number, num_blocks):
