@@ -31,6 +31,7 @@ CAPACITIES = {"others": (5_000, 10_000, 30_000), "agents": (2_000, 4_000)}
 EVICTIONS = ("lru", "learned")
 STATE_GROUPS = {"others": ("states", "3 of states"), "agents": ("states",)}
 INTERVALS = {"others": (None, 16_384, 0), "agents": (None, 0)}
+SHARES = (0.005, 0.01, 0.02, 0.05)  # of the pool
 CHUNKS = (2_048, 8_192)  # tokens of a prefill chunk
 
 
@@ -102,6 +103,21 @@ def windows_table(trace: str) -> Callable[[dict[str, Path]], str]:
     )
 
 
+def budget_table(traces: dict[str, Path]) -> str:
+    """Return token hit rates with `state_share`, and the states that are cached in the end."""
+    rows = []
+    for name, shown in (("others", "conversations"), ("agents", "agents")):
+        requests, capacity = read(traces[name]), CAPACITIES[name][0]
+        for share in (0, *SHARES, 1):
+            eviction = f"learned:state_share={share}"
+            report = replayed(requests, "states", capacity, eviction, interval=None)
+            states = report.groups[1]["stored_blocks"] - report.groups[1]["evicted_blocks"]
+            limit = "no limit" if share == 1 else f"{share:.1%}"
+            rows.append([shown, limit, f"{report.token_hit_rate:.4f}", f"{states:,}"])
+    heads = ["trace", "`state_share`", "token hit rate", "states cached in the end"]
+    return markdown([heads, ["---"] * len(heads), *rows])
+
+
 def chunks_table(traces: dict[str, Path]) -> str:
     heads = ["`retention_interval`", "eviction", "chunk", "token hit rate", "states cached"]
     rows = [heads, ["---"] * len(heads)]
@@ -153,6 +169,7 @@ def answer_tokens(requests: Sequence[WorkloadRequest]) -> int:
 TABLES = {
     "state_conversations": states_table("others"),
     "state_agents": states_table("agents"),
+    "state_budget": budget_table,
     "state_chunks": chunks_table,
     "state_answers": answers_table,
     "window_conversations": windows_table("others"),

@@ -16,6 +16,7 @@ from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager
 from kvcache.replay import Replayer, chat_workload
 from kvcache.step import StepReport
+from tests.machinery.mixed_prompts import mixed_prompts
 from tests.machinery.shared import sampled
 
 
@@ -412,6 +413,24 @@ def test_hits_lost_to_lru_are_bounded_with_windows_states_and_a_host(kind, seed)
         num_uses += len(tokens) // 16
         # Half of the bound for one group is enough, because the groups share the blocks.
         assert behind <= 0.5 * 1.25 * c * (2 + math.log2(1 + num_uses / (2 * c)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [4, 14, 20, 22])
+@pytest.mark.parametrize("kind", ["device", *GROUPS])
+def test_few_hits_are_lost_when_the_workload_keeps_changing(kind, seed):
+    """The policy may be behind LRU by the bound of its guard, which is larger than this."""
+    prompts = mixed_prompts(seed, 2_500)
+    num_blocks = int(np.random.default_rng(seed).integers(60, 300))
+    hits = []
+    for eviction in ("learned", "lru"):
+        host = {"num_host_blocks": 101, "host_eviction": eviction}
+        replayer = Replayer(
+            groups=GROUPS.get(kind, GROUPS["host"]), num_blocks=num_blocks, chunk_tokens=64,
+            retention_interval=0, eviction=eviction, **host if kind == "host" else {},
+        )  # fmt: skip
+        hits.append(replayer.run(prompts).hit_tokens)
+    assert hits[0] >= 0.9 * hits[1]
 
 
 def states_of(manager, prompts):
