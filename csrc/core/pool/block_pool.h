@@ -182,9 +182,7 @@ class BlockPool {
   void compare_requests(int64_t num_host_blocks) {
     if (has_policy()) candidates_->policy().compare_requests(num_host_blocks);
   }
-  SimulatedCache* simulated() {
-    return has_policy() ? candidates_->policy().simulated() : nullptr;
-  }
+  SimulatedCache* simulated() { return has_policy() ? candidates_->policy().simulated() : nullptr; }
   void hit(const BlockId* ids, int64_t n) {
     if (has_policy()) notify_hit(ids, n);
   }
