@@ -267,21 +267,14 @@ DEFECTS = [
         MANAGER + "prefix_finder.cpp",
         "simulated_ = cache;",
         "simulated_ = nullptr;",  # compares a pool with itself
-        "learned_guard",
-    ),
-    Defect(
-        "simulated host",
-        "csrc/core/eviction/learned/shadow_lru.h",
-        "if (next_ != nullptr) next_->touch(nodes_[oldest].key);",
-        "",  # the simulated host stays empty
-        "learned_guard learned_parts",
+        "learned",
     ),
     Defect(
         "share of states",
         "csrc/core/eviction/learned/state_budget.h",
         "if (!is_limited_ || num_listed_ <= most_) return kNullBlock;",
         "if (!is_limited_ || num_listed_ <= 2 * most_) return kNullBlock;",
-        "learned_parts learned",
+        "learned",
     ),
     Defect(
         "blocks left behind",
