@@ -440,17 +440,18 @@ TEST(the_simulated_host_receives_what_the_simulated_device_evicts) {
     guard.note_release(key);
   };
   for (const uint32_t key : {2u, 4u, 6u, 8u}) use(key);  // 2 and 4 are on the host
-  CHECK(guard.has(2) && guard.has(4) && guard.has(6) && guard.has(8));
+  CHECK(guard.has(2, true) && guard.has(4, true) && guard.has(6, true) && guard.has(8, true));
   use(2);  // loaded; evicts 6
   use(10);
   use(12);  // the host has 6, 8, 2 from the oldest to the youngest, and has evicted 4
-  CHECK(!guard.has(4) && guard.has(6) && guard.has(8) && guard.has(2));
+  CHECK(!guard.has(4, true) && guard.has(6, true) && guard.has(8, true) && guard.has(2, true));
+  CHECK(!guard.has(6, false) && guard.has(12, false));
   guard.note_end(8);  // device: 12, 8; host: 8, 2, 10
-  CHECK(!guard.has(6) && guard.has(8) && guard.has(10));
+  CHECK(!guard.has(6, true) && guard.has(8, true) && guard.has(10, true));
   guard.clear();
-  CHECK(!guard.has(12) && guard.has(8));
+  CHECK(!guard.has(12, true) && guard.has(8, true));
   guard.clear_host();
-  CHECK(!guard.has(8));
+  CHECK(!guard.has(8, true));
 }
 
 TEST(a_guard_that_compares_requests_counts_their_blocks) {

@@ -68,8 +68,9 @@ class EvictionPolicy {
   // time; a block's hash is available from before `on_publish` until after `on_forget`.
   virtual void attach(const PublishedBlocks&) {}
   // Called at most once, after `attach`, if a hit needs more than a chain of device blocks: states,
-  // windows, or the pages of a host tier (`num_host_blocks`; 0: no host tier). From then on, the
-  // manager reports the hits of each request to `simulated()`, unless it is null.
+  // windows, or the pages of a host to which all evicted blocks are written (`num_host_blocks`; 0:
+  // no such host). From then on, the manager reports the hits of each request to `simulated()`,
+  // unless it is null.
   virtual void compare_requests(int64_t /*num_host_blocks*/) {}
   virtual SimulatedCache* simulated() { return nullptr; }
 

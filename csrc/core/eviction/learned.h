@@ -172,9 +172,11 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   }
 
  private:
-  bool has(const Hash& hash, uint8_t group) const override {
-    return model_->guard().has(ReuseModel::key_of(hash, group));
+  bool has(const Hash& hash, uint8_t group, bool on_host) const override {
+    return model_->guard().has(ReuseModel::key_of(hash, group), on_host);
   }
+  bool has_host() const override { return model_->guard().has_host(); }
+  void clear_host() override { model_->guard().clear_host(); }
   void use_end(const Hash& hash, uint8_t group) override {
     model_->guard().note_end(ReuseModel::key_of(hash, group));
   }

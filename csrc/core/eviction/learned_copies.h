@@ -46,7 +46,6 @@ class LearnedCopies : public EvictionPolicy {
     segments_.assign(id, Segments::kNone);
   }
   void clear() override {
-    model_->guard().clear_host();
     segments_.clear();
     order_.clear();
     copies_.clear();
@@ -54,7 +53,7 @@ class LearnedCopies : public EvictionPolicy {
     loose_.clear();
   }
   double gain_of_copy(const ReleasedAs& as, bool evicts) override {
-    if (as.segment == 0 || model_->guard().falls_back()) return 1;
+    if (as.segment == 0) return 1;
     const BlockId victim = evicts ? order_.victim() : kNullBlock;
     return model_->gain(as, victim == kNullBlock ? 0 : order_.worth(segments_.of(victim)));
   }

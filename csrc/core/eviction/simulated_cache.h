@@ -10,8 +10,10 @@ namespace kvcache {
 
 class SimulatedCache {
  public:
-  // Whether the cache contains this block, on the device or on the host.
-  virtual bool has(const Hash& hash, uint8_t group) const = 0;
+  // Whether the cache contains this block on the device or, with `on_host`, on the host.
+  virtual bool has(const Hash& hash, uint8_t group, bool on_host) const = 0;
+  virtual bool has_host() const = 0;  // whether the host is simulated
+  virtual void clear_host() = 0;      // the host caches nothing
   // In the simulated cache, the hit of a request that is being admitted would end with this window
   // block or state, or the request would recompute it.
   virtual void use_end(const Hash& hash, uint8_t group) = 0;

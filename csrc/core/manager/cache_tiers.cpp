@@ -33,10 +33,9 @@ bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const B
          (pages != nullptr && pages->has_policy());
 }
 
-// Whether a hit needs more than a chain of device blocks.
-bool needs_more_than_chains(const ManagerSetup& setup) {
-  return setup.options.num_host_blocks > 0 ||
-         std::any_of(setup.groups.begin(), setup.groups.end(),
+// Whether a hit may need windows or states.
+bool has_side_groups(const std::vector<CacheGroup>& groups) {
+  return std::any_of(groups.begin(), groups.end(),
                      [](const CacheGroup& group) { return group.is_cached && !group.keeps_all; });
 }
 
@@ -64,7 +63,12 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
     if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
   }
   if (setup->options.track_residency) pool_.track_residency();
-  if (needs_more_than_chains(*setup)) pool_.compare_requests(setup->options.num_host_blocks);
+  // With other write modes, the policy is compared on the device alone.
+  const int64_t num_host_blocks =
+      setup->options.host_write == HostWrite::kBack ? setup->options.num_host_blocks : 0;
+  if (num_host_blocks > 0 || has_side_groups(setup->groups)) {
+    pool_.compare_requests(num_host_blocks);
+  }
 }
 
 void CacheTiers::record_lost(LostBlocks* lost) {

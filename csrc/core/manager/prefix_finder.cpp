@@ -154,9 +154,12 @@ void PrefixFinder::begin(const HashList& hashes, const uint64_t* variants, bool 
   num_leading_.assign(groups_->size(), -1);
 }
 
-void PrefixFinder::compare(SimulatedCache* cache, const TokenChain& chain, int64_t num_hit) {
+void PrefixFinder::compare(SimulatedCache* cache, const TokenChain& chain, const PrefixHit& hit,
+                           bool with_host) {
   if (!is_enabled_ || chain.num_tokens() == 0) return;
-  begin(chain.known_hashes(), chain.variants(), /*with_partial=*/false, /*with_host=*/false);
+  begin(chain.known_hashes(), chain.variants(), /*with_partial=*/false,
+        with_host && cache->has_host());
+  const int64_t num_hit = with_host_ ? hit.num_tokens : hit.first_host_token(*groups_);
   simulated_ = cache;
   const int64_t most = std::min(chain.num_tokens() - 1, num_hashed_);
   const int64_t num_shared = accepted_by_all(most, /*only_shared=*/true);

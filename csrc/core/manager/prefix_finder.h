@@ -83,8 +83,10 @@ class PrefixFinder {
                         int64_t most_tokens = kUnbounded);
 
   // Reports to a simulated cache the hit of an admitted request, and the hit that the request would
-  // have had in the simulated cache. Only whole blocks count. Does not change the last hit.
-  void compare(SimulatedCache* cache, const TokenChain& chain, int64_t num_hit);
+  // have had in the simulated cache. Only whole blocks count, and blocks on the host count only
+  // with `with_host`. Does not change the last hit.
+  void compare(SimulatedCache* cache, const TokenChain& chain, const PrefixHit& hit,
+               bool with_host);
 
   // Hits end at multiples of this number of tokens: `unit` for all hits, `whole_unit` for hits of
   // whole blocks.
@@ -110,7 +112,7 @@ class PrefixFinder {
   BlockId host_page(const CacheGroup& group, int64_t block) const;
   bool is_found(const CacheGroup& group, int64_t block) const {
     if (simulated_ != nullptr) {
-      return simulated_->has(hash_at((block + 1) * group.block_size), group.id);
+      return simulated_->has(hash_at((block + 1) * group.block_size), group.id, with_host_);
     }
     return device_block(group, block) != kNullBlock || host_page(group, block) != kNullBlock;
   }

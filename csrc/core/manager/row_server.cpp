@@ -347,7 +347,8 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
                         found_);
   }
   if (SimulatedCache* simulated = c_.pool->simulated(); simulated != nullptr && r.reads) {
-    parts_.finder->compare(simulated, *chain, hit.num_tokens);
+    const bool with_host = by_step && asked.max_host_blocks > 0;
+    parts_.finder->compare(simulated, *chain, hit, with_host);
   }
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);

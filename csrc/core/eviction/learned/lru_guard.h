@@ -53,11 +53,12 @@ class LruGuard {
   // LRU, the request would use this window block or state.
   void note_request(int64_t num_used, int64_t gain) { count(num_used, gain); }
   void note_end(uint32_t key) {
-    if (has(key)) shadow_.touch(key);
+    if (has(key, /*on_host=*/true)) shadow_.touch(key);
   }
-  bool has(uint32_t key) const {
-    return shadow_.contains(key) || (host_ != nullptr && host_->contains(key));
+  bool has(uint32_t key, bool on_host) const {
+    return shadow_.contains(key) || (on_host && host_ != nullptr && host_->contains(key));
   }
+  bool has_host() const { return host_ != nullptr; }
   // Records that no request holds the block any more. Must be called in the order in which LRU
   // would evict the blocks.
   void note_release(uint32_t key) {
