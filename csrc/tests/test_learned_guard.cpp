@@ -47,12 +47,32 @@ class FollowsLru : public Learned {
   Compared* compared_;
 };
 
+struct Setup {
+  std::vector<std::shared_ptr<const AttentionKind>> kinds;
+  int64_t num_host_blocks = 0, retention_interval = -1;
+  HostWrite host_write = HostWrite::kBack;
+  int64_t max_host_blocks = kMaxSize;  // of the hit of one request
+  bool ends_at_checkpoints = true;     // whether steps end where states are kept
+  bool is_reset = false;               // whether the cache is cleared after every 100 requests
+};
+
+ManagerOptions options_of(const Setup& setup, Compared* compared) {
+  ManagerOptions options{};
+  for (const auto& kind : setup.kinds) options.groups.push_back({kind, 4});
+  options.num_blocks = 180;
+  options.max_model_len = 400;
+  options.num_host_blocks = setup.num_host_blocks;
+  options.host_write = setup.host_write;
+  options.retention_interval = setup.retention_interval;
+  options.eviction.make = [=](int64_t n) { return std::make_unique<FollowsLru>(n, compared); };
+  return options;
+}
+
 // Conversations of up to 40 blocks that share one of three system prompts, one request at a time.
 class Conversations {
  public:
-  // `ends_at_checkpoints`: whether steps end where states are kept.
-  Conversations(const ManagerOptions& options, uint32_t seed, bool ends_at_checkpoints)
-      : random_(seed), manager_(options), ends_at_checkpoints_(ends_at_checkpoints) {}
+  Conversations(const Setup& setup, Compared* compared, uint32_t seed)
+      : setup_(setup), random_(seed), manager_(options_of(setup, compared)) {}
 
   void serve(int num_requests) {
     for (int i = 0; i < num_requests; ++i) {
@@ -60,6 +80,7 @@ class Conversations {
       std::vector<int32_t>& ids = next();
       for (int n = 1 + below(60); n > 0; --n) ids.push_back(fresh_++);
       run(ids);
+      if (setup_.is_reset && i % 100 == 99) CHECK(manager_.reset_prefix_cache());
     }
     manager_.check_invariants();
   }
@@ -80,7 +101,7 @@ class Conversations {
     return all_.back();
   }
   int64_t step_size(TokenChain* chain, int32_t row, int64_t most) {
-    return ends_at_checkpoints_ ? manager_.checkpoint_tokens(*chain, row, most) : most;
+    return setup_.ends_at_checkpoints ? manager_.checkpoint_tokens(*chain, row, most) : most;
   }
   void run(const std::vector<int32_t>& ids) {
     auto tokens = std::make_shared<TokenIds>();
@@ -89,6 +110,7 @@ class Conversations {
     StepRequest request;
     const int64_t first = step_size(chain.get(), /*row=*/-1, kChunk);
     request.new_rows = {NewRow{chain, first}};
+    request.new_rows[0].max_host_blocks = setup_.max_host_blocks;
     StepPlan plan = manager_.step(request);
     CHECK_EQ(plan.status[0], static_cast<uint8_t>(Status::kServed));
     const int32_t row = plan.rows[0];
@@ -110,29 +132,17 @@ class Conversations {
   }
 
   static constexpr int64_t kChunk = 32;
+  Setup setup_;
   std::mt19937 random_;
   Manager manager_;
-  bool ends_at_checkpoints_;
   std::vector<std::vector<int32_t>> all_;
   int32_t fresh_ = 0;
 };
 
-using Kinds = std::vector<std::shared_ptr<const AttentionKind>>;
-
 // `share`: the largest permitted difference between all hits, as a fraction of the hits.
-void check_alike(const Kinds& kinds, int64_t num_host_blocks, int64_t retention_interval,
-                 double share, bool ends_at_checkpoints = true) {
+void check_alike(const Setup& setup, double share) {
   Compared all;
-  for (uint32_t seed = 1; seed <= 4; ++seed) {
-    ManagerOptions options{};
-    for (const auto& kind : kinds) options.groups.push_back({kind, 4});
-    options.num_blocks = 180;
-    options.max_model_len = 400;
-    options.num_host_blocks = num_host_blocks;
-    options.retention_interval = retention_interval;
-    options.eviction.make = [&](int64_t n) { return std::make_unique<FollowsLru>(n, &all); };
-    Conversations(options, seed, ends_at_checkpoints).serve(800);
-  }
+  for (uint32_t seed = 1; seed <= 4; ++seed) Conversations(setup, &all, seed).serve(800);
   CHECK_EQ(all.num_requests, 3'200);
   CHECK(0.05 * static_cast<double>(all.num_blocks) < static_cast<double>(all.num_hit));
   const double difference = std::abs(static_cast<double>(all.num_hit - all.num_simulated));
@@ -150,32 +160,48 @@ const auto state = std::make_shared<RecurrentState>();
 // when the block is published.
 TEST(the_simulated_hits_with_states_are_those_of_lru) {
   for (const int64_t interval : {-1, 0}) {
-    check_alike({full, state}, /*num_host_blocks=*/0, interval, 0.02);
-    check_alike({full, window, state}, 0, interval, 0.03);
+    check_alike({{full, state}, 0, interval}, 0.02);
+    check_alike({{full, window, state}, 0, interval}, 0.03);
   }
+  Setup setup{{full, state}};
+  setup.ends_at_checkpoints = false;
   // The simulated cache keeps states for longer than a pool in which steps end anywhere.
-  check_alike({full, state}, 0, -1, 0.15, /*ends_at_checkpoints=*/false);
+  check_alike(setup, 0.15);
 }
 
 TEST(the_simulated_hits_with_windows_are_those_of_lru) {
-  for (const int64_t interval : {-1, 0}) check_alike({full, window}, 0, interval, 0.03);
-  check_alike({window}, 0, -1, 0.01);
+  for (const int64_t interval : {-1, 0}) check_alike({{full, window}, 0, interval}, 0.03);
+  check_alike({{window}}, 0.01);
 }
 
 TEST(the_simulated_hits_with_a_host_are_those_of_lru) {
-  check_alike({full}, 200, -1, 0.01);
-  check_alike({full}, 30, -1, 0.01);
-  for (const int64_t interval : {-1, 0}) check_alike({full, state}, 120, interval, 0.02);
+  check_alike({{full}, 200}, 0.01);
+  check_alike({{full}, 30}, 0.01);
+  for (const int64_t interval : {-1, 0}) check_alike({{full, state}, 120, interval}, 0.02);
+  Setup setup{{full}, 200};
+  setup.is_reset = true;
+  check_alike(setup, 0.01);
+}
+
+TEST(requests_that_hit_only_the_device_are_compared_on_the_device) {
+  Setup setup{{full}, 200};
+  setup.max_host_blocks = 0;
+  check_alike(setup, 0.02);
+}
+
+TEST(only_a_host_to_which_all_evicted_blocks_are_written_is_simulated) {
+  for (const HostWrite write : {HostWrite::kThrough, HostWrite::kSelective}) {
+    check_alike({{full, window}, 200, 0, write}, 0.03);
+    Compared compared;
+    const Setup setup{{full}, 200, -1, write};
+    Conversations(setup, &compared, 1).serve(10);
+    CHECK_EQ(compared.num_requests, 0);  // compared block by block
+  }
 }
 
 TEST(hits_of_full_attention_on_the_device_are_compared_block_by_block) {
-  ManagerOptions options{};
-  options.groups.push_back({full, 4});
-  options.num_blocks = 40;
-  options.max_model_len = 400;
   Compared compared;
-  options.eviction.make = [&](int64_t n) { return std::make_unique<FollowsLru>(n, &compared); };
-  Conversations(options, 1, true).serve(10);
+  Conversations({{full}}, &compared, 1).serve(10);
   CHECK_EQ(compared.num_requests, 0);
 }
 
