@@ -183,10 +183,12 @@ TEST(the_simulated_hits_with_a_host_are_those_of_lru) {
   check_alike(setup, 0.01);
 }
 
-TEST(requests_that_hit_only_the_device_are_compared_on_the_device) {
+TEST(requests_that_limit_their_host_blocks_are_compared_on_the_device) {
   Setup setup{{full}, 200};
-  setup.max_host_blocks = 0;
-  check_alike(setup, 0.02);
+  for (const int64_t most : {0, 1, 8}) {
+    setup.max_host_blocks = most;
+    check_alike(setup, 0.02);
+  }
 }
 
 TEST(only_a_host_to_which_all_evicted_blocks_are_written_is_simulated) {

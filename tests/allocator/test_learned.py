@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, LearnedReuse, Request
+from kvcache import Admit, GroupSpec, KVCacheManager, LearnedReuse, Request
 from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager
 from kvcache.replay import Replayer, chat_workload
@@ -431,6 +431,18 @@ def test_few_hits_are_lost_when_the_workload_keeps_changing(kind, seed):
         )  # fmt: skip
         hits.append(replayer.run(prompts).hit_tokens)
     assert hits[0] >= 0.9 * hits[1]
+
+
+def test_hits_that_a_request_declines_are_not_compared_with_lru():
+    manager = KVCacheManager.for_groups(
+        GROUPS["windows"], 60, 2**16, num_preallocate_tokens=0, eviction="learned"
+    )
+    for i in range(100):
+        manager.cache.set_now(i)
+        request = Request(str(i), range(129))
+        manager.admit(Admit(request, num_tokens=129), [[], []])
+        manager.free(request)
+        assert not manager.cache.stats.falls_back
 
 
 def states_of(manager, prompts):

@@ -189,8 +189,8 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   // Blocks without a reported release are numerous, so they are sampled at the rate for a segment
   // of this size.
   static constexpr int64_t kLooseBlocks = 4'096;
-  // Assumed length in tokens of the hits that read a state which no request has released. These
-  // hits are often short: the states of system prompts are hit while requests hold them.
+  // Assumed length in tokens of the hits that read a state which no request has released. Many of
+  // these states belong to system prompts, which are shorter than most prompts.
   static constexpr int64_t kUnknownHit = 4'096;
   struct Released {  // a block with a hash
     int64_t prefix_tokens;

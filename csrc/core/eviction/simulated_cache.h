@@ -14,8 +14,8 @@ class SimulatedCache {
   virtual bool has(const Hash& hash, uint8_t group, bool on_host) const = 0;
   virtual bool has_host() const = 0;  // whether the host is simulated
   virtual void clear_host() = 0;      // the host caches nothing
-  // In the simulated cache, the hit of a request that is being admitted would end with this window
-  // block or state, or the request would recompute it.
+  // The request that is being admitted would read this window block or state at the end of its hit
+  // in the simulated cache, or would recompute it.
   virtual void use_end(const Hash& hash, uint8_t group) = 0;
   // A request of `num_blocks` blocks was admitted. It hits `num_hit` of them, and would hit
   // `num_simulated` of them in the simulated cache.

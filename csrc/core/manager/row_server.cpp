@@ -346,10 +346,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
     parts_.misses->note(row, {chain, asked.reads(), hit.num_tokens, asked.num_external, asked.name},
                         found_);
   }
-  if (SimulatedCache* simulated = c_.pool->simulated(); simulated != nullptr && r.reads) {
-    const bool with_host = by_step && asked.max_host_blocks > 0;
-    parts_.finder->compare(simulated, *chain, hit, with_host);
-  }
+  compare_hit(asked, hit, by_step);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
   parts_.publisher->announce_hit(row, hit);  // called before anything may be evicted
@@ -363,6 +360,18 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
                       hit.num_tokens - hit.first_host_token(*c_.groups));
   }
   return Status::kServed;
+}
+
+// Only hits that the policy can influence are compared, not hits that the request declines or for
+// which it limits the number of host blocks.
+void RowServer::compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step) {
+  SimulatedCache* simulated = c_.pool->simulated();
+  if (simulated == nullptr || !asked.reads()) return;
+  const int64_t unit = parts_.finder->whole_unit();
+  if (hit.num_tokens / unit < found_.num_tokens / unit) return;
+  const auto most = asked.chain->num_tokens() * static_cast<int64_t>(c_.groups->size());
+  const bool with_host = by_step && asked.max_host_blocks >= most;
+  parts_.finder->compare(simulated, *asked.chain, hit, with_host);
 }
 
 void RowServer::restart(int32_t row) {
@@ -395,7 +404,7 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   ServedRow served;
   served.span = {start, start + asked.num_tokens,
                  asked.num_lookahead};  // not clipped, because drafts may follow
-  if (parts_.misses != nullptr) {
+  if (parts_.misses != nullptr || c_.pool->simulated() != nullptr) {
     NewRow on_device = asked;  // `admit` loads no blocks
     on_device.max_host_blocks = 0;
     find_hit(on_device, HitChoice::kPartial);  // sets `found_`

@@ -107,6 +107,8 @@ class RowServer {
   static Span span_of(const NewRow& asked, const PrefixHit& hit);
   Span span_of(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span);
+  // Reports the hit of an admitted request to the cache that the eviction policy simulates, if any.
+  void compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step);
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
   void answer(const ServedRow& served, Status status);
   bool waits_for_earlier(const TokenChain& chain, int64_t num_hit) const;
