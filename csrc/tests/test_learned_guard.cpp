@@ -53,12 +53,14 @@ struct Setup {
   HostWrite host_write = HostWrite::kBack;
   int64_t max_host_blocks = kMaxSize;  // of the hit of one request
   bool ends_at_checkpoints = true;     // whether steps end where states are kept
+  int64_t last_block_size = 4;         // of the last group
   bool is_reset = false;               // whether the cache is cleared after every 100 requests
 };
 
 ManagerOptions options_of(const Setup& setup, Compared* compared) {
   ManagerOptions options{};
   for (const auto& kind : setup.kinds) options.groups.push_back({kind, 4});
+  options.groups.back().block_size = setup.last_block_size;
   options.num_blocks = 180;
   options.max_model_len = 400;
   options.num_host_blocks = setup.num_host_blocks;
@@ -199,6 +201,17 @@ TEST(only_a_host_to_which_all_evicted_blocks_are_written_is_simulated) {
     Conversations(setup, &compared, 1).serve(10);
     CHECK_EQ(compared.num_requests, 0);  // compared block by block
   }
+}
+
+TEST(hits_are_counted_in_blocks_of_full_attention) {
+  Compared one, other;
+  Setup setup{{full, state}};
+  Conversations(setup, &one, 1).serve(100);
+  setup.last_block_size = 16;
+  Conversations(setup, &other, 1).serve(100);
+  CHECK_EQ(one.num_blocks, other.num_blocks);
+  CHECK(other.num_hit > one.num_hit / 2);
+  check_alike(setup, 0.05);
 }
 
 TEST(hits_of_full_attention_on_the_device_are_compared_block_by_block) {

@@ -34,7 +34,8 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   // `double_cost_tokens`: prefix length after which a block costs twice as much to recompute as the
   // first block, and is worth twice as much; 0: all blocks cost the same. `tenant_share`: fraction
   // of the blocks that requests with the same cache salt may keep while other requests need space;
-  // 1: no limit. `state_share`: the same for all states and window blocks together.
+  // 1: no limit. `state_share`: fraction of the blocks that idle states and window blocks may keep
+  // while other requests need space; 1: no limit.
   Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1,
           double state_share = 1)
       : num_blocks_(num_blocks),

@@ -17,8 +17,8 @@ class SimulatedCache {
   // The request that is being admitted would read this window block or state at the end of its hit
   // in the simulated cache, or would recompute it.
   virtual void use_end(const Hash& hash, uint8_t group) = 0;
-  // A request of `num_blocks` blocks was admitted. It hits `num_hit` of them, and would hit
-  // `num_simulated` of them in the simulated cache.
+  // A request of `num_blocks` blocks of full attention was admitted. It hits `num_hit` of them, and
+  // would hit `num_simulated` of them in the simulated cache.
   virtual void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) = 0;
 
  protected:

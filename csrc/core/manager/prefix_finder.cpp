@@ -35,10 +35,16 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
       is_enabled_(options.enable_caching &&
                   std::any_of(groups_->begin(), groups_->end(),
                               [](const CacheGroup& group) { return group.is_cached; })) {
+  bool is_chain =
+      false;  // whether compared_unit_ is the block size of a group that keeps all tokens
   for (const CacheGroup& group : *groups_) {
     has_tokens_ |= group.rules->traits.appends && group.is_cached;
     keeps_any_ |= group.keeps_all && group.is_cached;
     if (!group.rules->traits.has_hits) continue;
+    if (group.is_cached && (compared_unit_ == 0 || (group.keeps_all && !is_chain))) {
+      compared_unit_ = group.block_size;
+      is_chain = group.keeps_all;
+    }
     const char* name = "the least common multiple of the groups' block sizes";
     unit_ = group.hit_unit;
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
@@ -175,8 +181,9 @@ void PrefixFinder::compare(SimulatedCache* cache, const TokenChain& chain, const
       }
     }
   }
-  cache->note_admission(num_hashed_ / whole_unit_, num_hit / whole_unit_,
-                        num_simulated / whole_unit_);
+  const auto num_blocks = [this](int64_t num_tokens) { return num_tokens / compared_unit_; };
+  cache->note_admission(num_blocks(num_hashed_), num_blocks(num_hit - num_hit % whole_unit_),
+                        num_blocks(num_simulated));
 }
 
 // Iterates to a fixed point, because shortening the hit in one group shortens it in all groups.

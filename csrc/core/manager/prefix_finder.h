@@ -126,6 +126,9 @@ class PrefixFinder {
   int64_t hash_block_size_;
   // See unit() and whole_unit().
   int64_t unit_ = 1, whole_unit_ = 1;
+  // Tokens per block in which hits are compared: the block size of the first cached group that
+  // keeps all tokens or, without one, of the first cached group. 0: no group is cached.
+  int64_t compared_unit_ = 0;
   bool is_enabled_, has_tokens_ = false, keeps_any_ = false, limits_more_ = false;
   // State of the current search.
   const HashList* hashes_ = nullptr;

@@ -23,10 +23,11 @@
 
 namespace kvcache {
 
-// Lower priorities are evicted first, regardless of value. Within a priority, the victim is taken
-// from the tenant with the most blocks among the tenants that exceed their share. If no tenant
-// exceeds its share, the block with the lowest value is the victim. In most pools no block has a
-// priority and no share is set. Such pools have only one level and need no search.
+// Lower priorities are evicted first, regardless of value (except for states beyond their budget).
+// Within a priority, the victim is taken from the tenant with the most blocks among the tenants
+// that exceed their share. If no tenant exceeds its share, the block with the lowest value is the
+// victim. In most pools no block has a priority and no share is set. Such pools have only one level
+// and need no search.
 class Levels {
  public:
   struct Level {
