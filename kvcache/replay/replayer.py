@@ -245,6 +245,8 @@ class Replayer:
             The admitted request, or None if it was rejected. In a timed replay, its attributes
             `first_ms` and `end_ms` are set.
         """
+        if request is not None:
+            instance(request, Request, "request")
         if self._clock is not None:
             check_arrival(item, self._last_arrival_ms)
             if self._first_arrival_ms is None:

@@ -655,3 +655,11 @@ def test_figure_is_written(tmp_path, num_requests, options):
     report = replayer.run(chat_workload(num_requests), "a $ name_with $ signs")
     draw(series, report, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_request_of_the_wrong_type_does_not_move_the_clock():
+    replayer = Replayer(block_size=16, num_blocks=20)
+    item = next(iter(chat_workload(1)))
+    with pytest.raises(TypeError, match="request is 'a': expected a Request"):
+        replayer.arrive(item, "a")
+    assert replayer.now_ms == 0
